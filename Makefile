@@ -1,0 +1,48 @@
+# Every target sets up what it needs: a virtual environment, the pinned requirements and the built extension.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+
+.PHONY: demo test test-slow bench lint format wheel clean
+
+demo: $(VENV)/built
+	$(BIN)/loco-ext demo --out runs
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/built
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/built
+	$(BIN)/python -m bench.bench_optim_step
+
+lint: $(VENV)/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+
+format: $(VENV)/built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+wheel: $(VENV)/requirements
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+$(VENV)/requirements: requirements-dev.txt
+	$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
+	  f'loco_ext needs Python 3.11 to 3.13, {v.major}.{v.minor} found: run make with PYTHON=python3.12, say')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+$(VENV)/built: $(VENV)/requirements $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf build dist runs *.egg-info loco_ext/*.so

@@ -1,0 +1,275 @@
+"""One optimizer step over all parameters of a network: torch's implementations against ours.
+
+    python -m bench.bench_optim_step                                measures all, writes bench/results/, prints tables
+    python -m bench.bench_optim_step --quick --networks resnet18    a first impression; writes nothing without --out
+    python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
+
+The candidates of a network and rule run interleaved, each on parameters, gradients and state of its own, so that none
+finds its data in the caches. Gradients are fixed random tensors. "map" is LOCO-REG's decay map (its section 6) applied
+by hand before torch's step, to every convolution of more than one tap: the fastest way we know in eager PyTorch.
+On the network "large", where caches do not matter, parameters and gradients are shared to save memory, and torch's
+copy, triad and in-place update of the same size run among the candidates.
+"""
+
+import argparse
+import functools
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import loco_ext
+from bench import harness, shapes, tables
+from loco_ext import geometry, optim
+
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 1e-2
+LOCALITY = (0.5, 2.0)
+
+Parameters = list[torch.nn.Parameter]
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule; ``arrays`` counts those of the parameters' size that a step has to read or to write."""
+
+    torch_class: Callable[..., torch.optim.Optimizer]
+    our_class: Callable[..., torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    decoupled: bool
+    arrays: int
+
+
+RULES = {
+    # Reads p, g, m; writes p, m.
+    "sgd": Rule(torch.optim.SGD, optim.SGD, {"momentum": 0.9}, decoupled=False, arrays=5),
+    # Reads p, g, m, v; writes p, m, v.
+    "adamw": Rule(torch.optim.AdamW, optim.AdamW, {}, decoupled=True, arrays=7),
+}
+
+TORCH = {"loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def torch_step(rule: Rule, parameters: Parameters, implementation: str) -> Step:
+    """torch's own step, decay uniform."""
+    arguments = rule.arguments | TORCH[implementation]
+    return rule.torch_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments).step
+
+
+def torch_map_step(rule: Rule, parameters: Parameters, implementation: str) -> Step:
+    """torch's own step, with the convolutions' decay taken out of it and applied before it, tap by tap."""
+    mapped = [parameter for parameter in parameters if math.prod(parameter.shape[2:]) > 1]
+    others = [parameter for parameter in parameters if math.prod(parameter.shape[2:]) == 1]
+    groups = [{"params": mapped, "weight_decay": 0.0}, {"params": others, "weight_decay": WEIGHT_DECAY}]
+    arguments = rule.arguments | TORCH[implementation]
+    step = rule.torch_class([group for group in groups if group["params"]], lr=LEARNING_RATE, **arguments).step
+    decays = [WEIGHT_DECAY * expanded_map(parameter) for parameter in mapped]
+    factors = [1 - LEARNING_RATE * decay for decay in decays]
+
+    @torch.no_grad()
+    def coupled() -> None:
+        for parameter, decay in zip(mapped, decays, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.addcmul_(parameter, decay)
+        step()
+
+    @torch.no_grad()
+    def decoupled() -> None:
+        for parameter, factor in zip(mapped, factors, strict=True):
+            parameter.mul_(factor)
+        step()
+
+    return decoupled if rule.decoupled else coupled
+
+
+def expanded_map(parameter: torch.Tensor) -> torch.Tensor:
+    """The decay map repeated over the input channels: rows long enough to vectorise, yet small beside the weight."""
+    weights = geometry.decay_map(parameter.shape[2:], LOCALITY).to(parameter)
+    return weights.expand_as(parameter[:1]).contiguous()
+
+
+def our_step(rule: Rule, parameters: Parameters, locality: tuple[float, float] | None) -> Step:
+    """Our step: decay uniform, or by the map."""
+    arguments = rule.arguments | {"locality": locality}
+    return rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments).step
+
+
+CANDIDATES: dict[str, Callable[[Rule, Parameters], Step]] = {
+    **{f"torch_{name}": functools.partial(torch_step, implementation=name) for name in TORCH},
+    **{f"torch_{name}_map": functools.partial(torch_map_step, implementation=name) for name in TORCH},
+    "ours_uniform": functools.partial(our_step, locality=None),
+    "ours_loco": functools.partial(our_step, locality=LOCALITY),
+}
+LARGE_CANDIDATES = ("torch_loop", "torch_foreach", "torch_fused", "ours_uniform", "ours_loco")
+
+# name: (numerator, denominator)
+RATIOS = {
+    "loco / uniform": ("ours_loco", "ours_uniform"),
+    "uniform / torch fused": ("ours_uniform", "torch_fused"),
+    "loco / torch fused": ("ours_loco", "torch_fused"),
+    "loco / torch fused + map": ("ours_loco", "torch_fused_map"),
+}
+
+
+def make_parameters(network: str) -> Parameters:
+    """The network's parameters with fixed random values and gradients, float32."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for shape in shapes.NETWORKS[network]():
+        parameter = torch.nn.Parameter(torch.empty(shape).normal_(std=0.05, generator=generator))
+        parameter.grad = torch.empty(shape).normal_(std=1e-3, generator=generator)
+        parameters.append(parameter)
+    return parameters
+
+
+def make_steps(network: str, rule: Rule) -> dict[str, Step]:
+    """Every candidate's step for this network."""
+    if network == "large":
+        parameters = make_parameters(network)
+        return {name: CANDIDATES[name](rule, parameters) for name in LARGE_CANDIDATES}
+    return {name: candidate(rule, make_parameters(network)) for name, candidate in CANDIDATES.items()}
+
+
+def measure(
+    network: str, rule_name: str, threads: Sequence[int], effort: harness.Effort, flush: bool = False
+) -> list[dict[str, Any]]:
+    """One record for each number of threads: all candidates' timings, and ratios of their medians."""
+    rule = RULES[rule_name]
+    tensor_shapes = list(shapes.NETWORKS[network]())
+    elements = sum(map(math.prod, tensor_shapes))
+    steps: dict[str, Step] = make_steps(network, rule)
+    streams = harness.stream_kernels(elements) if network == "large" else {}
+    before = harness.cache_flush() if flush else None
+    records: list[dict[str, Any]] = []
+    medians: dict[int, dict[str, float]] = {}
+    for count in threads:
+        with harness.num_threads(count):
+            label = f"{network} {rule_name}, threads {count}"
+            timings = harness.compare(steps | streams, effort, label, before)
+        medians[count] = {name: timing.median for name, timing in timings.items()}
+        record = {
+            "network": network,
+            "rule": rule_name,
+            "threads": count,
+            "tensors": len(tensor_shapes),
+            "elements": elements,
+            "load_average": os.getloadavg()[0],
+            "candidates": {name: asdict(timings[name]) for name in steps},
+            "ratios": ratios(medians[count]) | scaling(medians, count),
+        }
+        if streams:
+            record["bandwidth"] = step_bandwidth(medians[count], rule.arrays, elements)
+        records.append(record)
+    return records
+
+
+def ratios(medians: dict[str, float]) -> dict[str, float]:
+    """The entries of RATIOS whose two candidates were run."""
+    return {name: medians[a] / medians[b] for name, (a, b) in RATIOS.items() if a in medians and b in medians}
+
+
+def scaling(medians: dict[int, dict[str, float]], threads: int) -> dict[str, float]:
+    """Time of our steps with ``threads`` threads over their time with one."""
+    if threads == 1 or 1 not in medians:
+        return {}
+    ours = {"uniform": "ours_uniform", "loco": "ours_loco"}
+    return {f"{key}, {threads} threads / 1": medians[threads][name] / medians[1][name] for key, name in ours.items()}
+
+
+def step_bandwidth(medians: dict[str, float], arrays: int, elements: int) -> dict[str, dict[str, float]]:
+    """Bytes per second of every call, counting the ``arrays`` that a step cannot avoid, and its share of triad's."""
+    moved = dict.fromkeys(medians, arrays) | harness.STREAM_ARRAYS
+    rates = {name: 4 * elements * moved[name] / median for name, median in medians.items()}
+    return {name: {"bytes_per_second": rate, "of_triad": rate / rates["triad"]} for name, rate in rates.items()}
+
+
+def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
+    """Memory that a step takes beyond parameters, gradients and state: the second step, when the state exists."""
+    parameters = make_parameters(network)
+    with loco_ext.backend("native"):
+        step = CANDIDATES[candidate](RULES[rule_name], parameters)
+        step()
+        extra = harness.peak_extra_memory(step)
+    size = sum(4 * parameter.numel() for parameter in parameters)
+    return {"rule": rule_name, "candidate": candidate, "extra_bytes": extra, "parameter_bytes": size}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the command line asks for."""
+    effort = harness.Effort(min_rounds=5, min_seconds=0.5) if arguments.quick else harness.Effort()
+    cases = [(network, rule) for network in arguments.networks for rule in arguments.rules]
+    report: dict[str, Any] = {
+        "benchmark": "optim_step",
+        "machine": harness.machine(),
+        "settings": asdict(effort) | {"flush": arguments.flush, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY},
+        "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
+        "results": [],
+        "peak_memory": [],
+    }
+    with loco_ext.backend("native"):
+        for network, rule in cases:
+            report["results"] += measure(network, rule, arguments.threads, effort, arguments.flush)
+    if "large" in arguments.networks:
+        for rule in arguments.rules:
+            for name in LARGE_CANDIDATES:
+                report["peak_memory"].append(harness.in_fresh_process(peak_memory, "large", rule, name))
+    return report
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; only a full run writes the committed file by default."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_optim_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", choices=shapes.NETWORKS, default=list(shapes.NETWORKS))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--flush", action="store_true", help="overwrite the caches before every call")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/optim_step-<cpu>.json")
+    arguments = parser.parse_args(argv)
+    full = set(arguments.networks) == set(shapes.NETWORKS) and set(arguments.rules) == set(RULES)
+    if arguments.out is None and full and not arguments.quick and not arguments.flush:
+        cpu = re.sub(r"[^a-z0-9]+", "-", harness.cpu_model().lower()).strip("-")
+        arguments.out = harness.RESULTS / f"optim_step-{cpu}.json"
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints tables."""
+    arguments = parse(argv)
+    if os.getloadavg()[0] > 0.5:
+        print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
+    report = run(arguments)
+    if arguments.out is not None:
+        harness.write_json(arguments.out, report)
+        print(f"written: {arguments.out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def native() -> Iterator[None]:
+    """A missing library fails the benchmark instead of timing the reference."""
+    with loco_ext.backend("native"):
+        yield
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("network", [name for name in shapes.NETWORKS if name != "large"])
+def test_optim_step(benchmark: Callable[[Step], object], network: str, rule: str, candidate: str) -> None:
+    step = CANDIDATES[candidate](RULES[rule], make_parameters(network))
+    step()
+    benchmark(step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

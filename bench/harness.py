@@ -1,0 +1,247 @@
+"""What every benchmark shares: interleaved timing, the machine's description and bandwidth, peak memory, JSON."""
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from loco_ext.version import __version__
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+# STREAM's convention: arrays that a kernel reads or writes. Copy and triad also fetch the lines that they overwrite,
+# which is not counted; update, which works in place as an optimizer does, has no such hidden traffic.
+STREAM_ARRAYS = {"copy": 2, "triad": 3, "update": 3}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call over all rounds."""
+
+    median: float
+    p20: float
+    p80: float
+    best: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds go on until both minima are reached."""
+
+    min_rounds: int = 20
+    min_seconds: float = 4.0
+    warmup: int = 3
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def compare(
+    candidates: Mapping[str, Callable[[], object]],
+    effort: Effort,
+    label: str = "",
+    before: Callable[[], object] | None = None,
+) -> dict[str, Timing]:
+    """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
+
+    Each round calls every candidate once, starting with another one than the round before. With data of its own, each
+    candidate finds the caches filled by the others; ``before`` runs untimed ahead of every call where that is not
+    enough (see :func:`cache_flush`).
+
+    Raises:
+        ValueError: there is no candidate.
+
+    Example:
+        >>> timings = compare({"sum": lambda: sum(range(99))}, Effort(min_rounds=5, min_seconds=0.0))
+        >>> timings["sum"].rounds
+        5
+    """
+    if not candidates:
+        raise ValueError("candidates: expected at least one, got none")
+    names = list(candidates)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(effort.warmup):
+        for name in names:
+            candidates[name]()
+    with _no_garbage_collection(), _progress(label) as show:
+        rounds, start = 0, time.perf_counter()
+        while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
+            first = rounds % len(names)
+            for name in names[first:] + names[:first]:
+                seconds[name].append(_time_once(candidates[name], before))
+            rounds += 1
+            elapsed = time.perf_counter() - start
+            show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
+    return {name: summarise(values) for name, values in seconds.items()}
+
+
+def _time_once(call: Callable[[], object], before: Callable[[], object] | None) -> float:
+    if before is not None:
+        before()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr that takes fractions; it appears when two seconds have passed."""
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=1.0, desc=label, delay=2, leave=False, bar_format=form) as bar:
+
+        def show(fraction: float) -> None:
+            bar.update(fraction - bar.n)
+
+        yield show
+
+
+def summarise(seconds: list[float]) -> Timing:
+    """Median, 20th and 80th percentile, minimum."""
+    p20, median, p80 = np.percentile(seconds, (20, 50, 80)).tolist()
+    return Timing(median=median, p20=p20, p80=p80, best=min(seconds), rounds=len(seconds))
+
+
+def cache_flush(size: int = 1 << 28) -> Callable[[], object]:
+    """A call that overwrites ``size`` bytes, so that nothing else stays in the caches."""
+    return torch.empty(size, dtype=torch.uint8).zero_
+
+
+def stream_kernels(elements: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """Copy ``a = b``, triad ``a = b + s*c`` and update ``a += s*b``, float32, ``elements`` each, as torch runs them."""
+    a, b, c = (torch.full((elements,), value) for value in (0.0, 1.0, 2.0))
+    return {
+        "copy": lambda: a.copy_(b),
+        "triad": lambda: torch.add(b, c, alpha=3.0, out=a),
+        "update": lambda: a.add_(b, alpha=3.0),
+    }
+
+
+def bandwidth(threads: int, effort: Effort, elements: int = 1 << 26) -> dict[str, Any]:
+    """Bytes per second of the stream kernels with ``threads`` threads: of the median call and of the best."""
+    result: dict[str, Any] = {"threads": threads}
+    with num_threads(threads):
+        timings = compare(stream_kernels(elements), effort, f"bandwidth, threads {threads}")
+    for name, timing in timings.items():
+        moved = STREAM_ARRAYS[name] * 4 * elements
+        result[name] = {"median": moved / timing.median, "best": moved / timing.best}
+    return result
+
+
+@contextlib.contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """torch's number of threads inside the block."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
+
+
+def peak_extra_memory(call: Callable[[], object]) -> int | None:
+    """Bytes by which the process grows at most while ``call`` runs; None where /proc does not tell.
+
+    The kernel's high-water mark is reset first, so that earlier peaks do not hide this one.
+    """
+    reset = Path("/proc/self/clear_refs")
+    if not os.access(reset, os.W_OK):
+        return None
+    reset.write_text("5")
+    resident = _status_bytes("VmRSS")
+    call()
+    return max(_status_bytes("VmHWM") - resident, 0)
+
+
+def _status_bytes(field: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields[field].removesuffix("kB"))
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
+    """``function(*arguments)`` in a new interpreter: importable function, picklable arguments and result."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, caches, versions, commit, date."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "caches": _caches(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "loco_ext": __version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the kernel gives it."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found is not None:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _caches() -> dict[str, str]:
+    """Sizes of the first core's data caches, as {"L1": "48K"}; empty where the kernel does not list them."""
+    caches = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+        if kind != "Instruction":
+            caches[f"L{level}"] = size
+    return caches
+
+
+def _commit() -> str:
+    """The checkout's commit, with "-dirty" where tracked files differ from it; "unknown" outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_json(path: Path, report: object) -> None:
+    """Writes ``report`` to ``path`` whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        try:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

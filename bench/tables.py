@@ -1,0 +1,189 @@
+"""Tables of the committed results: in README.md, between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``.
+
+    python -m bench.tables            rewrites README.md
+    python -m bench.tables --check    exits with 1 if that would change it
+
+Figures in a section are never typed by hand.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from bench import harness
+
+README = harness.ROOT / "README.md"
+SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+RULE_NAMES = {"sgd": "SGD, momentum", "adamw": "AdamW"}
+MISSING = "–"  # noqa: RUF001
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, one header per column, and rows of as many cells."""
+
+    title: str
+    headers: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """The table as GitHub renders it."""
+        lines = [self.headers, ["---"] * len(self.headers), *self.rows]
+        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+    def rich(self) -> RichTable:
+        """The table for a terminal."""
+        table = RichTable(*self.headers, title=self.title)
+        for cells in self.rows:
+            table.add_row(*cells)
+        return table
+
+
+def significant(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def milliseconds(record: dict[str, Any], candidate: str) -> str:
+    """A candidate's median, or a dash where it was not run."""
+    timing = record["candidates"].get(candidate)
+    return significant(1e3 * timing["median"]) if timing else MISSING
+
+
+def case(record: dict[str, Any]) -> list[str]:
+    """The cells that say what was measured."""
+    return [record["network"], RULE_NAMES[record["rule"]], str(record["threads"])]
+
+
+def times(report: dict[str, Any]) -> Table:
+    """Medians: uniform decay and, after the slash, with the decay map."""
+    pairs = {f"torch {name}": (f"torch_{name}", f"torch_{name}_map") for name in ("loop", "foreach", "fused")}
+    pairs["ours"] = ("ours_uniform", "ours_loco")
+    rows = [
+        case(record) + [" / ".join(milliseconds(record, name) for name in pair) for pair in pairs.values()]
+        for record in report["results"]
+    ]
+    title = "Milliseconds for one step (median): uniform decay / with the decay map, which torch needs by hand"
+    return Table(title, ["network", "rule", "threads", *pairs], rows)
+
+
+def ratios(report: dict[str, Any]) -> Table:
+    """Ratios of medians, one column for each that some record has."""
+    names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]))
+    rows = [
+        case(record) + [f"{record['ratios'][name]:.2f}" if name in record["ratios"] else MISSING for name in names]
+        for record in report["results"]
+    ]
+    title = "Ratios of these times; below 1, the first is faster. loco: ours with the map, uniform: ours without"
+    return Table(title, ["network", "rule", "threads", *names], rows)
+
+
+def bandwidths(report: dict[str, Any]) -> Table:
+    """Share of triad's bandwidth that a step of the large tensor reaches."""
+    records = [record for record in report["results"] if "bandwidth" in record]
+    names = list(dict.fromkeys(name for record in records for name in record["bandwidth"]))
+    rows = [
+        case(record)[1:]
+        + [f"{rate['bytes_per_second'] / 1e9:.1f} ({rate['of_triad']:.0%})" for rate in record["bandwidth"].values()]
+        for record in records
+    ]
+    title = (
+        "One tensor of 400 MB: GB/s and share of triad's, counting only the traffic that a step cannot avoid. Triad "
+        "also fetches what it overwrites, hence shares above 100%; update (a += s*b) does not"
+    )
+    return Table(title, ["rule", "threads", *(name.replace("_", " ") for name in names)], rows)
+
+
+def peaks(report: dict[str, Any]) -> Table:
+    """Extra memory of a step, in units of the parameters."""
+    records = report["peak_memory"]
+    names = list(dict.fromkeys(record["candidate"] for record in records))
+    cells: dict[str, dict[str, str]] = {}
+    for record in records:
+        extra = record["extra_bytes"]
+        cell = MISSING if extra is None else f"{extra / record['parameter_bytes']:.2f}"
+        cells.setdefault(record["rule"], {})[record["candidate"]] = cell
+    rows = [[RULE_NAMES[rule], *(row[name] for name in names)] for rule, row in cells.items()]
+    title = "The same tensor: memory that a step takes for itself at its peak, in sizes of the tensor"
+    return Table(title, ["rule", *(name.replace("_", " ") for name in names)], rows)
+
+
+def description(report: dict[str, Any]) -> str:
+    """Machine, versions and bandwidth in one paragraph."""
+    machine = report["machine"]
+    commit, _, dirty = machine["commit"].partition("-")
+    commit = commit[:10] + (" with changes" if dirty else "")
+    caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
+    triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in report["bandwidth"]]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}; "
+        f"triad {', '.join(triad)}. "
+        f"torch {machine['torch']}; loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}. "
+        "float32; all columns of a row ran interleaved in one process; percentiles are in the JSON file."
+    )
+
+
+def optim_step(report: dict[str, Any]) -> list[Table]:
+    """All tables of the benchmark of that name; those without rows are left out."""
+    return [table for table in (times(report), ratios(report), bandwidths(report), peaks(report)) if table.rows]
+
+
+RENDERERS = {"optim_step": optim_step}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Prints a report's tables to a terminal."""
+    console.print(description(report))
+    for table in RENDERERS[report["benchmark"]](report):
+        console.print(table.rich())
+
+
+def section(name: str, results: Path) -> str:
+    """Markdown of every committed result of one benchmark."""
+    parts = []
+    for path in sorted(results.glob(f"{name}-*.json")):
+        report = json.loads(path.read_text())
+        parts += [description(report), *(table.markdown() for table in RENDERERS[name](report))]
+    return "".join(f"\n{part}\n" for part in parts) + "\n"
+
+
+def render(text: str, results: Path) -> str:
+    """``text`` with every section between markers replaced.
+
+    Raises:
+        ValueError: ``text`` has no markers, or one of a benchmark that is not known.
+    """
+    names = [match[2] for match in SECTION.finditer(text)]
+    unknown = sorted(set(names) - set(RENDERERS))
+    if not names or unknown:
+        raise ValueError(f"text: expected markers of {', '.join(RENDERERS)}, got {', '.join(unknown) or 'none'}")
+    return SECTION.sub(lambda match: match[1] + section(match[2], results) + match[3], text)
+
+
+def main(argv: Sequence[str] | None = None, readme: Path = README, results: Path = harness.RESULTS) -> int:
+    """Rewrites or checks ``readme``."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
+    arguments = parser.parse_args(argv)
+    old = readme.read_text()
+    new = render(old, results)
+    if arguments.check:
+        if new != old:
+            print(f"{readme.name} is out of date: run python -m bench.tables", file=sys.stderr)
+        return int(new != old)
+    if new != old:
+        readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+// Walking tensors of any strides in one common order.
+//
+// A tensor's elements are numbered along its dimensions taken from the fastest to the slowest in the memory of a leading
+// tensor (the parameter). Each operand then has its own Nest: the same sequence of elements, with the dimensions that it
+// steps through evenly merged. A Nest of one axis with stride 1 is "flat": element i lies at data + i.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace loco {
+
+constexpr int kMaxAxes = 12;
+
+struct Axis {
+  int64_t size;
+  int64_t stride;  // in elements
+};
+
+struct Nest {
+  int count;
+  Axis axes[kMaxAxes];  // fastest first
+
+  bool flat() const { return count == 0 || (count == 1 && axes[0].stride == 1); }
+};
+
+// Writes the dimensions with more than one element to order, fastest in memory first, and returns how many there are.
+inline int memory_order(int64_t ndim, const int64_t* sizes, const int64_t* strides, int* order) {
+  int count = 0;
+  for (int64_t d = ndim - 1; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    int at = count++;
+    for (; at > 0 && strides[order[at - 1]] > strides[d]; --at) order[at] = order[at - 1];
+    order[at] = static_cast<int>(d);
+  }
+  return count;
+}
+
+// False when more than kMaxAxes remain after merging.
+inline bool make_nest(const int* order, int count, const int64_t* sizes, const int64_t* strides, Nest& nest) {
+  nest.count = 0;
+  for (int k = 0; k < count; ++k) {
+    const int64_t size = sizes[order[k]], stride = strides[order[k]];
+    if (nest.count > 0) {
+      Axis& last = nest.axes[nest.count - 1];
+      if (stride == last.stride * last.size) {
+        last.size *= size;
+        continue;
+      }
+    }
+    if (nest.count == kMaxAxes) return false;
+    nest.axes[nest.count++] = {size, stride};
+  }
+  return true;
+}
+
+// Calls visit(position, offset, stride, count) for each evenly spaced run of the elements begin .. begin + count - 1:
+// `count` elements from `offset` on, the first of which is number begin + position.
+template <typename Visit>
+inline void for_runs(const Nest& nest, int64_t begin, int64_t count, const Visit& visit) {
+  int64_t index[kMaxAxes];
+  int64_t offset = 0, rest = begin;
+  for (int a = 0; a < nest.count; ++a) {
+    index[a] = a + 1 < nest.count ? rest % nest.axes[a].size : rest;
+    rest /= nest.axes[a].size;
+    offset += index[a] * nest.axes[a].stride;
+  }
+  if (nest.count == 0) {
+    visit(int64_t{0}, int64_t{0}, int64_t{0}, count);
+    return;
+  }
+  const Axis& inner = nest.axes[0];
+  for (int64_t position = 0; position < count;) {
+    const int64_t run = std::min(count - position, inner.size - index[0]);
+    visit(position, offset, inner.stride, run);
+    position += run;
+    index[0] += run;
+    offset += run * inner.stride;
+    for (int a = 0; a + 1 < nest.count && index[a] == nest.axes[a].size; ++a) {
+      offset += nest.axes[a + 1].stride - index[a] * nest.axes[a].stride;
+      index[a] = 0;
+      ++index[a + 1];
+    }
+  }
+}
+
+}  // namespace loco

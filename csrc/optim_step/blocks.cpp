@@ -1,0 +1,185 @@
+// Each exported function is cloned per x86-64 level and holds one plain loop for every combination of flags, so that the
+// compiler vectorises without branches inside. Parameters, gradients and states never overlap (checked by the caller).
+#include "optim_step/blocks.h"
+
+#define LOCO_RESTRICT __restrict__
+
+namespace loco::optim_step {
+namespace {
+
+template <Decay decay, Momentum momentum, bool nesterov, bool table, typename T>
+LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& scalars) {
+  const SgdScalars<T> s = scalars;
+  const T uniform = block.uniform;
+  T* LOCO_RESTRICT w = block.w;
+  const T* LOCO_RESTRICT g = block.g;
+  const T* LOCO_RESTRICT c = block.table;
+  T* LOCO_RESTRICT buffer = block.state[0];
+  for (int64_t i = 0; i < block.count; ++i) {
+    T b = momentum == Momentum::next ? buffer[i] : T(0);
+    sgd<decay, momentum, nesterov>(w[i], g[i], b, table ? c[i] : uniform, s);
+    if constexpr (momentum != Momentum::none) buffer[i] = b;
+  }
+}
+
+template <Decay decay, Momentum momentum, bool nesterov, typename T>
+LOCO_HD void sgd_table(const Block<T>& block, const SgdScalars<T>& s) {
+  if (decay != Decay::none && block.table != nullptr) {
+    sgd_loop<decay, momentum, nesterov, true>(block, s);
+  } else {
+    sgd_loop<decay, momentum, nesterov, false>(block, s);
+  }
+}
+
+template <Decay decay, typename T>
+LOCO_HD void sgd_momentum(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& s) {
+  if (flags.momentum == Momentum::none) return sgd_table<decay, Momentum::none, false>(block, s);
+  if (flags.momentum == Momentum::first) {
+    return flags.nesterov ? sgd_table<decay, Momentum::first, true>(block, s)
+                          : sgd_table<decay, Momentum::first, false>(block, s);
+  }
+  return flags.nesterov ? sgd_table<decay, Momentum::next, true>(block, s)
+                        : sgd_table<decay, Momentum::next, false>(block, s);
+}
+
+template <typename T>
+LOCO_HD void sgd_decay(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& s) {
+  if (flags.decay == Decay::none) return sgd_momentum<Decay::none>(block, flags, s);
+  if (flags.decay == Decay::l2) return sgd_momentum<Decay::l2>(block, flags, s);
+  sgd_momentum<Decay::l1>(block, flags, s);
+}
+
+template <Decay decay, bool amsgrad, bool table, typename T>
+LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& scalars) {
+  const AdamScalars<T> s = scalars;
+  const T uniform = block.uniform;
+  T* LOCO_RESTRICT w = block.w;
+  const T* LOCO_RESTRICT g = block.g;
+  const T* LOCO_RESTRICT c = block.table;
+  T* LOCO_RESTRICT m = block.state[0];
+  T* LOCO_RESTRICT v = block.state[1];
+  T* LOCO_RESTRICT v_max = block.state[2];
+  for (int64_t i = 0; i < block.count; ++i) {
+    T largest = amsgrad ? v_max[i] : T(0);
+    adam<decay, amsgrad>(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, s);
+    if constexpr (amsgrad) v_max[i] = largest;
+  }
+}
+
+template <Decay decay, bool amsgrad, typename T>
+LOCO_HD void adam_table(const Block<T>& block, const AdamScalars<T>& s) {
+  if (decay != Decay::none && block.table != nullptr) {
+    adam_loop<decay, amsgrad, true>(block, s);
+  } else {
+    adam_loop<decay, amsgrad, false>(block, s);
+  }
+}
+
+template <bool amsgrad, typename T>
+LOCO_HD void adam_decay(const Block<T>& block, Decay decay, const AdamScalars<T>& s) {
+  if (decay == Decay::none) return adam_table<Decay::none, amsgrad>(block, s);
+  if (decay == Decay::l2) return adam_table<Decay::l2, amsgrad>(block, s);
+  if (decay == Decay::l1) return adam_table<Decay::l1, amsgrad>(block, s);
+  adam_table<Decay::decoupled, amsgrad>(block, s);
+}
+
+template <typename T>
+LOCO_HD void adam_flags(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& s) {
+  if (flags.amsgrad) return adam_decay<true>(block, flags.decay, s);
+  adam_decay<false>(block, flags.decay, s);
+}
+
+template <typename T>
+LOCO_HD void load_any(DType dtype, const void* from, T* LOCO_RESTRICT to, int64_t count) {
+  const auto* half = static_cast<const uint16_t*>(from);
+  switch (dtype) {
+    case DType::f64:
+      for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(static_cast<const double*>(from)[i]);
+      break;
+    case DType::f32:
+      for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(static_cast<const float*>(from)[i]);
+      break;
+    case DType::bf16:
+      for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(bf16_to_float(half[i]));
+      break;
+    case DType::f16:
+      for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(f16_to_float(half[i]));
+      break;
+  }
+}
+
+template <typename T>
+LOCO_HD void store_any(DType dtype, const T* LOCO_RESTRICT from, void* to, int64_t count) {
+  auto* half = static_cast<uint16_t*>(to);
+  switch (dtype) {
+    case DType::f64:
+      for (int64_t i = 0; i < count; ++i) static_cast<double*>(to)[i] = static_cast<double>(from[i]);
+      break;
+    case DType::f32:
+      for (int64_t i = 0; i < count; ++i) static_cast<float*>(to)[i] = static_cast<float>(from[i]);
+      break;
+    case DType::bf16:
+      for (int64_t i = 0; i < count; ++i) half[i] = float_to_bf16(static_cast<float>(from[i]));
+      break;
+    case DType::f16:
+      for (int64_t i = 0; i < count; ++i) half[i] = float_to_f16(static_cast<float>(from[i]));
+      break;
+  }
+}
+
+}  // namespace
+
+LOCO_CLONES void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars) {
+  sgd_decay(block, flags, scalars);
+}
+
+LOCO_CLONES void update(const Block<double>& block, SgdFlags flags, const SgdScalars<double>& scalars) {
+  sgd_decay(block, flags, scalars);
+}
+
+LOCO_CLONES void update(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars) {
+  adam_flags(block, flags, scalars);
+}
+
+LOCO_CLONES void update(const Block<double>& block, AdamFlags flags, const AdamScalars<double>& scalars) {
+  adam_flags(block, flags, scalars);
+}
+
+LOCO_CLONES void unscale(float* g, int64_t count, float scale) {
+  for (int64_t i = 0; i < count; ++i) g[i] = g[i] / scale;
+}
+
+LOCO_CLONES void unscale(double* g, int64_t count, double scale) {
+  for (int64_t i = 0; i < count; ++i) g[i] = g[i] / scale;
+}
+
+LOCO_CLONES void negate(float* g, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) g[i] = -g[i];
+}
+
+LOCO_CLONES void negate(double* g, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) g[i] = -g[i];
+}
+
+LOCO_CLONES void load(DType dtype, const void* from, float* to, int64_t count) { load_any(dtype, from, to, count); }
+LOCO_CLONES void load(DType dtype, const void* from, double* to, int64_t count) { load_any(dtype, from, to, count); }
+LOCO_CLONES void store(DType dtype, const float* from, void* to, int64_t count) { store_any(dtype, from, to, count); }
+LOCO_CLONES void store(DType dtype, const double* from, void* to, int64_t count) { store_any(dtype, from, to, count); }
+
+LOCO_CLONES void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]) {
+  const PhiloxKey k = key;
+  uint32_t *LOCO_RESTRICT w0 = words[0], *LOCO_RESTRICT w1 = words[1];
+  uint32_t *LOCO_RESTRICT w2 = words[2], *LOCO_RESTRICT w3 = words[3];
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t out[4];
+    philox(k, static_cast<uint64_t>(elements[i]), out);
+    w0[i] = out[0], w1[i] = out[1], w2[i] = out[2], w3[i] = out[3];
+  }
+}
+
+LOCO_CLONES void store_stochastic(const float* LOCO_RESTRICT from, const uint32_t* LOCO_RESTRICT random,
+                                  uint16_t* LOCO_RESTRICT to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = float_to_bf16_stochastic(from[i], random[i]);
+}
+
+}  // namespace loco::optim_step

@@ -1,0 +1,287 @@
+// One parallel region over a flat list of chunks of all tensors. Each element is updated alone, so neither the chunks nor
+// the number of threads can change a result.
+#include "optim_step/cpu.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "optim_step/blocks.h"
+#include "optim_step/decay_table.h"
+#include "optim_step/staging.h"
+
+namespace loco::optim_step {
+namespace {
+
+// Work is counted in elements; kSegmentCost stands for what a tensor costs however small it is.
+constexpr int64_t kChunkCost = 32768;
+constexpr int64_t kSegmentCost = 128;
+
+struct Segment {
+  int64_t tensor, begin, end;
+};
+
+struct Chunks {
+  std::vector<Segment> segments;
+  std::vector<size_t> first;  // chunk i holds segments first[i] .. first[i + 1]
+};
+
+Chunks make_chunks(const TensorStep* tensors, int64_t count) {
+  Chunks chunks;
+  chunks.first.push_back(0);
+  int64_t room = kChunkCost;
+  for (int64_t t = 0; t < count; ++t) {
+    for (int64_t begin = 0; begin < tensors[t].numel;) {
+      const int64_t left = tensors[t].numel - begin;
+      const int64_t fits = std::max<int64_t>(room - kSegmentCost, 0);
+      const int64_t take = left <= fits ? left : fits / kBlock * kBlock;
+      if (take == 0) {
+        chunks.first.push_back(chunks.segments.size());
+        room = kChunkCost;
+        continue;
+      }
+      chunks.segments.push_back({t, begin, begin + take});
+      room -= take + kSegmentCost;
+      begin += take;
+    }
+  }
+  if (chunks.first.back() < chunks.segments.size()) chunks.first.push_back(chunks.segments.size());
+  return chunks;
+}
+
+struct Sgd {
+  using Call = SgdCall;
+  using Flags = SgdFlags;
+  using Scalars = SgdScalars<double>;
+  static constexpr int columns = kSgdColumns;
+
+  static Coefficients coefficients(const Call& call, const double* row) {
+    const Decay kind = call.l1 ? Decay::l1 : Decay::l2;
+    return {row[kSgdWeightDecay] == 0 ? Decay::none : kind, row[kSgdLr], row[kSgdWeightDecay]};
+  }
+  static Flags flags(const Call& call, const TensorStep& t, Decay decay) {
+    const Momentum momentum = !t.state[0].data ? Momentum::none : t.first ? Momentum::first : Momentum::next;
+    return {decay, momentum, call.nesterov};
+  }
+  static Scalars scalars(const Call&, const TensorStep&, const double* row) {
+    return {row[kSgdLr], row[kSgdMomentum], 1 - row[kSgdDampening]};
+  }
+  template <typename T>
+  static SgdScalars<T> as(const Scalars& s) {
+    return {static_cast<T>(s.lr), static_cast<T>(s.momentum), static_cast<T>(s.undamped)};
+  }
+};
+
+struct Adam {
+  using Call = AdamCall;
+  using Flags = AdamFlags;
+  using Scalars = AdamScalars<double>;
+  static constexpr int columns = kAdamColumns;
+
+  static Coefficients coefficients(const Call& call, const double* row) {
+    const Decay kind = call.decoupled ? Decay::decoupled : call.l1 ? Decay::l1 : Decay::l2;
+    return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, row[kAdamLr], row[kAdamWeightDecay]};
+  }
+  static Flags flags(const Call& call, const TensorStep&, Decay decay) { return {decay, call.amsgrad}; }
+  static Scalars scalars(const Call&, const TensorStep& t, const double* row) {
+    const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];
+    const double correction1 = 1 - std::pow(beta1, t.step), correction2 = 1 - std::pow(beta2, t.step);
+    return {beta1,         1 - beta1,
+            beta2,         1 - beta2,
+            row[kAdamEps], -(row[kAdamLr] / correction1),
+            std::sqrt(correction2), 1 - beta1 >= 0.5};
+  }
+  template <typename T>
+  static AdamScalars<T> as(const Scalars& s) {
+    return {static_cast<T>(s.beta1),
+            static_cast<T>(s.one_minus_beta1),
+            static_cast<T>(s.beta2),
+            static_cast<T>(s.one_minus_beta2),
+            static_cast<T>(s.eps),
+            static_cast<T>(s.negative_step_size),
+            static_cast<T>(s.bias_correction2_sqrt),
+            s.lerp_from_end};
+  }
+};
+
+// What a tensor's blocks have in common.
+template <class Rule>
+struct Job {
+  const TensorStep* tensor;
+  typename Rule::Flags flags;
+  typename Rule::Scalars scalars;
+  Coefficients coefficients;
+  double uniform;     // used if the map is null or constant
+  const void* table;  // T*, or null
+  int64_t period;
+  bool fill;  // coefficients are filled in block by block
+};
+
+template <typename T>
+struct Workspace {
+  T operands[2 + kStates][kBlock];
+  T coefficients[kBlock];
+  RawBlock raw;
+  int64_t elements[kBlock];
+  uint32_t words[4][kBlock];
+};
+
+template <class Rule>
+class Step {
+ public:
+  explicit Step(const typename Rule::Call& call) : call_(call) {
+    jobs_.reserve(call.count);
+    for (int64_t i = 0; i < call.count; ++i) jobs_.push_back(make_job(call.tensors[i]));
+  }
+
+  void run_segment(const Segment& segment) const {
+    if (call_.tensors[segment.tensor].w.dtype == DType::f64) {
+      run_blocks<double>(jobs_[segment.tensor], segment.begin, segment.end);
+    } else {
+      run_blocks<float>(jobs_[segment.tensor], segment.begin, segment.end);
+    }
+  }
+
+ private:
+  Job<Rule> make_job(const TensorStep& t) {
+    const double* row = call_.hyper + t.group * Rule::columns;
+    const Coefficients c = Rule::coefficients(call_, row);
+    const bool repeats = !jobs_.empty() && jobs_.back().tensor->group == t.group && jobs_.back().tensor->step == t.step;
+    const typename Rule::Scalars scalars = repeats ? jobs_.back().scalars : Rule::scalars(call_, t, row);
+    Job<Rule> job{&t, Rule::flags(call_, t, c.decay), scalars, c, c.at(1), nullptr, 0, false};
+    if (t.map == nullptr || c.decay == Decay::none) return job;
+    const Nest part = repeating_part(t.map_nest);
+    if (part.count == 0) {
+      job.uniform = c.at(*t.map);
+    } else if (length(part) > kLongestPeriod) {
+      job.fill = true;
+    } else {
+      job.period = length(part);
+      job.table = t.w.dtype == DType::f64 ? static_cast<const void*>(doubles_.find_or_make(t.map, part, t.group, c))
+                                          : floats_.find_or_make(t.map, part, t.group, c);
+    }
+    return job;
+  }
+
+  template <typename T>
+  void run_blocks(const Job<Rule>& job, int64_t begin, int64_t end) const {
+    const TensorStep& t = *job.tensor;
+    bool staged = job.fill || call_.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
+    for (const Operand& state : t.state) staged = staged || (state.data && !in_place<T>(state));
+    const int64_t longest = staged ? kBlock : job.table ? kTile : end - begin;
+    for (int64_t at = begin; at < end; at += longest) {
+      const int64_t count = std::min(longest, end - at);
+      if (staged) {
+        run_staged<T>(job, at, count);
+      } else {
+        run_direct<T>(job, at, count);
+      }
+    }
+  }
+
+  template <typename T>
+  void run_direct(const Job<Rule>& job, int64_t begin, int64_t count) const {
+    const TensorStep& t = *job.tensor;
+    const auto at = [&](const Operand& o) { return o.data ? static_cast<T*>(o.data) + begin : nullptr; };
+    const Block<T> block{count, at(t.w), at(t.g), {at(t.state[0]), at(t.state[1]), at(t.state[2])},
+                         table<T>(job, begin), static_cast<T>(job.uniform)};
+    update(block, job.flags, Rule::template as<T>(job.scalars));
+  }
+
+  template <typename T>
+  static const T* table(const Job<Rule>& job, int64_t begin) {
+    return job.table ? static_cast<const T*>(job.table) + begin % job.period : nullptr;
+  }
+
+  template <typename T>
+  void run_staged(const Job<Rule>& job, int64_t begin, int64_t count) const {
+    const TensorStep& t = *job.tensor;
+    Workspace<T> space;
+    const auto stage = [&](const Operand& o, T* buffer) -> T* {
+      if (o.data == nullptr) return nullptr;
+      if (in_place<T>(o)) return static_cast<T*>(o.data) + begin;
+      stage_in(o, begin, count, buffer, space.raw);
+      return buffer;
+    };
+    Block<T> block{count, stage(t.w, space.operands[0]), gradient(t.g, begin, count, space), {}, table<T>(job, begin),
+                   static_cast<T>(job.uniform)};
+    for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], space.operands[2 + k]);
+    if (job.fill) {
+      fill_coefficients(t.map, t.map_nest, job.coefficients, begin, count, space.coefficients);
+      block.table = space.coefficients;
+    }
+    update(block, job.flags, Rule::template as<T>(job.scalars));
+    write_back(t, begin, block, space);
+  }
+
+  // The gradient divided by grad_scale (which is written back, as torch's fused optimizers do) and negated to maximize.
+  template <typename T>
+  const T* gradient(const Operand& g, int64_t begin, int64_t count, Workspace<T>& space) const {
+    T* block = space.operands[1];
+    stage_in(g, begin, count, block, space.raw);
+    if (call_.grad_scale != 0) {
+      unscale(block, count, static_cast<T>(call_.grad_scale));
+      stage_out(g, begin, count, block, nullptr, space.raw);
+    }
+    if (call_.maximize) negate(block, count);
+    return block;
+  }
+
+  template <typename T>
+  void write_back(const TensorStep& t, int64_t begin, const Block<T>& block, Workspace<T>& space) const {
+    const bool random = call_.rounding.stochastic && t.w.dtype == DType::bf16;
+    if (random) draw(t, begin, block.count, space);
+    const auto write = [&](const Operand& o, const T* values, int word) {
+      if (o.data == nullptr || in_place<T>(o)) return;
+      stage_out(o, begin, block.count, values, random ? space.words[word] : nullptr, space.raw);
+    };
+    write(t.w, block.w, 0);
+    for (int k = 0; k < kStates; ++k) write(t.state[k], block.state[k], 1 + k);
+  }
+
+  template <typename T>
+  void draw(const TensorStep& t, int64_t begin, int64_t count, Workspace<T>& space) const {
+    for_runs(t.logical_nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
+      for (int64_t i = 0; i < run; ++i) space.elements[position + i] = offset + i * stride;
+    });
+    uint32_t* words[4] = {space.words[0], space.words[1], space.words[2], space.words[3]};
+    const Rounding& r = call_.rounding;
+    const PhiloxKey key{static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), t.ordinal, r.step};
+    random_words(key, space.elements, count, words);
+  }
+
+  const typename Rule::Call& call_;
+  std::vector<Job<Rule>> jobs_;
+  DecayTables<float> floats_;
+  DecayTables<double> doubles_;
+};
+
+template <class Rule>
+void run(const typename Rule::Call& call) {
+  const Step<Rule> step(call);
+  const Chunks chunks = make_chunks(call.tensors, call.count);
+  struct Context {
+    const Step<Rule>& step;
+    const Chunks& chunks;
+  } context{step, chunks};
+  const auto body = [](int64_t begin, int64_t end, void* pointer) {
+    const Context& c = *static_cast<const Context*>(pointer);
+    for (size_t i = c.chunks.first[begin]; i < c.chunks.first[end]; ++i) c.step.run_segment(c.chunks.segments[i]);
+  };
+  call.parallel_for(0, static_cast<int64_t>(chunks.first.size()) - 1, 1, body, &context);
+}
+
+}  // namespace
+
+void step_cpu(const SgdCall& call) { run<Sgd>(call); }
+void step_cpu(const AdamCall& call) { run<Adam>(call); }
+
+const char* cpu_capability() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
+  if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
+#endif
+  return "default";
+}
+
+}  // namespace loco::optim_step

@@ -1,0 +1,90 @@
+// Decay coefficients laid out for the inner loops.
+//
+// Along a parameter's memory a decay map repeats: every 9 elements for a contiguous 3x3 kernel, every 9*C_in for a
+// channels_last one. A table holds one period, tiled to period + kTile elements, so that a block of up to kTile elements
+// finds its coefficients at table + begin % period, whatever its beginning. Periods beyond kLongestPeriod get no table;
+// their coefficients are filled in block by block.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "common/strided.h"
+#include "optim_step/math.h"
+
+namespace loco::optim_step {
+
+constexpr int64_t kTile = 4096;
+constexpr int64_t kLongestPeriod = 4096;
+
+struct Coefficients {
+  Decay decay;
+  double lr, weight_decay;
+
+  double at(double map) const { return decay == Decay::decoupled ? 1 - lr * weight_decay * map : weight_decay * map; }
+};
+
+// The axes of a map's nest up to the last one along which it changes.
+inline Nest repeating_part(const Nest& nest) {
+  Nest part = nest;
+  while (part.count > 0 && part.axes[part.count - 1].stride == 0) --part.count;
+  return part;
+}
+
+inline int64_t length(const Nest& nest) {
+  int64_t product = 1;
+  for (int a = 0; a < nest.count; ++a) product *= nest.axes[a].size;
+  return product;
+}
+
+template <typename T>
+void fill_coefficients(const double* map, const Nest& nest, const Coefficients& c, int64_t begin, int64_t count,
+                       T* out) {
+  for_runs(nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
+    if (stride == 0) {
+      std::fill_n(out + position, run, static_cast<T>(c.at(map[offset])));
+    } else {
+      for (int64_t i = 0; i < run; ++i) out[position + i] = static_cast<T>(c.at(map[offset + i * stride]));
+    }
+  });
+}
+
+// The tables of one call: parameters that share map, group and memory layout share the table.
+template <typename T>
+class DecayTables {
+ public:
+  // part: repeating_part of the map's nest, of at least one axis and at most kLongestPeriod elements.
+  const T* find_or_make(const double* map, const Nest& part, int64_t group, const Coefficients& c) {
+    for (const Table& table : tables_) {
+      if (table.map == map && table.group == group && same(table.part, part)) return table.values.data();
+    }
+    const int64_t period = length(part);
+    std::vector<T> values(period + kTile);
+    fill_coefficients(map, part, c, 0, period, values.data());
+    for (int64_t done = period; done < period + kTile; done *= 2) {
+      std::copy_n(values.data(), std::min(done, period + kTile - done), values.data() + done);
+    }
+    tables_.push_back({map, group, part, std::move(values)});
+    return tables_.back().values.data();
+  }
+
+ private:
+  struct Table {
+    const double* map;
+    int64_t group;
+    Nest part;
+    std::vector<T> values;
+  };
+
+  static bool same(const Nest& a, const Nest& b) {
+    return a.count == b.count && std::equal(a.axes, a.axes + a.count, b.axes, [](const Axis& x, const Axis& y) {
+             return x.size == y.size && x.stride == y.stride;
+           });
+  }
+
+  std::deque<Table> tables_;
+};
+
+}  // namespace loco::optim_step

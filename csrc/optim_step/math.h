@@ -1,0 +1,98 @@
+// The update rules of SGD, Adam and AdamW, one weight at a time, and the random bits of stochastic rounding.
+//
+// d = gradient with its decay      l2: g + c*w      l1: g + c*sign(w)      decoupled: w <- c*w, d = g
+// SGD   b = d at the first step, then mu*b + (1 - dampening)*d;  w <- w - lr*(nesterov ? d + mu*b : b)
+// Adam  m <- m + (1-b1)(d - m);  v <- b2*v + (1-b2)*d*d;  w <- w - lr/(1-b1^t) * m / (sqrt(v/(1-b2^t)) + eps)
+//
+// c is weight_decay times the decay map at the weight's place (l2, l1) or 1 - lr*weight_decay*map (decoupled). The order of
+// the operations is that of torch.optim's for-loop; without fused multiply-adds every backend gives the same bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/platform.h"
+
+namespace loco::optim_step {
+
+enum class Decay : uint8_t { none, l2, l1, decoupled };
+enum class Momentum : uint8_t { none, first, next };
+
+template <typename T>
+struct SgdScalars {
+  T lr, momentum, undamped;  // undamped = 1 - dampening
+};
+
+template <typename T>
+struct AdamScalars {
+  T beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
+  T negative_step_size;     // -lr / (1 - beta1^t)
+  T bias_correction2_sqrt;  // sqrt(1 - beta2^t)
+  bool lerp_from_end;       // torch.lerp's second form, taken for weights of one half and above
+};
+
+template <Decay decay, typename T>
+LOCO_HD T decayed_gradient(T w, T g, T c) {
+  if constexpr (decay == Decay::l2) return g + c * w;
+  if constexpr (decay == Decay::l1) return g + c * static_cast<T>((w > T(0)) - (w < T(0)));
+  return g;
+}
+
+template <Decay decay, Momentum momentum, bool nesterov, typename T>
+LOCO_HD void sgd(T& w, T g, T& buffer, T c, const SgdScalars<T>& s) {
+  T d = decayed_gradient<decay>(w, g, c);
+  if constexpr (momentum != Momentum::none) {
+    const T b = momentum == Momentum::first ? d : buffer * s.momentum + s.undamped * d;
+    buffer = b;
+    d = nesterov ? d + s.momentum * b : b;
+  }
+  w = w - s.lr * d;
+}
+
+template <Decay decay, bool amsgrad, typename T>
+LOCO_HD void adam(T& w, T g, T& m, T& v, T& v_max, T c, const AdamScalars<T>& s) {
+  if constexpr (decay == Decay::decoupled) w = w * c;
+  const T d = decayed_gradient<decay>(w, g, c);
+  const T gap = d - m;
+  m = s.lerp_from_end ? d - gap * s.beta1 : m + s.one_minus_beta1 * gap;
+  v = v * s.beta2 + s.one_minus_beta2 * d * d;
+  T second = v;
+  if constexpr (amsgrad) {
+    second = (v > v_max || v != v) ? v : v_max;  // NaN wins, as in torch.maximum
+    v_max = second;
+  }
+  const T denominator = std::sqrt(second) / s.bias_correction2_sqrt + s.eps;
+  w = w + s.negative_step_size * m / denominator;
+}
+
+// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+struct PhiloxKey {
+  uint32_t seed_low, seed_high;
+  uint32_t tensor, step;  // the counter's upper half
+};
+
+LOCO_HD void philox(const PhiloxKey& key, uint64_t element, uint32_t out[4]) {
+  uint32_t c0 = static_cast<uint32_t>(element), c1 = static_cast<uint32_t>(element >> 32);
+  uint32_t c2 = key.tensor, c3 = key.step, k0 = key.seed_low, k1 = key.seed_high;
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
+    const uint64_t product1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(product0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+// Rounds up with a probability equal to the part that bfloat16 cannot hold; infinity and NaN stay.
+LOCO_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
+  const uint32_t bits = to_bits(value);
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  return finite ? static_cast<uint16_t>((bits + (random & 0xffffu)) >> 16) : float_to_bf16(value);
+}
+
+}  // namespace loco::optim_step

@@ -1,0 +1,83 @@
+// Bringing a block of an operand into contiguous memory of the arithmetic type, and back.
+//
+// An operand that is flat and already of that type is used where it lies. Any other is gathered and converted into a
+// buffer that stays in the first-level cache, and scattered after the update.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "optim_step/blocks.h"
+#include "optim_step/cpu.h"
+
+namespace loco::optim_step {
+
+constexpr int64_t kBlock = 1024;  // elements of a staged block
+
+template <typename T>
+constexpr DType dtype_of = std::is_same_v<T, double> ? DType::f64 : DType::f32;
+
+template <typename T>
+inline bool in_place(const Operand& operand) {
+  return operand.dtype == dtype_of<T> && operand.nest.flat();
+}
+
+inline char* element(const Operand& operand, int64_t offset) {
+  return static_cast<char*>(operand.data) + offset * element_size(operand.dtype);
+}
+
+template <typename Bits, bool to_memory>
+void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block) {
+  Bits* memory = static_cast<Bits*>(operand.data);
+  for_runs(operand.nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
+    for (int64_t i = 0; i < run; ++i) {
+      if (to_memory) {
+        memory[offset + i * stride] = block[position + i];
+      } else {
+        block[position + i] = memory[offset + i * stride];
+      }
+    }
+  });
+}
+
+template <bool to_memory>
+void copy_block(const Operand& operand, int64_t begin, int64_t count, void* block) {
+  switch (element_size(operand.dtype)) {
+    case 8:
+      return copy_runs<uint64_t, to_memory>(operand, begin, count, static_cast<uint64_t*>(block));
+    case 4:
+      return copy_runs<uint32_t, to_memory>(operand, begin, count, static_cast<uint32_t*>(block));
+    default:
+      return copy_runs<uint16_t, to_memory>(operand, begin, count, static_cast<uint16_t*>(block));
+  }
+}
+
+struct alignas(64) RawBlock {
+  unsigned char bytes[kBlock * 8];
+};
+
+template <typename T>
+void stage_in(const Operand& operand, int64_t begin, int64_t count, T* block, RawBlock& raw) {
+  if (operand.nest.flat()) return load(operand.dtype, element(operand, begin), block, count);
+  copy_block<false>(operand, begin, count, raw.bytes);
+  load(operand.dtype, raw.bytes, block, count);
+}
+
+// random: one word per element for stochastic rounding, or null.
+template <typename T>
+void stage_out(const Operand& operand, int64_t begin, int64_t count, const T* block, const uint32_t* random,
+               RawBlock& raw) {
+  void* out = operand.nest.flat() ? static_cast<void*>(element(operand, begin)) : raw.bytes;
+  bool stored = false;
+  if constexpr (std::is_same_v<T, float>) {
+    if (random != nullptr && operand.dtype == DType::bf16) {
+      store_stochastic(block, random, static_cast<uint16_t*>(out), count);
+      stored = true;
+    }
+  }
+  if (!stored) store(operand.dtype, block, out, count);
+  if (!operand.nest.flat()) copy_block<true>(operand, begin, count, raw.bytes);
+}
+
+}  // namespace loco::optim_step

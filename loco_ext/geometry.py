@@ -1,0 +1,193 @@
+"""The taps of a convolution kernel: distances from its centre, decay maps and rings. No weights are seen here.
+
+A kernel size is an int ``n`` (a 1-d kernel of ``n`` taps) or a sequence of one to three ints, for 1-d, 2-d and 3-d
+kernels. All results are CPU tensors of the kernel's shape. Stride and dilation change nothing: distances are in taps.
+
+Sources: LOCO-REG is Schneider, "Locality-Promoting Representation Learning" (2022); the rings are those of the draft
+"Optimal Convolutional Architectures Via Structured Sparsity Regularizers".
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+KernelSize = int | Sequence[int]
+
+
+def tap_distances(kernel_size: KernelSize, center: str | None = None) -> Tensor:
+    """Euclidean distance of every tap from the centre of the kernel, in tap units.
+
+    Args:
+        kernel_size: int or one to three ints, each at least 1.
+        center: None measures from the centre tap, which only odd sizes have; "midpoint" measures from the middle of the
+            kernel, which every size has and which is the centre tap for odd sizes.
+
+    Returns:
+        float64 tensor of shape ``kernel_size``.
+
+    Raises:
+        TypeError: ``kernel_size`` is not made of ints.
+        ValueError: a size below 1, not one to three of them, an unknown ``center``, or an even size without a midpoint.
+
+    >>> tap_distances(5).tolist()
+    [2.0, 1.0, 0.0, 1.0, 2.0]
+    """
+    return _doubled_squares(kernel_size, center).double().sqrt() / 2
+
+
+def distance_classes(kernel_size: KernelSize, center: str | None = None) -> tuple[Tensor, tuple[float, ...]]:
+    """Taps grouped by their distance from the centre (LOCO-REG, section 6), compared exactly, in integers.
+
+    Args:
+        kernel_size, center: as for :func:`tap_distances`.
+
+    Returns:
+        ``(index, distances)``: the class of every tap, an int64 tensor of shape ``kernel_size``, and the distance of
+        every class, ascending. Class 0 is the nearest: the centre tap where there is one.
+
+    Raises:
+        TypeError, ValueError: as :func:`tap_distances`.
+
+    >>> index, distances = distance_classes((3, 3))
+    >>> index.tolist(), [round(distance, 3) for distance in distances]
+    ([[2, 1, 2], [1, 0, 1], [2, 1, 2]], [0.0, 1.0, 1.414])
+    """
+    squares, index = torch.unique(_doubled_squares(kernel_size, center), sorted=True, return_inverse=True)
+    return index, tuple(math.sqrt(square) / 2 for square in squares.tolist())
+
+
+def decay_map(kernel_size: KernelSize, factors: Sequence[float], center: str | None = None) -> Tensor:
+    """Relative weight decay of every tap, ``g / Z`` of LOCO-REG (section 6, eq. 6.1); its mean is 1.
+
+    Dividing by ``Z``, the mean of ``g`` over all taps, leaves the total amount of decay as it was. The paper's loss
+    ``lambda * map * w**2`` has gradient ``2 * lambda * map * w``: PyTorch's ``weight_decay`` is ``2 * lambda``.
+
+    Args:
+        kernel_size, center: as for :func:`tap_distances`.
+        factors: ``g``. Two numbers are always the pair ``(gamma, eta)``: gamma at distance 0, 1 for distances up to 1,
+            eta beyond. Any other count has to be the number of :func:`distance_classes`, one factor for each, nearest
+            first. A kernel of exactly two classes, 1x3 for example, thus takes a pair only: every ratio can be had with
+            gamma, and eta meets no tap.
+
+    Returns:
+        float64 tensor of shape ``kernel_size``; ``(1, 1)`` gives ones exactly.
+
+    Raises:
+        TypeError: as :func:`tap_distances`, or ``factors`` is not a sequence of real numbers.
+        ValueError: as :func:`tap_distances`, or the count of ``factors`` does not fit, one of them is negative or not
+            finite, or their mean over all taps is not positive and finite.
+
+    >>> decay_map((3, 3), (0.5, 2.0)).mul(12.5).tolist()
+    [[18.0, 9.0, 18.0], [9.0, 4.5, 9.0], [18.0, 9.0, 18.0]]
+    """
+    index, distances = distance_classes(kernel_size, center)
+    values = _check_factors(factors)
+    if len(values) == 2:
+        gamma, eta = values
+        values = [gamma if distance == 0 else 1.0 if distance <= 1 else eta for distance in distances]
+    elif len(values) != len(distances):
+        raise ValueError(
+            f"factors: expected (gamma, eta) or one factor for each of the {len(distances)} distance classes of "
+            f"kernel_size {tuple(index.shape)}, got {len(values)}: {factors!r}"
+        )
+    g = torch.tensor(values, dtype=torch.float64, device="cpu")[index]
+    z = g.mean().item()
+    if not 0 < z < math.inf:
+        raise ValueError(f"factors: expected a positive and finite mean over all taps, got {factors!r}, of mean {z}")
+    return g / z
+
+
+def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> Tensor:
+    """Ring of every tap, counted from the outside in: nested half-rings or rings (eqs. 17-19, Fig. 2 of the draft).
+
+    Rings are peeled one by one from the box of taps that is left, along every axis still longer than 1. A half ring
+    takes one end of each axis, top-left (the first index) and bottom-right (the last) in turn, so that a cubic kernel
+    of size ``s`` is left with sizes ``s - 1, s - 2, ..., 1``; a full ring takes both ends. The last ring is what then
+    remains, one tap.
+
+    Args:
+        kernel_size: int or one to three ints, each at least 1.
+        kind: "half" or "full"; "full" needs odd sizes.
+        first: the end that the outermost half ring takes: "top_left", "bottom_right", or "auto", which is top-left
+            where all sizes are odd, and bottom-right where any is even; the last tap is then the one that
+            ``padding="same"`` anchors. Full rings have no order.
+
+    Returns:
+        int64 tensor of shape ``kernel_size``: 0 on the outermost ring up to ``max(kernel_size) - 1`` for half rings, up
+        to ``(max(kernel_size) - 1) / 2`` for full rings.
+
+    Raises:
+        TypeError: ``kernel_size`` is not made of ints.
+        ValueError: a size below 1, not one to three of them, an unknown ``kind`` or ``first``, or an even size with
+            full rings.
+
+    >>> ring_index((3, 3)).tolist()
+    [[0, 0, 0], [0, 2, 1], [0, 1, 1]]
+    >>> ring_index((3, 3), kind="full").tolist()
+    [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
+    """
+    shape = _check_kernel_size(kernel_size)
+    _check_choice("kind", kind, ("half", "full"))
+    _check_choice("first", first, ("auto", "top_left", "bottom_right"))
+    any_even = any(size % 2 == 0 for size in shape)
+    if kind == "full" and any_even:
+        raise ValueError(f"kernel_size: expected odd sizes for full rings, got {shape}")
+    top_left_first = first == "top_left" or (first == "auto" and not any_even)
+    rings = max(shape) if kind == "half" else (max(shape) + 1) // 2
+
+    index = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    box = [(0, size) for size in shape]
+    for ring in range(1, rings):
+        take_first = kind == "full" or (ring % 2 == 1) == top_left_first
+        take_last = kind == "full" or not take_first
+        box = [(start + take_first, stop - take_last) if stop - start > 1 else (start, stop) for start, stop in box]
+        index[tuple(slice(start, stop) for start, stop in box)] = ring
+    return index
+
+
+def _doubled_squares(kernel_size: KernelSize, center: str | None) -> Tensor:
+    """Squared distances in half taps: integers, so that classes are exact, for a centre between two taps as well."""
+    shape = _check_kernel_size(kernel_size)
+    _check_choice("center", center, (None, "midpoint"))
+    if center is None and any(size % 2 == 0 for size in shape):
+        raise ValueError(
+            f'kernel_size: expected odd sizes, for an even one has no centre tap, unless center="midpoint"; got {shape}'
+        )
+    total = torch.zeros(shape, dtype=torch.int64, device="cpu")
+    for axis, size in enumerate(shape):
+        offsets = 2 * torch.arange(size, dtype=torch.int64, device="cpu") - (size - 1)
+        total += (offsets**2).view([size if other == axis else 1 for other in range(len(shape))])
+    return total
+
+
+def _check_kernel_size(kernel_size: KernelSize) -> tuple[int, ...]:
+    sizes = (kernel_size,) if isinstance(kernel_size, Integral) else kernel_size
+    if (
+        not isinstance(sizes, Sequence)
+        or isinstance(sizes, str | bytes)
+        or any(isinstance(size, bool) or not isinstance(size, Integral) for size in sizes)
+    ):
+        raise TypeError(f"kernel_size: expected an int or a sequence of one to three ints, got {kernel_size!r}")
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+        raise ValueError(f"kernel_size: expected one to three ints, each at least 1, got {kernel_size!r}")
+    return tuple(int(size) for size in sizes)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_factors(factors: Sequence[float]) -> list[float]:
+    if (
+        not isinstance(factors, Sequence)
+        or isinstance(factors, str | bytes)
+        or any(isinstance(factor, bool) or not isinstance(factor, Real) for factor in factors)
+    ):
+        raise TypeError(f"factors: expected a sequence of real numbers, got {factors!r}")
+    if any(not (math.isfinite(factor) and factor >= 0) for factor in factors):
+        raise ValueError(f"factors: expected finite numbers, at least 0, got {factors!r}")
+    return [float(factor) for factor in factors]

@@ -1,0 +1,6 @@
+"""Operators, one file per family: argument checks, the choice of a backend, and what torch must know of each."""
+
+from loco_ext.ops.backends import backend
+from loco_ext.ops.optim_step import optim_step_adam, optim_step_sgd
+
+__all__ = ["backend", "optim_step_adam", "optim_step_sgd"]

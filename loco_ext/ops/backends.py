@@ -1,0 +1,85 @@
+"""Which implementation of an operator runs: chosen by device, or forced by :func:`backend`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+import torch
+
+try:
+    from loco_ext import _C
+
+    library_error: str | None = None
+except ImportError as error:
+    _C = None
+    library_error = str(error)
+
+NAMES = ("reference", "native", "triton")
+# Device types that each family's kernels serve; the reference serves all.
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {"optim_step": {"native": ("cpu",), "triton": ()}}
+
+_forced: ContextVar[str | None] = ContextVar("loco_ext_backend", default=None)
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Forces one backend for every operator called inside.
+
+    Args:
+        name: ``"reference"`` (plain PyTorch), ``"native"`` (the compiled library) or ``"triton"``.
+
+    Raises:
+        ValueError: for any other name.
+        RuntimeError: when an operator is called that the backend cannot run; the message says why.
+
+    Example:
+        >>> import torch, loco_ext
+        >>> p = torch.nn.Parameter(torch.ones(3))
+        >>> p.grad = torch.ones(3)
+        >>> with loco_ext.backend("reference"):
+        ...     loco_ext.optim.SGD([p], lr=0.5).step()
+        >>> p.tolist()
+        [0.5, 0.5, 0.5]
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend: expected one of {', '.join(NAMES)}, got {name!r}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def missing(family: str, name: str, device_type: str) -> str | None:
+    """Why backend ``name`` cannot run ``family`` on a device type, or None if it can."""
+    if name == "reference":
+        return None
+    if device_type not in KERNELS[family][name]:
+        return f"{family} has no {name} kernel for {device_type} tensors"
+    if name == "native" and library_error is not None:
+        return f"the compiled library could not be loaded ({library_error}); build it with `pip install .`"
+    return None
+
+
+def choose(family: str, device: torch.device) -> str:
+    """The backend that runs ``family`` on ``device``: the forced one, else the first that can."""
+    forced = _forced.get()
+    if forced is not None:
+        if reason := missing(family, forced, device.type):
+            raise RuntimeError(f"backend {forced!r}: {reason}")
+        return forced
+    reason = missing(family, "native", device.type)
+    if reason is None:
+        return "native"
+    if device.type in KERNELS[family]["native"]:
+        _warn_once(reason)
+    return "reference"
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"loco_ext runs its slower PyTorch reference: {reason}", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,181 @@
+"""The fused optimizer step: one call updates all parameters of all groups that share a rule, in place.
+
+Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row per group, ``group_index[i]`` the row of
+parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its parameters;
+``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is the row's
+``weight_decay`` times the map at its place (``loco-reg.txt``, eq. 6.1; torch's ``weight_decay`` is the paper's 2*lambda).
+
+Parameters, gradients and states may differ in dtype (float32, float64, bfloat16, float16) and strides. Arithmetic is in
+float64 for float64 parameters and in float32 for all others, rounded once when stored. ``seed`` makes that rounding
+stochastic for bfloat16 parameters and their bfloat16 states (Philox4x32-10 of the element's index, ``ordinals[i]`` and
+``rounding_step``: the same for any layout, backend and number of threads).
+
+``found_inf`` other than zero: nothing changes. ``grad_scale``: gradients are divided by it, in memory too.
+
+All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, lengths or indices and for
+memory that would be written twice; nothing is written then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loco_ext.ops import backends
+from loco_ext.ops.checks import check_step
+from loco_ext.reference import optim_step as _reference
+
+_FAMILY = "optim_step"
+
+
+def optim_step_sgd(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    hyper: Tensor,
+    *,
+    first: Sequence[int] | None = None,
+    group_index: Sequence[int] | None = None,
+    maps: Sequence[Tensor] = (),
+    map_index: Sequence[int] | None = None,
+    nesterov: bool = False,
+    maximize: bool = False,
+    l1: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    ordinals: Sequence[int] | None = None,
+    seed: int | None = None,
+    rounding_step: int = 0,
+) -> None:
+    """SGD as in torch.optim: ``b = momentum*b + (1 - dampening)*d``, ``w -= lr * (d + momentum*b if nesterov else b)``.
+
+    Args:
+        params, grads: what to step and by what; same shapes.
+        momentum_buffers: one per parameter, or empty for SGD without momentum.
+        hyper: shape (groups, 4), columns lr, weight_decay, momentum, dampening.
+        first: 1 where the buffer holds nothing yet and becomes ``d``; default all 0.
+        l1: the decay's gradient is the sign of the weight instead of the weight (``loco-reg.txt``, section 6).
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import geometry, ops
+        >>> w, g = torch.ones(1, 1, 3, 3), torch.zeros(1, 1, 3, 3)
+        >>> hyper = torch.tensor([[0.1, 1.0, 0.0, 0.0]], dtype=torch.float64)
+        >>> ops.optim_step_sgd([w], [g], [], hyper, maps=[geometry.decay_map((3, 3), (0.5, 2))], map_index=[0])
+        >>> round(w.mean().item(), 4)
+        0.9
+    """
+    count = len(params)
+    _run(
+        "optim_step_sgd",
+        (params, grads, momentum_buffers),
+        (
+            params,
+            grads,
+            momentum_buffers,
+            [0] * len(momentum_buffers) if first is None else first,
+            [0] * count if group_index is None else group_index,
+            hyper,
+            maps,
+            [-1] * count if map_index is None else map_index,
+            nesterov,
+            maximize,
+            l1,
+            grad_scale,
+            found_inf,
+            list(range(count)) if ordinals is None and seed is not None else ordinals or [],
+            seed,
+            rounding_step,
+        ),
+    )
+
+
+def optim_step_adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    hyper: Tensor,
+    *,
+    group_index: Sequence[int] | None = None,
+    maps: Sequence[Tensor] = (),
+    map_index: Sequence[int] | None = None,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    decoupled: bool = False,
+    l1: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    ordinals: Sequence[int] | None = None,
+    seed: int | None = None,
+    rounding_step: int = 0,
+) -> None:
+    """Adam, or AdamW with ``decoupled=True`` (``w *= 1 - lr*weight_decay*map`` before the step), as in torch.optim.
+
+    Args:
+        params, grads: what to step and by what; same shapes.
+        exp_avgs, exp_avg_sqs: the moments, one per parameter.
+        max_exp_avg_sqs: one per parameter with ``amsgrad``, else empty.
+        steps: one-element float32 or float64 tensors, incremented by one.
+        hyper: shape (groups, 5), columns lr, weight_decay, beta1, beta2, eps.
+        l1: the decay's gradient is the sign of the weight (coupled decay only).
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import ops
+        >>> w, g, m, v, t = torch.ones(2), torch.ones(2), torch.zeros(2), torch.zeros(2), torch.zeros(())
+        >>> hyper = torch.tensor([[0.1, 0.0, 0.9, 0.999, 1e-8]], dtype=torch.float64)
+        >>> ops.optim_step_adam([w], [g], [m], [v], [], [t], hyper)
+        >>> round(w[0].item(), 4), t.item()
+        (0.9, 1.0)
+    """
+    count = len(params)
+    _run(
+        "optim_step_adam",
+        (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps),
+        (
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            steps,
+            [0] * count if group_index is None else group_index,
+            hyper,
+            maps,
+            [-1] * count if map_index is None else map_index,
+            amsgrad,
+            maximize,
+            decoupled,
+            l1,
+            grad_scale,
+            found_inf,
+            list(range(count)) if ordinals is None and seed is not None else ordinals or [],
+            seed,
+            rounding_step,
+        ),
+    )
+
+
+def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...]) -> None:
+    params = written[0]
+    if not params:
+        return
+    if backends.choose(_FAMILY, params[0].device) == "reference":
+        check_step(name, arguments)
+        getattr(_reference, name)(*arguments)
+        return
+    try:
+        getattr(torch.ops.loco_ext, name)(*arguments)
+    except RuntimeError:
+        # The compiled checks refused before anything was written; say so with a typed error where there is one.
+        check_step(name, arguments)
+        raise
+    if not torch.compiler.is_compiling():
+        for tensors in written:
+            torch.autograd.graph.increment_version(tensors)

@@ -1,0 +1,223 @@
+"""Adam and AdamW with locality-promoting weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+
+from loco_ext import ops
+from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of
+from loco_ext.optim.locality import Locality
+from loco_ext.optim.torch_path import split_by_decay
+
+_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class _FusedAdam(LocalityOptimizer):
+    """The step that Adam and AdamW share."""
+
+    def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
+        amsgrad = bool(group["amsgrad"])
+        keys = _STATES if amsgrad else _STATES[:2]
+        beta1, beta2 = group["betas"]
+        row = [float(value) for value in (group["lr"], group["weight_decay"], beta1, beta2, group["eps"])]
+        device_type = ""
+        for offset, (param, decay_map) in enumerate(zip(plan.params, plan.maps, strict=True)):
+            grad = param.grad
+            if grad is None:
+                continue
+            found = "cpu" if param.is_cpu else param.device.type
+            if found != device_type:
+                device_type = found
+                kind = (amsgrad, bool(group["decoupled_weight_decay"]))
+                batch = batches.setdefault(rule_of(group, device_type, kind), Batch(states=[[], [], [], []]))
+                batch.plain &= plan.plain
+                row_index = batch.add_row(row)
+                exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = batch.states
+            batch.params.append(param)
+            batch.grads.append(grad)
+            batch.group_index.append(row_index)
+            batch.map_index.append(-1 if decay_map is None else batch.index_of(decay_map))
+            batch.ordinals.append(ordinal + offset)
+            state = self.state[param]
+            if "step" not in state or amsgrad and "max_exp_avg_sq" not in state:
+                state = self._created(batch, param, group, keys)
+            exp_avgs.append(state["exp_avg"])
+            exp_avg_sqs.append(state["exp_avg_sq"])
+            if amsgrad:
+                max_exp_avg_sqs.append(state["max_exp_avg_sq"])
+            steps.append(state["step"])
+
+    def _created(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
+        """The parameter's state with what it lacks; new tensors are kept only if the step succeeds."""
+        state = self.state[param]
+        complete = dict(state)
+        for key in keys:
+            if key not in state:
+                complete[key] = self._new_state(param, group)
+        if "step" not in state:
+            on_device = group["capturable"] or group["fused"]
+            double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            dtype = torch.float64 if double else torch.float32
+            complete["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
+        batch.created.extend((state, key, value) for key, value in complete.items() if key not in state)
+        return complete
+
+    def _launch(self, rule: Rule, batch: Batch) -> None:
+        amsgrad, decoupled = rule.kind  # type: ignore[misc]
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = batch.states
+        ops.optim_step_adam(
+            batch.params,
+            batch.grads,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            steps,
+            batch.hyper(),
+            amsgrad=amsgrad,
+            decoupled=decoupled,
+            **self._shared_arguments(rule, batch),
+        )
+
+    def _step_with_torch(self, group: Group, plan: Plan) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        states: tuple[list[Tensor], ...] = ([], [], [], [])
+        has_complex = self._init_group(group, params, grads, *states)  # type: ignore[attr-defined]
+        beta1, beta2 = group["betas"]
+        for part in split_by_decay(group, plan, params, grads):
+            torch_adam(
+                [params[i] for i in part.indices],
+                part.grads,
+                *([tensors[i] for i in part.indices] if tensors else [] for tensors in states),
+                foreach=group["foreach"],
+                capturable=group["capturable"],
+                differentiable=group["differentiable"],
+                fused=False,
+                has_complex=has_complex,
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                amsgrad=group["amsgrad"],
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=part.weight_decay,
+                eps=group["eps"],
+                maximize=part.maximize,
+            )
+
+
+class Adam(_FusedAdam, torch.optim.Adam):
+    """torch.optim.Adam, all parameters of all groups in one fused call, with weight decay that may depend on the tap.
+
+    Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. ``locality``, ``norm``,
+    ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for
+    :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch, loco_ext
+        >>> conv = torch.nn.Conv2d(3, 8, 5)
+        >>> optimizer = loco_ext.optim.Adam(conv.parameters(), weight_decay=1e-4, locality=(0.5, 2.0), norm="l1")
+        >>> conv(torch.randn(1, 3, 8, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        locality: Locality = None,
+        norm: str = "l2",
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | None = None,
+    ) -> None:
+        self._own_arguments(
+            locality=locality, norm=norm, state_dtype=state_dtype, stochastic_rounding=stochastic_rounding
+        )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._finish_init()
+
+
+class AdamW(_FusedAdam, torch.optim.AdamW):
+    """torch.optim.AdamW, all parameters of all groups in one fused call, with weight decay that may depend on the tap.
+
+    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``. ``locality``, ``state_dtype``,
+    ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all other
+    arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch, loco_ext
+        >>> conv = torch.nn.Conv2d(3, 8, 3)
+        >>> optimizer = loco_ext.optim.AdamW(conv.parameters(), weight_decay=0.05, locality=(0.5, 2.0))
+        >>> conv(torch.randn(1, 3, 8, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        locality: Locality = None,
+        norm: str = "l2",
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | None = None,
+    ) -> None:
+        self._own_arguments(
+            locality=locality, norm=norm, state_dtype=state_dtype, stochastic_rounding=stochastic_rounding
+        )
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._finish_init()

@@ -1,0 +1,295 @@
+"""What SGD, Adam and AdamW share: group options, checkpoints, and gathering parameters for the fused step.
+
+A step collects the parameters of all groups into batches of one rule each (usually one batch) and makes one operator call
+per batch. Groups with ``foreach=True`` or ``differentiable=True`` go through torch's own functions, the decay map applied
+beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from loco_ext import ops
+from loco_ext.optim.locality import check_locality, decay_maps
+from loco_ext.optim.sharding import local_tensors
+
+Group = dict[str, Any]
+
+# Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
+OWN_DEFAULTS: Group = {
+    "locality": None,
+    "norm": "l2",
+    "state_dtype": None,
+    "stochastic_rounding": None,
+    "rounding_step": 0,
+}
+# Choices of an implementation, which a checkpoint of torch.optim does not carry over.
+_IMPLEMENTATION_KEYS = ("foreach", "fused")
+
+
+@dataclass
+class Plan:
+    """What a step must know of a group's parameters, kept while the group stays as it is."""
+
+    params: list[Tensor]
+    locality: object
+    maps: list[Tensor | None]
+    plain: bool  # no parameter is of a tensor subclass such as DTensor
+
+    def fits(self, group: Group) -> bool:
+        params = group["params"]
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and group["locality"] == self.locality
+        )
+
+
+def make_plan(group: Group) -> Plan:
+    """Checks the group's locality and lays out its decay maps."""
+    params, locality = group["params"], group["locality"]
+    check_locality(locality, len(params))
+    plain = all(type(p) in (Tensor, Parameter) for p in params)
+    kept = list(locality) if isinstance(locality, list) else locality
+    return Plan(list(params), kept, decay_maps(params, locality), plain)
+
+
+@dataclass
+class Batch:
+    """The arguments of one operator call: lists that run parallel to params."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    group_index: list[int] = field(default_factory=list)
+    rows: list[list[float]] = field(default_factory=list)
+    maps: list[Tensor] = field(default_factory=list)
+    map_index: list[int] = field(default_factory=list)
+    ordinals: list[int] = field(default_factory=list)
+    # States made for this step: (state dict, key, tensor), kept once the operator has returned.
+    created: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
+    plain: bool = True
+
+    def add_row(self, row: list[float]) -> int:
+        """Adds a group's row of hyper-parameters; returns its index."""
+        self.rows.append(row)
+        return len(self.rows) - 1
+
+    def index_of(self, decay_map: Tensor) -> int:
+        """The place of a map in maps, where it is added if it is new."""
+        for i, known in enumerate(self.maps):
+            if known is decay_map:
+                return i
+        self.maps.append(decay_map)
+        return len(self.maps) - 1
+
+    def hyper(self) -> Tensor:
+        """The rows as the operator wants them."""
+        return torch.tensor(self.rows, dtype=torch.float64)
+
+    def localize(self) -> None:
+        """Replaces DTensors by their local shards, which the step updates in place."""
+        if not self.plain:
+            maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
+            local_tensors(self.params, self.grads, self.states, maps)
+
+
+class Rule(NamedTuple):
+    """Groups alike in these share an operator call."""
+
+    device_type: str
+    reference: bool
+    kind: Hashable  # what else the optimizer class distinguishes
+    maximize: bool
+    l1: bool
+    seed: int | None
+    rounding_step: int
+
+
+def rule_of(group: Group, device_type: str, kind: Hashable) -> Rule:
+    """The rule by which a group's parameters on one type of device are stepped."""
+    return Rule(
+        device_type,
+        group["fused"] is False,
+        kind,
+        bool(group["maximize"]),
+        group["norm"] == "l1",
+        group["stochastic_rounding"],
+        group["rounding_step"],
+    )
+
+
+def uses_torch(group: Group) -> bool:
+    """Whether the group asks for torch's own implementation."""
+    return bool(group["foreach"] or group["differentiable"])
+
+
+class LocalityOptimizer(Optimizer):
+    """Mixed into torch.optim's classes, in front of them."""
+
+    _plans: list[Plan]
+
+    def _finish_init(self) -> None:
+        """To be called last in ``__init__``, when torch's own has seen all groups."""
+        self._refresh()
+
+    def _own_arguments(self, **arguments: object) -> None:
+        """To be called first in ``__init__``: ``add_param_group`` runs inside torch's own and needs these defaults."""
+        self._own_defaults: Group = {**OWN_DEFAULTS, **arguments}
+
+    def _refresh(self) -> None:
+        self._plans = []
+        # GradScaler hands grad_scale and found_inf to step(); torch's own functions cannot take them.
+        self._step_supports_amp_scaling = not any(uses_torch(group) for group in self.param_groups)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a group; see :meth:`torch.optim.Optimizer.add_param_group`. Group keys of ours are checked first."""
+        own = self.__dict__.pop("_own_defaults", None)
+        if own is not None:
+            self.defaults.update(own)
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._refresh()
+
+    def _check_group(self, group: Group) -> None:
+        if group["norm"] not in ("l2", "l1"):
+            raise ValueError(f"norm: expected 'l2' or 'l1', got {group['norm']!r}")
+        if group["norm"] == "l1" and group.get("decoupled_weight_decay"):
+            raise ValueError("norm: expected 'l2' for AdamW, whose decay is decoupled (Adam and SGD take 'l1')")
+        if group["state_dtype"] not in (None, torch.float32):
+            raise ValueError(f"state_dtype: expected None or torch.float32, got {group['state_dtype']!r}")
+        seed = group["stochastic_rounding"]
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"stochastic_rounding: expected None or an integer seed, got {seed!r}")
+        if uses_torch(group) and (group["state_dtype"] is not None or seed is not None):
+            raise ValueError("state_dtype, stochastic_rounding: expected None with foreach=True or differentiable=True")
+        make_plan(group)
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimization step; ``closure``, if given, reevaluates the model and its loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item() != 0:
+            return loss
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            self._step_groups()
+        return loss
+
+    def _step_groups(self) -> None:
+        batches: dict[Rule, Batch] = {}
+        ordinal = 0
+        for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
+            if uses_torch(group):
+                self._step_with_torch(group, plan)
+            else:
+                self._gather(group, plan, ordinal, batches)
+            ordinal += len(group["params"])
+        for rule, batch in batches.items():
+            batch.localize()
+            with ops.backend("reference") if rule.reference else nullcontext():
+                self._launch(rule, batch)
+            for state, key, tensor in batch.created:
+                state[key] = tensor
+        for group in self.param_groups:
+            if group["stochastic_rounding"] is not None:
+                group["rounding_step"] += 1
+
+    def _current_plans(self) -> list[Plan]:
+        plans = self._plans
+        if len(plans) != len(self.param_groups) or not all(map(Plan.fits, plans, self.param_groups)):
+            self._plans = plans = [make_plan(group) for group in self.param_groups]
+        return plans
+
+    def _state_dtype(self, param: Tensor, group: Group) -> torch.dtype:
+        """float32 by option for the states of bfloat16 and float16 parameters, else the parameter's."""
+        return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
+
+    def _new_state(self, param: Tensor, group: Group) -> Tensor:
+        return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
+
+    def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
+        """The keyword arguments that all operators of the family take."""
+        return {
+            "group_index": batch.group_index,
+            "maps": batch.maps,
+            "map_index": batch.map_index,
+            "maximize": rule.maximize,
+            "l1": rule.l1,
+            "grad_scale": getattr(self, "grad_scale", None),
+            "ordinals": batch.ordinals,
+            "seed": rule.seed,
+            "rounding_step": rule.rounding_step,
+        }
+
+    def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
+        """Adds the group's parameters that have gradients to the batches; ordinal is that of its first parameter."""
+        raise NotImplementedError
+
+    def _launch(self, rule: Rule, batch: Batch) -> None:
+        """Makes the operator call."""
+        raise NotImplementedError
+
+    def _step_with_torch(self, group: Group, plan: Plan) -> None:
+        """Steps the group by torch's own functions."""
+        raise NotImplementedError
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of ours or of the torch.optim class of the same name.
+
+        Group keys that the checkpoint lacks keep their present values; a torch.optim checkpoint also leaves ``foreach`` and
+        ``fused`` alone. States take the dtype that the group asks for and the strides of their parameters.
+        """
+
+        def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
+            self._loading = loaded
+
+        handle = self.register_load_state_dict_pre_hook(remember)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_loading", None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = state["param_groups"]
+        present = self.__dict__.get("param_groups") or [{}] * len(groups)
+        for group, old in zip(groups, present, strict=True):
+            foreign = "locality" not in group
+            for key in (*OWN_DEFAULTS, *_IMPLEMENTATION_KEYS):
+                if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
+                    group[key] = old.get(key, OWN_DEFAULTS.get(key))
+        super().__setstate__(state)
+        if (loaded := self.__dict__.pop("_loading", None)) is not None:
+            self._restore_states(loaded)
+        self._refresh()
+
+    def _restore_states(self, loaded: dict[str, Any]) -> None:
+        """torch casts loaded states to the parameter's dtype and keeps their strides; this undoes the one and mends the other."""
+        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in loaded["state"].get(key, {}).items():
+                    if not isinstance(value, Tensor) or value.shape != param.shape or name == "step":
+                        continue
+                    dtype = self._state_dtype(param, group)
+                    now = self.state[param][name]
+                    if now.dtype != dtype or now.stride() != param.stride():
+                        self.state[param][name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)

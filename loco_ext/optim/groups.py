@@ -1,0 +1,82 @@
+"""Splitting a model's parameters into groups by module type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+
+from loco_ext.optim.locality import Factors
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    locality: Factors | None = None,
+    per_layer: Mapping[str, Factors | None] | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: convolution weights, other decayed weights, and what is not decayed.
+
+    Convolution weights (of Conv and ConvTranspose modules) get ``locality``, each layer named in ``per_layer`` its own
+    entry instead; all share one group. Biases, the parameters of normalisation layers and other vectors are not decayed.
+    Everything else is decayed uniformly, position embeddings of whatever shape included. Shared parameters appear once, with
+    their first owner; empty groups are left out.
+
+    Args:
+        model: its parameters may be frozen, so that they can be unfrozen later.
+        weight_decay: of the first two groups, torch's convention (the paper's lambda times 2).
+        locality: None, ``(gamma, eta)`` or one factor per distance class.
+        per_layer: module name, as in ``model.named_modules()``, to such an entry.
+
+    Raises:
+        ValueError: if ``per_layer`` names no convolution of the model, or a lazy module has not run yet.
+
+    Example:
+        >>> from torch import nn
+        >>> from loco_ext import optim
+        >>> model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
+        >>> groups = optim.parameter_groups(model, 5e-4, locality=(0.5, 2.0), per_layer={"0": (0.7, 1.3)})
+        >>> [(len(group["params"]), group["weight_decay"], group["locality"]) for group in groups]
+        [(1, 0.0005, [(0.7, 1.3)]), (1, 0.0005, None), (4, 0.0, None)]
+    """
+    per_layer = dict(per_layer or {})
+    convolutions: list[nn.Parameter] = []
+    factors: list[Factors | None] = []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    unknown = set(per_layer)
+    for module_name, module, name, parameter in _owned_parameters(model):
+        if isinstance(module, _ConvNd):
+            unknown.discard(module_name)
+        if isinstance(module, _ConvNd) and name == "weight":
+            convolutions.append(parameter)
+            factors.append(per_layer.get(module_name, locality))
+        elif isinstance(module, _NORMS) or parameter.dim() < 2 or "bias" in name:
+            plain.append(parameter)
+        else:
+            decayed.append(parameter)
+    if unknown:
+        raise ValueError(f"per_layer: expected names of convolutions of the model, got {sorted(unknown)}")
+    groups = [
+        {"params": convolutions, "weight_decay": weight_decay, "locality": factors},
+        {"params": decayed, "weight_decay": weight_decay, "locality": None},
+        {"params": plain, "weight_decay": 0.0, "locality": None},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(f"model: expected initialised parameters, {module_name}.{name} is lazy; run the model once")
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module_name, module, name, parameter

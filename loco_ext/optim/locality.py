@@ -1,0 +1,86 @@
+"""From the ``locality`` of a parameter group to one decay map per parameter."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from numbers import Real
+from typing import TypeAlias
+
+from torch import Tensor
+
+from loco_ext import geometry
+
+# (gamma, eta), or one factor per distance class, nearest first.
+Factors: TypeAlias = tuple[float, ...]
+Locality: TypeAlias = Factors | None | Sequence[Factors | None]
+
+LARGEST_GUESSED_KERNEL = 15
+
+
+def check_locality(locality: object, count: int) -> None:
+    """Raises TypeError or ValueError unless ``locality`` suits a group of ``count`` parameters."""
+    if isinstance(locality, list):
+        if len(locality) != count:
+            raise ValueError(f"locality: expected a list of {count} entries, one per parameter, got {len(locality)}")
+        for i, entry in enumerate(locality):
+            _check_factors(f"locality[{i}]", entry)
+    else:
+        _check_factors("locality", locality)
+
+
+def _check_factors(name: str, factors: object) -> None:
+    if factors is None:
+        return
+    if not isinstance(factors, tuple) or not all(isinstance(f, Real) for f in factors):
+        raise TypeError(
+            f"{name}: expected None or a tuple of numbers, (gamma, eta) or one factor per distance class, got {factors!r}"
+        )
+    if len(factors) == 0 or not all(math.isfinite(f) and f >= 0 for f in factors):
+        raise ValueError(f"{name}: expected finite factors of at least 0, got {factors!r}")
+
+
+def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | None]:
+    """One float64 decay map (or None: uniform) per parameter.
+
+    A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15, more
+    than one tap. A list names each parameter's factors, so that any kernel may have a map. Kernels of an even size have no
+    centre; they stay uniform, with a warning.
+    """
+    if isinstance(locality, list):
+        entries = list(locality)
+        for i, (param, factors) in enumerate(zip(params, entries, strict=True)):
+            if factors is not None and not 3 <= param.dim() <= 5:
+                raise ValueError(
+                    f"locality[{i}]: expected None for a parameter that is no convolution weight (3 to 5 dimensions), "
+                    f"got {factors!r} for shape {tuple(param.shape)}"
+                )
+    else:
+        entries = [locality if looks_like_convolution(param) else None for param in params]  # type: ignore[misc]
+    return [None if factors is None else _map(tuple(p.shape[2:]), factors) for p, factors in zip(params, entries)]
+
+
+def looks_like_convolution(param: Tensor) -> bool:
+    """Whether a bare parameter counts as a convolution weight for ``locality``; even kernels count too, to be warned of."""
+    if not 3 <= param.dim() <= 5:
+        return False
+    kernel = param.shape[2:]
+    return max(kernel) <= LARGEST_GUESSED_KERNEL and math.prod(kernel) > 1
+
+
+def _map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor | None:
+    if any(size % 2 == 0 for size in kernel_size):
+        warnings.warn(
+            f"locality: kernels of size {kernel_size} have no centre tap, their decay stays uniform", stacklevel=2
+        )
+        return None
+    if math.prod(kernel_size) == 1 or all(f == factors[0] for f in factors) and (factors[0] == 1):
+        return None
+    return _cached_map(kernel_size, factors)
+
+
+@lru_cache(maxsize=1024)
+def _cached_map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor:
+    return geometry.decay_map(kernel_size, factors)

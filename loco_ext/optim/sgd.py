@@ -1,0 +1,146 @@
+"""SGD with locality-promoting weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd as torch_sgd
+
+from loco_ext import ops
+from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of
+from loco_ext.optim.locality import Locality
+from loco_ext.optim.torch_path import split_by_decay
+from loco_ext.reference.optim_step import SGD_COLUMNS
+
+
+class SGD(LocalityOptimizer, torch.optim.SGD):
+    """torch.optim.SGD, all parameters of all groups in one fused call, with weight decay that may depend on the tap.
+
+    Without ``locality`` it is torch's optimizer: same arguments, same results, same checkpoints. With it, the decay of a
+    convolution's weights is multiplied by a map over the kernel's taps, of mean 1 (``loco-reg.txt``, section 6, eq. 6.1).
+    The paper's loss ``lambda*w^2`` has the gradient ``2*lambda*w``: torch's ``weight_decay`` is ``2*lambda``.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+        foreach: True takes torch's foreach path, the map applied beforehand.
+        differentiable: True takes torch's differentiable path, likewise.
+        fused: None or True: our kernels. False: the PyTorch reference.
+        locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
+            parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15 and more
+            than one tap; :func:`parameter_groups` finds convolutions by module type instead.
+        norm: ``"l2"``, or ``"l1"`` for a decay of constant size (gradient ``weight_decay * map * sign(w)``).
+        state_dtype: ``torch.float32`` keeps the states of bfloat16 and float16 parameters in float32.
+        stochastic_rounding: a seed; bfloat16 parameters and states are then rounded stochastically.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> import torch, loco_ext
+        >>> conv = torch.nn.Conv2d(3, 8, 3)
+        >>> optimizer = loco_ext.optim.SGD(conv.parameters(), lr=0.1, weight_decay=5e-4, locality=(0.5, 2.0))
+        >>> conv(torch.randn(1, 3, 8, 8)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        locality: Locality = None,
+        norm: str = "l2",
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: int | None = None,
+    ) -> None:
+        self._own_arguments(
+            locality=locality, norm=norm, state_dtype=state_dtype, stochastic_rounding=stochastic_rounding
+        )
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._finish_init()
+
+    def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
+        momentum = group["momentum"] != 0
+        row = [float(group[key]) for key in SGD_COLUMNS]
+        device_type = ""
+        for offset, (param, decay_map) in enumerate(zip(plan.params, plan.maps, strict=True)):
+            grad = param.grad
+            if grad is None:
+                continue
+            found = "cpu" if param.is_cpu else param.device.type
+            if found != device_type:
+                device_type = found
+                kind = (momentum, bool(group["nesterov"]))
+                batch = batches.setdefault(rule_of(group, device_type, kind), Batch(states=[[]]))
+                batch.plain &= plan.plain
+                row_index = batch.add_row(row)
+            batch.params.append(param)
+            batch.grads.append(grad)
+            batch.group_index.append(row_index)
+            batch.map_index.append(-1 if decay_map is None else batch.index_of(decay_map))
+            batch.ordinals.append(ordinal + offset)
+            if momentum:
+                state = self.state[param]
+                buffer = state.get("momentum_buffer")
+                batch.first.append(0 if buffer is not None else 1)
+                if buffer is None:
+                    buffer = self._new_state(param, group)
+                    batch.created.append((state, "momentum_buffer", buffer))
+                batch.states[0].append(buffer)
+
+    def _launch(self, rule: Rule, batch: Batch) -> None:
+        _, nesterov = rule.kind  # type: ignore[misc]
+        ops.optim_step_sgd(
+            batch.params,
+            batch.grads,
+            batch.states[0],
+            batch.hyper(),
+            first=batch.first,
+            nesterov=nesterov,
+            **self._shared_arguments(rule, batch),
+        )
+
+    def _step_with_torch(self, group: Group, plan: Plan) -> None:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        buffers: list[Tensor | None] = []
+        has_sparse_grad = self._init_group(group, params, grads, buffers)
+        for part in split_by_decay(group, plan, params, grads):
+            part_buffers = [buffers[i] for i in part.indices] if buffers else []
+            torch_sgd(
+                [params[i] for i in part.indices],
+                part.grads,
+                part_buffers,
+                has_sparse_grad=has_sparse_grad,
+                foreach=group["foreach"],
+                fused=False,
+                weight_decay=part.weight_decay,
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=part.maximize,
+            )
+            for i, buffer in zip(part.indices, part_buffers, strict=False):
+                self.state[params[i]]["momentum_buffer"] = buffer

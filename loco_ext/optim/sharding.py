@@ -1,0 +1,53 @@
+"""Stepping DTensor parameters (FSDP2, tensor parallelism) shard by shard.
+
+The update of a weight needs nothing but its own gradient and states, so each rank steps its local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def local_tensors(
+    params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]], maps: Sequence[Tensor | None]
+) -> None:
+    """Replaces DTensors in the lists by their local shards; gradients are brought to their parameter's placement first.
+
+    Raises:
+        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for i, param in enumerate(params):
+        if not isinstance(param, DTensor):
+            continue
+        _check_map(i, param, maps[i])
+        params[i] = param.to_local()
+        for tensors in (grads, *states):
+            if tensors:
+                tensors[i] = _local(tensors[i], param)
+
+
+def _local(tensor: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.placements != like.placements and tensor.dim() == like.dim() and tensor.dim() > 0:
+        tensor = tensor.redistribute(like.device_mesh, like.placements)
+    return tensor.to_local()
+
+
+def _check_map(index: int, param: Any, decay_map: Tensor | None) -> None:
+    from torch.distributed.tensor import Shard
+
+    if decay_map is None:
+        return
+    for placement in param.placements:
+        if isinstance(placement, Shard) and placement.dim % param.dim() >= param.dim() - decay_map.dim():
+            raise NotImplementedError(
+                f"params[{index}]: expected sharding along channels for a parameter with a decay map, got {placement}"
+            )

@@ -1,0 +1,148 @@
+"""One SGD, Adam or AdamW step over lists of tensors, in plain PyTorch.
+
+The functions take the arguments of the operators ``optim_step_sgd`` and ``optim_step_adam``, described in
+:mod:`loco_ext.ops.optim_step`. Every operation rounds on its own, in the order of the compiled kernels, so that on a CPU
+both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loco_ext.reference.rounding import round_stochastically
+
+SGD_COLUMNS = ("lr", "weight_decay", "momentum", "dampening")
+ADAM_COLUMNS = ("lr", "weight_decay", "beta1", "beta2", "eps")
+
+
+def arithmetic_dtype(param: Tensor) -> torch.dtype:
+    """float64 for float64 parameters, float32 for all others."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def optim_step_sgd(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    first: Sequence[int],
+    group_index: Sequence[int],
+    hyper: Tensor,
+    maps: Sequence[Tensor],
+    map_index: Sequence[int],
+    nesterov: bool,
+    maximize: bool,
+    l1: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    ordinals: Sequence[int],
+    seed: int | None,
+    rounding_step: int,
+) -> None:
+    """SGD with momentum; see :func:`loco_ext.ops.optim_step_sgd`."""
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    rows = hyper.tolist()
+    for i, param in enumerate(params):
+        lr, weight_decay, momentum, dampening = rows[group_index[i]]
+        w = param.to(arithmetic_dtype(param))
+        g = _gradient(grads[i], w, grad_scale, maximize)
+        d = _decayed(g, w, weight_decay, _map(maps, map_index[i], w), l1)
+        words = _Words(param, ordinals, i, seed, rounding_step)
+        if momentum_buffers:
+            buffer = momentum_buffers[i]
+            b = d if first[i] else buffer.to(w.dtype) * momentum + (1 - dampening) * d
+            words.store(buffer, b, 1)
+            d = d + momentum * b if nesterov else b
+        words.store(param, w - lr * d, 0)
+
+
+def optim_step_adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    group_index: Sequence[int],
+    hyper: Tensor,
+    maps: Sequence[Tensor],
+    map_index: Sequence[int],
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool,
+    l1: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    ordinals: Sequence[int],
+    seed: int | None,
+    rounding_step: int,
+) -> None:
+    """Adam (coupled decay) or AdamW (decoupled); see :func:`loco_ext.ops.optim_step_adam`."""
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    rows = hyper.tolist()
+    for i, param in enumerate(params):
+        lr, weight_decay, beta1, beta2, eps = rows[group_index[i]]
+        steps[i] += 1
+        step = steps[i].item()
+        w = param.to(arithmetic_dtype(param))
+        g = _gradient(grads[i], w, grad_scale, maximize)
+        decay_map = _map(maps, map_index[i], w)
+        if decoupled and weight_decay != 0:
+            w = w * _cast(1 - lr * weight_decay * decay_map, w)
+        d = g if decoupled else _decayed(g, w, weight_decay, decay_map, l1)
+        words = _Words(param, ordinals, i, seed, rounding_step)
+
+        m = exp_avgs[i].to(w.dtype)
+        m = m + (1 - beta1) * (d - m) if 1 - beta1 < 0.5 else d - (d - m) * beta1
+        v = exp_avg_sqs[i].to(w.dtype) * beta2 + (1 - beta2) * d * d
+        words.store(exp_avgs[i], m, 1)
+        words.store(exp_avg_sqs[i], v, 2)
+        if amsgrad:
+            v = torch.maximum(max_exp_avg_sqs[i].to(w.dtype), v)
+            words.store(max_exp_avg_sqs[i], v, 3)
+        denominator = _sqrt(v) / (1 - beta2**step) ** 0.5 + eps
+        words.store(param, w + -(lr / (1 - beta1**step)) * m / denominator, 0)
+
+
+def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool) -> Tensor:
+    g = grad.to(w.dtype)
+    if grad_scale is not None:
+        g = g / grad_scale.item()
+        grad.copy_(g)
+    return -g if maximize else g
+
+
+def _sqrt(v: Tensor) -> Tensor:
+    """torch's float32 square root may be off by an ulp; through float64 it is rounded correctly, as in the kernels."""
+    return v.double().sqrt().to(v.dtype)
+
+
+def _map(maps: Sequence[Tensor], index: int, w: Tensor) -> Tensor | float:
+    return 1.0 if index < 0 else maps[index].to(w.device)
+
+
+def _cast(coefficient: Tensor | float, w: Tensor) -> Tensor | float:
+    return coefficient.to(w.dtype) if isinstance(coefficient, Tensor) else coefficient
+
+
+def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | float, l1: bool) -> Tensor:
+    if weight_decay == 0:
+        return g
+    return g + _cast(weight_decay * decay_map, w) * (torch.sign(w) if l1 else w)
+
+
+class _Words:
+    """Stores results, rounding bfloat16 stochastically where a seed is given."""
+
+    def __init__(self, param: Tensor, ordinals: Sequence[int], index: int, seed: int | None, step: int) -> None:
+        rounds = seed is not None and param.dtype == torch.bfloat16
+        self.key = (seed, ordinals[index], step) if rounds else None
+
+    def store(self, destination: Tensor, value: Tensor, word: int) -> None:
+        if self.key is not None and destination.dtype == torch.bfloat16:
+            value = round_stochastically(value, *self.key, word)
+        destination.copy_(value)

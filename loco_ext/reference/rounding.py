@@ -1,0 +1,31 @@
+"""Stochastic rounding to bfloat16 with Philox4x32-10 (Salmon et al. 2011), in plain PyTorch integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+
+
+def philox(elements: Tensor, seed: int, tensor: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words (held in int64) for each counter ``(element, tensor, step)`` under the key ``seed``."""
+    c0, c1 = elements & _LOW, elements >> 32 & _LOW
+    c2, c3 = torch.full_like(c0, tensor), torch.full_like(c0, step & _LOW)
+    k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    for _ in range(10):
+        # The products need 64 bits; int64 wraps, and masking takes the right half either way.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (product1 >> 32 & _LOW) ^ c1 ^ k0, product1 & _LOW
+        c2, c3 = (product0 >> 32 & _LOW) ^ c3 ^ k1, product0 & _LOW
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return c0, c1, c2, c3
+
+
+def round_stochastically(value: Tensor, seed: int, tensor: int, step: int, word: int) -> Tensor:
+    """bfloat16 of float32 ``value``: up with a probability equal to the part that is cut off; inf and NaN stay."""
+    elements = torch.arange(value.numel(), device=value.device)
+    random = philox(elements, seed, tensor, step)[word].reshape(value.shape)
+    bits = value.contiguous().view(torch.int32)
+    rounded = (bits + (random & 0xFFFF).to(torch.int32)) & ~0xFFFF
+    return torch.where(value.isfinite(), rounded.view(torch.float32), value).to(torch.bfloat16)

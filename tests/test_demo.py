@@ -1,0 +1,229 @@
+"""The command line and its demo, run in this process on a few epochs."""
+
+import contextlib
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from loco_ext.cli import main
+from loco_ext.experiments import demo, report
+from loco_ext.experiments.data import digits
+from loco_ext.experiments.models import small_cnn
+
+FILES = {"demo.json", "demo.png", "ordinary.pt", "locality.pt"}
+
+
+def run_demo(out, *, seed=3):
+    """Runs two epochs; returns what was printed on stdout."""
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        assert main(["demo", "--out", str(out), "--seed", str(seed), "--epochs", "2", "--json"]) == 0
+    return stdout.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished run, and its stdout."""
+    out = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    return out, run_demo(out)
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def test_files(finished):
+    out, _ = finished
+    assert {path.name for path in out.iterdir()} == FILES
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_json(finished):
+    out, stdout = finished
+    record = json.loads(stdout)
+    assert record == json.loads((out / "demo.json").read_text())
+    assert record["settings"]["seed"] == 3
+    assert record["settings"]["epochs"] == 2
+    assert [network["name"] for network in record["networks"]] == ["ordinary", "locality"]
+    assert [network["optimizer"] for network in record["networks"]] == ["torch.optim.SGD", "loco_ext.optim.SGD"]
+    for network in record["networks"]:
+        assert len(network["accuracy_by_epoch"]) == 2
+        assert network["accuracy_by_epoch"][-1] == network["accuracy"] > 0.2  # chance is 0.1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_checkpoint_gives_the_reported_numbers(finished, number):
+    out, stdout = finished
+    network = json.loads(stdout)["networks"][number]
+    state = load(out / f"{network['name']}.pt")
+    model = small_cnn()
+    model.load_state_dict(state)
+    model.eval()
+    _, test = digits()
+    with torch.no_grad():
+        correct = model(test.images).argmax(1) == test.labels
+    assert correct.sum().item() / len(correct) == network["accuracy"]
+
+    filters = [value.numpy().astype(np.float64).reshape(-1, 3, 3) for value in state.values() if value.dim() == 4]
+    taps = np.abs(np.concatenate(filters)).mean(axis=0)
+    np.testing.assert_allclose(network["mean_abs_weight_by_tap"], taps, rtol=1e-12)
+    edge = (taps[0, 1] + taps[1, 0] + taps[1, 2] + taps[2, 1]) / 4
+    corner = (taps[0, 0] + taps[0, 2] + taps[2, 0] + taps[2, 2]) / 4
+    assert network["mean_abs_weight"] == pytest.approx({"centre": taps[1, 1], "edge": edge, "corner": corner})
+
+
+def test_locality_moves_weight_from_the_corners_to_the_centre(tmp_path):
+    networks = demo.run(demo.Settings(seed=0, device="cpu", epochs=5, weight_decay=0.05), tmp_path)
+    ordinary, local = (network.mean_abs_weight for network in networks)
+    assert local["centre"] > 1.3 * ordinary["centre"]
+    assert local["corner"] < 0.85 * ordinary["corner"]
+
+
+def test_same_seed_same_result(finished, tmp_path):
+    out, stdout = finished
+    random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.rand(5)  # what the caller drew before has no influence
+    before = torch.get_rng_state()
+    assert run_demo(tmp_path) == stdout
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    torch.set_rng_state(random_state)
+    for name in ("ordinary.pt", "locality.pt"):
+        first, second = load(out / name), load(tmp_path / name)
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+    assert run_demo(tmp_path, seed=4) != stdout  # replaces the files of the run before
+    assert json.loads((tmp_path / "demo.json").read_text())["settings"]["seed"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_trainings_differ_by_the_decay_map_only(tmp_path):
+    """With (1, 1) in place of the map, our optimizer retraces torch's own, batch by batch."""
+    settings = demo.Settings(seed=0, device="cpu", epochs=1, locality=(1.0, 1.0))
+    demo.run(settings, tmp_path)
+    ordinary, local = load(tmp_path / "ordinary.pt"), load(tmp_path / "locality.pt")
+    for key in ordinary:
+        torch.testing.assert_close(local[key], ordinary[key], rtol=1e-3, atol=1e-5)
+
+
+def test_table(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--epochs", "1"]) == 0
+    printed = capsys.readouterr().out
+    networks = json.loads((tmp_path / "demo.json").read_text())["networks"]
+    for network in networks:
+        row = next(line for line in printed.splitlines() if network["name"] in line)
+        assert f"{network['accuracy']:.1%}" in row
+        assert all(f"{value:.4f}" in row for value in network["mean_abs_weight"].values())
+    assert str(tmp_path) in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["train-everything"], "invalid choice: 'train-everything'"),
+        (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
+        (["demo", "--epochs", "0"], "argument --epochs: expected an integer from 1 to 1000000, got '0'"),
+        (["demo", "--epochs", "-1"], "argument --epochs: expected"),
+        (["demo", "--epochs", "2.5"], "argument --epochs: expected"),
+        (["demo", "--seed", "-1"], "argument --seed: expected an integer from 0 to"),
+        (["demo", "--seed", str(2**63)], "argument --seed: expected"),
+        (["demo", "--device", "abacus"], "argument --device: expected a device that torch can use here, got 'abacus'"),
+        (["demo", "--device", "meta"], "argument --device: expected"),
+        (["demo", "--device", "hpu"], "argument --device: expected"),
+        (["demo", "--out", "a_file"], "--out: expected a folder that can be written to, got 'a_file': File exists"),
+        (["demo", "--out", "a_file/below"], "--out: expected a folder"),
+        (["info", "--out", "x"], "unrecognized arguments: --out x"),
+    ],
+)
+def test_user_errors(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("kept")
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("loco-ext: ")
+    assert message in printed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+    assert (tmp_path / "a_file").read_text() == "kept"
+
+
+def test_missing_libraries_are_named_with_the_extra(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("loco_ext.experiments")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("sklearn", "matplotlib", "tqdm", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["demo", "--out", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert "needs scikit-learn, matplotlib, tqdm, rich: install them with `pip install loco_ext[demo]`" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["demo", "info"])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_info(capsys):
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert main(["info"]) == 0
+    assert torch.__version__ in capsys.readouterr().out
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "result"
+    path.write_text("old")
+
+    def fail():
+        with report.replacing(path) as temporary:
+            temporary.write_text("new, half wri")
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_network_without_3x3_convolutions_has_no_means():
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 5), torch.nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="model: expected a 3x3 convolution in it, got 1 convolutions of other sizes"):
+        report.mean_abs_weights(model)
+
+
+def test_digits():
+    train, test = digits()
+    again, _ = digits()
+    assert torch.equal(train.images, again.images)
+    assert (len(train.labels), len(test.labels)) == (800, 997)
+    images, labels = torch.cat([train.images, test.images]), torch.cat([train.labels, test.labels])
+    assert images.shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert (images.min().item(), images.max().item()) == (0, 1)
+    assert labels.bincount().tolist() == [
+        178,
+        182,
+        177,
+        183,
+        181,
+        182,
+        181,
+        179,
+        174,
+        180,
+    ]  # as scikit-learn lists them
+    # The split is one of these images, each once: sixteenths are exact, so sums over all of them are as well.
+    from sklearn.datasets import load_digits
+
+    assert images.double().sum().item() * 16 == load_digits().images.sum()

@@ -1,0 +1,1 @@
+"""Triton kernels, one file per family; installed as ``loco_ext.triton_kernels``."""
