@@ -1,6 +1,7 @@
 """Builds the compiled library ``loco_ext._C``; everything else about the package is in pyproject.toml."""
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -36,6 +37,9 @@ CXX_FLAGS = [
     "-ffp-contract=off",
     f"-DTORCH_TARGET_VERSION={TARGET_VERSION}",
 ]
+if platform.machine() in ("x86_64", "AMD64"):
+    # The step waits for memory; narrower vectors lose nothing there and cost less at the ends of short loops.
+    CXX_FLAGS.append("-mprefer-vector-width=256")
 
 
 def sources() -> list[str]:

@@ -9,8 +9,15 @@
 #define LOCO_HD inline
 #endif
 
-// One copy of a function per x86-64 level, chosen when the library is loaded. Everything it calls must be LOCO_HD, so that
-// it is inlined and compiled for that level too.
+// For lambdas, which cannot carry LOCO_HD.
+#if defined(__GNUC__)
+#define LOCO_INLINE __attribute__((always_inline))
+#else
+#define LOCO_INLINE
+#endif
+
+// One copy of a function per x86-64 level, chosen when the library is loaded. Everything it calls must be LOCO_HD, so
+// that it is inlined and compiled for that level too.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define LOCO_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

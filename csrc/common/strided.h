@@ -1,8 +1,9 @@
 // Walking tensors of any strides in one common order.
 //
-// A tensor's elements are numbered along its dimensions taken from the fastest to the slowest in the memory of a leading
-// tensor (the parameter). Each operand then has its own Nest: the same sequence of elements, with the dimensions that it
-// steps through evenly merged. A Nest of one axis with stride 1 is "flat": element i lies at data + i.
+// A tensor's elements are numbered along its dimensions taken from the fastest to the slowest in the memory of a
+// leading tensor (the parameter). Each operand then has its own Nest: the same sequence of elements, with the
+// dimensions that it steps through evenly merged. A Nest of one axis with stride 1 is "flat": element i lies at data +
+// i.
 #pragma once
 
 #include <algorithm>

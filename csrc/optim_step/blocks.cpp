@@ -1,21 +1,34 @@
-// Each exported function is cloned per x86-64 level and holds one plain loop for every combination of flags, so that the
-// compiler vectorises without branches inside. Parameters, gradients and states never overlap (checked by the caller).
+// Each exported function is cloned per x86-64 level and holds one plain loop for every combination of flags, so that
+// the compiler vectorises without branches inside. Parameters, gradients and states never overlap (checked by the
+// caller).
 #include "optim_step/blocks.h"
+
+#include <algorithm>
 
 #define LOCO_RESTRICT __restrict__
 
 namespace loco::optim_step {
 namespace {
 
+// Runs loop(begin, end, coefficients) over a block in pieces that the table covers; coefficients[i] is that of element
+// i.
+template <typename T, typename Loop>
+LOCO_HD void over_table(const Block<T>& block, const Loop& loop) {
+  int64_t phase = block.phase;
+  for (int64_t begin = 0; begin < block.count; phase = 0) {
+    const int64_t end = std::min(block.count, begin + block.period - phase);
+    loop(begin, end, block.table + phase - begin);
+    begin = end;
+  }
+}
+
 template <Decay decay, Momentum momentum, bool nesterov, bool table, typename T>
-LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& scalars) {
-  const SgdScalars<T> s = scalars;
+LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& s, int64_t begin, int64_t end, const T* c) {
   const T uniform = block.uniform;
-  T* LOCO_RESTRICT w = block.w;
-  const T* LOCO_RESTRICT g = block.g;
-  const T* LOCO_RESTRICT c = block.table;
-  T* LOCO_RESTRICT buffer = block.state[0];
-  for (int64_t i = 0; i < block.count; ++i) {
+  T *w = block.w, *buffer = block.state[0];
+  const T* g = block.g;
+#pragma GCC ivdep
+  for (int64_t i = begin; i < end; ++i) {
     T b = momentum == Momentum::next ? buffer[i] : T(0);
     sgd<decay, momentum, nesterov>(w[i], g[i], b, table ? c[i] : uniform, s);
     if constexpr (momentum != Momentum::none) buffer[i] = b;
@@ -25,9 +38,10 @@ LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& scalars) {
 template <Decay decay, Momentum momentum, bool nesterov, typename T>
 LOCO_HD void sgd_table(const Block<T>& block, const SgdScalars<T>& s) {
   if (decay != Decay::none && block.table != nullptr) {
-    sgd_loop<decay, momentum, nesterov, true>(block, s);
+    over_table(block, [&](int64_t begin, int64_t end, const T* c)
+                          LOCO_INLINE { sgd_loop<decay, momentum, nesterov, true>(block, s, begin, end, c); });
   } else {
-    sgd_loop<decay, momentum, nesterov, false>(block, s);
+    sgd_loop<decay, momentum, nesterov, false>(block, s, 0, block.count, static_cast<const T*>(nullptr));
   }
 }
 
@@ -50,16 +64,12 @@ LOCO_HD void sgd_decay(const Block<T>& block, SgdFlags flags, const SgdScalars<T
 }
 
 template <Decay decay, bool amsgrad, bool table, typename T>
-LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& scalars) {
-  const AdamScalars<T> s = scalars;
+LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& s, int64_t begin, int64_t end, const T* c) {
   const T uniform = block.uniform;
-  T* LOCO_RESTRICT w = block.w;
-  const T* LOCO_RESTRICT g = block.g;
-  const T* LOCO_RESTRICT c = block.table;
-  T* LOCO_RESTRICT m = block.state[0];
-  T* LOCO_RESTRICT v = block.state[1];
-  T* LOCO_RESTRICT v_max = block.state[2];
-  for (int64_t i = 0; i < block.count; ++i) {
+  T *w = block.w, *m = block.state[0], *v = block.state[1], *v_max = block.state[2];
+  const T* g = block.g;
+#pragma GCC ivdep
+  for (int64_t i = begin; i < end; ++i) {
     T largest = amsgrad ? v_max[i] : T(0);
     adam<decay, amsgrad>(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, s);
     if constexpr (amsgrad) v_max[i] = largest;
@@ -69,9 +79,10 @@ LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& scalars) {
 template <Decay decay, bool amsgrad, typename T>
 LOCO_HD void adam_table(const Block<T>& block, const AdamScalars<T>& s) {
   if (decay != Decay::none && block.table != nullptr) {
-    adam_loop<decay, amsgrad, true>(block, s);
+    over_table(block, [&](int64_t begin, int64_t end, const T* c)
+                          LOCO_INLINE { adam_loop<decay, amsgrad, true>(block, s, begin, end, c); });
   } else {
-    adam_loop<decay, amsgrad, false>(block, s);
+    adam_loop<decay, amsgrad, false>(block, s, 0, block.count, static_cast<const T*>(nullptr));
   }
 }
 
@@ -130,19 +141,23 @@ LOCO_HD void store_any(DType dtype, const T* LOCO_RESTRICT from, void* to, int64
 }  // namespace
 
 LOCO_CLONES void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars) {
-  sgd_decay(block, flags, scalars);
+  const SgdScalars<float> local = scalars;
+  sgd_decay(block, flags, local);
 }
 
 LOCO_CLONES void update(const Block<double>& block, SgdFlags flags, const SgdScalars<double>& scalars) {
-  sgd_decay(block, flags, scalars);
+  const SgdScalars<double> local = scalars;
+  sgd_decay(block, flags, local);
 }
 
 LOCO_CLONES void update(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars) {
-  adam_flags(block, flags, scalars);
+  const AdamScalars<float> local = scalars;
+  adam_flags(block, flags, local);
 }
 
 LOCO_CLONES void update(const Block<double>& block, AdamFlags flags, const AdamScalars<double>& scalars) {
-  adam_flags(block, flags, scalars);
+  const AdamScalars<double> local = scalars;
+  adam_flags(block, flags, local);
 }
 
 LOCO_CLONES void unscale(float* g, int64_t count, float scale) {

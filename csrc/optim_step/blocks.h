@@ -15,7 +15,9 @@ struct Block {
   T* w;
   const T* g;
   T* state[3];
-  const T* table;  // decay coefficient of each element, or null: uniform
+  const T* table;  // decay coefficients, used over and over, or null: uniform
+  int64_t period;  // the table's length
+  int64_t phase;   // the first element's place in it
   T uniform;
 };
 

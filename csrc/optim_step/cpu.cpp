@@ -1,5 +1,5 @@
-// One parallel region over a flat list of chunks of all tensors. Each element is updated alone, so neither the chunks nor
-// the number of threads can change a result.
+// One parallel region over a flat list of chunks of all tensors. Each element is updated alone, so neither the chunks
+// nor the number of threads can change a result.
 #include "optim_step/cpu.h"
 
 #include <algorithm>
@@ -86,15 +86,13 @@ struct Adam {
   static Scalars scalars(const Call&, const TensorStep& t, const double* row) {
     const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];
     const double correction1 = 1 - std::pow(beta1, t.step), correction2 = 1 - std::pow(beta2, t.step);
-    return {beta1,         1 - beta1,
-            beta2,         1 - beta2,
-            row[kAdamEps], -(row[kAdamLr] / correction1),
-            std::sqrt(correction2), 1 - beta1 >= 0.5};
+    return {1 - beta1,       beta2, 1 - beta2, row[kAdamEps], -(row[kAdamLr] / correction1), std::sqrt(correction2),
+            1 - beta1 >= 0.5};
   }
   template <typename T>
   static AdamScalars<T> as(const Scalars& s) {
-    return {static_cast<T>(s.beta1),
-            static_cast<T>(s.one_minus_beta1),
+    const T weight = static_cast<T>(s.lerp_weight);
+    return {s.lerp_from_end ? weight - 1 : weight,
             static_cast<T>(s.beta2),
             static_cast<T>(s.one_minus_beta2),
             static_cast<T>(s.eps),
@@ -113,8 +111,8 @@ struct Job {
   Coefficients coefficients;
   double uniform;     // used if the map is null or constant
   const void* table;  // T*, or null
-  int64_t period;
-  bool fill;  // coefficients are filled in block by block
+  int64_t period;     // the table's length
+  bool fill;          // coefficients are filled in block by block
 };
 
 template <typename T>
@@ -153,14 +151,20 @@ class Step {
     const Nest part = repeating_part(t.map_nest);
     if (part.count == 0) {
       job.uniform = c.at(*t.map);
-    } else if (length(part) > kLongestPeriod) {
+    } else if (length(part) > kTable) {
       job.fill = true;
+    } else if (t.w.dtype == DType::f64) {
+      set_table(job, doubles_.find_or_make(t.map, part, t.group, c));
     } else {
-      job.period = length(part);
-      job.table = t.w.dtype == DType::f64 ? static_cast<const void*>(doubles_.find_or_make(t.map, part, t.group, c))
-                                          : floats_.find_or_make(t.map, part, t.group, c);
+      set_table(job, floats_.find_or_make(t.map, part, t.group, c));
     }
     return job;
+  }
+
+  template <typename T>
+  static void set_table(Job<Rule>& job, const std::vector<T>& table) {
+    job.table = table.data();
+    job.period = static_cast<int64_t>(table.size());
   }
 
   template <typename T>
@@ -168,29 +172,30 @@ class Step {
     const TensorStep& t = *job.tensor;
     bool staged = job.fill || call_.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
     for (const Operand& state : t.state) staged = staged || (state.data && !in_place<T>(state));
-    const int64_t longest = staged ? kBlock : job.table ? kTile : end - begin;
-    for (int64_t at = begin; at < end; at += longest) {
-      const int64_t count = std::min(longest, end - at);
-      if (staged) {
-        run_staged<T>(job, at, count);
-      } else {
-        run_direct<T>(job, at, count);
-      }
-    }
+    if (!staged) return run_direct<T>(job, begin, end - begin);
+    for (int64_t at = begin; at < end; at += kBlock) run_staged<T>(job, at, std::min(kBlock, end - at));
+  }
+
+  template <typename T>
+  static Block<T> make_block(const Job<Rule>& job, int64_t begin, int64_t count) {
+    Block<T> block{};
+    block.count = count;
+    block.table = static_cast<const T*>(job.table);
+    block.period = job.period;
+    block.phase = job.table ? begin % job.period : 0;
+    block.uniform = static_cast<T>(job.uniform);
+    return block;
   }
 
   template <typename T>
   void run_direct(const Job<Rule>& job, int64_t begin, int64_t count) const {
     const TensorStep& t = *job.tensor;
     const auto at = [&](const Operand& o) { return o.data ? static_cast<T*>(o.data) + begin : nullptr; };
-    const Block<T> block{count, at(t.w), at(t.g), {at(t.state[0]), at(t.state[1]), at(t.state[2])},
-                         table<T>(job, begin), static_cast<T>(job.uniform)};
+    Block<T> block = make_block<T>(job, begin, count);
+    block.w = at(t.w);
+    block.g = at(t.g);
+    for (int k = 0; k < kStates; ++k) block.state[k] = at(t.state[k]);
     update(block, job.flags, Rule::template as<T>(job.scalars));
-  }
-
-  template <typename T>
-  static const T* table(const Job<Rule>& job, int64_t begin) {
-    return job.table ? static_cast<const T*>(job.table) + begin % job.period : nullptr;
   }
 
   template <typename T>
@@ -203,12 +208,14 @@ class Step {
       stage_in(o, begin, count, buffer, space.raw);
       return buffer;
     };
-    Block<T> block{count, stage(t.w, space.operands[0]), gradient(t.g, begin, count, space), {}, table<T>(job, begin),
-                   static_cast<T>(job.uniform)};
+    Block<T> block = make_block<T>(job, begin, count);
+    block.w = stage(t.w, space.operands[0]);
+    block.g = gradient(t.g, begin, count, space);
     for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], space.operands[2 + k]);
     if (job.fill) {
       fill_coefficients(t.map, t.map_nest, job.coefficients, begin, count, space.coefficients);
       block.table = space.coefficients;
+      block.period = count;
     }
     update(block, job.flags, Rule::template as<T>(job.scalars));
     write_back(t, begin, block, space);

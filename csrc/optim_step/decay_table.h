@@ -1,9 +1,9 @@
 // Decay coefficients laid out for the inner loops.
 //
 // Along a parameter's memory a decay map repeats: every 9 elements for a contiguous 3x3 kernel, every 9*C_in for a
-// channels_last one. A table holds one period, tiled to period + kTile elements, so that a block of up to kTile elements
-// finds its coefficients at table + begin % period, whatever its beginning. Periods beyond kLongestPeriod get no table;
-// their coefficients are filled in block by block.
+// channels_last one. A table holds one period, tiled to period + kTile elements, so that a block of up to kTile
+// elements finds its coefficients at table + begin % period, whatever its beginning. Periods beyond kLongestPeriod get
+// no table; their coefficients are filled in block by block.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace loco::optim_step {
 
-constexpr int64_t kTile = 4096;
-constexpr int64_t kLongestPeriod = 4096;
+constexpr int64_t kTable = 2048;
+constexpr int64_t kVector = 16;  // tables are whole vectors where they can be, to spare the loops a tail
 
 struct Coefficients {
   Decay decay;
@@ -55,19 +55,18 @@ void fill_coefficients(const double* map, const Nest& nest, const Coefficients& 
 template <typename T>
 class DecayTables {
  public:
-  // part: repeating_part of the map's nest, of at least one axis and at most kLongestPeriod elements.
-  const T* find_or_make(const double* map, const Nest& part, int64_t group, const Coefficients& c) {
+  // part: repeating_part of the map's nest, of at least one axis and at most kTable elements.
+  const std::vector<T>& find_or_make(const double* map, const Nest& part, int64_t group, const Coefficients& c) {
     for (const Table& table : tables_) {
-      if (table.map == map && table.group == group && same(table.part, part)) return table.values.data();
+      if (table.map == map && table.group == group && same(table.part, part)) return table.values;
     }
     const int64_t period = length(part);
-    std::vector<T> values(period + kTile);
+    const int64_t unit = period * kVector <= kTable ? period * kVector : period;
+    std::vector<T> values(kTable / unit * unit);
     fill_coefficients(map, part, c, 0, period, values.data());
-    for (int64_t done = period; done < period + kTile; done *= 2) {
-      std::copy_n(values.data(), std::min(done, period + kTile - done), values.data() + done);
-    }
+    for (size_t i = period; i < values.size(); ++i) values[i] = values[i - period];
     tables_.push_back({map, group, part, std::move(values)});
-    return tables_.back().values.data();
+    return tables_.back().values;
   }
 
  private:

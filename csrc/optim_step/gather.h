@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "common/overlap.h"
@@ -14,36 +15,34 @@ namespace loco::optim_step {
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 
-// The arguments that every rule has.
+// The arguments of a step that stay the same from one step to the next. Lists run parallel to params; those of states
+// (momentum_buffers; or exp_avgs, exp_avg_sqs, max_exp_avg_sqs) and steps are empty where the rule has none.
 struct Lists {
-  const Tensors& params;
-  const Tensors& grads;
-  const Ints& group_index;
-  const Tensor& hyper;
-  const Tensors& maps;
-  const Ints& map_index;  // index into maps for each parameter, -1: uniform
-  const Ints& ordinals;
+  Tensors params;
+  Tensors states[kStates];
+  Tensors steps;
+  Ints group_index;
+  Tensors maps;
+  Ints map_index;  // -1: uniform decay
+  Ints ordinals;   // needed for stochastic rounding only
 };
 
-// One list of state tensors: as long as params, or empty where the rule keeps none.
-struct StateList {
-  const char* name;
-  const Tensors& tensors;
+// What distinguishes the rules before any arithmetic.
+struct Layout {
+  const char* state_names[kStates];
+  int columns;  // of hyper
 };
 
+// Reads and checks the lists anew at every step: a tensor may have moved or changed its strides since the last. Keeps
+// its memory between steps.
 class Gather {
  public:
-  Gather(const Lists& lists, int columns, bool grads_written, bool logical);
+  // Throws, before anything is written, unless the step can be made.
+  void read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout, bool grads_written,
+            bool logical);
 
-  // Call once per list, in the order of TensorStep::state.
-  void add_state(const StateList& list);
-
-  // Adam's step counts, one-element tensors: read here, incremented by count_steps.
-  void add_steps(const Tensors& steps);
+  // Adds one to Adam's step counts, in memory; TensorStep::step already holds the new counts.
   void count_steps() const;
-
-  // Throws if memory that is to be written is used twice. Call it last, before anything is written.
-  void check_overlap() const;
 
   std::vector<TensorStep>& steps() { return steps_; }
   const double* hyper() const { return hyper_; }
@@ -55,10 +54,14 @@ class Gather {
     int order[64];
   };
 
-  void add_operand(const View& view, const char* list, size_t index, Operand& operand);
+  void read_hyper(const Tensor& hyper, int columns);
+  void read_param(const Lists& lists, size_t index, bool logical);
+  void read_map(const Tensor& map, size_t index, int64_t which);
+  void read_states(const Lists& lists, const Layout& layout);
+  void read_steps(const Tensors& steps);
+  void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
   void add_region(const View& view, const char* list, size_t index, bool written);
-  void set_map(const Tensor& map, size_t index, int64_t which);
-  bool same_strides(const View& view, const Lead& lead) const;
+  void check_overlap() const;
 
   std::vector<TensorStep> steps_;
   std::vector<Lead> leads_;
@@ -66,7 +69,7 @@ class Gather {
   std::vector<std::pair<const char*, size_t>> names_;
   std::vector<View> counters_;
   const double* hyper_ = nullptr;
-  int state_ = 0;
+  int64_t groups_ = 0;
 };
 
 }  // namespace loco::optim_step

@@ -4,8 +4,9 @@
 // SGD   b = d at the first step, then mu*b + (1 - dampening)*d;  w <- w - lr*(nesterov ? d + mu*b : b)
 // Adam  m <- m + (1-b1)(d - m);  v <- b2*v + (1-b2)*d*d;  w <- w - lr/(1-b1^t) * m / (sqrt(v/(1-b2^t)) + eps)
 //
-// c is weight_decay times the decay map at the weight's place (l2, l1) or 1 - lr*weight_decay*map (decoupled). The order of
-// the operations is that of torch.optim's for-loop; without fused multiply-adds every backend gives the same bits.
+// c is weight_decay times the decay map at the weight's place (l2, l1) or 1 - lr*weight_decay*map (decoupled). The
+// order of the operations is that of torch.optim's for-loop; without fused multiply-adds every backend gives the same
+// bits.
 #pragma once
 
 #include <cmath>
@@ -26,15 +27,16 @@ struct SgdScalars {
 
 template <typename T>
 struct AdamScalars {
-  T beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
+  T lerp_weight;  // 1 - beta1, less 1 with lerp_from_end
+  T beta2, one_minus_beta2, eps;
   T negative_step_size;     // -lr / (1 - beta1^t)
   T bias_correction2_sqrt;  // sqrt(1 - beta2^t)
-  bool lerp_from_end;       // torch.lerp's second form, taken for weights of one half and above
+  bool lerp_from_end;       // torch.lerp's second form, for 1 - beta1 of one half and above
 };
 
 template <Decay decay, typename T>
 LOCO_HD T decayed_gradient(T w, T g, T c) {
-  if constexpr (decay == Decay::l2) return g + c * w;
+  if constexpr (decay == Decay::l2) return std::fma(c, w, g);
   if constexpr (decay == Decay::l1) return g + c * static_cast<T>((w > T(0)) - (w < T(0)));
   return g;
 }
@@ -43,11 +45,11 @@ template <Decay decay, Momentum momentum, bool nesterov, typename T>
 LOCO_HD void sgd(T& w, T g, T& buffer, T c, const SgdScalars<T>& s) {
   T d = decayed_gradient<decay>(w, g, c);
   if constexpr (momentum != Momentum::none) {
-    const T b = momentum == Momentum::first ? d : buffer * s.momentum + s.undamped * d;
+    const T b = momentum == Momentum::first ? d : std::fma(s.undamped, d, buffer * s.momentum);
     buffer = b;
-    d = nesterov ? d + s.momentum * b : b;
+    d = nesterov ? std::fma(s.momentum, b, d) : b;
   }
-  w = w - s.lr * d;
+  w = std::fma(-s.lr, d, w);
 }
 
 template <Decay decay, bool amsgrad, typename T>
@@ -55,8 +57,8 @@ LOCO_HD void adam(T& w, T g, T& m, T& v, T& v_max, T c, const AdamScalars<T>& s)
   if constexpr (decay == Decay::decoupled) w = w * c;
   const T d = decayed_gradient<decay>(w, g, c);
   const T gap = d - m;
-  m = s.lerp_from_end ? d - gap * s.beta1 : m + s.one_minus_beta1 * gap;
-  v = v * s.beta2 + s.one_minus_beta2 * d * d;
+  m = std::fma(s.lerp_weight, gap, s.lerp_from_end ? d : m);
+  v = std::fma(s.one_minus_beta2 * d, d, v * s.beta2);
   T second = v;
   if constexpr (amsgrad) {
     second = (v > v_max || v != v) ? v : v_max;  // NaN wins, as in torch.maximum

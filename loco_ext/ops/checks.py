@@ -39,7 +39,7 @@ def check_step(name: str, arguments: tuple[Any, ...]) -> None:
             _check_length(key, named[key], len(params))
     for key in ("group_index", "map_index"):
         _check_length(key, named[key], len(params))
-    if "first" in named:
+    if named.get("first"):
         _check_length("first", named["first"], len(named["momentum_buffers"]))
     for key in ("params", "grads", *_STATES):
         for i, tensor in enumerate(named.get(key, ())):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.checks import check_step
+from loco_ext.ops.held import Held
 from loco_ext.reference import optim_step as _reference
 
 _FAMILY = "optim_step"
@@ -49,6 +50,7 @@ def optim_step_sgd(
     ordinals: Sequence[int] | None = None,
     seed: int | None = None,
     rounding_step: int = 0,
+    held: Held | None = None,
 ) -> None:
     """SGD as in torch.optim: ``b = momentum*b + (1 - dampening)*d``, ``w -= lr * (d + momentum*b if nesterov else b)``.
 
@@ -56,7 +58,7 @@ def optim_step_sgd(
         params, grads: what to step and by what; same shapes.
         momentum_buffers: one per parameter, or empty for SGD without momentum.
         hyper: shape (groups, 4), columns lr, weight_decay, momentum, dampening.
-        first: 1 where the buffer holds nothing yet and becomes ``d``; default all 0.
+        first: 1 where the buffer holds nothing yet and becomes ``d``; default or empty: all 0.
         l1: the decay's gradient is the sign of the weight instead of the weight (``loco-reg.txt``, section 6).
 
     Example:
@@ -76,7 +78,7 @@ def optim_step_sgd(
             params,
             grads,
             momentum_buffers,
-            [0] * len(momentum_buffers) if first is None else first,
+            first or [],
             [0] * count if group_index is None else group_index,
             hyper,
             maps,
@@ -90,6 +92,7 @@ def optim_step_sgd(
             seed,
             rounding_step,
         ),
+        held,
     )
 
 
@@ -114,6 +117,7 @@ def optim_step_adam(
     ordinals: Sequence[int] | None = None,
     seed: int | None = None,
     rounding_step: int = 0,
+    held: Held | None = None,
 ) -> None:
     """Adam, or AdamW with ``decoupled=True`` (``w *= 1 - lr*weight_decay*map`` before the step), as in torch.optim.
 
@@ -159,10 +163,15 @@ def optim_step_adam(
             seed,
             rounding_step,
         ),
+        held,
     )
 
 
-def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...]) -> None:
+# How many of the arguments, counted from the first, a Held stands for; grads and hyper lie among them.
+_HELD_NAMES = {"optim_step_sgd": ("optim_step_sgd_held", 8), "optim_step_adam": ("optim_step_adam_held", 10)}
+
+
+def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...], held: Held | None) -> None:
     params = written[0]
     if not params:
         return
@@ -171,7 +180,10 @@ def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any,
         getattr(_reference, name)(*arguments)
         return
     try:
-        getattr(torch.ops.loco_ext, name)(*arguments)
+        if held is None:
+            getattr(torch.ops.loco_ext, name)(*arguments)
+        else:
+            _run_held(name, arguments, held)
     except RuntimeError:
         # The compiled checks refused before anything was written; say so with a typed error where there is one.
         check_step(name, arguments)
@@ -179,3 +191,11 @@ def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any,
     if not torch.compiler.is_compiling():
         for tensors in written:
             torch.autograd.graph.increment_version(tensors)
+
+
+def _run_held(name: str, arguments: tuple[Any, ...], held: Held) -> None:
+    held_name, count = _HELD_NAMES[name]
+    grads, hyper = arguments[1], arguments[count - 3]
+    *flags, grad_scale, found_inf, _ordinals, seed, rounding_step = arguments[count:]
+    operator = getattr(torch.ops.loco_ext, held_name)
+    operator(held.number, grads, hyper, *flags, grad_scale, found_inf, seed, rounding_step)

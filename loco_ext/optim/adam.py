@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
-from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of
+from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of, select
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.torch_path import split_by_decay
 
@@ -21,61 +21,41 @@ class _FusedAdam(LocalityOptimizer):
 
     def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
         amsgrad = bool(group["amsgrad"])
-        keys = _STATES if amsgrad else _STATES[:2]
         beta1, beta2 = group["betas"]
         row = [float(value) for value in (group["lr"], group["weight_decay"], beta1, beta2, group["eps"])]
-        device_type = ""
-        for offset, (param, decay_map) in enumerate(zip(plan.params, plan.maps, strict=True)):
-            grad = param.grad
-            if grad is None:
-                continue
-            found = "cpu" if param.is_cpu else param.device.type
-            if found != device_type:
-                device_type = found
-                kind = (amsgrad, bool(group["decoupled_weight_decay"]))
-                batch = batches.setdefault(rule_of(group, device_type, kind), Batch(states=[[], [], [], []]))
-                batch.plain &= plan.plain
-                row_index = batch.add_row(row)
-                exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = batch.states
-            batch.params.append(param)
-            batch.grads.append(grad)
-            batch.group_index.append(row_index)
-            batch.map_index.append(-1 if decay_map is None else batch.index_of(decay_map))
-            batch.ordinals.append(ordinal + offset)
-            state = self.state[param]
-            if "step" not in state or amsgrad and "max_exp_avg_sq" not in state:
-                state = self._created(batch, param, group, keys)
-            exp_avgs.append(state["exp_avg"])
-            exp_avg_sqs.append(state["exp_avg_sq"])
-            if amsgrad:
-                max_exp_avg_sqs.append(state["max_exp_avg_sq"])
-            steps.append(state["step"])
+        for selection in select(plan):
+            rule = rule_of(group, selection.device_type, (amsgrad, bool(group["decoupled_weight_decay"])))
+            batch = batches.setdefault(rule, Batch())
+            batch.add(selection, plan, row, ordinal)
+            self._add_states(group, selection.params, _STATES if amsgrad else _STATES[:2], batch)
 
-    def _created(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
+    def _add_states(self, group: Group, params: list[Tensor], keys: tuple[str, ...], batch: Batch) -> None:
+        states = [self.state[p] for p in params]
+        if not all([len(state) > len(keys) for state in states]):
+            states = [self._completed(batch, p, group, keys) for p in params]
+        for tensors, key in zip(batch.states, keys, strict=False):
+            tensors += [state[key] for state in states]
+        batch.steps += [state["step"] for state in states]
+
+    def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
         """The parameter's state with what it lacks; new tensors are kept only if the step succeeds."""
         state = self.state[param]
-        complete = dict(state)
-        for key in keys:
-            if key not in state:
-                complete[key] = self._new_state(param, group)
+        made = {key: self._new_state(param, group) for key in keys if key not in state}
         if "step" not in state:
             on_device = group["capturable"] or group["fused"]
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]
             dtype = torch.float64 if double else torch.float32
-            complete["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
-        batch.created.extend((state, key, value) for key, value in complete.items() if key not in state)
-        return complete
+            made["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
+        batch.created.extend((state, key, value) for key, value in made.items())
+        return {**state, **made}
 
     def _launch(self, rule: Rule, batch: Batch) -> None:
         amsgrad, decoupled = rule.kind  # type: ignore[misc]
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = batch.states
         ops.optim_step_adam(
             batch.params,
             batch.grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            steps,
+            *batch.states,
+            batch.steps,
             batch.hyper(),
             amsgrad=amsgrad,
             decoupled=decoupled,

@@ -7,7 +7,7 @@ beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.ops.held import Held
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.sharding import local_tensors
 
@@ -42,7 +43,8 @@ class Plan:
 
     params: list[Tensor]
     locality: object
-    maps: list[Tensor | None]
+    maps: list[Tensor]  # each once
+    map_index: list[int]  # of each parameter's map, -1: uniform
     plain: bool  # no parameter is of a tensor subclass such as DTensor
 
     def fits(self, group: Group) -> bool:
@@ -53,14 +55,54 @@ class Plan:
             and group["locality"] == self.locality
         )
 
+    def map_of(self, index: int) -> Tensor | None:
+        """The decay map of a parameter, None: uniform."""
+        return self.maps[self.map_index[index]] if self.map_index[index] >= 0 else None
+
 
 def make_plan(group: Group) -> Plan:
     """Checks the group's locality and lays out its decay maps."""
     params, locality = group["params"], group["locality"]
     check_locality(locality, len(params))
-    plain = all(type(p) in (Tensor, Parameter) for p in params)
-    kept = list(locality) if isinstance(locality, list) else locality
-    return Plan(list(params), kept, decay_maps(params, locality), plain)
+    maps = decay_maps(params, locality)
+    unique = list({id(m): m for m in maps if m is not None}.values())
+    places = {id(m): i for i, m in enumerate(unique)}
+    return Plan(
+        list(params),
+        list(locality) if isinstance(locality, list) else locality,
+        unique,
+        [places.get(id(m), -1) for m in maps],
+        all(type(p) in (Tensor, Parameter) for p in params),
+    )
+
+
+@dataclass
+class Selection:
+    """The parameters of a group that have gradients and lie on one type of device."""
+
+    device_type: str
+    params: list[Tensor]
+    grads: list[Tensor]
+    map_index: list[int]
+    offsets: Sequence[int]  # within the group
+
+
+def select(plan: Plan) -> list[Selection]:
+    """What is to be stepped of a group, by type of device. In the common case that is all of it."""
+    grads = [p.grad for p in plan.params]
+    present = [g for g in grads if g is not None]
+    if len(present) == len(grads) and all([p.is_cpu for p in plan.params]):
+        return [Selection("cpu", plan.params, present, plan.map_index, range(len(present)))]
+    selections: dict[str, Selection] = {}
+    for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
+        if grad is not None:
+            kind = param.device.type
+            chosen = selections.setdefault(kind, Selection(kind, [], [], [], []))
+            chosen.params.append(param)
+            chosen.grads.append(grad)
+            chosen.map_index.append(plan.map_index[offset])
+            chosen.offsets.append(offset)  # type: ignore[attr-defined]
+    return list(selections.values())
 
 
 @dataclass
@@ -69,7 +111,8 @@ class Batch:
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=lambda: [[], [], []])
+    steps: list[Tensor] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     group_index: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
@@ -80,18 +123,17 @@ class Batch:
     created: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
-    def add_row(self, row: list[float]) -> int:
-        """Adds a group's row of hyper-parameters; returns its index."""
+    def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int) -> None:
+        """Adds a group's selected parameters; ordinal is that of the group's first parameter."""
+        self.plain &= plan.plain
+        self.params += selection.params
+        self.grads += selection.grads
+        self.group_index += [len(self.rows)] * len(selection.params)
         self.rows.append(row)
-        return len(self.rows) - 1
-
-    def index_of(self, decay_map: Tensor) -> int:
-        """The place of a map in maps, where it is added if it is new."""
-        for i, known in enumerate(self.maps):
-            if known is decay_map:
-                return i
-        self.maps.append(decay_map)
-        return len(self.maps) - 1
+        base = len(self.maps)
+        self.maps += plan.maps
+        self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
+        self.ordinals += [ordinal + offset for offset in selection.offsets]
 
     def hyper(self) -> Tensor:
         """The rows as the operator wants them."""
@@ -101,7 +143,7 @@ class Batch:
         """Replaces DTensors by their local shards, which the step updates in place."""
         if not self.plain:
             maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
-            local_tensors(self.params, self.grads, self.states, maps)
+            local_tensors(self.params, self.grads, [*self.states, self.steps], maps)
 
 
 class Rule(NamedTuple):
@@ -138,6 +180,7 @@ class LocalityOptimizer(Optimizer):
     """Mixed into torch.optim's classes, in front of them."""
 
     _plans: list[Plan]
+    _held: dict[Hashable, Held]
 
     def _finish_init(self) -> None:
         """To be called last in ``__init__``, when torch's own has seen all groups."""
@@ -149,6 +192,7 @@ class LocalityOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         self._plans = []
+        self._held = {}
         # GradScaler hands grad_scale and found_inf to step(); torch's own functions cannot take them.
         self._step_supports_amp_scaling = not any(uses_torch(group) for group in self.param_groups)
 
@@ -225,6 +269,18 @@ class LocalityOptimizer(Optimizer):
     def _new_state(self, param: Tensor, group: Group) -> Tensor:
         return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
 
+    def _hold(self, rule: Rule, batch: Batch) -> Held | None:
+        """The batch's tensors as handed over at an earlier step, or now; None where the operator must be given all."""
+        if not batch.plain or batch.created or not Held.possible(batch.params[0]):
+            return None
+        lists = (batch.params, *batch.states, batch.steps, batch.maps)
+        indices = (batch.group_index, batch.map_index, batch.ordinals)
+        key = rule._replace(rounding_step=0)
+        held = self._held.get(key)
+        if held is None or not held.fits(lists, indices):
+            self._held[key] = held = Held(lists, indices)
+        return held
+
     def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
         """The keyword arguments that all operators of the family take."""
         return {
@@ -237,6 +293,7 @@ class LocalityOptimizer(Optimizer):
             "ordinals": batch.ordinals,
             "seed": rule.seed,
             "rounding_step": rule.rounding_step,
+            "held": self._hold(rule, batch),
         }
 
     def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from loco_ext import ops
-from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of
+from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of, select
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.reference.optim_step import SGD_COLUMNS
@@ -83,31 +83,24 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
     def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
         momentum = group["momentum"] != 0
         row = [float(group[key]) for key in SGD_COLUMNS]
-        device_type = ""
-        for offset, (param, decay_map) in enumerate(zip(plan.params, plan.maps, strict=True)):
-            grad = param.grad
-            if grad is None:
-                continue
-            found = "cpu" if param.is_cpu else param.device.type
-            if found != device_type:
-                device_type = found
-                kind = (momentum, bool(group["nesterov"]))
-                batch = batches.setdefault(rule_of(group, device_type, kind), Batch(states=[[]]))
-                batch.plain &= plan.plain
-                row_index = batch.add_row(row)
-            batch.params.append(param)
-            batch.grads.append(grad)
-            batch.group_index.append(row_index)
-            batch.map_index.append(-1 if decay_map is None else batch.index_of(decay_map))
-            batch.ordinals.append(ordinal + offset)
+        for selection in select(plan):
+            rule = rule_of(group, selection.device_type, (momentum, bool(group["nesterov"])))
+            batch = batches.setdefault(rule, Batch())
+            batch.add(selection, plan, row, ordinal)
             if momentum:
-                state = self.state[param]
-                buffer = state.get("momentum_buffer")
-                batch.first.append(0 if buffer is not None else 1)
-                if buffer is None:
-                    buffer = self._new_state(param, group)
-                    batch.created.append((state, "momentum_buffer", buffer))
-                batch.states[0].append(buffer)
+                self._add_buffers(group, selection.params, batch)
+
+    def _add_buffers(self, group: Group, params: list[Tensor], batch: Batch) -> None:
+        states = [self.state[p] for p in params]
+        buffers = [state.get("momentum_buffer") for state in states]
+        missing = [i for i, buffer in enumerate(buffers) if buffer is None]
+        if missing or batch.first:
+            batch.first += [0] * (len(batch.states[0]) - len(batch.first))
+            batch.first += [int(buffer is None) for buffer in buffers]
+        for i in missing:
+            buffers[i] = self._new_state(params[i], group)
+            batch.created.append((states[i], "momentum_buffer", buffers[i]))
+        batch.states[0] += buffers
 
     def _launch(self, rule: Rule, batch: Batch) -> None:
         _, nesterov = rule.kind  # type: ignore[misc]

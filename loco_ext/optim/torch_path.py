@@ -24,7 +24,7 @@ class Part:
 
 def split_by_decay(group: Group, plan: Plan, params: list[Tensor], grads: list[Tensor]) -> Iterator[Part]:
     """Yields the parameters that torch can decay itself, then those whose decay is applied here and now."""
-    maps = [m for p, m in zip(plan.params, plan.maps, strict=True) if p.grad is not None]
+    maps = [plan.map_of(i) for i, p in enumerate(plan.params) if p.grad is not None]
     l1 = group["norm"] == "l1"
     by_hand = [i for i, m in enumerate(maps) if (m is not None or l1) and _nonzero(group["weight_decay"])]
     rest = [i for i in range(len(params)) if i not in set(by_hand)]

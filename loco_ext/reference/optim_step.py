@@ -1,8 +1,8 @@
 """One SGD, Adam or AdamW step over lists of tensors, in plain PyTorch.
 
 The functions take the arguments of the operators ``optim_step_sgd`` and ``optim_step_adam``, described in
-:mod:`loco_ext.ops.optim_step`. Every operation rounds on its own, in the order of the compiled kernels, so that on a CPU
-both give the same bits.
+:mod:`loco_ext.ops.optim_step`. Operations, order and fused multiply-adds are those of the kernels, so that in float32 both give
+the same bits.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def optim_step_sgd(
         words = _Words(param, ordinals, i, seed, rounding_step)
         if momentum_buffers:
             buffer = momentum_buffers[i]
-            b = d if first[i] else buffer.to(w.dtype) * momentum + (1 - dampening) * d
+            b = d if first and first[i] else _fma(1 - dampening, d, buffer.to(w.dtype) * momentum)
             words.store(buffer, b, 1)
-            d = d + momentum * b if nesterov else b
-        words.store(param, w - lr * d, 0)
+            d = _fma(momentum, b, d) if nesterov else b
+        words.store(param, _fma(-lr, d, w), 0)
 
 
 def optim_step_adam(
@@ -97,8 +97,9 @@ def optim_step_adam(
         words = _Words(param, ordinals, i, seed, rounding_step)
 
         m = exp_avgs[i].to(w.dtype)
-        m = m + (1 - beta1) * (d - m) if 1 - beta1 < 0.5 else d - (d - m) * beta1
-        v = exp_avg_sqs[i].to(w.dtype) * beta2 + (1 - beta2) * d * d
+        from_end = 1 - beta1 >= 0.5  # as torch.lerp does, so that a weight of 1 gives d exactly
+        m = _fma(_round(1 - beta1, w) - 1, d - m, d) if from_end else _fma(1 - beta1, d - m, m)
+        v = _fma((1 - beta2) * d, d, exp_avg_sqs[i].to(w.dtype) * beta2)
         words.store(exp_avgs[i], m, 1)
         words.store(exp_avg_sqs[i], v, 2)
         if amsgrad:
@@ -114,6 +115,18 @@ def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool
         g = g / grad_scale.item()
         grad.copy_(g)
     return -g if maximize else g
+
+
+def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
+    """a*b + c, rounded once in float32 (products of two float32 are exact in float64); rounded twice in float64."""
+    if c.dtype == torch.float64:
+        return a * b + c
+    return (_round(a, c) * b.double() + c.double()).float()
+
+
+def _round(a: Tensor | float, like: Tensor) -> Tensor:
+    """a at the precision of ``like``, held in float64."""
+    return torch.as_tensor(a, dtype=torch.float64, device=like.device).to(like.dtype).double()
 
 
 def _sqrt(v: Tensor) -> Tensor:
@@ -132,7 +145,7 @@ def _cast(coefficient: Tensor | float, w: Tensor) -> Tensor | float:
 def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | float, l1: bool) -> Tensor:
     if weight_decay == 0:
         return g
-    return g + _cast(weight_decay * decay_map, w) * (torch.sign(w) if l1 else w)
+    return _fma(weight_decay * decay_map, torch.sign(w) if l1 else w, g)
 
 
 class _Words:

@@ -1,0 +1,48 @@
+#include "common/registry.h"
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace loco {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<Kept>> objects;
+  int64_t next = 1;
+};
+
+// Never destroyed: what it keeps may refer to Python objects, and the interpreter is gone when static objects die.
+Registry& registry() {
+  static Registry* const instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+int64_t keep(std::shared_ptr<Kept> object) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  r.objects.emplace(r.next, std::move(object));
+  return r.next++;
+}
+
+std::shared_ptr<Kept> find_kept(int64_t id) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  const auto found = r.objects.find(id);
+  return found == r.objects.end() ? nullptr : found->second;
+}
+
+void release(int64_t id) {
+  Registry& r = registry();
+  std::shared_ptr<Kept> last;  // destroyed after the lock is given up
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  const auto found = r.objects.find(id);
+  if (found == r.objects.end()) return;
+  last = std::move(found->second);
+  r.objects.erase(found);
+}
+
+}  // namespace loco

@@ -1,0 +1,50 @@
+"""Tensors handed to the compiled library once for many steps.
+
+Handing over hundreds of tensors costs more than stepping them where they are small. A Held keeps what consecutive steps have
+in common; the library still reads every pointer, size and stride anew at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loco_ext.ops import backends
+
+
+class Held:
+    """The unchanging arguments of the optimizer step, held by the compiled library until this object is gone.
+
+    Args:
+        lists: params, three lists of states, steps, maps; as the operators of :mod:`loco_ext.ops.optim_step` take them.
+        indices: group_index, map_index, ordinals.
+    """
+
+    def __init__(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> None:
+        self.lists = [list(tensors) for tensors in lists]
+        self.indices = [list(values) for values in indices]
+        params, state0, state1, state2, steps, maps = self.lists
+        group_index, map_index, ordinals = self.indices
+        self.number: int = torch.ops.loco_ext.optim_step_hold(
+            params, state0, state1, state2, steps, group_index, maps, map_index, ordinals
+        )
+        self._release: Any = backends._C.release  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        if release := getattr(self, "_release", None):
+            release(self.number)
+
+    @staticmethod
+    def possible(param: Tensor) -> bool:
+        """Whether steps on this parameter's device run in the compiled library, and nothing watches operator calls."""
+        return torch._C._len_torch_dispatch_stack() == 0 and backends.choose("optim_step", param.device) == "native"
+
+    def fits(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> bool:
+        """Whether these very tensors are held, in this order and with these indices."""
+        return all(
+            len(held) == len(given) and all(map(is_, held, given)) for held, given in zip(self.lists, lists, strict=True)
+        ) and self.indices == list(indices)
