@@ -85,7 +85,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _info(arguments: argparse.Namespace) -> None:
     from loco_ext import info
 
-    info.main(json=arguments.json)
+    info.main(as_json=arguments.json)
 
 
 def _make_writable(folder: Path) -> None:

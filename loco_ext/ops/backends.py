@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from types import ModuleType
 
 import torch
 
+library: ModuleType | None = None
+library_error: str | None = None
 try:
-    from loco_ext import _C
-
-    library_error: str | None = None
+    library = importlib.import_module("loco_ext._C")
 except ImportError as error:
-    _C = None
     library_error = str(error)
 
 NAMES = ("reference", "native", "triton")

@@ -1,7 +1,7 @@
 """Tensors handed to the compiled library once for many steps.
 
-Handing over hundreds of tensors costs more than stepping them where they are small. A Held keeps what consecutive steps have
-in common; the library still reads every pointer, size and stride anew at each step.
+Handing over hundreds of tensors costs more than stepping them where they are small. A Held keeps what consecutive
+steps have in common; the library still reads every pointer, size and stride anew at each step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Held:
         self.number: int = torch.ops.loco_ext.optim_step_hold(
             params, state0, state1, state2, steps, group_index, maps, map_index, ordinals
         )
-        self._release: Any = backends._C.release  # type: ignore[attr-defined]
+        self._release: Any = backends.library.release if backends.library else None
 
     def __del__(self) -> None:
         if release := getattr(self, "_release", None):
@@ -46,5 +46,6 @@ class Held:
     def fits(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> bool:
         """Whether these very tensors are held, in this order and with these indices."""
         return all(
-            len(held) == len(given) and all(map(is_, held, given)) for held, given in zip(self.lists, lists, strict=True)
+            len(held) == len(given) and all(map(is_, held, given))
+            for held, given in zip(self.lists, lists, strict=True)
         ) and self.indices == list(indices)

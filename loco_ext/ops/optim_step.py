@@ -1,9 +1,9 @@
 """The fused optimizer step: one call updates all parameters of all groups that share a rule, in place.
 
-Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row per group, ``group_index[i]`` the row of
-parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its parameters;
-``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is the row's
-``weight_decay`` times the map at its place (``loco-reg.txt``, eq. 6.1; torch's ``weight_decay`` is the paper's 2*lambda).
+Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row per group, ``group_index[i]`` the row
+of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its
+parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is
+the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda there).
 
 Parameters, gradients and states may differ in dtype (float32, float64, bfloat16, float16) and strides. Arithmetic is in
 float64 for float64 parameters and in float32 for all others, rounded once when stored. ``seed`` makes that rounding
@@ -12,8 +12,9 @@ stochastic for bfloat16 parameters and their bfloat16 states (Philox4x32-10 of t
 
 ``found_inf`` other than zero: nothing changes. ``grad_scale``: gradients are divided by it, in memory too.
 
-All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, lengths or indices and for
-memory that would be written twice; nothing is written then.
+All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, lengths or indices
+and for memory that would be written twice; nothing is written then. ``held`` (internal) stands for the lists other
+than ``grads`` if they were handed over before, see :mod:`loco_ext.ops.held`.
 """
 
 from __future__ import annotations

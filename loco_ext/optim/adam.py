@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
-from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of, select
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
+from loco_ext.optim.plan import Batch, Group, Plan, Rule, rule_of, select
 from loco_ext.optim.torch_path import split_by_decay
 
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -50,11 +51,14 @@ class _FusedAdam(LocalityOptimizer):
         return {**state, **made}
 
     def _launch(self, rule: Rule, batch: Batch) -> None:
-        amsgrad, decoupled = rule.kind  # type: ignore[misc]
+        amsgrad, decoupled = rule.kind
+        exp_avgs, exp_avg_sqs, max_exp_avg_sqs = batch.states
         ops.optim_step_adam(
             batch.params,
             batch.grads,
-            *batch.states,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
             batch.steps,
             batch.hyper(),
             amsgrad=amsgrad,
@@ -65,14 +69,20 @@ class _FusedAdam(LocalityOptimizer):
     def _step_with_torch(self, group: Group, plan: Plan) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
-        states: tuple[list[Tensor], ...] = ([], [], [], [])
-        has_complex = self._init_group(group, params, grads, *states)  # type: ignore[attr-defined]
+        lists: tuple[list[Tensor], ...] = ([], [], [], [])
+        has_complex = self._init_group(group, params, grads, *lists)  # type: ignore[attr-defined]
         beta1, beta2 = group["betas"]
         for part in split_by_decay(group, plan, params, grads):
+            exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = (
+                [tensors[i] for i in part.indices] if tensors else [] for tensors in lists
+            )
             torch_adam(
                 [params[i] for i in part.indices],
                 part.grads,
-                *([tensors[i] for i in part.indices] if tensors else [] for tensors in states),
+                exp_avgs,
+                exp_avg_sqs,
+                max_exp_avg_sqs,
+                steps,
                 foreach=group["foreach"],
                 capturable=group["capturable"],
                 differentiable=group["differentiable"],
@@ -90,10 +100,10 @@ class _FusedAdam(LocalityOptimizer):
 
 
 class Adam(_FusedAdam, torch.optim.Adam):
-    """torch.optim.Adam, all parameters of all groups in one fused call, with weight decay that may depend on the tap.
+    """torch.optim.Adam in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. ``locality``, ``norm``,
-    ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for
+    Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. ``locality``,
+    ``norm``, ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for
     :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
 
     Raises:
@@ -148,11 +158,11 @@ class Adam(_FusedAdam, torch.optim.Adam):
 
 
 class AdamW(_FusedAdam, torch.optim.AdamW):
-    """torch.optim.AdamW, all parameters of all groups in one fused call, with weight decay that may depend on the tap.
+    """torch.optim.AdamW in one fused call for all parameters, with weight decay that may depend on the tap.
 
     Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``. ``locality``, ``state_dtype``,
-    ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all other
-    arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
+    ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all
+    other arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

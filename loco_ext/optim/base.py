@@ -1,29 +1,25 @@
 """What SGD, Adam and AdamW share: group options, checkpoints, and gathering parameters for the fused step.
 
-A step collects the parameters of all groups into batches of one rule each (usually one batch) and makes one operator call
-per batch. Groups with ``foreach=True`` or ``differentiable=True`` go through torch's own functions, the decay map applied
-beforehand.
+A step collects the parameters of all groups into batches of one rule each (usually one batch) and makes one operator
+call per batch. Groups with ``foreach=True`` or ``differentiable=True`` go through torch's own functions, the decay map
+applied beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from loco_ext import ops
 from loco_ext.ops.held import Held
-from loco_ext.optim.locality import check_locality, decay_maps
-from loco_ext.optim.sharding import local_tensors
-
-Group = dict[str, Any]
+from loco_ext.optim.locality import even_kernels
+from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan
 
 # Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
 OWN_DEFAULTS: Group = {
@@ -37,140 +33,6 @@ OWN_DEFAULTS: Group = {
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
 
 
-@dataclass
-class Plan:
-    """What a step must know of a group's parameters, kept while the group stays as it is."""
-
-    params: list[Tensor]
-    locality: object
-    maps: list[Tensor]  # each once
-    map_index: list[int]  # of each parameter's map, -1: uniform
-    plain: bool  # no parameter is of a tensor subclass such as DTensor
-
-    def fits(self, group: Group) -> bool:
-        params = group["params"]
-        return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and group["locality"] == self.locality
-        )
-
-    def map_of(self, index: int) -> Tensor | None:
-        """The decay map of a parameter, None: uniform."""
-        return self.maps[self.map_index[index]] if self.map_index[index] >= 0 else None
-
-
-def make_plan(group: Group) -> Plan:
-    """Checks the group's locality and lays out its decay maps."""
-    params, locality = group["params"], group["locality"]
-    check_locality(locality, len(params))
-    maps = decay_maps(params, locality)
-    unique = list({id(m): m for m in maps if m is not None}.values())
-    places = {id(m): i for i, m in enumerate(unique)}
-    return Plan(
-        list(params),
-        list(locality) if isinstance(locality, list) else locality,
-        unique,
-        [places.get(id(m), -1) for m in maps],
-        all(type(p) in (Tensor, Parameter) for p in params),
-    )
-
-
-@dataclass
-class Selection:
-    """The parameters of a group that have gradients and lie on one type of device."""
-
-    device_type: str
-    params: list[Tensor]
-    grads: list[Tensor]
-    map_index: list[int]
-    offsets: Sequence[int]  # within the group
-
-
-def select(plan: Plan) -> list[Selection]:
-    """What is to be stepped of a group, by type of device. In the common case that is all of it."""
-    grads = [p.grad for p in plan.params]
-    present = [g for g in grads if g is not None]
-    if len(present) == len(grads) and all([p.is_cpu for p in plan.params]):
-        return [Selection("cpu", plan.params, present, plan.map_index, range(len(present)))]
-    selections: dict[str, Selection] = {}
-    for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
-        if grad is not None:
-            kind = param.device.type
-            chosen = selections.setdefault(kind, Selection(kind, [], [], [], []))
-            chosen.params.append(param)
-            chosen.grads.append(grad)
-            chosen.map_index.append(plan.map_index[offset])
-            chosen.offsets.append(offset)  # type: ignore[attr-defined]
-    return list(selections.values())
-
-
-@dataclass
-class Batch:
-    """The arguments of one operator call: lists that run parallel to params."""
-
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    states: list[list[Tensor]] = field(default_factory=lambda: [[], [], []])
-    steps: list[Tensor] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    group_index: list[int] = field(default_factory=list)
-    rows: list[list[float]] = field(default_factory=list)
-    maps: list[Tensor] = field(default_factory=list)
-    map_index: list[int] = field(default_factory=list)
-    ordinals: list[int] = field(default_factory=list)
-    # States made for this step: (state dict, key, tensor), kept once the operator has returned.
-    created: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
-    plain: bool = True
-
-    def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int) -> None:
-        """Adds a group's selected parameters; ordinal is that of the group's first parameter."""
-        self.plain &= plan.plain
-        self.params += selection.params
-        self.grads += selection.grads
-        self.group_index += [len(self.rows)] * len(selection.params)
-        self.rows.append(row)
-        base = len(self.maps)
-        self.maps += plan.maps
-        self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
-        self.ordinals += [ordinal + offset for offset in selection.offsets]
-
-    def hyper(self) -> Tensor:
-        """The rows as the operator wants them."""
-        return torch.tensor(self.rows, dtype=torch.float64)
-
-    def localize(self) -> None:
-        """Replaces DTensors by their local shards, which the step updates in place."""
-        if not self.plain:
-            maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
-            local_tensors(self.params, self.grads, [*self.states, self.steps], maps)
-
-
-class Rule(NamedTuple):
-    """Groups alike in these share an operator call."""
-
-    device_type: str
-    reference: bool
-    kind: Hashable  # what else the optimizer class distinguishes
-    maximize: bool
-    l1: bool
-    seed: int | None
-    rounding_step: int
-
-
-def rule_of(group: Group, device_type: str, kind: Hashable) -> Rule:
-    """The rule by which a group's parameters on one type of device are stepped."""
-    return Rule(
-        device_type,
-        group["fused"] is False,
-        kind,
-        bool(group["maximize"]),
-        group["norm"] == "l1",
-        group["stochastic_rounding"],
-        group["rounding_step"],
-    )
-
-
 def uses_torch(group: Group) -> bool:
     """Whether the group asks for torch's own implementation."""
     return bool(group["foreach"] or group["differentiable"])
@@ -180,7 +42,8 @@ class LocalityOptimizer(Optimizer):
     """Mixed into torch.optim's classes, in front of them."""
 
     _plans: list[Plan]
-    _held: dict[Hashable, Held]
+    _held: dict[Rule, Held]
+    _warned = False  # of kernels of an even size
 
     def _finish_init(self) -> None:
         """To be called last in ``__init__``, when torch's own has seen all groups."""
@@ -222,6 +85,12 @@ class LocalityOptimizer(Optimizer):
         if uses_torch(group) and (group["state_dtype"] is not None or seed is not None):
             raise ValueError("state_dtype, stochastic_rounding: expected None with foreach=True or differentiable=True")
         make_plan(group)
+        if (shapes := even_kernels(group["params"], group["locality"])) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"locality: kernels of an even size have no centre tap, their decay stays uniform: {shapes}",
+                stacklevel=4,
+            )
 
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -312,8 +181,8 @@ class LocalityOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of ours or of the torch.optim class of the same name.
 
-        Group keys that the checkpoint lacks keep their present values; a torch.optim checkpoint also leaves ``foreach`` and
-        ``fused`` alone. States take the dtype that the group asks for and the strides of their parameters.
+        Group keys that the checkpoint lacks keep their present values; a torch.optim checkpoint also leaves ``foreach``
+        and ``fused`` alone. States take the dtype that the group asks for and the strides of their parameters.
         """
 
         def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
@@ -340,7 +209,7 @@ class LocalityOptimizer(Optimizer):
         self._refresh()
 
     def _restore_states(self, loaded: dict[str, Any]) -> None:
-        """torch casts loaded states to the parameter's dtype and keeps their strides; this undoes the one and mends the other."""
+        """Gives states the dtype and strides they should have; torch casts to the parameter's dtype, strides aside."""
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in loaded["state"].get(key, {}).items():

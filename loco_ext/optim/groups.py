@@ -23,10 +23,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: convolution weights, other decayed weights, and what is not decayed.
 
-    Convolution weights (of Conv and ConvTranspose modules) get ``locality``, each layer named in ``per_layer`` its own
-    entry instead; all share one group. Biases, the parameters of normalisation layers and other vectors are not decayed.
-    Everything else is decayed uniformly, position embeddings of whatever shape included. Shared parameters appear once, with
-    their first owner; empty groups are left out.
+    Convolution weights (of Conv and ConvTranspose modules) get ``locality``, each layer named in ``per_layer`` its
+    own entry instead; all share one group. Biases, the parameters of normalisation layers and other vectors are not
+    decayed. Everything else is decayed uniformly, position embeddings of whatever shape included. Shared parameters
+    appear once, with their first owner; empty groups are left out.
 
     Args:
         model: its parameters may be frozen, so that they can be unfrozen later.
@@ -76,7 +76,9 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, n
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, UninitializedParameter):
-                raise ValueError(f"model: expected initialised parameters, {module_name}.{name} is lazy; run the model once")
+                raise ValueError(
+                    f"model: expected initialised parameters, {module_name}.{name} is lazy; run the model once"
+                )
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield module_name, module, name, parameter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
@@ -15,7 +14,7 @@ from loco_ext import geometry
 
 # (gamma, eta), or one factor per distance class, nearest first.
 Factors: TypeAlias = tuple[float, ...]
-Locality: TypeAlias = Factors | None | Sequence[Factors | None]
+Locality: TypeAlias = Factors | Sequence[Factors | None] | None
 
 LARGEST_GUESSED_KERNEL = 15
 
@@ -36,7 +35,7 @@ def _check_factors(name: str, factors: object) -> None:
         return
     if not isinstance(factors, tuple) or not all(isinstance(f, Real) for f in factors):
         raise TypeError(
-            f"{name}: expected None or a tuple of numbers, (gamma, eta) or one factor per distance class, got {factors!r}"
+            f"{name}: expected None or a tuple of numbers, (gamma, eta) or one per distance class, got {factors!r}"
         )
     if len(factors) == 0 or not all(math.isfinite(f) and f >= 0 for f in factors):
         raise ValueError(f"{name}: expected finite factors of at least 0, got {factors!r}")
@@ -45,25 +44,43 @@ def _check_factors(name: str, factors: object) -> None:
 def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | None]:
     """One float64 decay map (or None: uniform) per parameter.
 
-    A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15, more
-    than one tap. A list names each parameter's factors, so that any kernel may have a map. Kernels of an even size have no
-    centre; they stay uniform, with a warning.
+    A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15,
+    more than one tap. A list names each parameter's factors, so that any kernel may have a map. Kernels of an even size
+    have no centre and stay uniform.
     """
-    if isinstance(locality, list):
-        entries = list(locality)
-        for i, (param, factors) in enumerate(zip(params, entries, strict=True)):
-            if factors is not None and not 3 <= param.dim() <= 5:
-                raise ValueError(
-                    f"locality[{i}]: expected None for a parameter that is no convolution weight (3 to 5 dimensions), "
-                    f"got {factors!r} for shape {tuple(param.shape)}"
-                )
-    else:
-        entries = [locality if looks_like_convolution(param) else None for param in params]  # type: ignore[misc]
-    return [None if factors is None else _map(tuple(p.shape[2:]), factors) for p, factors in zip(params, entries)]
+    return [
+        None if factors is None or has_even_kernel(param) else _map(tuple(param.shape[2:]), factors)
+        for param, factors in zip(params, _entries(params, locality), strict=True)
+    ]
+
+
+def even_kernels(params: Sequence[Tensor], locality: Locality) -> list[tuple[int, ...]]:
+    """The shapes of the parameters that ``locality`` means but cannot reach."""
+    entries = zip(params, _entries(params, locality), strict=True)
+    return [tuple(param.shape) for param, factors in entries if factors is not None and has_even_kernel(param)]
+
+
+def has_even_kernel(param: Tensor) -> bool:
+    """Whether a kernel has no centre tap."""
+    return any(size % 2 == 0 for size in param.shape[2:])
+
+
+def _entries(params: Sequence[Tensor], locality: Locality) -> Sequence[Factors | None]:
+    if locality is None:
+        return [None] * len(params)
+    if isinstance(locality, tuple):
+        return [locality if looks_like_convolution(param) else None for param in params]  # type: ignore[misc]
+    for i, (param, factors) in enumerate(zip(params, locality, strict=True)):
+        if factors is not None and not 3 <= param.dim() <= 5:
+            raise ValueError(
+                f"locality[{i}]: expected None for a parameter that is no convolution weight (3 to 5 dimensions), "
+                f"got {factors!r} for shape {tuple(param.shape)}"
+            )
+    return locality
 
 
 def looks_like_convolution(param: Tensor) -> bool:
-    """Whether a bare parameter counts as a convolution weight for ``locality``; even kernels count too, to be warned of."""
+    """Whether a bare parameter counts as a convolution weight, one of an even kernel size included."""
     if not 3 <= param.dim() <= 5:
         return False
     kernel = param.shape[2:]
@@ -71,12 +88,8 @@ def looks_like_convolution(param: Tensor) -> bool:
 
 
 def _map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor | None:
-    if any(size % 2 == 0 for size in kernel_size):
-        warnings.warn(
-            f"locality: kernels of size {kernel_size} have no centre tap, their decay stays uniform", stacklevel=2
-        )
-        return None
-    if math.prod(kernel_size) == 1 or all(f == factors[0] for f in factors) and (factors[0] == 1):
+    # All ones, or a single tap: uniform decay, exactly.
+    if math.prod(kernel_size) == 1 or set(factors) == {1}:
         return None
     return _cached_map(kernel_size, factors)
 

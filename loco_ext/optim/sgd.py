@@ -9,17 +9,18 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from loco_ext import ops
-from loco_ext.optim.base import Batch, Group, LocalityOptimizer, Plan, Rule, rule_of, select
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
+from loco_ext.optim.plan import Batch, Group, Plan, Rule, rule_of, select
 from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.reference.optim_step import SGD_COLUMNS
 
 
 class SGD(LocalityOptimizer, torch.optim.SGD):
-    """torch.optim.SGD, all parameters of all groups in one fused call, with weight decay that may depend on the tap.
+    """torch.optim.SGD in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Without ``locality`` it is torch's optimizer: same arguments, same results, same checkpoints. With it, the decay of a
-    convolution's weights is multiplied by a map over the kernel's taps, of mean 1 (``loco-reg.txt``, section 6, eq. 6.1).
+    Without ``locality`` it is torch's optimizer: same arguments, same results, same checkpoints. With it, the decay of
+    a convolution's weights is multiplied by a map over the kernel's taps, of mean 1 (LOCO-REG, section 6, eq. 6.1).
     The paper's loss ``lambda*w^2`` has the gradient ``2*lambda*w``: torch's ``weight_decay`` is ``2*lambda``.
 
     Args:
@@ -28,8 +29,8 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         differentiable: True takes torch's differentiable path, likewise.
         fused: None or True: our kernels. False: the PyTorch reference.
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
-            parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15 and more
-            than one tap; :func:`parameter_groups` finds convolutions by module type instead.
+            parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
+            and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.
         norm: ``"l2"``, or ``"l1"`` for a decay of constant size (gradient ``weight_decay * map * sign(w)``).
         state_dtype: ``torch.float32`` keeps the states of bfloat16 and float16 parameters in float32.
         stochastic_rounding: a seed; bfloat16 parameters and states are then rounded stochastically.
@@ -103,7 +104,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         batch.states[0] += buffers
 
     def _launch(self, rule: Rule, batch: Batch) -> None:
-        _, nesterov = rule.kind  # type: ignore[misc]
+        _, nesterov = rule.kind
         ops.optim_step_sgd(
             batch.params,
             batch.grads,

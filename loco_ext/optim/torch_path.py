@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext.optim.base import Group, Plan
+from loco_ext.optim.plan import Group, Plan
 
 
 @dataclass

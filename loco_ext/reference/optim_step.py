@@ -1,8 +1,8 @@
 """One SGD, Adam or AdamW step over lists of tensors, in plain PyTorch.
 
 The functions take the arguments of the operators ``optim_step_sgd`` and ``optim_step_adam``, described in
-:mod:`loco_ext.ops.optim_step`. Operations, order and fused multiply-adds are those of the kernels, so that in float32 both give
-the same bits.
+:mod:`loco_ext.ops.optim_step`. Operations, order and fused multiply-adds are those of the kernels, so that in float32
+both give the same bits.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ class _Words:
     """Stores results, rounding bfloat16 stochastically where a seed is given."""
 
     def __init__(self, param: Tensor, ordinals: Sequence[int], index: int, seed: int | None, step: int) -> None:
-        rounds = seed is not None and param.dtype == torch.bfloat16
-        self.key = (seed, ordinals[index], step) if rounds else None
+        self.key: tuple[int, int, int] | None = None
+        if seed is not None and param.dtype == torch.bfloat16:
+            self.key = (seed, ordinals[index], step)
 
     def store(self, destination: Tensor, value: Tensor, word: int) -> None:
         if self.key is not None and destination.dtype == torch.bfloat16:

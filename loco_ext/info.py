@@ -1,0 +1,80 @@
+"""What is installed and what runs where: ``python -m loco_ext.info``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from loco_ext.ops import backends
+from loco_ext.version import __version__
+
+_PACKAGES = ("numpy", "triton")
+
+
+def collect() -> dict[str, Any]:
+    """Versions, the compiled library, CPU capability and the backend of each family of operators, as plain values.
+
+    Example:
+        >>> from loco_ext import info
+        >>> sorted(info.collect()["backends"]["optim_step"])
+        ['cpu', 'cuda']
+    """
+    library: dict[str, Any] = {"loaded": backends.library is not None}
+    if backends.library is not None:
+        library.update(backends.library.build_info())
+    else:
+        library["error"] = backends.library_error
+    return {
+        "loco_ext": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in _PACKAGES},
+        "library": library,
+        "threads": torch.get_num_threads(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "backends": {
+            family: {device: _backend(family, device) for device in ("cpu", "cuda")} for family in backends.KERNELS
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _backend(family: str, device_type: str) -> str:
+    reason = backends.missing(family, "native", device_type)
+    return "native" if reason is None else f"reference ({reason})"
+
+
+def main(as_json: bool = False) -> None:
+    """Prints the page for people, or as JSON."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    families = facts.pop("backends")
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {item}" for key, item in value.items())
+        elif isinstance(value, list):
+            value = ", ".join(value)
+        print(f"{name:22}{value if value not in (None, '') else 'none'}")
+    for family, devices in families.items():
+        for device, backend in devices.items():
+            print(f"{family + ' on ' + device:22}{backend}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m loco_ext.info", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    main(parser.parse_args().json)

@@ -1,0 +1,151 @@
+"""Gathering the parameters of a step: plans of groups, their selection by gradient, batches of operator calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from loco_ext.optim.locality import check_locality, decay_maps
+from loco_ext.optim.sharding import local_tensors
+
+Group = dict[str, Any]
+
+
+@dataclass
+class Plan:
+    """What a step must know of a group's parameters, kept while the group stays as it is."""
+
+    params: list[Tensor]
+    locality: object
+    maps: list[Tensor]  # each once
+    map_index: list[int]  # of each parameter's map, -1: uniform
+    plain: bool  # no parameter is of a tensor subclass such as DTensor
+
+    def fits(self, group: Group) -> bool:
+        params = group["params"]
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and group["locality"] == self.locality
+        )
+
+    def map_of(self, index: int) -> Tensor | None:
+        """The decay map of a parameter, None: uniform."""
+        return self.maps[self.map_index[index]] if self.map_index[index] >= 0 else None
+
+
+def make_plan(group: Group) -> Plan:
+    """Checks the group's locality and lays out its decay maps."""
+    params, locality = group["params"], group["locality"]
+    check_locality(locality, len(params))
+    maps = decay_maps(params, locality)
+    unique = list({id(m): m for m in maps if m is not None}.values())
+    places = {id(m): i for i, m in enumerate(unique)}
+    return Plan(
+        list(params),
+        list(locality) if isinstance(locality, list) else locality,
+        unique,
+        [places.get(id(m), -1) for m in maps],
+        all(type(p) in (Tensor, Parameter) for p in params),
+    )
+
+
+@dataclass
+class Selection:
+    """The parameters of a group that have gradients and lie on one type of device."""
+
+    device_type: str
+    params: list[Tensor]
+    grads: list[Tensor]
+    map_index: list[int]
+    offsets: Sequence[int]  # within the group
+
+
+def select(plan: Plan) -> list[Selection]:
+    """What is to be stepped of a group, by type of device. In the common case that is all of it."""
+    grads = [p.grad for p in plan.params]
+    present = [g for g in grads if g is not None]
+    if len(present) == len(grads) and all([p.is_cpu for p in plan.params]):
+        return [Selection("cpu", plan.params, present, plan.map_index, range(len(present)))]
+    selections: dict[str, Selection] = {}
+    for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
+        if grad is not None:
+            kind = param.device.type
+            chosen = selections.setdefault(kind, Selection(kind, [], [], [], []))
+            chosen.params.append(param)
+            chosen.grads.append(grad)
+            chosen.map_index.append(plan.map_index[offset])
+            chosen.offsets.append(offset)  # type: ignore[attr-defined]
+    return list(selections.values())
+
+
+@dataclass
+class Batch:
+    """The arguments of one operator call: lists that run parallel to params."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=lambda: [[], [], []])
+    steps: list[Tensor] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    group_index: list[int] = field(default_factory=list)
+    rows: list[list[float]] = field(default_factory=list)
+    maps: list[Tensor] = field(default_factory=list)
+    map_index: list[int] = field(default_factory=list)
+    ordinals: list[int] = field(default_factory=list)
+    # States made for this step: (state dict, key, tensor), kept once the operator has returned.
+    created: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
+    plain: bool = True
+
+    def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int) -> None:
+        """Adds a group's selected parameters; ordinal is that of the group's first parameter."""
+        self.plain &= plan.plain
+        self.params += selection.params
+        self.grads += selection.grads
+        self.group_index += [len(self.rows)] * len(selection.params)
+        self.rows.append(row)
+        base = len(self.maps)
+        self.maps += plan.maps
+        self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
+        self.ordinals += [ordinal + offset for offset in selection.offsets]
+
+    def hyper(self) -> Tensor:
+        """The rows as the operator wants them."""
+        return torch.tensor(self.rows, dtype=torch.float64)
+
+    def localize(self) -> None:
+        """Replaces DTensors by their local shards, which the step updates in place."""
+        if not self.plain:
+            maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
+            local_tensors(self.params, self.grads, [*self.states, self.steps], maps)
+
+
+class Rule(NamedTuple):
+    """Groups alike in these share an operator call."""
+
+    device_type: str
+    reference: bool
+    kind: tuple[bool, bool]  # what else the optimizer class distinguishes
+    maximize: bool
+    l1: bool
+    seed: int | None
+    rounding_step: int
+
+
+def rule_of(group: Group, device_type: str, kind: tuple[bool, bool]) -> Rule:
+    """The rule by which a group's parameters on one type of device are stepped."""
+    return Rule(
+        device_type,
+        group["fused"] is False,
+        kind,
+        bool(group["maximize"]),
+        group["norm"] == "l1",
+        group["stochastic_rounding"],
+        group["rounding_step"],
+    )
