@@ -47,19 +47,19 @@ inline View view_of(const Tensor& tensor, const char* list, size_t index) {
   static const int32_t strided = aoti_torch_layout_strided();
   const AtenTensorHandle handle = tensor.get();
   int32_t layout = 0, code = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
   STD_TORCH_CHECK(layout == strided, list, "[", index, "]: expected a dense (strided) tensor, got another layout");
   STD_TORCH_CHECK(tensor.is_cpu(), list, "[", index, "]: expected a CPU tensor, got one of another device");
   View view;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
   STD_TORCH_CHECK(to_dtype(code, view.dtype), list, "[", index,
                   "]: expected float32, float64, bfloat16 or float16, got another dtype");
   int64_t *sizes, *strides;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
   view.sizes = sizes;
   view.strides = strides;
   return view;
@@ -76,7 +76,7 @@ inline double scalar_of(const Tensor& tensor, const char* name) {
 // torch's intra-op thread pool, as a plain function.
 inline void parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                          void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
 }
 
 }  // namespace loco

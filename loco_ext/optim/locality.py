@@ -69,7 +69,7 @@ def _entries(params: Sequence[Tensor], locality: Locality) -> Sequence[Factors |
     if locality is None:
         return [None] * len(params)
     if isinstance(locality, tuple):
-        return [locality if looks_like_convolution(param) else None for param in params]  # type: ignore[misc]
+        return [locality if looks_like_convolution(param) else None for param in params]
     for i, (param, factors) in enumerate(zip(params, locality, strict=True)):
         if factors is not None and not 3 <= param.dim() <= 5:
             raise ValueError(

@@ -1,0 +1,18 @@
+// The pybind11 module _C: host functions without torch.
+
+// torch 2.11's copy of pybind11 refuses to be included where the stable ABI is asked for. This file uses none of it.
+#undef TORCH_TARGET_VERSION
+#include <pybind11/pybind11.h>
+
+#include "common/registry.h"
+#include "optim_step/cpu.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.def("build_info", [] {
+    pybind11::dict info;
+    info["compiler"] = __VERSION__;
+    info["cpu_capability"] = loco::optim_step::cpu_capability();
+    return info;
+  });
+  module.def("release", &loco::release);
+}
