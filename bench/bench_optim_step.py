@@ -4,11 +4,11 @@
     python -m bench.bench_optim_step --quick --networks resnet18    a first impression; writes nothing without --out
     python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
 
-The candidates of a network and rule run interleaved, each on parameters, gradients and state of its own, so that none
-finds its data in the caches. Gradients are fixed random tensors. "map" is LOCO-REG's decay map (its section 6) applied
-by hand before torch's step, to every convolution of more than one tap: the fastest way we know in eager PyTorch.
-On the network "large", where caches do not matter, parameters and gradients are shared to save memory, and torch's
-copy, triad and in-place update of the same size run among the candidates.
+The candidates of a network and rule run interleaved, on the same parameters, gradients and states: where tensors happen
+to lie in memory moves times by several percent, and so moves all alike. Gradients are fixed random tensors. "map" is
+LOCO-REG's decay map (its section 6) applied by hand before torch's step, to every convolution of more than one tap: the
+fastest way we know in eager PyTorch. On the network "large", torch's copy, triad and in-place update of the same size
+run among the candidates.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ WEIGHT_DECAY = 1e-2
 LOCALITY = (0.5, 2.0)
 
 Parameters = list[torch.nn.Parameter]
+State = defaultdict[torch.Tensor, Any]
 Step = Callable[[], object]
 
 
@@ -59,19 +61,27 @@ RULES = {
 TORCH = {"loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-def torch_step(rule: Rule, parameters: Parameters, implementation: str) -> Step:
+def step_on(optimizer: torch.optim.Optimizer, state: State | None) -> Step:
+    """The optimizer's step, on a state that other optimizers share."""
+    if state is not None:
+        optimizer.state = state
+    return optimizer.step
+
+
+def torch_step(rule: Rule, parameters: Parameters, state: State | None = None, *, implementation: str) -> Step:
     """torch's own step, decay uniform."""
     arguments = rule.arguments | TORCH[implementation]
-    return rule.torch_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments).step
+    return step_on(rule.torch_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
 
 
-def torch_map_step(rule: Rule, parameters: Parameters, implementation: str) -> Step:
+def torch_map_step(rule: Rule, parameters: Parameters, state: State | None = None, *, implementation: str) -> Step:
     """torch's own step, with the convolutions' decay taken out of it and applied before it, tap by tap."""
     mapped = [parameter for parameter in parameters if math.prod(parameter.shape[2:]) > 1]
     others = [parameter for parameter in parameters if math.prod(parameter.shape[2:]) == 1]
     groups = [{"params": mapped, "weight_decay": 0.0}, {"params": others, "weight_decay": WEIGHT_DECAY}]
     arguments = rule.arguments | TORCH[implementation]
-    step = rule.torch_class([group for group in groups if group["params"]], lr=LEARNING_RATE, **arguments).step
+    optimizer = rule.torch_class([group for group in groups if group["params"]], lr=LEARNING_RATE, **arguments)
+    step = step_on(optimizer, state)
     decays = [WEIGHT_DECAY * expanded_map(parameter) for parameter in mapped]
     factors = [1 - LEARNING_RATE * decay for decay in decays]
 
@@ -97,13 +107,15 @@ def expanded_map(parameter: torch.Tensor) -> torch.Tensor:
     return weights.expand_as(parameter[:1]).contiguous()
 
 
-def our_step(rule: Rule, parameters: Parameters, locality: tuple[float, float] | None) -> Step:
+def our_step(
+    rule: Rule, parameters: Parameters, state: State | None = None, *, locality: tuple[float, float] | None
+) -> Step:
     """Our step: decay uniform, or by the map."""
     arguments = rule.arguments | {"locality": locality}
-    return rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments).step
+    return step_on(rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
 
 
-CANDIDATES: dict[str, Callable[[Rule, Parameters], Step]] = {
+CANDIDATES: dict[str, Callable[..., Step]] = {
     **{f"torch_{name}": functools.partial(torch_step, implementation=name) for name in TORCH},
     **{f"torch_{name}_map": functools.partial(torch_map_step, implementation=name) for name in TORCH},
     "ours_uniform": functools.partial(our_step, locality=None),
@@ -133,10 +145,10 @@ def make_parameters(network: str) -> Parameters:
 
 def make_steps(network: str, rule: Rule) -> dict[str, Step]:
     """Every candidate's step for this network."""
-    if network == "large":
-        parameters = make_parameters(network)
-        return {name: CANDIDATES[name](rule, parameters) for name in LARGE_CANDIDATES}
-    return {name: candidate(rule, make_parameters(network)) for name, candidate in CANDIDATES.items()}
+    parameters = make_parameters(network)
+    state: State = defaultdict(dict)
+    names = LARGE_CANDIDATES if network == "large" else tuple(CANDIDATES)
+    return {name: CANDIDATES[name](rule, parameters, state) for name in names}
 
 
 def measure(

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import re
 import subprocess
 import tempfile
@@ -69,9 +70,8 @@ def compare(
 ) -> dict[str, Timing]:
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
-    Each round calls every candidate once, starting with another one than the round before. With data of its own, each
-    candidate finds the caches filled by the others; ``before`` runs untimed ahead of every call where that is not
-    enough (see :func:`cache_flush`).
+    Each round calls every candidate once, in an order drawn anew, so that none always finds the caches as the same
+    other one has left them; ``before`` runs untimed ahead of every call (see :func:`cache_flush`).
 
     Raises:
         ValueError: there is no candidate.
@@ -85,14 +85,14 @@ def compare(
         raise ValueError("candidates: expected at least one, got none")
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     for _ in range(effort.warmup):
         for name in names:
             candidates[name]()
     with _no_garbage_collection(), _progress(label) as show:
         rounds, start = 0, time.perf_counter()
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
-            first = rounds % len(names)
-            for name in names[first:] + names[:first]:
+            for name in order.sample(names, len(names)):
                 seconds[name].append(_time_once(candidates[name], before))
             rounds += 1
             elapsed = time.perf_counter() - start

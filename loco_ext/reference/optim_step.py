@@ -49,7 +49,7 @@ def optim_step_sgd(
         lr, weight_decay, momentum, dampening = rows[group_index[i]]
         w = param.to(arithmetic_dtype(param))
         g = _gradient(grads[i], w, grad_scale, maximize)
-        d = _decayed(g, w, weight_decay, _map(maps, map_index[i], w), l1)
+        d = _decayed(g, w, weight_decay, _map(maps, map_index[i]), l1)
         words = _Words(param, ordinals, i, seed, rounding_step)
         if momentum_buffers:
             buffer = momentum_buffers[i]
@@ -90,7 +90,7 @@ def optim_step_adam(
         step = steps[i].item()
         w = param.to(arithmetic_dtype(param))
         g = _gradient(grads[i], w, grad_scale, maximize)
-        decay_map = _map(maps, map_index[i], w)
+        decay_map = _map(maps, map_index[i])
         if decoupled and weight_decay != 0:
             w = w * _cast(1 - lr * weight_decay * decay_map, w)
         d = g if decoupled else _decayed(g, w, weight_decay, decay_map, l1)
@@ -98,7 +98,7 @@ def optim_step_adam(
 
         m = exp_avgs[i].to(w.dtype)
         from_end = 1 - beta1 >= 0.5  # as torch.lerp does, so that a weight of 1 gives d exactly
-        m = _fma(_round(1 - beta1, w) - 1, d - m, d) if from_end else _fma(1 - beta1, d - m, m)
+        m = _fma(_cast(1 - beta1, w).item() - 1, d - m, d) if from_end else _fma(1 - beta1, d - m, m)
         v = _fma((1 - beta2) * d, d, exp_avg_sqs[i].to(w.dtype) * beta2)
         words.store(exp_avgs[i], m, 1)
         words.store(exp_avg_sqs[i], v, 2)
@@ -119,27 +119,28 @@ def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool
 
 def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     """a*b + c, rounded once in float32 (products of two float32 are exact in float64); rounded twice in float64."""
-    if c.dtype == torch.float64:
+    a = _cast(a, c)
+    if not _can_double(c):
         return a * b + c
-    return (_round(a, c) * b.double() + c.double()).float()
-
-
-def _round(a: Tensor | float, like: Tensor) -> Tensor:
-    """a at the precision of ``like``, held in float64."""
-    return torch.as_tensor(a, dtype=torch.float64, device=like.device).to(like.dtype).double()
+    return (a.double() * b.double() + c.double()).float()
 
 
 def _sqrt(v: Tensor) -> Tensor:
     """torch's float32 square root may be off by an ulp; through float64 it is rounded correctly, as in the kernels."""
-    return v.double().sqrt().to(v.dtype)
+    return v.double().sqrt().float() if _can_double(v) else v.sqrt()
 
 
-def _map(maps: Sequence[Tensor], index: int, w: Tensor) -> Tensor | float:
-    return 1.0 if index < 0 else maps[index].to(w.device)
+def _can_double(value: Tensor) -> bool:
+    return value.dtype == torch.float32 and value.device.type != "mps"
 
 
-def _cast(coefficient: Tensor | float, w: Tensor) -> Tensor | float:
-    return coefficient.to(w.dtype) if isinstance(coefficient, Tensor) else coefficient
+def _cast(coefficient: Tensor | float, like: Tensor) -> Tensor:
+    """A coefficient computed in float64, at the precision and on the device of ``like``."""
+    return torch.as_tensor(coefficient, dtype=torch.float64).to(like.dtype).to(like.device)
+
+
+def _map(maps: Sequence[Tensor], index: int) -> Tensor | float:
+    return 1.0 if index < 0 else maps[index]
 
 
 def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | float, l1: bool) -> Tensor:
