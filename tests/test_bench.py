@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -42,14 +42,14 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   return false;
 }
 
-// list and index name the tensor in an error: "grads[3]".
+// list and index name the tensor in an error: "grads[3]". Layouts without strides or memory of their own (sparse,
+// mkldnn) are refused by torch when asked for them.
 inline View view_of(const Tensor& tensor, const char* list, size_t index) {
-  static const int32_t strided = aoti_torch_layout_strided();
+  static const int32_t cpu = aoti_torch_device_type_cpu();
   const AtenTensorHandle handle = tensor.get();
-  int32_t layout = 0, code = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
-  STD_TORCH_CHECK(layout == strided, list, "[", index, "]: expected a dense (strided) tensor, got another layout");
-  STD_TORCH_CHECK(tensor.is_cpu(), list, "[", index, "]: expected a CPU tensor, got one of another device");
+  int32_t device = 0, code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
+  STD_TORCH_CHECK(device == cpu, list, "[", index, "]: expected a CPU tensor, got one of another device");
   View view;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
   STD_TORCH_CHECK(to_dtype(code, view.dtype), list, "[", index,
@@ -58,10 +58,11 @@ inline View view_of(const Tensor& tensor, const char* list, size_t index) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
   view.sizes = sizes;
   view.strides = strides;
+  view.numel = 1;
+  for (int64_t d = 0; d < view.ndim; ++d) view.numel *= sizes[d];
   return view;
 }
 

@@ -8,52 +8,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.ops.overlap import check_overlap
 from loco_ext.reference.optim_step import ADAM_COLUMNS, SGD_COLUMNS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_NAMES = {
-    "optim_step_sgd": ("params", "grads", "momentum_buffers", "first", "group_index", "hyper", "maps", "map_index"),
+# The operators' arguments in order.
+ARGUMENTS = {
+    "optim_step_sgd": (
+        *("params", "grads", "momentum_buffers", "first", "group_index", "hyper", "maps", "map_index"),
+        *("nesterov", "maximize", "l1"),
+        *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
+    ),
     "optim_step_adam": (
-        "params",
-        "grads",
-        "exp_avgs",
-        "exp_avg_sqs",
-        "max_exp_avg_sqs",
-        "steps",
-        "group_index",
-        "hyper",
-        "maps",
-        "map_index",
+        *("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps", "group_index", "hyper", "maps"),
+        *("map_index", "amsgrad", "maximize", "decoupled", "l1"),
+        *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
     ),
 }
+_COLUMNS = {"optim_step_sgd": SGD_COLUMNS, "optim_step_adam": ADAM_COLUMNS}
 _STATES = ("momentum_buffers", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
 def check_step(name: str, arguments: tuple[Any, ...]) -> None:
-    """Raises TypeError or ValueError if the operator ``name`` cannot take ``arguments``; reads metadata only."""
-    named = dict(zip(_NAMES[name], arguments, strict=False))
+    """Raises TypeError or ValueError if the operator ``name`` cannot take ``arguments``."""
+    named = dict(zip(ARGUMENTS[name], arguments, strict=True))
     params = named["params"]
-    for key in ("params", "grads", *_STATES, "steps"):
-        optional = key in ("momentum_buffers", "max_exp_avg_sqs")
-        if key in named and not (optional and not named[key]):
-            _check_length(key, named[key], len(params))
-    for key in ("group_index", "map_index"):
-        _check_length(key, named[key], len(params))
-    if named.get("first"):
-        _check_length("first", named["first"], len(named["momentum_buffers"]))
+    _check_lengths(named)
     for key in ("params", "grads", *_STATES):
         for i, tensor in enumerate(named.get(key, ())):
             _check_tensor(f"{key}[{i}]", tensor, params[i], params[0].device)
-    columns = SGD_COLUMNS if name == "optim_step_sgd" else ADAM_COLUMNS
-    _check_hyper(named["hyper"], columns, named["group_index"])
+    _check_hyper(named["hyper"], _COLUMNS[name], named["group_index"])
     _check_maps(named["maps"], named["map_index"], params)
     for i, step in enumerate(named.get("steps", ())):
-        if step.numel() != 1 or step.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"steps[{i}]: expected one float32 or float64 element, got {step.dtype} of {tuple(step.shape)}"
-            )
-    written = [(f"{key}[{i}]", t) for key in ("params", *_STATES, "steps") for i, t in enumerate(named.get(key, ()))]
-    _check_overlap(written, [(f"grads[{i}]", t) for i, t in enumerate(named["grads"])])
+        _check_scalar(f"steps[{i}]", step)
+    for key in ("grad_scale", "found_inf"):
+        if named[key] is not None:
+            _check_scalar(key, named[key])
+    if named["grad_scale"] is not None and named["grad_scale"].item() == 0:
+        raise ValueError("grad_scale: expected a number other than 0, got 0")
+    writes = {"params": True, "grads": named["grad_scale"] is not None, **dict.fromkeys((*_STATES, "steps"), True)}
+    check_overlap((f"{key}[{i}]", t, write) for key, write in writes.items() for i, t in enumerate(named.get(key, ())))
+
+
+def _check_lengths(named: dict[str, Any]) -> None:
+    count = len(named["params"])
+    for key in ("grads", "exp_avgs", "exp_avg_sqs", "steps", "group_index", "map_index"):
+        if key in named:
+            _check_length(key, named[key], count)
+    if named.get("momentum_buffers"):
+        _check_length("momentum_buffers", named["momentum_buffers"], count)
+    if named.get("amsgrad") or named.get("max_exp_avg_sqs"):
+        _check_length("max_exp_avg_sqs", named["max_exp_avg_sqs"], count)
+    if named.get("first"):
+        _check_length("first", named["first"], len(named["momentum_buffers"]))
+    if named["seed"] is not None:
+        _check_length("ordinals", named["ordinals"], count)
 
 
 def _check_length(name: str, values: Sequence[object], expected: int) -> None:
@@ -100,27 +109,6 @@ def _check_maps(maps: Sequence[Tensor], map_index: Sequence[int], params: Sequen
             )
 
 
-def _check_overlap(written: list[tuple[str, Tensor]], read: list[tuple[str, Tensor]]) -> None:
-    """Finds dense tensors that share memory; interleaved views are left to the compiled check."""
-    for name, tensor in written:
-        if torch._debug_has_internal_overlap(tensor) == 1:
-            raise ValueError(f"{name}: expected an element each in memory, got strides {tensor.stride()}")
-    intervals = [(*_interval(t), True, name) for name, t in written] + [(*_interval(t), False, n) for n, t in read]
-    end, end_written, last, last_written = 0, 0, "", ""
-    for begin, stop, writes, name in sorted(interval for interval in intervals if interval[0] < interval[1]):
-        if begin < (end if writes else end_written):
-            other = last if writes else last_written
-            raise ValueError(f"{name} and {other}: expected separate memory, got tensors that overlap")
-        if stop > end:
-            end, last = stop, name
-        if writes and stop > end_written:
-            end_written, last_written = stop, name
-
-
-def _interval(tensor: Tensor) -> tuple[int, int]:
-    """First and one past the last byte of a dense tensor; an empty interval for any other, or on another device."""
-    dense = tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    if not dense or tensor.device.type == "meta":
-        return 0, 0
-    begin = tensor.data_ptr()
-    return begin, begin + tensor.numel() * tensor.element_size()
+def _check_scalar(name: str, value: Tensor) -> None:
+    if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}: expected one float32 or float64 element, got {value.dtype} of {tuple(value.shape)}")

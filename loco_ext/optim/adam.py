@@ -27,7 +27,7 @@ class _FusedAdam(LocalityOptimizer):
         for selection in select(plan):
             rule = rule_of(group, selection.device_type, (amsgrad, bool(group["decoupled_weight_decay"])))
             batch = batches.setdefault(rule, Batch())
-            batch.add(selection, plan, row, ordinal)
+            batch.add(selection, plan, row, None if rule.seed is None else ordinal)
             self._add_states(group, selection.params, _STATES if amsgrad else _STATES[:2], batch)
 
     def _add_states(self, group: Group, params: list[Tensor], keys: tuple[str, ...], batch: Batch) -> None:
@@ -50,7 +50,7 @@ class _FusedAdam(LocalityOptimizer):
         batch.created.extend((state, key, value) for key, value in made.items())
         return {**state, **made}
 
-    def _launch(self, rule: Rule, batch: Batch) -> None:
+    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
         amsgrad, decoupled = rule.kind
         exp_avgs, exp_avg_sqs, max_exp_avg_sqs = batch.states
         ops.optim_step_adam(
@@ -63,6 +63,7 @@ class _FusedAdam(LocalityOptimizer):
             batch.hyper(),
             amsgrad=amsgrad,
             decoupled=decoupled,
+            found_inf=found_inf,
             **self._shared_arguments(rule, batch),
         )
 

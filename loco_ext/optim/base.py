@@ -108,22 +108,33 @@ class LocalityOptimizer(Optimizer):
 
     def _step_groups(self) -> None:
         batches: dict[Rule, Batch] = {}
+        by_torch: list[tuple[Group, Plan]] = []
         ordinal = 0
         for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
             if uses_torch(group):
-                self._step_with_torch(group, plan)
+                by_torch.append((group, plan))
             else:
                 self._gather(group, plan, ordinal, batches)
             ordinal += len(group["params"])
-        for rule, batch in batches.items():
+        for batch in batches.values():
             batch.localize()
-            with ops.backend("reference") if rule.reference else nullcontext():
-                self._launch(rule, batch)
+        if len(batches) + len(by_torch) > 1:
+            # All batches are checked before the first is stepped; found_inf makes a step of nothing but its checks.
+            for rule, batch in batches.items():
+                self._launch_in_backend(rule, batch, found_inf=torch.ones(()))
+        for group, plan in by_torch:
+            self._step_with_torch(group, plan)
+        for rule, batch in batches.items():
+            self._launch_in_backend(rule, batch)
             for state, key, tensor in batch.created:
                 state[key] = tensor
         for group in self.param_groups:
             if group["stochastic_rounding"] is not None:
                 group["rounding_step"] += 1
+
+    def _launch_in_backend(self, rule: Rule, batch: Batch, found_inf: Tensor | None = None) -> None:
+        with ops.backend("reference") if rule.reference else nullcontext():
+            self._launch(rule, batch, found_inf)
 
     def _current_plans(self) -> list[Plan]:
         plans = self._plans
@@ -169,8 +180,8 @@ class LocalityOptimizer(Optimizer):
         """Adds the group's parameters that have gradients to the batches; ordinal is that of its first parameter."""
         raise NotImplementedError
 
-    def _launch(self, rule: Rule, batch: Batch) -> None:
-        """Makes the operator call."""
+    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
+        """Makes the operator call; with found_inf set it checks and changes nothing."""
         raise NotImplementedError
 
     def _step_with_torch(self, group: Group, plan: Plan) -> None:

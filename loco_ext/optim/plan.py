@@ -103,8 +103,8 @@ class Batch:
     created: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
-    def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int) -> None:
-        """Adds a group's selected parameters; ordinal is that of the group's first parameter."""
+    def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int | None) -> None:
+        """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""
         self.plain &= plan.plain
         self.params += selection.params
         self.grads += selection.grads
@@ -113,7 +113,8 @@ class Batch:
         base = len(self.maps)
         self.maps += plan.maps
         self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
-        self.ordinals += [ordinal + offset for offset in selection.offsets]
+        if ordinal is not None:
+            self.ordinals += [ordinal + offset for offset in selection.offsets]
 
     def hyper(self) -> Tensor:
         """The rows as the operator wants them."""

@@ -87,7 +87,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         for selection in select(plan):
             rule = rule_of(group, selection.device_type, (momentum, bool(group["nesterov"])))
             batch = batches.setdefault(rule, Batch())
-            batch.add(selection, plan, row, ordinal)
+            batch.add(selection, plan, row, None if rule.seed is None else ordinal)
             if momentum:
                 self._add_buffers(group, selection.params, batch)
 
@@ -103,7 +103,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             batch.created.append((states[i], "momentum_buffer", buffers[i]))
         batch.states[0] += buffers
 
-    def _launch(self, rule: Rule, batch: Batch) -> None:
+    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
         _, nesterov = rule.kind
         ops.optim_step_sgd(
             batch.params,
@@ -112,6 +112,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             batch.hyper(),
             first=batch.first,
             nesterov=nesterov,
+            found_inf=found_inf,
             **self._shared_arguments(rule, batch),
         )
 

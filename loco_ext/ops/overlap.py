@@ -1,0 +1,73 @@
+"""Finds memory that an operator would write while something else of the same call uses it, in Python.
+
+It serves the reference and the wording of errors; the compiled library has a check of its own for every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass
+class Region:
+    """The memory of one tensor, as the byte addresses of its elements' first bytes."""
+
+    name: str
+    tensor: Tensor
+    written: bool
+    begin: int
+    end: int
+
+    def addresses(self) -> np.ndarray:
+        """The address of every byte that belongs to an element, int64, in no order."""
+        offsets = np.zeros(1, dtype=np.int64)
+        for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True):
+            offsets = np.add.outer(offsets, np.arange(size, dtype=np.int64) * stride).ravel()
+        width = self.tensor.element_size()
+        return np.add.outer(self.begin + offsets * width, np.arange(width, dtype=np.int64)).ravel()
+
+    @property
+    def dense(self) -> bool:
+        """Whether every byte from begin to end belongs to an element."""
+        return self.tensor.numel() * self.tensor.element_size() == self.end - self.begin
+
+
+def region_of(name: str, tensor: Tensor, written: bool) -> Region:
+    """The region of a strided tensor that holds memory."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return Region(name, tensor, written, begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin)
+
+
+def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
+    """Raises ValueError, naming the culprits, if memory that is to be written belongs to two elements.
+
+    Args:
+        tensors: names, tensors, and whether each is written. Tensors of the meta device have no memory to share.
+    """
+    regions = [region_of(*entry) for entry in tensors if entry[1].device.type != "meta"]
+    for region in regions:
+        if region.written and not (region.tensor.is_contiguous() or _distinct(region)):
+            raise ValueError(
+                f"{region.name}: expected memory of its own for each element, got strides {region.tensor.stride()}"
+            )
+    open_regions: list[Region] = []
+    for region in sorted(regions, key=lambda r: (r.begin, r.end)):
+        open_regions = [other for other in open_regions if other.end > region.begin]
+        for other in open_regions:
+            if (region.written or other.written) and region.begin < region.end and _meet(region, other):
+                raise ValueError(f"{other.name} and {region.name}: expected separate memory, got tensors that overlap")
+        open_regions.append(region)
+
+
+def _distinct(region: Region) -> bool:
+    addresses = region.addresses()
+    return len(np.unique(addresses)) == len(addresses)
+
+
+def _meet(a: Region, b: Region) -> bool:
+    return (a.dense and b.dense) or bool(np.isin(a.addresses(), b.addresses()).any())

@@ -1,0 +1,183 @@
+"""torch's own optimizer database as cases for our classes.
+
+The database gives, per optimizer, the constructor arguments worth testing, those that must fail, learning rate schedulers and
+tolerances. A Case is one of its inputs with one of the implementations that our classes offer.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.testing._internal import common_optimizers as database
+
+from loco_ext import optim
+
+# torch's test tools freeze torch.backends for the whole process; other tests set its flags.
+setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010 (a plain assignment would do; the name is private)
+
+OURS = {"SGD": optim.SGD, "Adam": optim.Adam, "AdamW": optim.AdamW}
+INFOS = {info.name: info for info in database.optim_db if info.name in OURS}
+# Checks that are about an optimizer, whatever its arguments.
+each_optimizer = pytest.mark.parametrize("name", OURS)
+
+# What selects an implementation of ours; with the database's own flags each input runs in all five.
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "fused": {"fused": True, "foreach": False, "differentiable": False},
+    "reference": {"fused": False, "foreach": False, "differentiable": False},
+    "foreach": {"fused": False, "foreach": True, "differentiable": False},
+    "differentiable": {"fused": False, "foreach": False, "differentiable": True},
+}
+KERNELS = ("default", "fused")
+TORCHS_OWN = ("foreach", "differentiable")
+FOR_LOOP = {"foreach": False, "fused": False}
+NO_TENSOR_LR = "torch's foreach Adam takes a Tensor lr only where it is capturable"
+NEEDS_CUDA = "capturable configurations need CUDA"
+
+
+@dataclass
+class Case:
+    """An input of the database for one implementation."""
+
+    name: str
+    implementation: str
+    description: str
+    arguments: dict[str, Any]
+
+    def kwargs(self, **changes: Any) -> dict[str, Any]:
+        """The constructor's arguments, a fresh copy."""
+        return {**deepcopy(self.arguments), **IMPLEMENTATIONS[self.implementation], **changes}
+
+    def ours(self, params: Any, **changes: Any) -> Optimizer:
+        return OURS[self.name](params, **self.kwargs(**changes))
+
+    def torchs(self, params: Any, **changes: Any) -> Optimizer:
+        """torch's for-loop with the same arguments; the differentiable one has roundings of its own."""
+        flags = {**FOR_LOOP, "differentiable": self.implementation == "differentiable"}
+        return INFOS[self.name].optim_cls(params, **{**deepcopy(self.arguments), **flags, **changes})
+
+    def coarse(self) -> dict[str, float]:
+        """Changes for half precision, which holds no eps of 1e-8; the database's own for float16."""
+        return {} if self.name == "SGD" else {"eps": 0.1}
+
+    def scheduler_lists(self) -> list[list[Callable[[Optimizer], Any]]]:
+        return [[], *INFOS[self.name].scheduler_inputs]
+
+
+def _inputs(name: str, dtype: torch.dtype) -> list[Any]:
+    """The database's inputs for the CPU, and those it keeps to mps, which asks for nothing that a CPU lacks."""
+    function = INFOS[name].optim_inputs_func
+    inputs = function("cpu", dtype)
+    known = {item.desc for item in inputs}
+    return inputs + [item for item in function("mps", dtype) if item.desc not in known]
+
+
+def cases(*implementations: str, dtype: torch.dtype = torch.float32, **unsuited: str) -> Any:
+    """Parametrizes ``case``; ``unsuited`` maps an implementation to the reason why the check skips it."""
+    parameters = []
+    for name in OURS:
+        for item in _inputs(name, dtype):
+            for implementation in implementations or IMPLEMENTATIONS:
+                case = Case(name, implementation, item.desc, item.kwargs)
+                reason = unsuited.get(implementation)
+                if implementation == "foreach" and name != "SGD" and isinstance(item.kwargs.get("lr"), Tensor):
+                    reason = NO_TENSOR_LR
+                marks = [pytest.mark.skip(reason=reason)] if reason else []
+                label = f"{name}-{item.desc}-{implementation}".replace(" ", "_")
+                parameters.append(pytest.param(case, marks=marks, id=label))
+    return pytest.mark.parametrize("case", parameters)
+
+
+def capturable_cases() -> list[Any]:
+    """The inputs that the database keeps to CUDA."""
+    parameters = []
+    for name in OURS:
+        for item in INFOS[name].optim_inputs_func("cuda", torch.float32):
+            if item.kwargs.get("capturable"):
+                mark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_CUDA)
+                case = Case(name, "default", item.desc, item.kwargs)
+                parameters.append(pytest.param(case, marks=mark, id=f"{name}-{item.desc}".replace(" ", "_")))
+    return parameters
+
+
+def tolerance(name: str, check: str, dtype: torch.dtype) -> dict[str, float]:
+    """What the database allows the check in this dtype; empty: torch.testing's default."""
+    for info in INFOS[name].decorators:
+        for decorator in info.decorators if info.test_name == check and info.is_active(*_active(check, dtype)) else ():
+            if allowed := getattr(decorator, "d", {}).get(dtype):
+                return {"atol": allowed.atol, "rtol": allowed.rtol}
+    return {}
+
+
+def _active(check: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    return "TestOptimRenewed", check, "cpu", dtype, {"dtype": dtype}
+
+
+class Problem:
+    """Least squares ``|weight @ x + bias|^2``, its gradients written out, so that parameters need not require them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, contiguous: bool = True, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(10, 5), (10,)] if contiguous else [(10, 5, 2), (10, 2)]
+        made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+        self.weight, self.bias = made if contiguous else (tensor[..., 0] for tensor in made)
+        self.params = [self.weight, self.bias]
+        self.x = torch.randn(5, generator=generator, dtype=torch.float64).to(dtype)
+
+    def closure(self) -> Tensor:
+        """Sets the gradients; returns the loss."""
+        residual = self.weight.detach() @ self.x + self.bias.detach()
+        self.weight.grad, self.bias.grad = 2 * torch.outer(residual, self.x), 2 * residual
+        return residual.square().sum()
+
+    def run(self, optimizer: Optimizer, steps: int, schedulers: Any = ()) -> float:
+        """Steps the optimizer and its schedulers; returns the loss thereafter."""
+        for _ in range(steps):
+            loss = optimizer.step(self.closure)
+            for scheduler in schedulers:
+                scheduler.step(*[loss] if isinstance(scheduler, ReduceLROnPlateau) else [])
+        return self.closure().item()
+
+    def twin(self) -> "Problem":
+        """The same problem at the same point, with tensors of its own."""
+        twin = Problem(self.weight.dtype)
+        twin.x = self.x
+        for mine, other in zip(twin.params, self.params, strict=True):
+            mine.copy_(other.detach())
+        return twin
+
+
+def network(dtype: torch.dtype) -> nn.Sequential:
+    """The network for whose small values the database's tolerances are meant; always the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(dtype)
+
+
+def flat_state(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters, then all tensors of their states in a fixed order."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [optimizer.state.get(param, {}) for param in params]
+    return params + [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Asserts equality without tolerance, of nested dictionaries and lists of tensors too."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    elif isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right

@@ -1,0 +1,142 @@
+"""Which backend runs, and what happens without the compiled library."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import loco_ext
+from loco_ext import ops
+from loco_ext.ops import backends
+from loco_ext.reference import optim_step as reference
+
+HYPER = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
+
+
+def step() -> float:
+    w = torch.ones(1)
+    ops.optim_step_sgd([w], [torch.ones(1)], [], HYPER)
+    return w.item()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which implementation each call of step() ran."""
+    ran: list[str] = []
+    original = reference.optim_step_sgd
+    monkeypatch.setattr(reference, "optim_step_sgd", lambda *arguments: (ran.append("reference"), original(*arguments)))
+    return ran
+
+
+def test_the_library_is_loaded():
+    assert backends.library_error is None
+    with loco_ext.backend("native"):
+        assert step() == 0.5
+
+
+def test_forced_backend_runs_and_ends_with_its_block(calls):
+    step()
+    assert calls == []
+    with loco_ext.backend("reference"):
+        assert step() == 0.5
+        assert calls == ["reference"]
+        with loco_ext.backend("native"):
+            step()
+        assert calls == ["reference"]
+        step()
+        assert calls == ["reference"] * 2
+    with pytest.raises(KeyError), loco_ext.backend("reference"):
+        raise KeyError
+    step()
+    assert calls == ["reference"] * 2
+
+
+def test_forcing_a_backend_concerns_one_thread(calls):
+    with loco_ext.backend("reference"):
+        other = threading.Thread(target=step)
+        other.start()
+        other.join()
+    assert calls == []
+
+
+def test_unknown_name_is_an_error():
+    with (
+        pytest.raises(ValueError, match="backend: expected one of reference, native, triton, got 'cuda'"),
+        loco_ext.backend("cuda"),
+    ):
+        pass
+
+
+def test_backend_without_a_kernel_says_why_and_writes_nothing():
+    w = torch.ones(1)
+    with (
+        loco_ext.backend("triton"),
+        pytest.raises(RuntimeError, match=r"triton.*optim_step has no .* for cpu tensors"),
+    ):
+        ops.optim_step_sgd([w], [torch.ones(1)], [], HYPER)
+    meta = torch.ones(1, device="meta")
+    with loco_ext.backend("native"), pytest.raises(RuntimeError, match="no native kernel for meta"):
+        ops.optim_step_sgd([meta], [meta], [], HYPER)
+    assert w.item() == 1
+
+
+WITHOUT_LIBRARY = """
+import sys, warnings
+sys.modules["loco_ext._C"] = None  # its import fails
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    before = len(caught)
+    import loco_ext
+    from loco_ext import info, ops, optim
+    from loco_ext.ops import backends
+    assert len(caught) == before, "importing warns"
+
+    conv, plain = torch.nn.Conv2d(2, 3, 3), torch.nn.Conv2d(2, 3, 3)
+    plain.load_state_dict(conv.state_dict())
+    for ours, theirs in ((optim.SGD, torch.optim.SGD), (optim.AdamW, torch.optim.AdamW)):
+        options = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if ours is optim.SGD else {})
+        pairs = [(conv, ours(conv.parameters(), **options)), (plain, theirs(plain.parameters(), **options))]
+        for _ in range(3):
+            x = torch.randn(2, 2, 5, 5)
+            for model, optimizer in pairs:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+    for a, b in zip(conv.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b)
+    ours = [w for w in caught if "loco_ext" in str(w.message)]
+    assert len(ours) == 1, [str(w.message) for w in caught]
+    assert ours[0].category is RuntimeWarning
+    assert "loco_ext._C" in str(ours[0].message), ours[0].message
+
+arguments = [[torch.ones(1)], [torch.ones(1)], [], torch.tensor([[0.5, 0, 0, 0]], dtype=torch.float64)]
+for name in ("native", "triton"):
+    try:
+        with loco_ext.backend(name):
+            ops.optim_step_sgd(*arguments)
+    except RuntimeError as error:
+        assert f"backend '{name}'" in str(error), error
+        assert name == "triton" or "could not be loaded" in str(error), error
+    else:
+        raise AssertionError(f"{name} ran without a library")
+try:
+    with loco_ext.backend("fast"):
+        pass
+except ValueError:
+    pass
+else:
+    raise AssertionError("an unknown name was taken")
+assert arguments[0][0].item() == 1
+facts = info.collect()
+assert facts["library"]["loaded"] is False
+assert "reference" in facts["backends"]["optim_step"]["cpu"]
+"""
+
+
+def test_without_the_library_the_reference_runs_after_one_warning():
+    result = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

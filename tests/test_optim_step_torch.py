@@ -1,0 +1,269 @@
+"""The optimizer step among torch's own: AMP, version counters, opcheck, torch.compile, held tensors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from optim_step_cases import STATES, Case, assert_same, assert_untouched, make_case
+from tolerances import same_bits
+
+from loco_ext import geometry, ops
+from loco_ext.ops.held import Held
+
+pytestmark = pytest.mark.usefixtures("native")
+BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
+RULES = pytest.mark.parametrize("rule", ["sgd", "adam"])
+LOCO = geometry.decay_map((3, 3), (0.5, 2.0))
+SHAPES = [(4, 2, 3, 3), (19,)]
+MAPS = {"maps": [LOCO], "map_index": [0, -1]}
+
+
+@BOTH
+@RULES
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, 0.5, float("nan")])
+def test_nothing_changes_where_infinity_was_found(found_inf, rule, backend):
+    found = torch.tensor(found_inf)
+    case = make_case(rule, SHAPES, found_inf=found, grad_scale=torch.tensor(8.0), **MAPS)
+    before = case.copy()
+    assert_untouched(case.step(backend), before)
+
+
+@BOTH
+@RULES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_step_is_made_where_none_was_found(dtype, rule, backend):
+    case = make_case(rule, SHAPES, **MAPS)
+    expected = case.copy().step(backend)
+    assert_same(case.copy(found_inf=torch.zeros(1, dtype=dtype)).step(backend), expected)
+
+
+@BOTH
+@RULES
+@pytest.mark.parametrize("scale", [1.0, 3.0, 65536.0, -2.0])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_gradients_are_divided_by_their_scale_in_memory_too(maximize, scale, rule, backend):
+    case = make_case(rule, SHAPES, maximize=maximize, **MAPS)
+    expected = case.copy()
+    expected.lists["grads"] = [g / scale for g in expected.lists["grads"]]
+    case.lists["grads"][0] = case.lists["grads"][0].contiguous(memory_format=torch.channels_last)
+    for scale_dtype in (torch.float32, torch.float64):
+        scaled = case.copy(grad_scale=torch.tensor([scale], dtype=scale_dtype)).step(backend)
+        assert_same(scaled, expected.copy().step(backend))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_unscaled_gradients_are_rounded_only_in_memory(dtype, backend):
+    case = make_case("sgd", SHAPES, dtypes=[torch.float32, dtype, torch.float32])
+    exact = case.copy()
+    exact.lists["grads"] = [g.float() / 3 for g in case.lists["grads"]]
+    scaled = case.copy(grad_scale=torch.tensor(3.0)).step(backend)
+    assert all(map(torch.equal, scaled.params, exact.step(backend).params))
+    for g, before in zip(scaled.lists["grads"], case.lists["grads"], strict=True):
+        assert torch.equal(g, (before.float() / 3).to(dtype))
+
+
+@BOTH
+@RULES
+def test_gradients_are_not_written_without_a_scale(rule, backend):
+    case = make_case(rule, SHAPES, dtypes=[torch.bfloat16, torch.float32, torch.float32], seed=1, maximize=True)
+    before = case.copy()
+    case.step(backend)
+    assert all(map(same_bits, case.lists["grads"], before.lists["grads"]))
+
+
+@BOTH
+@RULES
+def test_versions_of_written_tensors_increase(rule, backend):
+    case = make_case(rule, SHAPES, states=3, grad_scale=torch.tensor(2.0), amsgrad=True, **MAPS)
+    if rule == "sgd":
+        del case.options["amsgrad"]
+    constant = [case.hyper, LOCO]
+    before = {name: [t._version for t in tensors] for name, tensors in case.lists.items()}
+    before_constant = [t._version for t in constant]
+    case.step(backend)
+    for name, tensors in case.lists.items():
+        assert tensors
+        assert all(t._version > old for t, old in zip(tensors, before[name], strict=True)), name
+    assert [t._version for t in constant] == before_constant
+
+
+@BOTH
+def test_autograd_notices_that_a_saved_weight_was_stepped(backend):
+    case = make_case("sgd", [(5,)])
+    w = case.params[0].requires_grad_()
+    loss = w.square().sum()
+    with torch.no_grad():
+        case.step(backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def operator_arguments(case: Case) -> tuple:
+    """All arguments of torch.ops.loco_ext.optim_step_*, in the schema's order."""
+    count = len(case.params)
+    o = case.options
+    maps = (o.get("maps", []), o.get("map_index", [-1] * count))
+    tail = (o.get("grad_scale"), o.get("found_inf"), list(range(count)), o.get("seed"), 0)
+    if case.rule == "sgd":
+        return (*case.lists.values(), o.get("first", []), [0] * count, case.hyper, *maps, False, False, False, *tail)
+    return (*case.lists.values(), [0] * count, case.hyper, *maps, bool(o.get("amsgrad")), False, True, False, *tail)
+
+
+@RULES
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"states": 3, "amsgrad": True},
+        {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0), **MAPS},
+        {"dtypes": [torch.bfloat16] * 3, "seed": 3, **MAPS},
+    ],
+    ids=["plain", "all_states", "scaled", "rounded"],
+)
+def test_operators_pass_opcheck(options, rule):
+    case = make_case(rule, SHAPES, **options)
+    operator = torch.ops.loco_ext.optim_step_sgd if rule == "sgd" else torch.ops.loco_ext.optim_step_adam
+    results = torch.library.opcheck(operator.default, operator_arguments(case))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@RULES
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("level", ["ops", "torch.ops"])
+def test_compiled_call_equals_eager_and_is_compiled_once(level, backend, rule):
+    """20 calls, the hyperparameters other numbers each time, in the middle of code that is compiled too."""
+    operator = getattr(torch.ops.loco_ext if level == "torch.ops" else ops, f"optim_step_{rule}")
+
+    def function(case_lists, gradient_source, hyper):
+        lists = {**case_lists, "grads": [t * 2 for t in gradient_source]}
+        case = Case(rule, lists, hyper, {"maps": [LOCO], "map_index": [0, -1], "seed": 5, "ordinals": [0, 1]})
+        if level == "torch.ops":
+            operator(*operator_arguments(case))
+        else:
+            operator(*lists.values(), hyper, **case.options)
+        return lists["params"][0].float().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    start = make_case(rule, SHAPES, dtypes=[torch.bfloat16, torch.float32, torch.float32])
+    ours, expected = start.copy(), start.copy()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(20):
+            grads = [torch.randn(shape) for shape in SHAPES]
+            hyper = start.hyper.clone()
+            hyper[:, :2] *= 1 + i / 20
+            results = [f(case.lists, grads, hyper) for f, case in ((compiled, ours), (function, expected))]
+            assert torch.equal(*results)
+            assert_same(ours, expected)
+    assert not torch.equal(ours.params[0], start.params[0])
+    torch._dynamo.reset()
+
+
+def hold(case: Case) -> Held:
+    """Held tensors for the case's step."""
+    states = [case.lists.get(name, []) for name in STATES[case.rule]]
+    states += [[]] * (3 - len(states))
+    maps, count = case.options.get("maps", []), len(case.params)
+    map_index = case.options.get("map_index", [-1] * count)
+    return Held((case.params, *states, case.lists.get("steps", []), maps), ([0] * count, map_index, list(range(count))))
+
+
+def lists_of(case: Case):
+    held = hold(case)
+    return held.lists, held.indices
+
+
+@RULES
+def test_held_steps_equal_the_others(rule):
+    case = make_case(rule, SHAPES, **MAPS)
+    expected = case.copy()
+    held = hold(case)
+    for i in range(3):
+        case.hyper = expected.hyper = expected.hyper * (1 - i / 10)
+        case.lists["grads"] = [torch.randn(shape) for shape in SHAPES]
+        expected.lists["grads"] = case.lists["grads"]
+        before = [t._version for t in case.params]
+        case.options["held"] = held
+        case.step()
+        assert all(t._version > old for t, old in zip(case.params, before, strict=True))
+        assert_same(case, expected.step())
+
+
+@RULES
+def test_held_parameter_may_get_new_data_with_other_strides_and_place(rule):
+    case = make_case(rule, SHAPES, **MAPS)
+    expected, held = case.copy(), hold(case)
+    case.options["held"] = held
+    assert_same(case.step(), expected.step())
+    case.params[0].data = case.params[0].detach().clone(memory_format=torch.channels_last)
+    state = case.lists[STATES[rule][0]][0]
+    state.data = state.detach().transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+    assert held.fits(*lists_of(case))
+    assert_same(case.step(), expected.step())
+    assert case.params[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_held_fits_these_very_tensors_and_indices_only():
+    case = make_case("adam", SHAPES, **MAPS)
+    held = hold(case)
+    assert held.fits(*lists_of(case))
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "steps"):
+        changed = Case("adam", {key: list(ts) for key, ts in case.lists.items()}, case.hyper, case.options)
+        changed.lists[name][1] = changed.lists[name][1].clone()
+        assert not held.fits(*lists_of(changed)), name
+        changed.lists[name] = changed.lists[name][:1]
+        lists, indices = held.lists, held.indices
+        shorter = [ts[:1] if ts is held.lists[0] else ts for ts in lists]
+        assert not held.fits(shorter, indices)
+    lists, (group_index, map_index, ordinals) = lists_of(case)
+    assert not held.fits(lists, [group_index, [-1, -1], ordinals])
+    assert not held.fits(lists, [group_index, map_index, [1, 0]])
+    assert not held.fits(lists, [[0, 1], map_index, ordinals])
+    assert not held.fits([*lists[:5], [LOCO.clone()]], [group_index, map_index, ordinals])
+
+
+def test_tensors_are_freed_with_what_held_them():
+    case = make_case("adam", SHAPES, **MAPS)
+    held = hold(case)
+    states = [weakref.ref(t) for tensors in case.lists.values() for t in tensors if tensors is not case.lists["grads"]]
+    del case
+    gc.collect()
+    assert all(state() is not None for state in states)
+    number = held.number
+    del held
+    gc.collect()
+    assert all(state() is None for state in states)
+    with pytest.raises(RuntimeError, match=f"hold.*{number}"):
+        step_held(number)
+
+
+def step_held(number: int) -> None:
+    grads, hyper = [torch.ones(3)], torch.zeros(1, 4, dtype=torch.float64)
+    torch.ops.loco_ext.optim_step_sgd_held(number, grads, hyper, False, False, False, None, None, None, 0)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**62])
+def test_a_number_that_was_never_given_is_an_error(number):
+    with pytest.raises(RuntimeError, match=f"hold: expected a number from optim_step_hold, got {number}"):
+        step_held(number)
+
+
+def test_held_call_with_bad_gradients_is_a_typed_error_and_writes_nothing():
+    case = make_case("adam", SHAPES, **MAPS)
+    case.options["held"] = hold(case)
+    before = case.copy()
+    for bad, error in (
+        ([torch.ones(SHAPES[0]), torch.ones(18)], ValueError),
+        ([torch.ones(SHAPES[0])], ValueError),
+        ([case.params[0], torch.ones(19)], ValueError),
+        ([torch.ones(SHAPES[0]), torch.ones(19).int()], TypeError),
+    ):
+        case.lists["grads"] = bad
+        with pytest.raises(error, match="grads"):
+            case.step()
+        del case.lists["grads"]
+        stepped = {name: case.lists[name] for name in case.lists}
+        case.lists = {"params": stepped.pop("params"), "grads": [], **stepped}
+        assert_untouched(case, Case("adam", {**before.lists, "grads": []}, before.hyper))

@@ -1,0 +1,44 @@
+"""The tolerances of all tests, in one place.
+
+Everything is measured in units of the last place (ulp) of the result's dtype, at the size of the largest number that
+took part: a sum may cancel, the rounding errors of its terms do not.
+"""
+
+import torch
+from torch import Tensor
+
+# Roundings that separate a result from exact arithmetic on the same input: one when half precision is stored, those of
+# an update rule's operations in float32 and float64.
+ULPS = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
+# Between the kernels and the reference in float64, whose multiply-adds the reference rounds twice.
+ULPS_OF_TWO_ROUNDINGS = 2
+# Between our step and torch.optim's for-loop, whose float32 square root may be off by one, which four more roundings
+# follow.
+ULPS_OF_TORCHS_LOOP = 3
+# A mean of n random numbers lies farther than this many standard errors from its expectation once in 16,000 runs.
+STANDARD_ERRORS = 4.0
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bits, -0 and 0 told apart; any NaN equals any other."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = _BITS[a.element_size()]
+    equal = a.contiguous().view(bits) == b.contiguous().view(bits)
+    return bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def assert_within_ulps(actual: Tensor, expected: Tensor, ulps: int | None = None, scale: float | Tensor = 0.0) -> None:
+    """Asserts that ``actual`` is within ``ulps`` (by default the table's) of ``expected``, which may be more precise.
+
+    ``scale``: the largest number that took part, where that is neither in the element nor in its expectation.
+    """
+    if ulps is None:
+        ulps = ULPS[actual.dtype]
+    actual64, expected64 = actual.double(), expected.double()
+    size = expected64.abs().maximum(torch.as_tensor(scale).double()).clamp(min=torch.finfo(actual.dtype).tiny)
+    error = (actual64 - expected64).abs() / (size * torch.finfo(actual.dtype).eps)
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= ulps, f"{worst:.3g} ulp off, {ulps} allowed"
