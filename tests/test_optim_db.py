@@ -278,7 +278,7 @@ def test_duplicate_parameters_are_refused_before_anything_is_written(name):
         optimizer = OURS[name]([problem.weight, problem.weight])
     before = problem.weight.clone()
     problem.closure()
-    with pytest.raises(ValueError, match=r"params\[1\].*params\[0\].*overlap"):
+    with pytest.raises(ValueError, match=r"params\[0\].*params\[1\].*overlap"):
         optimizer.step()
     assert torch.equal(problem.weight, before)
     assert not any(optimizer.state.values())

@@ -277,7 +277,7 @@ BAD_LOCALITIES = [
     ((1j, 1.0), TypeError),
     ({0.5, 2.0}, TypeError),
     (torch.ones(2), TypeError),
-    ([0.5, 2.0], TypeError),
+    ([0.5, None], TypeError),
     ((), ValueError),
     ((0.5,), ValueError),
     ((0.5, 1.0, 2.0, 3.0), ValueError),

@@ -53,7 +53,7 @@ def set_sharded_gradients(params, plain, mesh, placement):
         if not isinstance(p, DTensor):
             p.grad = q.grad.clone()
         elif isinstance(placement, Partial):
-            p.grad = DTensor.from_local(q.grad.clone(), mesh, [placement])
+            p.grad = DTensor.from_local(q.grad / mesh.size(), mesh, [placement])
         else:
             p.grad = distribute_tensor(q.grad.clone(), mesh, [placement])
 
@@ -77,18 +77,6 @@ def test_dtensors_are_stepped_as_plain_tensors(mesh, name, placement, path):
     for p in params:
         for key, value in ours.state[p].items():
             assert key == "step" or (isinstance(value, DTensor) and value.placements == p.placements)
-
-
-@pytest.mark.parametrize("grad_placement", [Replicate(), Partial()], ids=str)
-def test_gradients_are_brought_to_their_parameters_placement(mesh, grad_placement):
-    plain = optim.SGD(make_params(SHAPES), **RICH["SGD"], locality=LOCALITY)
-    params = sharded(params_of(plain), mesh, Shard(0))
-    ours = optim.SGD(params, **RICH["SGD"], locality=LOCALITY)
-    set_gradients(params_of(plain), 0)
-    set_sharded_gradients(params, params_of(plain), mesh, grad_placement)
-    plain.step()
-    ours.step()
-    assert_same_in_full(ours, plain)
 
 
 def test_channels_may_be_sharded_on_either_axis_and_mixed_with_plain_parameters(mesh):
@@ -213,6 +201,20 @@ def check_ddp(rank, name):
     assert_same(optimizer, single_run(name)[1], nearly)
 
 
+def check_gradients(rank, name):
+    """Gradients laid out in another way are brought to their parameters' placement."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for placement in (Replicate(), Partial(), Shard(0)):
+        plain = getattr(optim, name)(make_params(SHAPES), **RICH[name], locality=LOCALITY)
+        params = sharded(params_of(plain), mesh, Shard(0))
+        ours = getattr(optim, name)(params, **RICH[name], locality=LOCALITY)
+        set_gradients(params_of(plain), 0)
+        set_sharded_gradients(params, params_of(plain), mesh, placement)
+        plain.step()
+        ours.step()
+        assert_same_in_full(ours, plain)
+
+
 def run_rank(rank, check, name, file):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, WORLD), rank=rank, world_size=WORLD)
@@ -242,7 +244,7 @@ def test_a_distributed_checkpoint_brings_locality_back(mesh, locality, full):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("check", [check_fsdp, check_checkpoint, check_ddp])
+@pytest.mark.parametrize("check", [check_fsdp, check_checkpoint, check_ddp, check_gradients])
 def test_two_processes_train_as_one(check, name, tmp_path):
     mp.spawn(run_rank, (check, name, str(tmp_path / "store")), WORLD)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 
@@ -23,12 +23,20 @@ NAMES = ("reference", "native", "triton")
 # Device types that each family's kernels serve; the reference serves all.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {"optim_step": {"native": ("cpu",), "triton": ()}}
 
-_forced: ContextVar[str | None] = ContextVar("loco_ext_backend", default=None)
+
+class _Choice(threading.local):
+    """The forced backend of each thread; torch.compile guards on it."""
+
+    def __init__(self) -> None:
+        self.forced: str | None = None
+
+
+_choice = _Choice()
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Forces one backend for every operator called inside.
+    """Forces one backend for every operator that this thread calls inside.
 
     Args:
         name: ``"reference"`` (plain PyTorch), ``"native"`` (the compiled library) or ``"triton"``.
@@ -48,11 +56,11 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in NAMES:
         raise ValueError(f"backend: expected one of {', '.join(NAMES)}, got {name!r}")
-    token = _forced.set(name)
+    before, _choice.forced = _choice.forced, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _choice.forced = before
 
 
 def missing(family: str, name: str, device_type: str) -> str | None:
@@ -68,7 +76,7 @@ def missing(family: str, name: str, device_type: str) -> str | None:
 
 def choose(family: str, device: torch.device) -> str:
     """The backend that runs ``family`` on ``device``: the forced one, else the first that can."""
-    forced = _forced.get()
+    forced = _choice.forced
     if forced is not None:
         if reason := missing(family, forced, device.type):
             raise RuntimeError(f"backend {forced!r}: {reason}")

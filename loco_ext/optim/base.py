@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from loco_ext import ops
 from loco_ext.ops.held import Held
-from loco_ext.optim.locality import even_kernels
+from loco_ext.optim.locality import as_tuples, even_kernels
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan
 
 # Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
@@ -73,6 +73,7 @@ class LocalityOptimizer(Optimizer):
         self._refresh()
 
     def _check_group(self, group: Group) -> None:
+        group["locality"] = as_tuples(group["locality"])
         if group["norm"] not in ("l2", "l1"):
             raise ValueError(f"norm: expected 'l2' or 'l1', got {group['norm']!r}")
         if group["norm"] == "l1" and group.get("decoupled_weight_decay"):
@@ -214,6 +215,7 @@ class LocalityOptimizer(Optimizer):
             for key in (*OWN_DEFAULTS, *_IMPLEMENTATION_KEYS):
                 if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
                     group[key] = old.get(key, OWN_DEFAULTS.get(key))
+            group["locality"] = as_tuples(group["locality"])
         super().__setstate__(state)
         if (loaded := self.__dict__.pop("_loading", None)) is not None:
             self._restore_states(loaded)

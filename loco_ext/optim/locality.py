@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +17,15 @@ Factors: TypeAlias = tuple[float, ...]
 Locality: TypeAlias = Factors | Sequence[Factors | None] | None
 
 LARGEST_GUESSED_KERNEL = 15
+
+
+def as_tuples(locality: Any) -> Any:
+    """A locality as JSON and distributed checkpoints give it back, tuples turned to lists, as it was."""
+    if not isinstance(locality, list):
+        return locality
+    if locality and all(isinstance(factor, Real) for factor in locality):
+        return tuple(locality)
+    return [tuple(entry) if isinstance(entry, list) else entry for entry in locality]
 
 
 def check_locality(locality: object, count: int) -> None:

@@ -6,9 +6,11 @@ The update of a weight needs nothing but its own gradient and states, so each ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def local_tensors(
@@ -29,6 +31,15 @@ def local_tensors(
         for tensors in (grads, *states):
             if tensors:
                 tensors[i] = _local(tensors[i], param)
+
+
+def replicated_maps(param: Tensor) -> AbstractContextManager[Any]:
+    """A context in which a DTensor parameter may be combined with plain tensors, every rank having all of those."""
+    if type(param) in (Tensor, Parameter):
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
 
 
 def _local(tensor: Tensor, like: Any) -> Tensor:

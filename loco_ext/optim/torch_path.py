@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.optim.plan import Group, Plan
+from loco_ext.optim.sharding import replicated_maps
 
 
 @dataclass
@@ -45,10 +46,11 @@ def _decay(group: Group, param: Tensor, grad: Tensor, decay_map: Tensor | None, 
         raise TypeError(f"locality, norm: expected a dense gradient for shape {tuple(param.shape)}, got a sparse one")
     grad = -grad if group["maximize"] else grad
     scale: Any = 1.0 if decay_map is None else decay_map.to(param.device)
-    if group.get("decoupled_weight_decay"):
-        param.mul_(_like(1 - group["lr"] * group["weight_decay"] * scale, param))
-        return grad
-    return grad + _like(group["weight_decay"] * scale, param) * (torch.sign(param) if l1 else param)
+    with replicated_maps(param):
+        if group.get("decoupled_weight_decay"):
+            param.mul_(_like(1 - group["lr"] * group["weight_decay"] * scale, param))
+            return grad
+        return grad + _like(group["weight_decay"] * scale, param) * (torch.sign(param) if l1 else param)
 
 
 def _like(coefficient: Any, param: Tensor) -> Any:
