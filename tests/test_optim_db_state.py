@@ -7,7 +7,6 @@ import io
 import pickle
 from copy import deepcopy
 
-import optim_db_cases as db
 import pytest
 import torch
 from optim_db_cases import INFOS, KERNELS, OURS, Case, Problem, assert_same, cases, each_optimizer, flat_state, network

@@ -43,10 +43,10 @@ def _mmap(address: int | None, size: int, flags: int, file: int) -> int:
 
 
 class Region:
-    """Virtual memory of BULK + TAIL elements; with ``aliased``, the bulk is one small block mapped over and over."""
+    """Virtual memory of elements + TAIL elements; with ``aliased``, one small block stands for all but the tail."""
 
-    def __init__(self, dtype: torch.dtype, aliased: bool) -> None:
-        bulk = BULK * dtype.itemsize
+    def __init__(self, dtype: torch.dtype, elements: int, aliased: bool) -> None:
+        bulk = elements * dtype.itemsize
         self.size = bulk + mmap.PAGESIZE
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self.address = _mmap(None, self.size, private, -1)
@@ -66,8 +66,9 @@ class Region:
 
 @pytest.fixture
 def large(request: pytest.FixtureRequest) -> Iterator[tuple[Tensor, Tensor]]:
-    """A parameter and its gradient of the dtype asked for."""
-    regions = [Region(request.param, aliased=True), Region(request.param, aliased=False)]
+    """A parameter and its gradient of the dtype and, if not BULK, the number of elements asked for."""
+    dtype, elements = request.param if isinstance(request.param, tuple) else (request.param, BULK)
+    regions = [Region(dtype, elements, aliased=True), Region(dtype, elements, aliased=False)]
     before = memory_in_use()
     yield regions[0].tensor, regions[1].tensor
     used = memory_in_use() - before
@@ -101,13 +102,14 @@ def test_elements_beyond_2_to_the_31_are_stepped(large):
     assert w[BULK_PLACES].tolist() == [1.5] * 4
 
 
-@pytest.mark.parametrize("large", [torch.bfloat16], indirect=True, ids=str)
-def test_elements_beyond_2_to_the_31_are_rounded_by_their_own_random_numbers(large):
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [(torch.bfloat16, 2 * BULK)], indirect=True)
+def test_elements_beyond_2_to_the_32_are_rounded_by_their_own_random_numbers(large):
     w, g = large
     fill_tails(w, g)
     exact = w[-TAIL:].float() - 0.25 * g[-TAIL:].float()
     ops.optim_step_sgd([w], [g], [], HYPER, seed=5)
-    random = philox(torch.arange(BULK, BULK + TAIL), seed=5, tensor=0, step=0)[0] & 0xFFFF
+    random = philox(torch.arange(2 * BULK, 2 * BULK + TAIL), seed=5, tensor=0, step=0)[0] & 0xFFFF
     expected = ((exact.view(torch.int32) + random.to(torch.int32)) & ~0xFFFF).view(torch.float32).bfloat16()
     assert same_bits(w[-TAIL:], expected)
 
