@@ -1,7 +1,7 @@
 """torch's own optimizer database as cases for our classes.
 
-The database gives, per optimizer, the constructor arguments worth testing, those that must fail, learning rate schedulers and
-tolerances. A Case is one of its inputs with one of the implementations that our classes offer.
+The database gives, per optimizer, the constructor arguments worth testing, those that must fail, learning rate
+schedulers and tolerances. A Case is one of its inputs with one of the implementations that our classes offer.
 """
 
 from collections.abc import Callable

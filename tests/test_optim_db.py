@@ -1,20 +1,22 @@
-"""torch's checks of its optimizers over our classes: how they step. test_optim_db_state.py has checkpoints, hooks and copies.
+"""torch's checks of its optimizers over our classes: how they step.
 
-The wheel ships torch's optimizer database but not the test class TestOptimRenewed that reads it; these are its checks, for every
-input of the database and each implementation of ours. Of TestOptimRenewed, this is left out or takes another form:
+The wheel ships torch's optimizer database but not the test class TestOptimRenewed that reads it. These are its checks,
+for every input of the database and each implementation of ours; test_optim_db_state.py has those of checkpoints, hooks,
+copies, mixed precision and memory. Of TestOptimRenewed, this is left out or takes another form:
 
-    check                                              reason
-    optim_infos_do_not_specify_global_cliquey_kwargs   about the database itself
-    forloop_goes_right_direction_multigpu              needs two GPUs
-    capturable inputs, in every check                  need CUDA; test_capturable runs where there is one
-    rosenbrock_sparse                                  kernels refuse sparse gradients; foreach=True takes them for SGD, as torch does
-    complex, complex_2d                                kernels refuse complex numbers; foreach and differentiable take them
-    fused_error_on_params_on_meta                      the reference serves devices without kernels; a forced backend refuses
-    fused_cpu_matches_cuda, state_dict_with_cuda_params   need CUDA
-    mixed_device_dtype                                 needs CUDA for two devices; dtypes are mixed on the CPU
-    peak_memory_foreach                                needs CUDA's allocator; what a step allocates is measured on the CPU
-    foreach_large_tensor, fused_large_tensor           need tens of GB
-    defaults_changed_to_foreach                        our default is our kernels, on every device
+    check                                      reason
+    optim_infos_do_not_specify_...             about the database itself
+    ..._right_direction_multigpu               needs two GPUs
+    capturable inputs, in every check          need CUDA; test_capturable_goes_the_right_direction runs on one
+    rosenbrock_sparse                          kernels refuse sparse gradients; torch's own functions do as ever
+    complex, complex_2d                        kernels refuse complex numbers; likewise
+    fused_error_on_params_on_meta              the reference serves devices without kernels; a forced backend refuses
+    fused_cpu_matches_cuda                     needs CUDA
+    state_dict_with_cuda_params                needs CUDA
+    mixed_device_dtype                         needs CUDA for two devices; dtypes are mixed on the CPU
+    peak_memory_foreach                        needs CUDA's allocator; a step's allocations are measured on the CPU
+    foreach_large_tensor, fused_large_tensor   need tens of GB
+    defaults_changed_to_foreach                our default is our kernels, on every device
 """
 
 import re

@@ -10,12 +10,10 @@
 namespace loco {
 namespace {
 
-constexpr int kMaxDims = 64;
-
 // Marks the region's elements in a bitmap of element-sized cells from base on; false if a cell was marked already.
 bool mark(const Region& region, const char* base, std::vector<bool>& cells) {
   int64_t count = 1;
-  int order[kMaxDims];
+  int8_t order[kMaxDims];
   const int axes = memory_order(region.ndim, region.sizes, region.strides, order);
   for (int k = 0; k < axes; ++k) count *= region.sizes[order[k]];
   int64_t index[kMaxDims] = {};
@@ -63,7 +61,7 @@ bool measure(Region& region) {
     region.dense = true;
     return true;
   }
-  int order[kMaxDims];
+  int8_t order[kMaxDims];
   const int axes = memory_order(region.ndim, region.sizes, region.strides, order);
   int64_t span = 1, count = 1;
   bool nested = true;

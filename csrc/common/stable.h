@@ -80,4 +80,10 @@ inline void parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
 }
 
+inline int64_t num_threads() {
+  uint32_t count = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
+  return count;
+}
+
 }  // namespace loco

@@ -11,7 +11,8 @@
 
 namespace loco {
 
-constexpr int kMaxAxes = 12;
+constexpr int kMaxDims = 64;  // of a tensor, as in torch
+constexpr int kMaxAxes = 12;  // of a nest
 
 struct Axis {
   int64_t size;
@@ -26,19 +27,19 @@ struct Nest {
 };
 
 // Writes the dimensions with more than one element to order, fastest in memory first, and returns how many there are.
-inline int memory_order(int64_t ndim, const int64_t* sizes, const int64_t* strides, int* order) {
+inline int memory_order(int64_t ndim, const int64_t* sizes, const int64_t* strides, int8_t* order) {
   int count = 0;
   for (int64_t d = ndim - 1; d >= 0; --d) {
     if (sizes[d] == 1) continue;
     int at = count++;
     for (; at > 0 && strides[order[at - 1]] > strides[d]; --at) order[at] = order[at - 1];
-    order[at] = static_cast<int>(d);
+    order[at] = static_cast<int8_t>(d);
   }
   return count;
 }
 
 // False when more than kMaxAxes remain after merging.
-inline bool make_nest(const int* order, int count, const int64_t* sizes, const int64_t* strides, Nest& nest) {
+inline bool make_nest(const int8_t* order, int count, const int64_t* sizes, const int64_t* strides, Nest& nest) {
   nest.count = 0;
   for (int k = 0; k < count; ++k) {
     const int64_t size = sizes[order[k]], stride = strides[order[k]];

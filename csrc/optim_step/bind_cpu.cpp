@@ -47,6 +47,7 @@ bool prepare(Gather& gather, const Lists& lists, const Tensors& grads, const Ten
   const auto seed = static_cast<uint64_t>(options.seed.value_or(0));
   call.rounding = {options.seed.has_value(), seed, static_cast<uint32_t>(options.rounding_step)};
   call.parallel_for = parallel_for;
+  call.threads = num_threads();
   return !(options.found_inf && scalar_of(*options.found_inf, "found_inf") != 0);
 }
 

@@ -1,9 +1,10 @@
-// One parallel region over a flat list of chunks of all tensors. Each element is updated alone, so neither the chunks
+// One parallel region over all tensors, a share for each thread. Each element is updated alone, so neither the shares
 // nor the number of threads can change a result.
 #include "optim_step/cpu.h"
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "optim_step/blocks.h"
@@ -14,39 +15,41 @@ namespace loco::optim_step {
 namespace {
 
 // Work is counted in elements; kSegmentCost stands for what a tensor costs however small it is.
-constexpr int64_t kChunkCost = 32768;
 constexpr int64_t kSegmentCost = 128;
+constexpr int64_t kLeastShare = 32768;  // a thread with less to do is not worth waking
+constexpr int64_t kSmallTensor = 8192;  // not split
+constexpr int64_t kSplitGranularity = 64;
 
 struct Segment {
   int64_t tensor, begin, end;
 };
 
-struct Chunks {
-  std::vector<Segment> segments;
-  std::vector<size_t> first;  // chunk i holds segments first[i] .. first[i + 1]
-};
+using Share = std::vector<Segment>;
 
-Chunks make_chunks(const TensorStep* tensors, int64_t count) {
-  Chunks chunks;
-  chunks.first.push_back(0);
-  int64_t room = kChunkCost;
+// Thread k's share is the k-th slice of every tensor, as in torch's own operators on it: what a thread has read or
+// written in the forward and backward passes may still lie in its caches. Small tensors go where there is least to do.
+std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t threads) {
+  int64_t total = 0;
+  for (int64_t t = 0; t < count; ++t) total += tensors[t].numel + kSegmentCost;
+  const int64_t shares = std::max<int64_t>(1, std::min(threads, total / kLeastShare));
+  std::vector<Share> result(shares);
+  std::vector<int64_t> cost(shares, 0);
+  const auto add = [&](int64_t share, int64_t t, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    result[share].push_back({t, begin, end});
+    cost[share] += end - begin + kSegmentCost;
+  };
   for (int64_t t = 0; t < count; ++t) {
-    for (int64_t begin = 0; begin < tensors[t].numel;) {
-      const int64_t left = tensors[t].numel - begin;
-      const int64_t fits = std::max<int64_t>(room - kSegmentCost, 0);
-      const int64_t take = left <= fits ? left : fits / kBlock * kBlock;
-      if (take == 0) {
-        chunks.first.push_back(chunks.segments.size());
-        room = kChunkCost;
-        continue;
-      }
-      chunks.segments.push_back({t, begin, begin + take});
-      room -= take + kSegmentCost;
-      begin += take;
+    const int64_t numel = tensors[t].numel;
+    if (shares == 1 || numel <= kSmallTensor) {
+      add(std::min_element(cost.begin(), cost.end()) - cost.begin(), t, 0, numel);
+      continue;
     }
+    const int64_t granules = (numel + kSplitGranularity - 1) / kSplitGranularity;
+    const int64_t slice = (granules + shares - 1) / shares * kSplitGranularity;
+    for (int64_t k = 0; k < shares; ++k) add(k, t, std::min(numel, k * slice), std::min(numel, (k + 1) * slice));
   }
-  if (chunks.first.back() < chunks.segments.size()) chunks.first.push_back(chunks.segments.size());
-  return chunks;
+  return result;
 }
 
 struct Sgd {
@@ -148,7 +151,7 @@ class Step {
     const typename Rule::Scalars scalars = repeats ? jobs_.back().scalars : Rule::scalars(call_, t, row);
     Job<Rule> job{&t, Rule::flags(call_, t, c.decay), scalars, c, c.at(1), nullptr, 0, false};
     if (t.map == nullptr || c.decay == Decay::none) return job;
-    const Nest part = repeating_part(t.map_nest);
+    const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
       job.uniform = c.at(*t.map);
     } else if (length(part) > kTable) {
@@ -213,7 +216,7 @@ class Step {
     block.g = gradient(t.g, begin, count, space);
     for (int k = 0; k < kStates; ++k) block.state[k] = stage(t.state[k], space.operands[2 + k]);
     if (job.fill) {
-      fill_coefficients(t.map, t.map_nest, job.coefficients, begin, count, space.coefficients);
+      fill_coefficients(t.map, *t.map_nest, job.coefficients, begin, count, space.coefficients);
       block.table = space.coefficients;
       block.period = count;
     }
@@ -248,9 +251,13 @@ class Step {
 
   template <typename T>
   void draw(const TensorStep& t, int64_t begin, int64_t count, Workspace<T>& space) const {
-    for_runs(t.logical_nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
-      for (int64_t i = 0; i < run; ++i) space.elements[position + i] = offset + i * stride;
-    });
+    if (t.logical_nest == nullptr) {
+      std::iota(space.elements, space.elements + count, begin);
+    } else {
+      for_runs(*t.logical_nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
+        for (int64_t i = 0; i < run; ++i) space.elements[position + i] = offset + i * stride;
+      });
+    }
     uint32_t* words[4] = {space.words[0], space.words[1], space.words[2], space.words[3]};
     const Rounding& r = call_.rounding;
     const PhiloxKey key{static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), t.ordinal, r.step};
@@ -266,16 +273,18 @@ class Step {
 template <class Rule>
 void run(const typename Rule::Call& call) {
   const Step<Rule> step(call);
-  const Chunks chunks = make_chunks(call.tensors, call.count);
+  const std::vector<Share> shares = make_shares(call.tensors, call.count, call.threads);
   struct Context {
     const Step<Rule>& step;
-    const Chunks& chunks;
-  } context{step, chunks};
+    const std::vector<Share>& shares;
+  } context{step, shares};
   const auto body = [](int64_t begin, int64_t end, void* pointer) {
     const Context& c = *static_cast<const Context*>(pointer);
-    for (size_t i = c.chunks.first[begin]; i < c.chunks.first[end]; ++i) c.step.run_segment(c.chunks.segments[i]);
+    for (int64_t k = begin; k < end; ++k) {
+      for (const Segment& segment : c.shares[k]) c.step.run_segment(segment);
+    }
   };
-  call.parallel_for(0, static_cast<int64_t>(chunks.first.size()) - 1, 1, body, &context);
+  call.parallel_for(0, static_cast<int64_t>(shares.size()), 1, body, &context);
 }
 
 }  // namespace

@@ -13,20 +13,23 @@ constexpr int kStates = 3;
 struct Operand {
   void* data;  // null: absent
   DType dtype;
-  Nest nest;
+  const Nest* nest;  // null: flat
+
+  bool flat() const { return nest == nullptr; }
 };
 
-// A parameter and everything that steps with it. All nests walk the elements in the parameter's memory order.
+// A parameter and everything that steps with it. All nests, which the caller owns, walk the elements in the parameter's
+// memory order.
 struct TensorStep {
   int64_t numel;
   Operand w, g, state[kStates];
   const double* map;  // null: uniform decay
-  Nest map_nest;
-  Nest logical_nest;  // the element's index in a contiguous tensor of the same shape
-  int64_t group;      // row of hyper
-  bool first;         // SGD: the momentum buffer is to be written, not read
-  double step;        // Adam: the number of this step, from 1
-  uint32_t ordinal;   // which parameter this is, for stochastic rounding
+  const Nest* map_nest;
+  const Nest* logical_nest;  // the element's index in a contiguous tensor of the same shape; null: the same index
+  int64_t group;             // row of hyper
+  bool first;                // SGD: the momentum buffer is to be written, not read
+  double step;               // Adam: the number of this step, from 1
+  uint32_t ordinal;          // which parameter this is, for stochastic rounding
 };
 
 struct Rounding {
@@ -48,6 +51,7 @@ struct Call {
   double grad_scale;  // 0: none; else gradients are divided by it, in memory too
   Rounding rounding;
   ParallelFor parallel_for;
+  int64_t threads;  // that parallel_for uses at most
 };
 
 struct SgdCall : Call {

@@ -9,11 +9,6 @@ void check_length(const char* name, size_t length, size_t expected) {
 
 std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 
-void check_axes(bool fits, const char* list, size_t index) {
-  STD_TORCH_CHECK(fits, list, "[", index, "]: its strides are too irregular, at most ", kMaxAxes,
-                  " separate axes are supported");
-}
-
 }  // namespace
 
 void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout,
@@ -29,6 +24,7 @@ void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper,
   regions_.clear();
   names_.clear();
   counters_.clear();
+  nests_.clear();
   for (size_t i = 0; i < count; ++i) {
     read_param(lists, i, logical);
     add_operand(view_of(grads[i], "grads", i), "grads", i, grads_written, steps_[i].g);
@@ -51,7 +47,8 @@ void Gather::read_param(const Lists& lists, size_t index, bool logical) {
   TensorStep& step = steps_[index];
   Lead& lead = leads_[index];
   lead.view = view_of(lists.params[index], "params", index);
-  STD_TORCH_CHECK(lead.view.ndim <= 64, "params[", index, "]: expected at most 64 dimensions, got ", lead.view.ndim);
+  STD_TORCH_CHECK(lead.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
+                  lead.view.ndim);
   lead.axes = memory_order(lead.view.ndim, lead.view.sizes, lead.view.strides, lead.order);
   step.numel = lead.view.numel;
   add_operand(lead.view, "params", index, true, step.w);
@@ -60,6 +57,7 @@ void Gather::read_param(const Lists& lists, size_t index, bool logical) {
   STD_TORCH_CHECK(step.group >= 0 && step.group < groups_, "group_index[", index, "]: expected 0 to ", groups_ - 1,
                   ", got ", step.group);
   step.map = nullptr;
+  step.map_nest = nullptr;
   if (const int64_t which = lists.map_index[index]; which != -1) {
     const int64_t maps = static_cast<int64_t>(lists.maps.size());
     STD_TORCH_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
@@ -68,18 +66,19 @@ void Gather::read_param(const Lists& lists, size_t index, bool logical) {
   step.first = false;
   step.step = 0;
   step.ordinal = 0;
+  step.logical_nest = nullptr;
   if (!logical) return;
   step.ordinal = static_cast<uint32_t>(lists.ordinals[index]);
-  int64_t contiguous[64];
+  int64_t contiguous[kMaxDims];
   for (int64_t d = lead.view.ndim - 1, stride = 1; d >= 0; stride *= lead.view.sizes[d--]) contiguous[d] = stride;
-  check_axes(make_nest(lead.order, lead.axes, lead.view.sizes, contiguous, step.logical_nest), "params", index);
+  step.logical_nest = keep_unless_flat(lead, contiguous, "params", index);
 }
 
 void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
   const View view = view_of(map, "maps", which);
   const View& param = leads_[index].view;
   STD_TORCH_CHECK(view.dtype == DType::f64, "maps[", which, "]: expected float64");
-  int64_t strides[64];
+  int64_t strides[kMaxDims];
   bool fits = view.ndim <= param.ndim;
   for (int64_t d = 0; fits && d < param.ndim; ++d) {
     const int64_t from = d - (param.ndim - view.ndim);
@@ -91,7 +90,7 @@ void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
                   ", got ", text(view));
   TensorStep& step = steps_[index];
   step.map = static_cast<const double*>(view.data);
-  check_axes(make_nest(leads_[index].order, leads_[index].axes, param.sizes, strides, step.map_nest), "maps", which);
+  step.map_nest = keep_nest(leads_[index], strides, "maps", which);
 }
 
 void Gather::read_states(const Lists& lists, const Layout& layout) {
@@ -136,8 +135,22 @@ void Gather::add_operand(const View& view, const char* list, size_t index, bool 
                   ", got ", text(view));
   operand.data = view.data;
   operand.dtype = view.dtype;
-  check_axes(make_nest(lead.order, lead.axes, view.sizes, view.strides, operand.nest), list, index);
+  operand.nest = keep_unless_flat(lead, view.strides, list, index);
   add_region(view, list, index, written);
+}
+
+const Nest* Gather::keep_nest(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
+  Nest& nest = nests_.emplace_back();
+  STD_TORCH_CHECK(make_nest(lead.order, lead.axes, lead.view.sizes, strides, nest), list, "[", index,
+                  "]: its strides are too irregular, at most ", kMaxAxes, " separate axes are supported");
+  return &nest;
+}
+
+const Nest* Gather::keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
+  const Nest* nest = keep_nest(lead, strides, list, index);
+  if (!nest->flat()) return nest;
+  nests_.pop_back();
+  return nullptr;
 }
 
 void Gather::add_region(const View& view, const char* list, size_t index, bool written) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -51,7 +52,7 @@ class Gather {
   struct Lead {  // what the parameter decides for its operands
     View view;
     int axes;
-    int order[64];
+    int8_t order[kMaxDims];
   };
 
   void read_hyper(const Tensor& hyper, int columns);
@@ -61,6 +62,8 @@ class Gather {
   void read_steps(const Tensors& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
   void add_region(const View& view, const char* list, size_t index, bool written);
+  const Nest* keep_nest(const Lead& lead, const int64_t* strides, const char* list, size_t index);
+  const Nest* keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index);
   void check_overlap() const;
 
   std::vector<TensorStep> steps_;
@@ -68,6 +71,7 @@ class Gather {
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
   std::vector<View> counters_;
+  std::deque<Nest> nests_;  // those that steps_ points to
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
 };

@@ -20,7 +20,7 @@ constexpr DType dtype_of = std::is_same_v<T, double> ? DType::f64 : DType::f32;
 
 template <typename T>
 inline bool in_place(const Operand& operand) {
-  return operand.dtype == dtype_of<T> && operand.nest.flat();
+  return operand.dtype == dtype_of<T> && operand.flat();
 }
 
 inline char* element(const Operand& operand, int64_t offset) {
@@ -30,7 +30,7 @@ inline char* element(const Operand& operand, int64_t offset) {
 template <typename Bits, bool to_memory>
 void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block) {
   Bits* memory = static_cast<Bits*>(operand.data);
-  for_runs(operand.nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
+  for_runs(*operand.nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
     for (int64_t i = 0; i < run; ++i) {
       if (to_memory) {
         memory[offset + i * stride] = block[position + i];
@@ -59,7 +59,7 @@ struct alignas(64) RawBlock {
 
 template <typename T>
 void stage_in(const Operand& operand, int64_t begin, int64_t count, T* block, RawBlock& raw) {
-  if (operand.nest.flat()) return load(operand.dtype, element(operand, begin), block, count);
+  if (operand.flat()) return load(operand.dtype, element(operand, begin), block, count);
   copy_block<false>(operand, begin, count, raw.bytes);
   load(operand.dtype, raw.bytes, block, count);
 }
@@ -68,7 +68,7 @@ void stage_in(const Operand& operand, int64_t begin, int64_t count, T* block, Ra
 template <typename T>
 void stage_out(const Operand& operand, int64_t begin, int64_t count, const T* block, const uint32_t* random,
                RawBlock& raw) {
-  void* out = operand.nest.flat() ? static_cast<void*>(element(operand, begin)) : raw.bytes;
+  void* out = operand.flat() ? static_cast<void*>(element(operand, begin)) : raw.bytes;
   bool stored = false;
   if constexpr (std::is_same_v<T, float>) {
     if (random != nullptr && operand.dtype == DType::bf16) {
@@ -77,7 +77,7 @@ void stage_out(const Operand& operand, int64_t begin, int64_t count, const T* bl
     }
   }
   if (!stored) store(operand.dtype, block, out, count);
-  if (!operand.nest.flat()) copy_block<true>(operand, begin, count, raw.bytes);
+  if (!operand.flat()) copy_block<true>(operand, begin, count, raw.bytes);
 }
 
 }  // namespace loco::optim_step

@@ -1,0 +1,52 @@
+"""The info page: for people, for programs, and where the library is missing."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+import loco_ext
+from loco_ext import info
+from loco_ext.cli import main
+
+WITHOUT_LIBRARY = "import sys; sys.modules['loco_ext._C'] = None; from loco_ext import info; info.main({json})"
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_facts_are_those_of_this_installation():
+    facts = info.collect()
+    assert facts["loco_ext"] == loco_ext.__version__
+    assert facts["torch"] == torch.__version__
+    assert facts["library"]["loaded"]
+    assert facts["library"]["cpu_capability"] in ("x86-64-v4", "x86-64-v3", "default")
+    assert facts["backends"]["optim_step"]["cpu"] == "native"
+    assert facts["backends"]["optim_step"]["cuda"].startswith("reference (")
+
+
+def test_module_prints_the_page():
+    text = run("-m", "loco_ext.info")
+    assert f"torch                 {torch.__version__}" in text
+    assert "optim_step on cpu     native" in text
+
+
+def test_module_prints_json():
+    assert json.loads(run("-m", "loco_ext.info", "--json"))["loco_ext"] == loco_ext.__version__
+
+
+def test_command_prints_the_same(capsys):
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == info.collect()
+    assert main(["info"]) == 0
+    assert "optim_step on cpu" in capsys.readouterr().out
+
+
+def test_a_missing_library_is_named_with_its_reason():
+    facts = json.loads(run("-c", WITHOUT_LIBRARY.format(json=True)))
+    assert not facts["library"]["loaded"]
+    assert "loco_ext._C" in facts["library"]["error"]
+    assert "could not be loaded" in facts["backends"]["optim_step"]["cpu"]
+    assert "reference" in run("-c", WITHOUT_LIBRARY.format(json=False))

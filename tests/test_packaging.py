@@ -1,0 +1,102 @@
+"""Installing: wheel, source distribution, editable, and a source install that cannot see torch."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SMOKE = Path(__file__).with_name("smoke.py")
+pytestmark = pytest.mark.slow
+OFFLINE = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+
+
+def run(*command, cwd=None, path=None, check=True):
+    """Runs a command with nothing on Python's path but ``path``."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path or []))}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def copy_of_sources(folder):
+    """What a newcomer would have: the files of the repository, nothing built."""
+    built = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__", "build", "dist", "runs", ".*")
+    return Path(shutil.copytree(ROOT, folder / "source", ignore=built))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "--wheel-dir", folder, copy_of_sources(folder))
+    (found,) = folder.glob("loco_ext-*.whl")
+    return found
+
+
+def test_wheel_holds_the_package_and_nothing_else_at_the_top(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"loco_ext"}
+    assert "loco_ext/triton_kernels/__init__.py" in names
+    assert "loco_ext/py.typed" in names
+    assert any(name.startswith("loco_ext/_C.") and name.endswith(".so") for name in names)
+
+
+def test_wheel_installs_and_trains(wheel, tmp_path):
+    target = tmp_path / "target"
+    run(sys.executable, "-m", "pip", "install", *OFFLINE, "--target", target, wheel)
+    done = run(sys.executable, SMOKE, cwd=tmp_path, path=[target])
+    assert f"smoke ok: {target / 'loco_ext' / '__init__.py'}" in done.stdout
+
+
+def test_editable_install_finds_every_package(tmp_path):
+    source = copy_of_sources(tmp_path)
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # Everything that is installed here (torch, setuptools), but not this package.
+    (packages / "here.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    python = environment / "bin" / "python"
+    run(python, "-m", "pip", "install", *OFFLINE, "--editable", source)
+    done = run(python, SMOKE, cwd=tmp_path)
+    assert f"smoke ok: {source / 'loco_ext' / '__init__.py'}" in done.stdout
+    where = run(python, "-c", "import loco_ext.triton_kernels as t; print(t.__file__)", cwd=tmp_path).stdout
+    assert str(source / "triton_kernels") in where
+
+
+def test_source_distribution_can_be_built_from(tmp_path):
+    source = copy_of_sources(tmp_path)
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path / "dist", cwd=source)
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "--wheel-dir", tmp_path / "wheels", archive)
+    assert len(list((tmp_path / "wheels").glob("*.whl"))) == 1
+
+
+def test_a_build_that_cannot_see_torch_says_what_to_do(tmp_path):
+    source = copy_of_sources(tmp_path)
+    hidden = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', 'egg_info']; exec(open('setup.py').read())"
+    )
+    done = run(sys.executable, "-c", hidden, cwd=source, check=False)
+    assert done.returncode != 0
+    assert "pip install --no-build-isolation ." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_pip_without_torch_passes_on_what_to_do(tmp_path):
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    here = Path(torch.__file__).parents[1]
+    for name in ("pip", "setuptools", "_distutils_hack"):
+        (packages / name).symlink_to(here / name)
+    done = run(environment / "bin" / "python", "-m", "pip", "install", *OFFLINE, copy_of_sources(tmp_path), check=False)
+    assert done.returncode != 0
+    assert "pip install --no-build-isolation ." in done.stdout + done.stderr

@@ -1,0 +1,158 @@
+"""parameter_groups: every parameter once, in the group that its module's type asks for."""
+
+import pytest
+import torch
+from torch import nn
+
+from loco_ext import optim
+
+LOCALITY = (0.5, 2.0)
+
+
+class Transformer(nn.Module):
+    """A position embedding that looks like a 7x7 kernel, a class token, attention, an embedding, a loose scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 5, stride=5)
+        self.position = nn.Parameter(torch.zeros(1, 8, 7, 7))
+        self.token = nn.Parameter(torch.zeros(1, 1, 9))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.embedding = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+
+
+def names(model, groups):
+    known = {id(p): name for name, p in model.named_parameters()}
+    return [[known[id(p)] for p in group["params"]] for group in groups]
+
+
+def test_a_network_is_split_by_module_type():
+    model = nn.Sequential(
+        nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.PReLU(4), nn.ConvTranspose1d(4, 2, 5, bias=False), nn.Linear(2, 2)
+    )
+    groups = optim.parameter_groups(model, 0.1, locality=LOCALITY)
+    assert names(model, groups) == [
+        ["0.weight", "3.weight"],
+        ["4.weight"],
+        ["0.bias", "1.weight", "1.bias", "2.weight", "4.bias"],
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    assert [group["locality"] for group in groups] == [[LOCALITY, LOCALITY], None, None]
+
+
+def test_only_convolutions_get_a_locality_whatever_shape_others_have():
+    model = Transformer()
+    convolutions, decayed, plain = names(model, optim.parameter_groups(model, 0.1, locality=LOCALITY))
+    assert convolutions == ["patches.weight"]
+    assert sorted(decayed) == [
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "embedding.weight",
+        "position",
+        "token",
+    ]
+    assert sorted(plain) == [
+        "attention.in_proj_bias",
+        "attention.out_proj.bias",
+        "norm.bias",
+        "norm.weight",
+        "patches.bias",
+        "scale",
+    ]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(3), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3), nn.LayerNorm((3, 2)), nn.RMSNorm(3)],
+)
+def test_parameters_of_normalisation_layers_are_not_decayed(norm):
+    (group,) = optim.parameter_groups(norm, 0.1, locality=LOCALITY)
+    assert group["weight_decay"] == 0.0
+    assert group["locality"] is None
+    assert len(group["params"]) == len(list(norm.parameters()))
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [nn.Conv1d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3, groups=4), nn.Conv3d(1, 2, 3), nn.ConvTranspose2d(4, 2, 3)],
+    ids=["depthwise_1d", "depthwise_2d", "3d", "transposed"],
+)
+def test_every_kind_of_convolution_decays_by_its_map(convolution):
+    nn.init.ones_(convolution.double().weight)
+    convolution.weight.grad = torch.zeros_like(convolution.weight)
+    optim.SGD(optim.parameter_groups(convolution, 0.1, locality=LOCALITY), lr=1.0).step()
+    decay = 1 - convolution.weight.detach()
+    centre, corner = (1,) * (decay.dim() - 2), (0,) * (decay.dim() - 2)
+    torch.testing.assert_close(decay.mean().item(), 0.1)
+    factor = 2.0 if decay.dim() == 3 else 4.0  # between the centre and an end, where an end is at distance 1 in 1-d
+    torch.testing.assert_close(
+        decay[(..., *corner)] / decay[(..., *centre)], torch.full(decay.shape[:2], factor).double()
+    )
+
+
+def test_attention_with_loose_projections_and_biases_is_split_by_shape_and_name():
+    attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=3, vdim=5)
+    decayed, plain = names(attention, optim.parameter_groups(attention, 0.1, locality=LOCALITY))
+    assert sorted(decayed) == ["k_proj_weight", "out_proj.weight", "q_proj_weight", "v_proj_weight"]
+    assert sorted(plain) == ["bias_k", "bias_v", "in_proj_bias", "out_proj.bias"]
+
+
+def test_layers_have_localities_of_their_own_in_one_group():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 5)))
+    per_layer = {"1.0": (0.7, 1.3), "1.1": (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)}
+    groups = optim.parameter_groups(model, 0.1, locality=LOCALITY, per_layer=per_layer)
+    assert groups[0]["locality"] == [LOCALITY, (0.7, 1.3), (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)]
+    per_layer = {"0": None}
+    assert optim.parameter_groups(model, 0.1, LOCALITY, per_layer)[0]["locality"] == [None, LOCALITY, LOCALITY]
+
+
+def test_every_layer_decays_by_its_own_map():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.Conv2d(2, 3, 3, groups=1, bias=False))
+    for weight in model.parameters():
+        nn.init.ones_(weight)
+        weight.grad = torch.zeros_like(weight)
+    factors = {"0": (0.5, 2.0), "1": (4.0, 0.25)}
+    optim.SGD(optim.parameter_groups(model, 0.1, per_layer=factors), lr=1.0).step()
+    for name, (gamma, eta) in factors.items():
+        mean = (gamma + 4 * (1 + eta)) / 9
+        weight = model.get_submodule(name).weight.detach()
+        torch.testing.assert_close(weight[:, :, 1, 1], torch.full_like(weight[:, :, 1, 1], 1 - 0.1 * gamma / mean))
+        torch.testing.assert_close(weight[:, :, 0, 1], torch.full_like(weight[:, :, 0, 1], 1 - 0.1 / mean))
+        torch.testing.assert_close(weight[:, :, 2, 0], torch.full_like(weight[:, :, 2, 0], 1 - 0.1 * eta / mean))
+
+
+@pytest.mark.parametrize("name", ["2", "nothing", "", "1"])
+def test_a_name_of_no_convolution_is_an_error(name):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"per_layer.*expected.*got"):
+        optim.parameter_groups(model, 0.1, per_layer={"0": LOCALITY, name: LOCALITY})
+
+
+def test_shared_and_frozen_parameters_appear_once():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model[2].weight.requires_grad_(False)
+    groups = optim.parameter_groups(model, 0.1, locality=LOCALITY)
+    found = [id(p) for group in groups for p in group["params"]]
+    assert sorted(found) == sorted({id(p) for p in model.parameters()})
+    assert groups[0]["locality"] == [LOCALITY]
+
+
+def test_groups_without_parameters_are_left_out():
+    assert len(optim.parameter_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+    assert optim.parameter_groups(nn.ReLU(), 0.1) == []
+
+
+def test_a_lazy_module_must_run_first():
+    model = nn.Sequential(nn.LazyConv2d(2, 3))
+    with pytest.raises(ValueError, match=r"model.*expected.*0\.weight.*lazy"):
+        optim.parameter_groups(model, 0.1)
+    model(torch.zeros(1, 1, 4, 4))
+    assert len(optim.parameter_groups(model, 0.1)) == 2
+
+
+def test_torchs_optimizers_take_the_groups_too():
+    model = nn.Conv2d(1, 2, 3)
+    torch.optim.SGD(optim.parameter_groups(model, 0.1, locality=LOCALITY), lr=0.1)
