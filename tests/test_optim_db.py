@@ -47,6 +47,12 @@ pytestmark = pytest.mark.usefixtures("native")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tensors this small gain nothing from threads, which wait long for one another where cores are shared."""
+    torch.set_num_threads(1)
+
+
 def dtype_name(dtype: object) -> str | None:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
 
