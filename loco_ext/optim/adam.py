@@ -31,7 +31,8 @@ class _FusedAdam(LocalityOptimizer):
             self._add_states(group, selection.params, _STATES if amsgrad else _STATES[:2], batch)
 
     def _add_states(self, group: Group, params: list[Tensor], keys: tuple[str, ...], batch: Batch) -> None:
-        states = [self.state[p] for p in params]
+        nothing = dict[str, Tensor]()
+        states = [self.state.get(p, nothing) for p in params]
         if not all([len(state) > len(keys) for state in states]):
             states = [self._completed(batch, p, group, keys) for p in params]
         for tensors, key in zip(batch.states, keys, strict=False):
@@ -40,14 +41,14 @@ class _FusedAdam(LocalityOptimizer):
 
     def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
         """The parameter's state with what it lacks; new tensors are kept only if the step succeeds."""
-        state = self.state[param]
+        state = self.state.get(param, {})
         made = {key: self._new_state(param, group) for key in keys if key not in state}
         if "step" not in state:
             on_device = group["capturable"] or group["fused"]
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]
             dtype = torch.float64 if double else torch.float32
             made["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
-        batch.created.extend((state, key, value) for key, value in made.items())
+        batch.created.extend((param, key, value) for key, value in made.items())
         return {**state, **made}
 
     def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:

@@ -127,8 +127,8 @@ class LocalityOptimizer(Optimizer):
             self._step_with_torch(group, plan)
         for rule, batch in batches.items():
             self._launch_in_backend(rule, batch)
-            for state, key, tensor in batch.created:
-                state[key] = tensor
+            for param, key, tensor in batch.created:
+                self.state[param][key] = tensor
         for group in self.param_groups:
             if group["stochastic_rounding"] is not None:
                 group["rounding_step"] += 1

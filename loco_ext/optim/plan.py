@@ -99,8 +99,8 @@ class Batch:
     maps: list[Tensor] = field(default_factory=list)
     map_index: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
-    # States made for this step: (state dict, key, tensor), kept once the operator has returned.
-    created: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
+    # States made for this step: (parameter, key, tensor), kept once the operator has returned.
+    created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
     def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int | None) -> None:

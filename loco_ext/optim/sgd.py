@@ -92,15 +92,15 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
                 self._add_buffers(group, selection.params, batch)
 
     def _add_buffers(self, group: Group, params: list[Tensor], batch: Batch) -> None:
-        states = [self.state[p] for p in params]
-        buffers = [state.get("momentum_buffer") for state in states]
+        states, nothing = self.state, dict[str, Tensor]()
+        buffers = [states.get(p, nothing).get("momentum_buffer") for p in params]
         missing = [i for i, buffer in enumerate(buffers) if buffer is None]
         if missing or batch.first:
             batch.first += [0] * (len(batch.states[0]) - len(batch.first))
             batch.first += [int(buffer is None) for buffer in buffers]
         for i in missing:
             buffers[i] = self._new_state(params[i], group)
-            batch.created.append((states[i], "momentum_buffer", buffers[i]))
+            batch.created.append((params[i], "momentum_buffer", buffers[i]))
         batch.states[0] += buffers
 
     def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
