@@ -61,7 +61,7 @@ class _FusedAdam(LocalityOptimizer):
             exp_avg_sqs,
             max_exp_avg_sqs,
             batch.steps,
-            batch.hyper(),
+            self._hyper(rule, batch),
             amsgrad=amsgrad,
             decoupled=decoupled,
             found_inf=found_inf,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _held: dict[Rule, Held]
+    _hypers: dict[Rule, tuple[list[list[float]], Tensor]]
     _warned = False  # of kernels of an even size
 
     def _finish_init(self) -> None:
@@ -56,6 +56,7 @@ class LocalityOptimizer(Optimizer):
     def _refresh(self) -> None:
         self._plans = []
         self._held = {}
+        self._hypers = {}
         # GradScaler hands grad_scale and found_inf to step(); torch's own functions cannot take them.
         self._step_supports_amp_scaling = not any(uses_torch(group) for group in self.param_groups)
 
@@ -93,9 +94,16 @@ class LocalityOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; ``closure``, if given, reevaluates the model and its loss is returned."""
+        # A compiler gains nothing from the step, one operator call that it is; asking here is cheaper than a wrapper.
+        return self._step_uncompiled(closure) if torch.compiler.is_compiling() else self._step(closure)
+
+    @torch._disable_dynamo
+    def _step_uncompiled(self, closure: Callable[[], Any] | None) -> Any:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,7 +142,10 @@ class LocalityOptimizer(Optimizer):
                 group["rounding_step"] += 1
 
     def _launch_in_backend(self, rule: Rule, batch: Batch, found_inf: Tensor | None = None) -> None:
-        with ops.backend("reference") if rule.reference else nullcontext():
+        if not rule.reference:
+            self._launch(rule, batch, found_inf)
+            return
+        with ops.backend("reference"):
             self._launch(rule, batch, found_inf)
 
     def _current_plans(self) -> list[Plan]:
@@ -161,6 +172,14 @@ class LocalityOptimizer(Optimizer):
         if held is None or not held.fits(lists, indices):
             self._held[key] = held = Held(lists, indices)
         return held
+
+    def _hyper(self, rule: Rule, batch: Batch) -> Tensor:
+        """The batch's rows of hyper-parameters as a tensor, made anew when one has changed."""
+        key = rule._replace(rounding_step=0)
+        known = self._hypers.get(key)
+        if known is None or known[0] != batch.rows:
+            self._hypers[key] = known = (batch.rows, torch.tensor(batch.rows, dtype=torch.float64))
+        return known[1]
 
     def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
         """The keyword arguments that all operators of the family take."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -115,10 +114,6 @@ class Batch:
         self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
         if ordinal is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
-
-    def hyper(self) -> Tensor:
-        """The rows as the operator wants them."""
-        return torch.tensor(self.rows, dtype=torch.float64)
 
     def localize(self) -> None:
         """Replaces DTensors by their local shards, which the step updates in place."""

@@ -109,7 +109,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             batch.params,
             batch.grads,
             batch.states[0],
-            batch.hyper(),
+            self._hyper(rule, batch),
             first=batch.first,
             nesterov=nesterov,
             found_inf=found_inf,
