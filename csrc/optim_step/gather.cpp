@@ -7,6 +7,19 @@ void check_length(const char* name, size_t length, size_t expected) {
   STD_TORCH_CHECK(length == expected, name, ": expected ", expected, " entries, one per parameter, got ", length);
 }
 
+// Reads what view_of will read, in loops so short that the processor waits for many tensors' cache lines at a time. The
+// loops that check the tensors one by one would wait for each.
+void bring_near(const Tensors& tensors) {
+  for (const Tensor& tensor : tensors) __builtin_prefetch(tensor.get());
+  for (const Tensor& tensor : tensors) {
+    void* data;
+    int64_t* strides;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+    __builtin_prefetch(strides);
+  }
+}
+
 std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 
 }  // namespace
@@ -14,6 +27,10 @@ std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout,
                   bool grads_written, bool logical) {
   const size_t count = lists.params.size();
+  bring_near(grads);
+  bring_near(lists.params);
+  for (const Tensors& states : lists.states) bring_near(states);
+  bring_near(lists.steps);
   check_length("grads", grads.size(), count);
   check_length("group_index", lists.group_index.size(), count);
   check_length("map_index", lists.map_index.size(), count);

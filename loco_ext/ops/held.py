@@ -7,7 +7,6 @@ steps have in common; the library still reads every pointer, size and stride ane
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -25,10 +24,8 @@ class Held:
     """
 
     def __init__(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> None:
-        self.lists = [list(tensors) for tensors in lists]
-        self.indices = [list(values) for values in indices]
-        params, state0, state1, state2, steps, maps = self.lists
-        group_index, map_index, ordinals = self.indices
+        params, state0, state1, state2, steps, maps = lists
+        group_index, map_index, ordinals = indices
         self.number: int = torch.ops.loco_ext.optim_step_hold(
             params, state0, state1, state2, steps, group_index, maps, map_index, ordinals
         )
@@ -42,10 +39,3 @@ class Held:
     def possible(param: Tensor) -> bool:
         """Whether steps on this parameter's device run in the compiled library, and nothing watches operator calls."""
         return torch._C._len_torch_dispatch_stack() == 0 and backends.choose("optim_step", param.device) == "native"
-
-    def fits(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> bool:
-        """Whether these very tensors are held, in this order and with these indices."""
-        return all(
-            len(held) == len(given) and all(map(is_, held, given))
-            for held, given in zip(self.lists, lists, strict=True)
-        ) and self.indices == list(indices)

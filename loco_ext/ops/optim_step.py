@@ -20,6 +20,7 @@ than ``grads`` if they were handed over before, see :mod:`loco_ext.ops.held`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def optim_step_sgd(
     count = len(params)
     _run(
         "optim_step_sgd",
-        (params, grads, momentum_buffers),
+        (params, grads if grad_scale is not None else (), momentum_buffers),
         (
             params,
             grads,
@@ -142,7 +143,7 @@ def optim_step_adam(
     count = len(params)
     _run(
         "optim_step_adam",
-        (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps),
+        (params, grads if grad_scale is not None else (), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps),
         (
             params,
             grads,
@@ -190,8 +191,7 @@ def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any,
         check_step(name, arguments)
         raise
     if not torch.compiler.is_compiling():
-        for tensors in written:
-            torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version(chain.from_iterable(written))
 
 
 def _run_held(name: str, arguments: tuple[Any, ...], held: Held) -> None:

@@ -11,26 +11,29 @@ from torch.optim.adam import adam as torch_adam
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan, Rule, rule_of, select
+from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
 
-_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+def _moments(amsgrad: bool) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
 
 
 class _FusedAdam(LocalityOptimizer):
     """The step that Adam and AdamW share."""
 
-    def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
-        amsgrad = bool(group["amsgrad"])
-        beta1, beta2 = group["betas"]
-        row = [float(value) for value in (group["lr"], group["weight_decay"], beta1, beta2, group["eps"])]
-        for selection in select(plan):
-            rule = rule_of(group, selection.device_type, (amsgrad, bool(group["decoupled_weight_decay"])))
-            batch = batches.setdefault(rule, Batch())
-            batch.add(selection, plan, row, None if rule.seed is None else ordinal)
-            self._add_states(group, selection.params, _STATES if amsgrad else _STATES[:2], batch)
+    def _kind(self, group: Group) -> tuple[bool, bool]:
+        return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])
 
-    def _add_states(self, group: Group, params: list[Tensor], keys: tuple[str, ...], batch: Batch) -> None:
+    def _row(self, group: Group) -> list[float]:
+        beta1, beta2 = group["betas"]
+        return [float(value) for value in (group["lr"], group["weight_decay"], beta1, beta2, group["eps"])]
+
+    def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
+        return (*_moments(kind[0]), "step")
+
+    def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
+        keys = _moments(group["amsgrad"])
         nothing = dict[str, Tensor]()
         states = [self.state.get(p, nothing) for p in params]
         if not all([len(state) > len(keys) for state in states]):

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
-from loco_ext.ops.held import Held
 from loco_ext.optim.locality import as_tuples, even_kernels
-from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan
+from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, rule_of, select
+from loco_ext.optim.repeat import Repeat
 
 # Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
 OWN_DEFAULTS: Group = {
@@ -41,7 +41,7 @@ class LocalityOptimizer(Optimizer):
     """Mixed into torch.optim's classes, in front of them."""
 
     _plans: list[Plan]
-    _held: dict[Rule, Held]
+    _repeat: Repeat | None
     _hypers: dict[Rule, tuple[list[list[float]], Tensor]]
     _warned = False  # of kernels of an even size
 
@@ -55,7 +55,7 @@ class LocalityOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         self._plans = []
-        self._held = {}
+        self._repeat = None
         self._hypers = {}
         # GradScaler hands grad_scale and found_inf to step(); torch's own functions cannot take them.
         self._step_supports_amp_scaling = not any(uses_torch(group) for group in self.param_groups)
@@ -116,15 +116,35 @@ class LocalityOptimizer(Optimizer):
         return loss
 
     def _step_groups(self) -> None:
-        batches: dict[Rule, Batch] = {}
-        by_torch: list[tuple[Group, Plan]] = []
-        ordinal = 0
-        for group, plan in zip(self.param_groups, self._current_plans(), strict=True):
-            if uses_torch(group):
-                by_torch.append((group, plan))
-            else:
-                self._gather(group, plan, ordinal, batches)
-            ordinal += len(group["params"])
+        plans = self._current_plans()
+        if not self._step_again(plans):
+            self._step_anew(plans)
+        for group in self.param_groups:
+            if group["stochastic_rounding"] is not None:
+                group["rounding_step"] += 1
+
+    def _step_again(self, plans: list[Plan]) -> bool:
+        """Makes the step if it repeats the one before; False, and nothing has happened, if it does not."""
+        repeat, self._repeat = self._repeat, None
+        if repeat is None or any(map(uses_torch, self.param_groups)):
+            return False
+        rules = [self._rule(group, repeat.rule.device_type) for group in self.param_groups]
+        grads = repeat.new_grads(plans, rules, self.state)
+        if grads is None:
+            return False
+        batch = repeat.batch
+        batch.rows = [self._row(group) for group in self.param_groups]
+        batch.grads = grads
+        try:
+            self._launch(rules[0], batch, None)
+        finally:
+            batch.grads = []  # they are not to outlive the step
+        self._repeat = repeat
+        return True
+
+    def _step_anew(self, plans: list[Plan]) -> None:
+        by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
+        batches = self._collect(plans)
         for batch in batches.values():
             batch.localize()
         if len(batches) + len(by_torch) > 1:
@@ -137,9 +157,23 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(rule, batch)
             for param, key, tensor in batch.created:
                 self.state[param][key] = tensor
-        for group in self.param_groups:
-            if group["stochastic_rounding"] is not None:
-                group["rounding_step"] += 1
+        if len(batches) == 1 and not by_torch:
+            ((rule, batch),) = batches.items()
+            if len(batch.rows) == len(plans) and Repeat.possible(rule, batch):
+                self._repeat = Repeat(rule, batch, plans, self.state, self._state_names(rule.kind))
+
+    def _collect(self, plans: list[Plan]) -> dict[Rule, Batch]:
+        """The parameters of all groups that our own step serves, in batches of one rule each."""
+        batches: dict[Rule, Batch] = {}
+        ordinal = 0
+        for group, plan in zip(self.param_groups, plans, strict=True):
+            for selection in [] if uses_torch(group) else select(plan):
+                rule = self._rule(group, selection.device_type)
+                batch = batches.setdefault(rule, Batch())
+                batch.add(selection, plan, self._row(group), None if rule.seed is None else ordinal)
+                self._add_states(group, selection.params, batch)
+            ordinal += len(plan.params)
+        return batches
 
     def _launch_in_backend(self, rule: Rule, batch: Batch, found_inf: Tensor | None = None) -> None:
         if not rule.reference:
@@ -161,18 +195,6 @@ class LocalityOptimizer(Optimizer):
     def _new_state(self, param: Tensor, group: Group) -> Tensor:
         return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
 
-    def _hold(self, rule: Rule, batch: Batch) -> Held | None:
-        """The batch's tensors as handed over at an earlier step, or now; None where the operator must be given all."""
-        if not batch.plain or batch.created or not Held.possible(batch.params[0]):
-            return None
-        lists = (batch.params, *batch.states, batch.steps, batch.maps)
-        indices = (batch.group_index, batch.map_index, batch.ordinals)
-        key = rule._replace(rounding_step=0)
-        held = self._held.get(key)
-        if held is None or not held.fits(lists, indices):
-            self._held[key] = held = Held(lists, indices)
-        return held
-
     def _hyper(self, rule: Rule, batch: Batch) -> Tensor:
         """The batch's rows of hyper-parameters as a tensor, made anew when one has changed."""
         key = rule._replace(rounding_step=0)
@@ -193,11 +215,26 @@ class LocalityOptimizer(Optimizer):
             "ordinals": batch.ordinals,
             "seed": rule.seed,
             "rounding_step": rule.rounding_step,
-            "held": self._hold(rule, batch),
+            "held": batch.held,
         }
 
-    def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
-        """Adds the group's parameters that have gradients to the batches; ordinal is that of its first parameter."""
+    def _rule(self, group: Group, device_type: str) -> Rule:
+        return rule_of(group, device_type, self._kind(group))
+
+    def _kind(self, group: Group) -> tuple[bool, bool]:
+        """What the class distinguishes among its rules."""
+        raise NotImplementedError
+
+    def _row(self, group: Group) -> list[float]:
+        """The group's row of hyper."""
+        raise NotImplementedError
+
+    def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
+        """Keys of the tensors that a step takes from a parameter's state, in the order of the operator's arguments."""
+        raise NotImplementedError
+
+    def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
+        """Adds the states of the group's parameters to the batch, made for this step where there are none."""
         raise NotImplementedError
 
     def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:

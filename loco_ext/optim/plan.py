@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
+from loco_ext.ops.held import Held
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.sharding import local_tensors
 
 Group = dict[str, Any]
+
+
+def same_objects(a: Collection[object], b: Collection[object]) -> bool:
+    """Whether the two hold the very same objects in the same order."""
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 @dataclass
@@ -27,12 +33,7 @@ class Plan:
     plain: bool  # no parameter is of a tensor subclass such as DTensor
 
     def fits(self, group: Group) -> bool:
-        params = group["params"]
-        return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and group["locality"] == self.locality
-        )
+        return same_objects(group["params"], self.params) and group["locality"] == self.locality
 
     def map_of(self, index: int) -> Tensor | None:
         """The decay map of a parameter, None: uniform."""
@@ -101,6 +102,7 @@ class Batch:
     # States made for this step: (parameter, key, tensor), kept once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
+    held: Held | None = None  # stands for all of this but grads and rows
 
     def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int | None) -> None:
         """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""

@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan, Rule, rule_of, select
+from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.reference.optim_step import SGD_COLUMNS
 
@@ -81,15 +81,18 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         )
         self._finish_init()
 
-    def _gather(self, group: Group, plan: Plan, ordinal: int, batches: dict[Rule, Batch]) -> None:
-        momentum = group["momentum"] != 0
-        row = [float(group[key]) for key in SGD_COLUMNS]
-        for selection in select(plan):
-            rule = rule_of(group, selection.device_type, (momentum, bool(group["nesterov"])))
-            batch = batches.setdefault(rule, Batch())
-            batch.add(selection, plan, row, None if rule.seed is None else ordinal)
-            if momentum:
-                self._add_buffers(group, selection.params, batch)
+    def _kind(self, group: Group) -> tuple[bool, bool]:
+        return group["momentum"] != 0, bool(group["nesterov"])
+
+    def _row(self, group: Group) -> list[float]:
+        return [float(group[key]) for key in SGD_COLUMNS]
+
+    def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if kind[0] else ()
+
+    def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
+        if group["momentum"] != 0:
+            self._add_buffers(group, params, batch)
 
     def _add_buffers(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         states, nothing = self.state, dict[str, Tensor]()
