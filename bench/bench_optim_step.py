@@ -5,10 +5,11 @@
     python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
 
 The candidates of a network and rule run interleaved, on the same parameters, gradients and states: where tensors happen
-to lie in memory moves times by several percent, and so moves all alike. Gradients are fixed random tensors. "map" is
-LOCO-REG's decay map (its section 6) applied by hand before torch's step, to every convolution of more than one tap: the
-fastest way we know in eager PyTorch. On the network "large", torch's copy, triad and in-place update of the same size
-run among the candidates.
+to lie in memory moves times by several percent, and so moves all alike. How our steps gain from threads is measured
+apart, ours alone with one thread and with several in turn: threads of peers that wait for work, busily, would slow down
+a step that has none for them. Gradients are fixed random tensors. "map" is LOCO-REG's decay map (its section 6) applied
+by hand before torch's step, to every convolution of more than one tap: the fastest way we know in eager PyTorch. On the
+network "large", torch's copy, triad and in-place update of the same size run among the candidates.
 """
 
 import argparse
@@ -123,6 +124,8 @@ CANDIDATES: dict[str, Callable[..., Step]] = {
 }
 LARGE_CANDIDATES = ("torch_loop", "torch_foreach", "torch_fused", "ours_uniform", "ours_loco")
 
+OURS = {"uniform": "ours_uniform", "loco": "ours_loco"}
+
 # name: (numerator, denominator)
 RATIOS = {
     "loco / uniform": ("ours_loco", "ours_uniform"),
@@ -160,14 +163,14 @@ def measure(
     elements = sum(map(math.prod, tensor_shapes))
     steps: dict[str, Step] = make_steps(network, rule)
     streams = harness.stream_kernels(elements) if network == "large" else {}
-    before = harness.cache_flush() if flush else None
+    cleared = harness.cache_flush() if flush else None
     records: list[dict[str, Any]] = []
-    medians: dict[int, dict[str, float]] = {}
+    alone = measure_threads(steps, threads, effort, f"{network} {rule_name}", cleared)
     for count in threads:
         with harness.num_threads(count):
             label = f"{network} {rule_name}, threads {count}"
-            timings = harness.compare(steps | streams, effort, label, before)
-        medians[count] = {name: timing.median for name, timing in timings.items()}
+            timings = harness.compare(steps | streams, effort, label, cleared and (lambda _: cleared()))
+        medians = {name: timing.median for name, timing in timings.items()}
         record = {
             "network": network,
             "rule": rule_name,
@@ -176,10 +179,11 @@ def measure(
             "elements": elements,
             "load_average": os.getloadavg()[0],
             "candidates": {name: asdict(timings[name]) for name in steps},
-            "ratios": ratios(medians[count]) | scaling(medians, count),
+            "alone": {name: asdict(timing) for name, timing in alone[count].items()},
+            "ratios": ratios(medians) | scaling(alone[count], alone[threads[0]], f"{count} threads / {threads[0]}"),
         }
         if streams:
-            record["bandwidth"] = step_bandwidth(medians[count], rule.arrays, elements)
+            record["bandwidth"] = step_bandwidth(medians, rule.arrays, elements)
         records.append(record)
     return records
 
@@ -189,12 +193,37 @@ def ratios(medians: dict[str, float]) -> dict[str, float]:
     return {name: medians[a] / medians[b] for name, (a, b) in RATIOS.items() if a in medians and b in medians}
 
 
-def scaling(medians: dict[int, dict[str, float]], threads: int) -> dict[str, float]:
-    """Time of our steps with ``threads`` threads over their time with one."""
-    if threads == 1 or 1 not in medians:
+def measure_threads(
+    steps: dict[str, Step],
+    threads: Sequence[int],
+    effort: harness.Effort,
+    label: str,
+    cleared: Callable[[], object] | None,
+) -> dict[int, dict[str, harness.Timing]]:
+    """Our steps alone, with every number of threads in turn; nothing is measured if there is but one."""
+    result: dict[int, dict[str, harness.Timing]] = {count: {} for count in threads}
+    if len(threads) == 1:
+        return result
+    cases = {f"{name}, {count}": (name, count) for name in OURS.values() for count in threads}
+
+    def before(case: str) -> None:
+        if cleared is not None:
+            cleared()
+        torch.set_num_threads(cases[case][1])
+
+    candidates = {case: steps[name] for case, (name, _) in cases.items()}
+    with harness.num_threads(threads[0]):
+        timings = harness.compare(candidates, effort, f"{label}, threads in turn", before)
+    for case, (name, count) in cases.items():
+        result[count][name] = timings[case]
+    return result
+
+
+def scaling(several: dict[str, harness.Timing], first: dict[str, harness.Timing], label: str) -> dict[str, float]:
+    """Time of our steps over their time with the first number of threads."""
+    if several is first:
         return {}
-    ours = {"uniform": "ours_uniform", "loco": "ours_loco"}
-    return {f"{key}, {threads} threads / 1": medians[threads][name] / medians[1][name] for key, name in ours.items()}
+    return {f"{key}, {label}": several[name].median / first[name].median for key, name in OURS.items()}
 
 
 def step_bandwidth(medians: dict[str, float], arrays: int, elements: int) -> dict[str, dict[str, float]]:

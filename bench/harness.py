@@ -48,7 +48,7 @@ class Effort:
     """How long to measure: rounds go on until both minima are reached."""
 
     min_rounds: int = 20
-    min_seconds: float = 4.0
+    min_seconds: float = 12.0
     warmup: int = 3
 
 
@@ -66,12 +66,12 @@ def compare(
     candidates: Mapping[str, Callable[[], object]],
     effort: Effort,
     label: str = "",
-    before: Callable[[], object] | None = None,
+    before: Callable[[str], object] | None = None,
 ) -> dict[str, Timing]:
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
     Each round calls every candidate once, in an order drawn anew, so that none always finds the caches as the same
-    other one has left them; ``before`` runs untimed ahead of every call (see :func:`cache_flush`).
+    other one has left them; ``before`` is given the candidate's name, untimed, ahead of every call.
 
     Raises:
         ValueError: there is no candidate.
@@ -93,16 +93,16 @@ def compare(
         rounds, start = 0, time.perf_counter()
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
             for name in order.sample(names, len(names)):
-                seconds[name].append(_time_once(candidates[name], before))
+                seconds[name].append(_time_once(name, candidates[name], before))
             rounds += 1
             elapsed = time.perf_counter() - start
             show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
     return {name: summarise(values) for name, values in seconds.items()}
 
 
-def _time_once(call: Callable[[], object], before: Callable[[], object] | None) -> float:
+def _time_once(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
     if before is not None:
-        before()
+        before(name)
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

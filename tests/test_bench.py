@@ -40,13 +40,15 @@ def test_compare_calls_every_candidate_once_a_round_in_changing_order() -> None:
     calls: list[str] = []
     candidates = {name: lambda name=name: calls.append(name) for name in "abc"}
     timings = harness.compare(
-        candidates, harness.Effort(min_rounds=20, min_seconds=0.0, warmup=1), before=lambda: calls.append("-")
+        candidates,
+        harness.Effort(min_rounds=20, min_seconds=0.0, warmup=1),
+        before=lambda name: calls.append(name.upper()),
     )
     text = "".join(calls)
     rounds = [text[i : i + 6] for i in range(3, len(text), 6)]
-    assert text.startswith("abc-")
+    assert text.startswith("abc")
     assert len(rounds) == 20
-    assert all(sorted(turn.replace("-", "")) == ["a", "b", "c"] for turn in rounds)
+    assert all(sorted(turn[1::2]) == ["a", "b", "c"] and turn[::2] == turn[1::2].upper() for turn in rounds)
     assert len(set(rounds)) > 1
     assert {timing.rounds for timing in timings.values()} == {20}
 
@@ -146,14 +148,15 @@ def test_report_has_every_field(report_path: Path) -> None:
 
 def test_ratios_are_those_of_the_medians(report_path: Path) -> None:
     results = json.loads(report_path.read_text())["results"]
-    one, two = ({name: t["median"] for name, t in record["candidates"].items()} for record in results[:2])
+    two = {name: timing["median"] for name, timing in results[1]["candidates"].items()}
+    alone = [{name: timing["median"] for name, timing in record["alone"].items()} for record in results[:2]]
     expected = {
         "loco / uniform": two["ours_loco"] / two["ours_uniform"],
         "uniform / torch fused": two["ours_uniform"] / two["torch_fused"],
         "loco / torch fused": two["ours_loco"] / two["torch_fused"],
         "loco / torch fused + map": two["ours_loco"] / two["torch_fused_map"],
-        "uniform, 2 threads / 1": two["ours_uniform"] / one["ours_uniform"],
-        "loco, 2 threads / 1": two["ours_loco"] / one["ours_loco"],
+        "uniform, 2 threads / 1": alone[1]["ours_uniform"] / alone[0]["ours_uniform"],
+        "loco, 2 threads / 1": alone[1]["ours_loco"] / alone[0]["ours_loco"],
     }
     assert results[1]["ratios"] == expected
     assert set(results[0]["ratios"]) == set(list(expected)[:4])
