@@ -117,18 +117,55 @@ def peaks(report: dict[str, Any]) -> Table:
     return Table(title, ["rule", *(name.replace("_", " ") for name in names)], rows)
 
 
+def train(report: dict[str, Any]) -> list[Table]:
+    """Samples per second of the training loop."""
+    names = list(report["results"][0]["samples_per_second"])
+    rows = [
+        [record["model"], str(record["threads"])]
+        + [f"{record['samples_per_second'][name]:,.0f}" for name in names]
+        + [f"{record['overhead']:+.1%}"]
+        for record in report["results"]
+    ]
+    title = "Samples per second (median), 32x32 images: batches alone, a plain torch loop given its batches, and ours"
+    return [Table(title, ["model", "threads", *names, "time of ours over plain"], rows)]
+
+
+def locality_cifar10(report: dict[str, Any]) -> list[Table]:
+    """Test errors of the arms, and the factors that they were trained with."""
+    settings = report["settings"]
+    rows = []
+    for name, arm in report["arms"].items():
+        s = arm["summary"]
+        difference = [MISSING, MISSING]
+        if "paired_p" in s:
+            difference = [f"{s['difference']:+.2f} ± {s['difference_standard_error']:.2f}", f"{s['paired_p']:.2f}"]
+        factors = "; ".join(
+            f"{layer}: {', '.join(f'{f:.2f}' for f in fs)}" for layer, fs in (arm["locality"] or {}).items()
+        )
+        rows.append([name, f"{s['error']:.2f} ± {s['standard_error']:.2f}", *difference, factors or "1, 1"])
+    title = (
+        f"CIFAR-10, small CNN, {settings['epochs']} epochs, {settings['seeds']} paired seeds: test error in percent, "
+        "mean and standard error; factors (gamma, eta) by layer, estimated from the uniform networks' weights "
+        f"({settings['stat']})"
+    )
+    return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
+
+
 def description(report: dict[str, Any]) -> str:
     """Machine, versions and bandwidth in one paragraph."""
     machine = report["machine"]
     commit, _, dirty = machine["commit"].partition("-")
     commit = commit[:10] + (" with changes" if dirty else "")
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
-    triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in report["bandwidth"]]
+    rows = report.get("bandwidth", [])
+    triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in rows]
+    timed = "all columns of a row ran interleaved in one process; percentiles are in the JSON file."
     return (
-        f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}; "
-        f"triad {', '.join(triad)}. "
-        f"torch {machine['torch']}; loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}. "
-        "float32; all columns of a row ran interleaved in one process; percentiles are in the JSON file."
+        f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}"
+        + (f"; triad {', '.join(triad)}" if triad else "")
+        + f". torch {machine['torch']}; loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}. "
+        + "float32"
+        + (f"; {timed}" if "results" in report else ".")
     )
 
 
@@ -137,7 +174,7 @@ def optim_step(report: dict[str, Any]) -> list[Table]:
     return [table for table in (times(report), ratios(report), bandwidths(report), peaks(report)) if table.rows]
 
 
-RENDERERS = {"optim_step": optim_step}
+RENDERERS = {"optim_step": optim_step, "train": train, "locality_cifar10": locality_cifar10}
 
 
 def show(report: dict[str, Any], console: Console) -> None:

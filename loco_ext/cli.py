@@ -1,11 +1,14 @@
 """The command line, ``loco-ext``. A user's error is one line on stderr and exit code 2."""
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from loco_ext import arguments as values
 
 
 class UserError(Exception):
@@ -27,34 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"loco-ext: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("loco-ext: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="loco-ext", description="Locality in convolutional networks as something you can turn.")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-
-    demo = commands.add_parser(
-        "demo",
-        help="train a small network with ordinary and with locality-promoting weight decay",
-        description="Trains the same small network twice on handwritten digits, with ordinary and with "
-        "locality-promoting weight decay, and shows where in the kernels the weights end up. Takes seconds.",
-    )
-    demo.add_argument(
-        "--out", type=Path, default="runs", help="folder for metrics, figure and checkpoints (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--seed", type=_seed, default=0, help="decides initial weights and order of samples (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--device", type=_device, default="cpu", help="torch device, such as cpu or cuda:1 (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--epochs", type=_epochs, default=40, help="passes over the training samples (default: %(default)s)"
-    )
-    demo.add_argument("--json", action="store_true", help="print the metrics as JSON instead of a table")
-    demo.set_defaults(command=_demo)
-
+    _add_demo(commands)
+    _add_train(commands)
+    _add_analyze(commands)
     info = commands.add_parser(
         "info",
         help="show versions, compiled libraries and the backend of every operation",
@@ -65,8 +52,101 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small network with ordinary and with locality-promoting weight decay",
+        description="Trains the same small network twice on handwritten digits, with ordinary and with "
+        "locality-promoting weight decay, and shows where in the kernels the weights end up. Takes seconds.",
+    )
+    demo.add_argument(
+        "--out", type=Path, default="runs", help="folder for metrics, figure and checkpoints (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--seed",
+        type=values.seed,
+        default=0,
+        help="decides initial weights and order of samples (default: %(default)s)",
+    )
+    _add_device(demo)
+    demo.add_argument(
+        "--epochs", type=values.count, default=40, help="passes over the training samples (default: %(default)s)"
+    )
+    demo.add_argument("--json", action="store_true", help="print the metrics as JSON instead of a table")
+    demo.set_defaults(command=_demo)
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a network, its weight decay uniform or by locality",
+        description="Trains a network on images and writes settings, metrics, a checkpoint and the weights to a "
+        "folder. Start it with `torchrun -m loco_ext.cli train ...` to train in several processes.",
+        epilog="Options that are not given are the preset's. With another number of epochs its milestones move along.",
+    )
+    train.add_argument("--model", required=True, help="small, vgg13, mobilenet or resnet18")
+    train.add_argument("--dataset", required=True, help="digits, cifar10, cifar100 or fashion-mnist")
+    train.add_argument("--data", type=Path, metavar="DIR", help="folder with the data set's files; digits need none")
+    train.add_argument("--out", type=Path, required=True, help="folder of the run")
+    train.add_argument("--resume", action="store_true", help="go on with the run in --out, if there is one")
+    train.add_argument("--preset", default="paper", help="paper or quick (default: %(default)s)")
+    train.add_argument("--epochs", type=values.count, help="passes over the training samples")
+    train.add_argument("--batch-size", type=values.count, help="samples per step, over all processes")
+    train.add_argument("--optimizer", help="sgd, adam or adamw")
+    train.add_argument("--lr", type=values.number, dest="learning_rate", help="learning rate of the first epoch")
+    train.add_argument("--schedule", help="steps or cosine")
+    train.add_argument(
+        "--milestones", type=values.epochs, metavar="EPOCHS", help="epochs after which the learning rate falls: 70,140"
+    )
+    train.add_argument("--factor", type=values.number, help="by which it falls")
+    train.add_argument("--momentum", type=values.number, help="of SGD")
+    train.add_argument("--weight-decay", type=values.number, help="twice the paper's lambda")
+    train.add_argument(
+        "--locality",
+        type=values.locality,
+        help="none, GAMMA,ETA, one factor per distance class, or a file that analyze has written",
+    )
+    train.add_argument("--norm", help="l2 or l1, of the weight decay")
+    train.add_argument("--augment", action=argparse.BooleanOptionalAction, default=None, help="random crops and flips")
+    train.add_argument("--seed", type=values.seed, help="decides initial weights, order and augmentations")
+    _add_device(train)
+    train.add_argument("--json", action="store_true", help="print the last epoch's metrics as JSON")
+    train.set_defaults(command=_train)
+
+
+def _add_analyze(commands: Any) -> None:
+    analyze = commands.add_parser(
+        "analyze",
+        help="tell how local a network's kernels are, and which decay each layer wants",
+        description="Measures how weights change with the distance from the centre of their kernel (LOCO-REG, Table "
+        "4), and suggests (gamma, eta) for every layer (Table 6), over all checkpoints given.",
+    )
+    analyze.add_argument(
+        "checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help="safetensors, or a torch file of weights only"
+    )
+    analyze.add_argument("--out", type=Path, default="runs/analysis", help="folder for analysis.json and taps.png")
+    analyze.add_argument(
+        "--weighting", choices=("halves", "layers", "matrices"), default="halves", help="of the statistics"
+    )
+    analyze.add_argument("--eta-rule", choices=("local", "paper"), default="local", help="of the suggested factors")
+    analyze.add_argument("--stat", choices=("signed", "abs", "rms"), default="signed", help="they are estimated from")
+    analyze.add_argument(
+        "--c", type=values.number, default=1.5, help="strength of the modulation (default: %(default)s)"
+    )
+    analyze.add_argument("--json", action="store_true", help="print the JSON instead of tables")
+    analyze.set_defaults(command=_analyze)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", type=values.device, default="cpu", help="torch device, such as cpu or cuda:1 (default: %(default)s)"
+    )
+
+
+# The commands import what they need themselves: it takes seconds to load, and comes with an extra.
+
+
 def _demo(arguments: argparse.Namespace) -> None:
-    # Imported by the command that needs them: they take seconds to load, and come with an extra.
     try:
         from loco_ext.experiments import demo, report
     except ModuleNotFoundError as error:
@@ -78,8 +158,60 @@ def _demo(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(demo.to_json(settings, networks))
     else:
-        report.print_table(networks)
+        report.print_tables(networks)
         print(f"Metrics, figure and checkpoints are in {arguments.out}")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    try:
+        from loco_ext.experiments import data, processes, run, settings
+    except ModuleNotFoundError as error:
+        raise UserError(str(error)) from error
+
+    given = {name: value for name, value in vars(arguments).items() if name in settings.Settings.__dataclass_fields__}
+    given["data"] = arguments.dataset
+    try:
+        setting = settings.from_preset(arguments.preset, **given)
+        dataset = data.load(setting.data, arguments.data)
+        with processes.joined(arguments.device) as joined:
+            history = run.run(setting, dataset, arguments.out, joined, resume=arguments.resume)
+    except (settings.SettingsError, data.DataError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(
+            f"--out: expected a folder that can be written to, got {str(arguments.out)!r}: {error}"
+        ) from error
+    if not joined.first:
+        return
+    if arguments.json:
+        print(json.dumps(vars(history[-1])))
+    else:
+        print(f"Test accuracy {history[-1].test_accuracy:.2%}. Metrics, checkpoint and weights are in {arguments.out}")
+
+
+def _analyze(arguments: argparse.Namespace) -> None:
+    try:
+        from loco_ext.analysis import command
+    except ModuleNotFoundError as error:
+        raise UserError(str(error)) from error
+
+    try:
+        analysis = command.analyze(
+            arguments.checkpoints,
+            weighting=arguments.weighting,
+            eta_rule=arguments.eta_rule,
+            stat=arguments.stat,
+            c=arguments.c,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    _make_writable(arguments.out)
+    command.save(analysis, arguments.out)
+    if arguments.json:
+        print(json.dumps(analysis.to_dict(), indent=2))
+    else:
+        command.show(analysis)
+        print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {arguments.out}")
 
 
 def _info(arguments: argparse.Namespace) -> None:
@@ -99,25 +231,5 @@ def _make_writable(folder: Path) -> None:
         ) from error
 
 
-def _epochs(text: str) -> int:
-    return _integer(text, range(1, 10**6 + 1))
-
-
-def _seed(text: str) -> int:
-    return _integer(text, range(2**63))
-
-
-def _integer(text: str, allowed: range) -> int:
-    if not text.isdecimal() or int(text) not in allowed:
-        raise argparse.ArgumentTypeError(f"expected an integer from {allowed[0]} to {allowed[-1]}, got {text!r}")
-    return int(text)
-
-
-def _device(text: str) -> str:
-    import torch
-
-    try:
-        torch.zeros(1, device=text).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs from device to device
-        raise argparse.ArgumentTypeError(f"expected a device that torch can use here, got {text!r}") from error
-    return text
+if __name__ == "__main__":
+    sys.exit(main())

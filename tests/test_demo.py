@@ -4,14 +4,17 @@ import contextlib
 import io
 import json
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
+from loco_ext.analysis import locality_statistics
 from loco_ext.cli import main
 from loco_ext.experiments import demo, report
 from loco_ext.experiments.data import digits
+from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
 
 FILES = {"demo.json", "demo.png", "ordinary.pt", "locality.pt"}
@@ -63,14 +66,15 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
     model = small_cnn()
     model.load_state_dict(state)
     model.eval()
-    _, test = digits()
+    train, test = digits()
     with torch.no_grad():
-        correct = model(test.images).argmax(1) == test.labels
+        correct = model(Normalization(train)(test.images)).argmax(1) == test.labels
     assert correct.sum().item() / len(correct) == network["accuracy"]
 
     filters = [value.numpy().astype(np.float64).reshape(-1, 3, 3) for value in state.values() if value.dim() == 4]
     taps = np.abs(np.concatenate(filters)).mean(axis=0)
     np.testing.assert_allclose(network["mean_abs_weight_by_tap"], taps, rtol=1e-12)
+    assert network["statistics"] == json.loads(json.dumps(asdict(locality_statistics(state))))
     edge = (taps[0, 1] + taps[1, 0] + taps[1, 2] + taps[2, 1]) / 4
     corner = (taps[0, 0] + taps[0, 2] + taps[2, 0] + taps[2, 2]) / 4
     assert network["mean_abs_weight"] == pytest.approx({"centre": taps[1, 1], "edge": edge, "corner": corner})

@@ -1,23 +1,64 @@
-"""Data sets as tensors, in memory."""
+"""The data sets that experiments train on, by name."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor
+
+from loco_ext.experiments import files
+from loco_ext.experiments.files import DataError
+from loco_ext.experiments.samples import Samples
 
 # Few enough to learn from that the accuracy does not saturate, and enough to test on that it has three digits.
 DIGITS_TRAIN_SIZE = 800
 
+READERS: dict[str, Callable[[Path], tuple[Samples, Samples]]] = {
+    "cifar10": files.cifar10,
+    "cifar100": files.cifar100,
+    "fashion-mnist": files.fashion_mnist,
+}
+CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
 
-class Samples(NamedTuple):
-    """Images, float32 ``(N, C, H, W)`` scaled to [0, 1], and their labels, int64 ``(N,)``."""
 
-    images: Tensor
-    labels: Tensor
+@dataclass(frozen=True)
+class Dataset:
+    """Samples to train and to test on. ``augmented``: crops and flips of the images are images of the same class."""
 
-    def to(self, device: torch.device) -> "Samples":
-        return Samples(self.images.to(device), self.labels.to(device))
+    name: str
+    train: Samples
+    test: Samples
+    classes: int
+    augmented: bool
+
+    @property
+    def channels(self) -> int:
+        return self.train.images.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Height and width of the images."""
+        return self.train.images.shape[-1]
+
+
+def load(name: str, folder: Path | None) -> Dataset:
+    """Reads a data set into memory.
+
+    Args:
+        name: "digits", or one of "cifar10", "cifar100", "fashion-mnist", see :mod:`loco_ext.experiments.files`.
+        folder: where its files are; digits need none.
+
+    Raises:
+        DataError: an unknown name, no folder, or a file that is missing, cut short or corrupted.
+    """
+    if name not in CLASSES:
+        raise DataError(f"data: expected one of {', '.join(CLASSES)}, got {name!r}")
+    if name == "digits":
+        return Dataset(name, *digits(), classes=CLASSES[name], augmented=False)
+    if folder is None:
+        raise DataError(f"data: {name} is read from files, expected the folder that holds them")
+    return Dataset(name, *READERS[name](folder), classes=CLASSES[name], augmented=True)
 
 
 def digits() -> tuple[Samples, Samples]:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from loco_ext import optim
-from loco_ext.experiments import report
-from loco_ext.experiments.data import digits
-from loco_ext.experiments.models import small_cnn
-from loco_ext.experiments.train import train
-from loco_ext.version import __version__
+from loco_ext.atomic import replacing
+from loco_ext.experiments import data, report, settings
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.run import versions
+from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,21 @@ class Settings:
     weight_decay: float = 0.005
     locality: tuple[float, float] = (0.5, 2.0)
 
+    def training(self, locality: tuple[float, float] | None) -> settings.Settings:
+        """The settings of one of the two trainings."""
+        return settings.from_preset(
+            "quick",
+            model="small",
+            data="digits",
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            locality=locality,
+            seed=self.seed,
+        )
+
 
 def run(settings: Settings, out: Path) -> list[report.Network]:
     """Trains both networks, then writes demo.json, demo.png and a checkpoint per network to ``out``, a folder.
@@ -47,24 +62,28 @@ def run(settings: Settings, out: Path) -> list[report.Network]:
     Raises:
         OSError: ``out`` cannot be written to.
     """
-    trainings = _trainings(settings)
+    samples = data.load("digits", None)
+    trainings = _trainings(settings, samples)
     with _one_thread():
-        networks = [_train(training, settings) for training in trainings]
+        networks = [_train(training, samples, settings) for training in trainings]
 
     for training in trainings:
-        state = {key: value.cpu() for key, value in training.model.state_dict().items()}
-        with report.replacing(out / f"{training.name}.pt") as path:
+        state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
+        with replacing(out / f"{training.name}.pt") as path:
             torch.save(state, path)
     report.save_figure(networks, out / "demo.png")
-    with report.replacing(out / "demo.json") as path:
+    with replacing(out / "demo.json") as path:
         path.write_text(to_json(settings, networks) + "\n")
     return networks
 
 
 def to_json(settings: Settings, networks: list[report.Network]) -> str:
     """The settings, the versions and all that was measured, as one JSON object."""
-    versions = {"loco_ext": __version__, "torch": torch.__version__}
-    record = {"settings": asdict(settings), "versions": versions, "networks": [asdict(network) for network in networks]}
+    record = {
+        "settings": asdict(settings),
+        "versions": versions(),
+        "networks": [asdict(network) for network in networks],
+    }
     return json.dumps(record, indent=2)
 
 
@@ -72,36 +91,30 @@ class _Training(NamedTuple):
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    locality: tuple[float, float]
+    settings: settings.Settings
 
 
-def _trainings(settings: Settings) -> list[_Training]:
+def _trainings(demo: Settings, samples: data.Dataset) -> list[_Training]:
     """The two networks, equal but separate, each with its optimizer."""
-    # Drawn on the CPU, so that every device starts from the same weights; the caller's random state is left alone.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = small_cnn()
-    ordinary, local = model.to(settings.device), copy.deepcopy(model).to(settings.device)
-    lr, momentum, weight_decay = settings.learning_rate, settings.momentum, settings.weight_decay
-    peer = torch.optim.SGD(optim.parameter_groups(ordinary, weight_decay), lr=lr, momentum=momentum)
-    groups = optim.parameter_groups(local, weight_decay, locality=settings.locality)
-    ours = optim.SGD(groups, lr=lr, momentum=momentum)
-    return [_Training("ordinary", ordinary, peer, (1.0, 1.0)), _Training("locality", local, ours, settings.locality)]
+    uniform, local = demo.training(None), demo.training(demo.locality)
+    model = make_model(uniform, samples).to(demo.device)
+    other = copy.deepcopy(model)
+    groups = optim.parameter_groups(model, demo.weight_decay)
+    peer = torch.optim.SGD(groups, lr=demo.learning_rate, momentum=demo.momentum)
+    return [
+        _Training("ordinary", model, peer, uniform),
+        _Training("locality", other, make_optimizer(local, other), local),
+    ]
 
 
-def _train(training: _Training, settings: Settings) -> report.Network:
-    device = torch.device(settings.device)
-    train_samples, test_samples = digits()
-    accuracies = train(
-        training.model,
-        training.optimizer,
-        (train_samples.to(device), test_samples.to(device)),
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        label=training.name,
-    )
-    return report.describe(training.name, training.model, training.optimizer, training.locality, accuracies)
+def _train(training: _Training, samples: data.Dataset, demo: Settings) -> report.Network:
+    history: list[Epoch] = []
+    processes = Processes(torch.device(demo.device))
+    _, model, optimizer, setting = training
+    train(model, optimizer, samples, setting, processes, label=training.name, after_epoch=history.append)
+    accuracies = [epoch.test_accuracy for epoch in history]
+    locality = (1.0, 1.0) if setting.locality is None else demo.locality
+    return report.describe(training.name, model, optimizer, locality, accuracies)
 
 
 @contextmanager

@@ -1,14 +1,20 @@
-"""The networks that the experiments train."""
+"""The networks that the experiments train, by name. Every convolution is followed by batch normalisation and ReLU."""
 
-from torch import nn
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
 
 
-def small_cnn(in_channels: int = 1, classes: int = 10) -> nn.Sequential:
-    """Three 3x3 convolutions of 32, 64 and 64 channels, each with batch normalisation and ReLU; 57 thousand parameters.
+def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequential:
+    """Three 3x3 convolutions of 32, 64 and 64 channels; 57 thousand parameters.
+
+    The maps are halved before the last convolution, and before the second too where images are 16 pixels wide or more.
 
     Args:
-        in_channels: channels of the images, float ``(N, in_channels, H, W)`` with H and W at least 2.
+        in_channels: channels of the images, float ``(N, in_channels, size, size)``.
         classes: length of the output, ``(N, classes)`` logits.
+        size: of the images, at least 2.
 
     >>> import torch
     >>> small_cnn()(torch.zeros(2, 1, 8, 8)).shape
@@ -16,6 +22,7 @@ def small_cnn(in_channels: int = 1, classes: int = 10) -> nn.Sequential:
     """
     return nn.Sequential(
         *_convolution(in_channels, 32),
+        *([nn.MaxPool2d(2)] if size >= 16 else []),
         *_convolution(32, 64),
         nn.MaxPool2d(2),
         *_convolution(64, 64),
@@ -25,7 +32,93 @@ def small_cnn(in_channels: int = 1, classes: int = 10) -> nn.Sequential:
     )
 
 
-def _convolution(in_channels: int, out_channels: int) -> tuple[nn.Module, ...]:
+def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
+    """The VGG13 of LOCO-REG, Table 3: ten 3x3 convolutions in pairs, a pooling after each pair, one linear layer.
+
+    >>> import torch
+    >>> vgg13()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    layers: list[nn.Module] = []
+    channels = in_channels
+    for width in (64, 128, 256, 512, 512):
+        layers += [*_convolution(channels, width), *_convolution(width, width), nn.MaxPool2d(2)]
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, classes))
+
+
+def mobilenet(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
+    """The MobileNet of LOCO-REG, Table 3: depthwise 3x3 and pointwise convolutions in turn.
+
+    >>> import torch
+    >>> mobilenet()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    layers: list[nn.Module] = [*_convolution(in_channels, 64)]
+    channels = 64
+    # (stride of the depthwise convolution, channels after the pointwise one)
+    for stride, width in ((2, 64), (1, 128), (2, 128), (1, 256), (1, 256), (2, 256), (1, 512), (1, 512), (2, 512)):
+        layers += _convolution(channels, channels, stride=stride, groups=channels)
+        layers += _convolution(channels, width, kernel_size=1)
+        channels = width
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, classes))
+
+
+def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
+    """ResNet-18 for small images: it begins with one 3x3 convolution, without a stride or a pooling.
+
+    >>> import torch
+    >>> resnet18()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    layers: list[nn.Module] = [*_convolution(in_channels, 64)]
+    channels = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [BasicBlock(channels, width, stride), BasicBlock(width, width, 1)]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut around them, which is a 1x1 convolution where shapes change."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        *first, last_norm, _ = (
+            *_convolution(in_channels, out_channels, stride=stride),
+            *_convolution(out_channels, out_channels),
+        )
+        self.residual = nn.Sequential(*first, last_norm)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            *shortcut, _ = _convolution(in_channels, out_channels, kernel_size=1, stride=stride)
+            self.shortcut = nn.Sequential(*shortcut)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.residual(x) + self.shortcut(x))
+
+
+class Model(NamedTuple):
+    """How a network is made, from channels, classes and size of the images, and the size that it needs at least."""
+
+    make: Callable[[int, int, int], nn.Module]
+    least_size: int
+
+
+MODELS = {
+    "small": Model(small_cnn, 2),
+    "vgg13": Model(vgg13, 32),
+    "mobilenet": Model(mobilenet, 32),
+    "resnet18": Model(resnet18, 8),
+}
+
+
+def _convolution(
+    in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, groups: int = 1
+) -> tuple[nn.Module, ...]:
     # The normalisation that follows would cancel a bias.
-    convolution = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+    convolution = nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, groups=groups, bias=False
+    )
     return convolution, nn.BatchNorm2d(out_channels), nn.ReLU()

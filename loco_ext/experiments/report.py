@@ -1,8 +1,5 @@
 """What a trained network looks like: the size of its weights by tap, as numbers, a table and a figure."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +12,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from loco_ext import geometry
+from loco_ext.analysis import LocalityStatistics, locality_statistics
+from loco_ext.analysis.report import statistics_tables
+from loco_ext.atomic import replacing
 
 CLASSES = ("centre", "edge", "corner")  # the distance classes of a 3x3 kernel, nearest first
 
@@ -30,6 +30,7 @@ class Network:
     accuracy_by_epoch: list[float]
     mean_abs_weight: dict[str, float]  # centre, edge, corner
     mean_abs_weight_by_tap: list[list[float]]  # 3 rows of 3
+    statistics: LocalityStatistics  # LOCO-REG, Table 4
 
 
 def describe(
@@ -51,6 +52,7 @@ def describe(
         accuracy_by_epoch=accuracies,
         mean_abs_weight=dict(zip(CLASSES, means, strict=True)),
         mean_abs_weight_by_tap=taps.tolist(),
+        statistics=locality_statistics(model),
     )
 
 
@@ -74,8 +76,8 @@ def mean_abs_weights(model: nn.Module) -> Tensor:
     return torch.cat(filters).abs().mean(0)
 
 
-def print_table(networks: list[Network]) -> None:
-    """Prints one row per network: test accuracy and mean absolute weight at the centre, the edges and the corners."""
+def print_tables(networks: list[Network]) -> None:
+    """Prints, per network: test accuracy and mean absolute weight by distance; the statistics of LOCO-REG's Table 4."""
     table = Table(title="Test accuracy and mean |weight| of the 3x3 convolutions")
     table.add_column("decay (gamma, eta)")
     for heading in ("accuracy", *CLASSES, "centre / corner"):
@@ -88,7 +90,10 @@ def print_table(networks: list[Network]) -> None:
             *(f"{means[place]:.4f}" for place in CLASSES),
             f"{means['centre'] / means['corner']:.2f}",
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for statistics in statistics_tables({_label(network): network.statistics for network in networks}):
+        console.print(statistics)
 
 
 def save_figure(networks: list[Network], path: Path) -> None:
@@ -133,14 +138,3 @@ def _draw_accuracies(axes: Axes, networks: list[Network]) -> None:
 def _label(network: Network) -> str:
     gamma, eta = network.locality
     return f"{network.name} ({gamma:g}, {eta:g})"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, which takes its place when the block ends well and is gone if it does not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,59 +1,161 @@
-"""A training loop, and the accuracy it reports."""
+"""The training loop: cross-entropy over the epochs of a :class:`Loader`, and the accuracy that it reaches."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm
 
-from loco_ext.experiments.data import Samples
+from loco_ext import optim
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.settings import Settings, SettingsError
+
+EVALUATION_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch's figures: losses are means over samples, accuracies lie in [0, 1], seconds are those of training."""
+
+    epoch: int  # from 1
+    learning_rate: float
+    train_loss: float
+    train_accuracy: float  # of the augmented samples, while the weights change
+    test_loss: float
+    test_accuracy: float
+    seconds: float
+    samples_per_second: float
+
+
+def make_model(settings: Settings, data: Dataset) -> nn.Module:
+    """The network, its weights drawn on the CPU from the seed alone and laid out channels_last, which is faster.
+
+    The caller's random state is left alone.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = MODELS[settings.model].make(data.channels, data.classes, data.size)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+    """Our optimizer over the model's parameters, convolutions decayed by the locality.
+
+    Raises:
+        SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
+    """
+    layers = settings.locality if isinstance(settings.locality, Mapping) else None
+    everywhere = None if isinstance(settings.locality, Mapping) else settings.locality
+    options: dict[str, Any] = {"lr": settings.learning_rate, "norm": settings.norm}
+    try:
+        groups = optim.parameter_groups(model, settings.weight_decay, everywhere, per_layer=layers)
+        if settings.optimizer == "sgd":
+            return optim.SGD(groups, momentum=settings.momentum, **options)
+        return {"adam": optim.Adam, "adamw": optim.AdamW}[settings.optimizer](groups, **options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"locality: {error}") from error
 
 
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    samples: tuple[Samples, Samples],
+    data: Dataset,
+    settings: Settings,
+    processes: Processes,
     *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
     label: str,
-) -> list[float]:
-    """Trains ``model`` in place by cross-entropy, the learning rate falling to 0 along a cosine.
+    start: int = 0,
+    after_epoch: Callable[[Epoch], None] = lambda epoch: None,
+) -> None:
+    """Trains ``model`` in place from epoch ``start``, counted from 0, to the last.
 
     Args:
-        model: maps images to logits; on the device of the samples.
+        model: maps images to logits; on the processes' device.
         optimizer: over the parameters of ``model``.
-        samples: ``(train, test)``.
-        epochs: passes over the training samples.
-        batch_size: samples per step; the last step of an epoch takes what remains.
-        seed: decides the order of the samples, and nothing else.
         label: stands in front of the progress bar, which goes to stderr.
+        after_epoch: called in every process with the figures of each epoch.
+    """
+    normalization = Normalization(data.train)
+    loader = Loader(
+        data.train,
+        normalization,
+        processes.device,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        augmented=settings.augment and data.augmented,
+        rank=processes.rank,
+        processes=processes.count,
+    )
+    test = data.test.to(processes.device)
+    called = processes.wrap(model)
+    steps = (settings.epochs - start) * len(loader)
+    with tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
+        for epoch in range(start, settings.epochs):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate_of(epoch)
+            begin = time.perf_counter()
+            sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress)).tolist()
+            seconds = time.perf_counter() - begin
+            processes.share_buffers(model)
+            losses, correct, count = sums
+            test_loss, test_accuracy = evaluate(model, test, normalization, processes)
+            figures = Epoch(
+                epoch + 1,
+                settings.learning_rate_of(epoch),
+                losses / count,
+                correct / count,
+                test_loss,
+                test_accuracy,
+                seconds,
+                count / seconds,
+            )
+            progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
+            after_epoch(figures)
+
+
+def train_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, epoch: int, progress: tqdm
+) -> Tensor:
+    """One pass over the loader's batches.
 
     Returns:
-        The test accuracy after every epoch, in [0, 1].
+        float64 ``(3,)``, on the device, which nothing waits for: this process's sum of losses, its number of correct
+        answers, and of samples.
     """
-    training, test = samples
-    generator = torch.Generator().manual_seed(seed)
-    schedule = CosineAnnealingLR(optimizer, T_max=epochs)
-    accuracies = []
-    with tqdm(total=epochs, desc=label, unit="epoch") as progress:
-        for _ in range(epochs):
-            model.train()
-            order = torch.randperm(len(training.labels), generator=generator).to(training.labels.device)
-            for batch in order.split(batch_size):
-                optimizer.zero_grad()
-                cross_entropy(model(training.images[batch]), training.labels[batch]).backward()
-                optimizer.step()
-            schedule.step()
-            accuracies.append(accuracy(model, test))
-            progress.set_postfix_str(f"test accuracy {accuracies[-1]:.1%}", refresh=False)
-            progress.update()
-    return accuracies
+    model.train()
+    sums = torch.zeros(3, dtype=torch.float64, device=loader.device)
+    for images, labels, share in loader.epoch(epoch):
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = cross_entropy(logits, labels)
+        (loss * share if share != 1 else loss).backward()
+        optimizer.step()
+        with torch.no_grad():
+            correct = (logits.argmax(1) == labels).sum()
+            sums += torch.stack([loss.double() * len(labels), correct.double(), torch.full_like(sums[0], len(labels))])
+        progress.update()
+    return sums
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, samples: Samples) -> float:
-    """Share of ``samples`` whose largest logit is their label's. Leaves ``model`` in evaluation mode."""
+def evaluate(
+    model: nn.Module, samples: Samples, normalization: Normalization, processes: Processes
+) -> tuple[float, float]:
+    """Mean loss and share of samples whose largest logit is their label's. Leaves ``model`` in evaluation mode."""
     model.eval()
-    return (model(samples.images).argmax(1) == samples.labels).double().mean().item()
+    sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
+    images, labels = (part[processes.rank :: processes.count] for part in samples)
+    for batch, expected in zip(images.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
+        logits = model(normalization(batch))
+        sums[0] += cross_entropy(logits, expected, reduction="sum").double()
+        sums[1] += (logits.argmax(1) == expected).sum()
+    loss, correct = (processes.sum(sums) / len(samples.labels)).tolist()
+    return loss, correct

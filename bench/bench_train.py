@@ -1,0 +1,137 @@
+"""Training samples per second: the loader alone, a plain torch loop that is given its batches, and ours.
+
+    python -m bench.bench_train            measures all, writes bench/results/, prints a table
+    python -m bench.bench_train --quick    a first impression; writes nothing without --out
+
+The plain loop has its batches in memory, normalised, and steps torch.optim's fused SGD; ours crops, flips and
+normalises its batches, steps under a decay map, and keeps losses and accuracies. Both train the same network in the
+same memory format, in turn. Images are random: their values do not change the time.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from bench import harness, tables
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.settings import Settings, from_preset
+from loco_ext.experiments.train import make_model, make_optimizer, train_epoch
+
+STEPS = {"small": 16, "mobilenet": 4, "resnet18": 1, "vgg13": 2}  # of one call: some tenths of a second each
+BATCH_SIZE = 128
+LOCALITY = (0.5, 2.0)
+
+
+def make_data(steps: int) -> Dataset:
+    """Random images in CIFAR-10's shape, ``steps`` batches of them."""
+    generator = torch.Generator().manual_seed(0)
+    count = steps * BATCH_SIZE
+    images = torch.randint(256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    samples = Samples(images, torch.randint(10, (count,), generator=generator))
+    return Dataset("cifar10", samples, samples, classes=10, augmented=True)
+
+
+def make_loader(data: Dataset, settings: Settings) -> Loader:
+    """The loader as training makes it."""
+    normalization = Normalization(data.train)
+    device = torch.device("cpu")
+    return Loader(data.train, normalization, device, batch_size=BATCH_SIZE, seed=0, augmented=settings.augment)
+
+
+def loader_alone(data: Dataset, settings: Settings) -> Callable[[], object]:
+    """One epoch of batches that nobody trains on."""
+    loader = make_loader(data, settings)
+    return lambda: [len(labels) for _, labels, _ in loader.epoch(0)]
+
+
+def plain_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
+    """What one would write with torch alone, its batches ready."""
+    batches = [(images, labels) for images, labels, _ in make_loader(data, settings).epoch(0)]
+    model = make_model(settings, data)
+    optimizer = torch.optim.SGD(
+        model.parameters(), settings.learning_rate, settings.momentum, weight_decay=settings.weight_decay, fused=True
+    )
+
+    def epoch() -> None:
+        model.train()
+        for images, labels in batches:
+            optimizer.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+    return epoch
+
+
+def our_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
+    """An epoch of :func:`loco_ext.experiments.train.train`, its progress bar included."""
+    loader = make_loader(data, settings)
+    model = make_model(settings, data)
+    optimizer = make_optimizer(settings, model)
+
+    def epoch() -> None:
+        with open(os.devnull, "w") as nowhere, tqdm(total=len(loader), file=nowhere) as progress:
+            train_epoch(model, optimizer, loader, 0, progress)
+
+    return epoch
+
+
+CANDIDATES = {"loader alone": loader_alone, "plain torch loop": plain_loop, "ours": our_loop}
+
+
+def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
+    """Samples per second of all candidates, and by how much our loop takes longer than the plain one."""
+    settings = from_preset("quick", model=model, data="cifar10", locality=LOCALITY)
+    data = make_data(STEPS[model])
+    with harness.num_threads(threads):
+        candidates = {name: make(data, settings) for name, make in CANDIDATES.items()}
+        timings = harness.compare(candidates, effort, f"{model}, threads {threads}")
+    count = len(data.train.labels)
+    return {
+        "model": model,
+        "threads": threads,
+        "load_average": os.getloadavg()[0],
+        "candidates": {name: asdict(timing) for name, timing in timings.items()},
+        "samples_per_second": {name: count / timing.median for name, timing in timings.items()},
+        "overhead": timings["ours"].median / timings["plain torch loop"].median - 1,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_train", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/train-<cpu>.json")
+    arguments = parser.parse_args(argv)
+    effort = harness.Effort(min_rounds=5, min_seconds=0.5) if arguments.quick else harness.Effort()
+    if arguments.out is None and set(arguments.models) == set(STEPS) and not arguments.quick:
+        cpu = re.sub(r"[^a-z0-9]+", "-", harness.cpu_model().lower()).strip("-")
+        arguments.out = harness.RESULTS / f"train-{cpu}.json"
+    report = {
+        "benchmark": "train",
+        "machine": harness.machine(),
+        "settings": asdict(effort) | {"batch_size": BATCH_SIZE},
+        "results": [measure(model, effort, threads) for model in arguments.models for threads in arguments.threads],
+    }
+    if arguments.out is not None:
+        harness.write_json(arguments.out, report)
+        print(f"written: {arguments.out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

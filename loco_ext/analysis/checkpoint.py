@@ -1,0 +1,71 @@
+"""The tensors of a checkpoint file, whatever network it is of. Loading never executes code from the file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Where training scripts put the weights among other things.
+_WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
+# Put in front of every name by DistributedDataParallel and torch.compile.
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+class CheckpointError(ValueError):
+    """A file that holds no weights that can be read; the text names it."""
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """Reads the weights in a file, by name.
+
+    Args:
+        path: a safetensors file; or a file of torch.save, a state dict or a dict with one under "model", "state_dict",
+            "model_state_dict" or "net", that ``torch.load`` can read with ``weights_only=True``.
+
+    Returns:
+        The tensors on the CPU; names without the prefixes of DistributedDataParallel and torch.compile.
+
+    Raises:
+        CheckpointError: a file that is missing, cut short, or of another kind.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "model.pt"
+    >>> torch.save({"model": {"module.0.weight": torch.ones(2, 1, 3, 3)}, "epoch": 3}, path)
+    >>> list(read_checkpoint(path))
+    ['0.weight']
+    """
+    state = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    weights: Mapping[str, Any] = next((state[key] for key in _WEIGHTS if isinstance(state.get(key), Mapping)), state)
+    tensors = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointError(f"{path}: expected a state dict, found no tensors by name")
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {_line(error)}") from error
+
+
+def _read_torch(path: Path) -> Mapping[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file of another kind makes the unpickler fail in any way
+        raise CheckpointError(f"{path}: cannot be read as a torch file of weights only: {_line(error)}") from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: expected a state dict, found a {type(state).__name__}")
+    return state
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,151 @@
+"""Cohesion of feature maps, and placing features by it.
+
+Source: Schneider, "Locality-Promoting Representation Learning" (2022), section 4.1.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from loco_ext.analysis.checks import check_choice, check_number
+
+Window = int | Sequence[int]
+
+
+def cohesion(map: Tensor, window: Window = 3, q: float = 2) -> Tensor:
+    """Attraction between the values in a window, at every position of the window (section 4.1, Theorem 1).
+
+    ``F_tot`` is the sum of ``m_a * m_b / d**q`` over pairs of positions in the window, ``d`` apart; the constant is 1
+    and each pair counts once. Theorem 1: as long as the values in a 3x3 window are within a factor 1.675 and ``q`` is
+    2, cohesion gains most from a larger centre, and more from a larger direct neighbour than from a larger corner.
+
+    Args:
+        map: non-negative feature maps, floating-point, of shape ``(..., H, W)``.
+        window: an int of at least 2, or a pair, height and width, of more than one position.
+        q: how fast attraction falls with distance, at least 0.
+
+    Returns:
+        Tensor of shape ``(..., H - height + 1, W - width + 1)``, indexed by the window's top-left corner. float64 for
+        float64 maps, else computed and returned in float32. Differentiable.
+
+    Raises:
+        TypeError: ``map`` is no tensor, ``window`` is not made of ints, or ``q`` is no number.
+        ValueError: a map of fewer than 2 dimensions, not floating-point, or with a value that is negative, NaN or inf;
+            a window that is a single position or larger than the map; a negative or infinite ``q``.
+
+    >>> cohesion(torch.ones(3, 4), window=2)  # four pairs at distance 1, two at distance sqrt(2)
+    tensor([[5., 5., 5.],
+            [5., 5., 5.]])
+    """
+    _check_map(map)
+    height, width = _check_window(window, map)
+    check_number("q", q)
+    return _cohesion(map if map.dtype == torch.float64 else map.float(), height, width, q)
+
+
+def localize(map: Tensor, count: int, window: Window = 3, strategy: str = "cohesion", q: float = 2) -> Tensor:
+    """Places windows on a feature map, the best first, none overlapping another (section 4.1, Figure 3).
+
+    Greedy: each window is the best of those that overlap none of the earlier ones; of equals, the first in row-major
+    order. Computed in float64.
+
+    Args:
+        map: one non-negative feature map, floating-point, of shape ``(H, W)``.
+        count: how many windows.
+        window: as for :func:`cohesion`.
+        strategy: "cohesion", which prefers large values near the centre, or "sum" of the values in the window.
+        q: as for :func:`cohesion`.
+
+    Returns:
+        int64 CPU tensor of shape ``(count, 2)``: row and column of the windows' top-left corners.
+
+    Raises:
+        TypeError: as :func:`cohesion`, or ``count`` is no int.
+        ValueError: as :func:`cohesion`, a map not of 2 dimensions, a count below 1, an unknown strategy, or fewer than
+            ``count`` windows fit.
+
+    >>> map = torch.tensor([[3.0, 1.0, 3.0, 0.0, 2.0, 3.0, 1.0]])
+    >>> localize(map, 2, window=(1, 3)).tolist(), localize(map, 2, window=(1, 3), strategy="sum").tolist()
+    ([[0, 4], [0, 0]], [[0, 0], [0, 4]])
+    """
+    _check_map(map)
+    if map.dim() != 2:
+        raise ValueError(f"map: expected one map of shape (H, W), got shape {tuple(map.shape)}")
+    height, width = _check_window(window, map)
+    check_number("q", q)
+    check_choice("strategy", strategy, ("cohesion", "sum"))
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise TypeError(f"count: expected an int, got {count!r}")
+    if count < 1:
+        raise ValueError(f"count: expected at least 1, got {count}")
+
+    masses = map.detach().to(device="cpu", dtype=torch.float64)
+    scores = _cohesion(masses, height, width, q) if strategy == "cohesion" else _box_sums(masses, height, width)
+    corners: list[tuple[int, int]] = []
+    for _ in range(count):
+        row, column = divmod(int(scores.argmax()), scores.shape[1])
+        if scores[row, column] == -math.inf:
+            raise ValueError(
+                f"count: expected at most {len(corners)}, for no more windows fit when placed greedily, got {count}"
+            )
+        corners.append((row, column))
+        scores[max(0, row - height + 1) : row + height, max(0, column - width + 1) : column + width] = -math.inf
+    return torch.tensor(corners, device="cpu")
+
+
+def _cohesion(masses: Tensor, height: int, width: int, q: float) -> Tensor:
+    rows, columns = masses.shape[-2:]
+    # By distance, so that mirrored windows of integers score exactly the same.
+    offsets: dict[int, list[tuple[int, int]]] = {}
+    for down in range(height):
+        for right in range(1 if down == 0 else 1 - width, width):
+            offsets.setdefault(down**2 + right**2, []).append((down, right))
+    total = masses.new_zeros(())
+    for square, pairs in sorted(offsets.items()):
+        products = masses.new_zeros(())
+        for down, right in pairs:
+            left = max(0, -right)
+            one = masses[..., : rows - down, left : columns - max(0, right)]
+            other = masses[..., down:, left + right : columns + min(0, right)]
+            products = products + _box_sums(one * other, height - down, width - abs(right))
+        total = total + products * square ** (-q / 2)
+    return total
+
+
+def _box_sums(values: Tensor, height: int, width: int) -> Tensor:
+    """Sums over every window. Additions of whole slices: the same window gives the same bits wherever it lies."""
+    rows, columns = values.shape[-2] - height + 1, values.shape[-1] - width + 1
+    lines = reduce(torch.add, [values[..., i : i + rows, :] for i in range(height)])
+    return reduce(torch.add, [lines[..., j : j + columns] for j in range(width)])
+
+
+def _check_map(map: Tensor) -> None:
+    if not isinstance(map, Tensor):
+        raise TypeError(f"map: expected a tensor, got {type(map).__name__}")
+    if map.dim() < 2 or not map.is_floating_point():
+        raise ValueError(
+            f"map: expected a floating-point tensor of shape (..., H, W), got {map.dtype} of shape {tuple(map.shape)}"
+        )
+    if not ((map >= 0) & (map < math.inf)).all():
+        raise ValueError("map: expected finite values of at least 0, got a negative one, NaN or inf")
+
+
+def _check_window(window: Window, map: Tensor) -> tuple[int, int]:
+    sizes = (window, window) if isinstance(window, Integral) else window
+    if (
+        not isinstance(sizes, Sequence)
+        or len(sizes) != 2
+        or any(isinstance(size, bool) or not isinstance(size, Integral) for size in sizes)
+    ):
+        raise TypeError(f"window: expected an int or a pair of ints, got {window!r}")
+    height, width = int(sizes[0]), int(sizes[1])
+    rows, columns = map.shape[-2:]
+    if not (1 <= height <= rows and 1 <= width <= columns) or height * width == 1:
+        raise ValueError(
+            f"window: expected more than one position and at most the map's {rows} x {columns}, got {window!r}"
+        )
+    return height, width

@@ -1,0 +1,109 @@
+"""``loco-ext analyze``: statistics of each checkpoint, factors over all of them, and the files that hold both."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from loco_ext.analysis import report
+from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
+from loco_ext.analysis.kernels import kernels
+from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
+from loco_ext.atomic import replacing
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was found: statistics by checkpoint, factors by layer, notes on layers that had to be left out."""
+
+    options: dict[str, Any]
+    statistics: dict[str, LocalityStatistics]
+    locality: dict[str, tuple[float, ...]]
+    notes: list[str]
+    mean_abs_kernels: dict[str, Tensor]  # by layer, (1, 1, *kernel): over all checkpoints
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it; ``loco-ext train --locality`` reads the entry "locality"."""
+        return {
+            "options": self.options,
+            "statistics": {name: asdict(statistics) for name, statistics in self.statistics.items()},
+            "locality": self.locality,
+            "mean_abs_weight": {name: taps[0, 0].tolist() for name, taps in self.mean_abs_kernels.items()},
+            "notes": self.notes,
+        }
+
+
+def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, c: float) -> Analysis:
+    """Reads the checkpoints and measures them; options as in :mod:`loco_ext.analysis.locality`.
+
+    Raises:
+        ValueError: a file that cannot be read or has no kernels (:class:`CheckpointError`); or that does not go with
+            the first.
+    """
+    models = {str(path): read_checkpoint(path) for path in paths}
+    found = {}
+    for name, model in models.items():
+        try:
+            found[name] = kernels(model)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    statistics = {name: locality_statistics(model, weighting=weighting) for name, model in models.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        locality = estimate_locality(list(models.values()), c=c, eta_rule=eta_rule, stat=stat)
+    notes = [str(warning.message) for warning in caught]
+    notes += [f"{name}: not in the statistics: {', '.join(s.skipped)}" for name, s in statistics.items() if s.skipped]
+    means = {
+        layer: torch.stack([weights[layer].abs().mean((0, 1), keepdim=True) for weights in found.values()]).mean(0)
+        for layer in locality
+    }
+    return Analysis(
+        options={"weighting": weighting, "eta_rule": eta_rule, "stat": stat, "c": c},
+        statistics=statistics,
+        locality=locality,
+        notes=notes,
+        mean_abs_kernels=means,
+    )
+
+
+def save(analysis: Analysis, out: Path) -> None:
+    """Writes analysis.json and taps.png to the folder ``out``."""
+    with replacing(out / "taps.png") as temporary:
+        report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
+    with replacing(out / "analysis.json") as temporary:
+        temporary.write_text(json.dumps(analysis.to_dict(), indent=2) + "\n")
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """For every path the shortest end of it that no other one has, without the suffix of the file.
+
+    >>> short_names(["runs/a/model.pt", "runs/b/model.pt"])
+    {'runs/a/model.pt': 'a/model', 'runs/b/model.pt': 'b/model'}
+    """
+    names = {}
+    for path in paths:
+        parts = Path(path).with_suffix("").parts
+        ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        others = [str(Path(other).with_suffix("")) for other in paths if other != path]
+        names[path] = next((end for end in ends if not any(f"/{o}".endswith(f"/{end}") for o in others)), path)
+    return names
+
+
+def show(analysis: Analysis) -> None:
+    """Prints the tables, and the notes after them."""
+    console = Console()
+    labels = short_names(list(analysis.statistics))
+    named = {labels[name]: statistics for name, statistics in analysis.statistics.items()}
+    for table in report.statistics_tables(named):
+        console.print(table)
+    console.print(
+        report.locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre")
+    )
+    for note in analysis.notes:
+        console.print(note, highlight=False)

@@ -1,0 +1,92 @@
+"""What ``loco-ext analyze`` shows: the rows of LOCO-REG's Table 4, suggested factors, and a figure of the taps."""
+
+import math
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+from loco_ext.analysis.locality import LocalityStatistics
+
+PARTS = {"all": "all", "lower": "lower 1/2", "upper": "upper 1/2"}
+NEAR = ((0.0, 1.0), (1.0, math.sqrt(2)))  # the distances of 3x3 kernels
+_COLUMNS = 6  # of the figure
+
+
+def stars(p_value: float) -> str:
+    """As in the paper's tables: ``***`` below .001, ``**`` below .01, ``*`` below .1."""
+    return "*" * sum(p_value < level for level in (0.1, 0.01, 0.001))
+
+
+def statistics_tables(named: dict[str, LocalityStatistics]) -> list[Table]:
+    """Table 4: for each network one row, means of the differences between centre, neighbours and corners.
+
+    A second table, where there are larger kernels, has a row for each further pair of consecutive distances. A star
+    stands for a one-sided t-test, as in the paper: below .1, .01, .001.
+    """
+    title = "Weights closer to the centre minus weights further out, in standard deviations"
+    rows: dict[tuple[str, tuple[float, float]], dict[str, str]] = {}
+    for name, found in named.items():
+        for cell in found.cells:
+            row = rows.setdefault((name, cell.distances), {})
+            row[cell.part] = f"{cell.mean:.3f}{stars(cell.p_greater)}"
+    near = Table(title=f"{title} (LOCO-REG, Table 4)")
+    near.add_column("network", overflow="fold")
+    for part in PARTS.values():
+        for pair in NEAR:
+            near.add_column(f"{part}\n{_text(pair)}", justify="right", no_wrap=True)
+    for name in named:
+        near.add_row(name, *(rows.get((name, pair), {}).get(part, "") for part in PARTS for pair in NEAR))
+    far = Table(title=f"{title}: larger kernels")
+    for heading in ("network", "distances", *PARTS.values()):
+        far.add_column(heading)
+    for (name, pair), cells in rows.items():
+        if pair not in NEAR:
+            far.add_row(name, _text(pair), *(cells.get(part, "") for part in PARTS))
+    return [near, far] if far.rows else [near]
+
+
+def _text(pair: tuple[float, float]) -> str:
+    return f"{pair[0]:.3g} - {pair[1]:.3g}"
+
+
+def locality_table(locality: dict[str, tuple[float, ...]], title: str) -> Table:
+    """The suggested factors of every layer: (gamma, eta), or one per distance class."""
+    table = Table(title=title)
+    table.add_column("layer")
+    table.add_column("factors", justify="right")
+    for name, factors in locality.items():
+        table.add_row(name, ", ".join(f"{factor:.3f}" for factor in factors))
+    return table
+
+
+def tap_figure(kernels: dict[str, Tensor]) -> Figure:
+    """Mean absolute weight at every tap, one picture per layer; darker is larger, from 0 to the layer's largest.
+
+    The slices of a 3-d kernel stand side by side.
+    """
+    columns = min(len(kernels), _COLUMNS)
+    rows = math.ceil(len(kernels) / columns)
+    figure = Figure(figsize=(2.1 * columns, 2.3 * rows + 0.4), layout="constrained")
+    figure.suptitle("Mean |weight| by tap")
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in places:
+        axes.set_axis_off()
+    for axes, (name, weight) in zip(figure.axes, kernels.items(), strict=False):
+        _draw_taps(axes, name, weight.abs().mean((0, 1)))
+    return figure
+
+
+def _draw_taps(axes: Axes, name: str, taps: Tensor) -> None:
+    if taps.dim() == 3:
+        taps = taps.transpose(0, 1).flatten(1)  # [height, depth * width]
+    picture = taps.reshape(-1, taps.shape[-1])
+    axes.imshow(picture.numpy(), vmin=0, vmax=picture.max().item() or 1, cmap="Blues")
+    axes.set_title(name, fontsize="small")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a PNG."""
+    figure.savefig(path, format="png", dpi=150)

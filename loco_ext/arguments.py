@@ -1,0 +1,73 @@
+"""The values of command-line options: text to value, or one line that says what was expected."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+
+def integer(text: str, allowed: range) -> int:
+    if not text.isdecimal() or int(text) not in allowed:
+        raise argparse.ArgumentTypeError(f"expected an integer from {allowed[0]} to {allowed[-1]}, got {text!r}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """At least 1."""
+    return integer(text, range(1, 10**6 + 1))
+
+
+def seed(text: str) -> int:
+    return integer(text, range(2**63))
+
+
+def number(text: str) -> float:
+    """Finite, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"expected a number, at least 0, got {text!r}")
+    return value
+
+
+def epochs(text: str) -> tuple[int, ...]:
+    """Numbers of epochs, separated by commas; none for an empty text."""
+    return tuple(count(part) for part in text.split(",")) if text else ()
+
+
+def device(text: str) -> str:
+    import torch
+
+    try:
+        torch.zeros(1, device=text).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs from device to device
+        raise argparse.ArgumentTypeError(f"expected a device that torch can use here, got {text!r}") from error
+    return text
+
+
+def locality(text: str) -> tuple[float, ...] | dict[str, tuple[float, ...]] | None:
+    """``none``, factors separated by commas, or a JSON file that ``loco-ext analyze`` has written."""
+    if text == "none":
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return _locality_file(Path(text))
+
+
+def _locality_file(path: Path) -> dict[str, tuple[float, ...]]:
+    try:
+        layers = json.loads(path.read_text())["locality"]
+        return {str(name): tuple(float(factor) for factor in factors) for name, factors in layers.items()}
+    except FileNotFoundError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected none, GAMMA,ETA or a file that analyze has written, got {str(path)!r}"
+        ) from error
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{path}: expected JSON with an entry 'locality', as analyze writes"
+        ) from error

@@ -1,0 +1,129 @@
+"""Image data sets in the binary layouts in which their authors publish them.
+
+CIFAR-10 and CIFAR-100: records of label bytes and 3072 pixel bytes, the red, green and blue planes of 32x32 row by row.
+Fashion-MNIST: idx files, a header of big-endian integers in front of the bytes, plain or gzipped.
+"""
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from loco_ext.experiments.samples import Samples
+
+_PIXELS = 3 * 32 * 32
+_IDX_BYTES = 8  # the idx code of unsigned bytes
+
+
+class DataError(ValueError):
+    """A data file that is missing, cut short or not what its name says; the text names it."""
+
+
+def cifar10(folder: Path) -> tuple[Samples, Samples]:
+    """CIFAR-10: ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, 10,000 records each.
+
+    Args:
+        folder: holds the files, or ``cifar-10-batches-bin`` with them, as the archive unpacks.
+
+    Returns:
+        ``(train, test)``, uint8 images of 3x32x32, labels 0 to 9.
+
+    Raises:
+        DataError: naming the file.
+    """
+    folder = _find_folder(folder, "cifar-10-batches-bin", "data_batch_1.bin")
+    batches = [_cifar(folder / f"data_batch_{number}.bin", 10_000, 1, 10) for number in range(1, 6)]
+    train = Samples(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    return train, _cifar(folder / "test_batch.bin", 10_000, 1, 10)
+
+
+def cifar100(folder: Path) -> tuple[Samples, Samples]:
+    """CIFAR-100 with its 100 fine labels: ``train.bin``, 50,000 records, and ``test.bin``, 10,000.
+
+    Args:
+        folder: holds the files, or ``cifar-100-binary`` with them, as the archive unpacks.
+
+    Returns:
+        ``(train, test)``, uint8 images of 3x32x32, labels 0 to 99.
+
+    Raises:
+        DataError: naming the file.
+    """
+    folder = _find_folder(folder, "cifar-100-binary", "train.bin")
+    return _cifar(folder / "train.bin", 50_000, 2, 100), _cifar(folder / "test.bin", 10_000, 2, 100)
+
+
+def fashion_mnist(folder: Path) -> tuple[Samples, Samples]:
+    """Fashion-MNIST, its 28x28 images resized to 32x32 (LOCO-REG, section 7), bilinearly.
+
+    Args:
+        folder: holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two of ``t10k``, each plain or
+            with ``.gz``; or ``FashionMNIST/raw`` with them, as torchvision leaves them.
+
+    Returns:
+        ``(train, test)``: 60,000 and 10,000 samples, uint8 images of 1x32x32, labels 0 to 9.
+
+    Raises:
+        DataError: naming the file.
+    """
+    folder = _find_folder(folder, "FashionMNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
+    return _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
+
+
+def _find_folder(folder: Path, inner: str, *names: str) -> Path:
+    for place in (folder, folder / inner):
+        if any((place / name).is_file() for name in names):
+            return place
+    raise DataError(f"{folder}: expected {names[0]} here or in {inner}, found neither")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read, it may be cut short or corrupted: {error}") from error
+
+
+def _check_labels(path: Path, labels: np.ndarray, classes: int) -> Tensor:
+    if labels.max(initial=0) >= classes:
+        raise DataError(f"{path}: corrupted, expected labels from 0 to {classes - 1}, found {labels.max()}")
+    return torch.from_numpy(labels.astype(np.int64))
+
+
+def _cifar(path: Path, count: int, label_bytes: int, classes: int) -> Samples:
+    """One file of ``count`` records; the last of the label bytes is the label."""
+    content = _read(path)
+    expected = count * (label_bytes + _PIXELS)
+    if len(content) != expected:
+        raise DataError(f"{path}: expected {expected} bytes ({count} records), found {len(content)}")
+    records = np.frombuffer(content, np.uint8).reshape(count, -1)
+    images = records[:, label_bytes:].reshape(count, 3, 32, 32).copy()
+    return Samples(torch.from_numpy(images), _check_labels(path, records[:, label_bytes - 1], classes))
+
+
+def _idx_samples(folder: Path, name: str, count: int) -> Samples:
+    _, images = _idx(folder, f"{name}-images-idx3-ubyte", (count, 28, 28))
+    path, labels = _idx(folder, f"{name}-labels-idx1-ubyte", (count,))
+    pixels = torch.from_numpy(images).unsqueeze(1).float()
+    resized = interpolate(pixels, size=(32, 32), mode="bilinear", align_corners=False).round_().to(torch.uint8)
+    return Samples(resized, _check_labels(path, labels, 10))
+
+
+def _idx(folder: Path, name: str, shape: tuple[int, ...]) -> tuple[Path, np.ndarray]:
+    path = folder / name
+    if not path.is_file() and (zipped := folder / f"{name}.gz").is_file():
+        path = zipped
+    content = _read(path)
+    header = np.array([_IDX_BYTES << 8 | len(shape), *shape], ">i4").tobytes()
+    if not content.startswith(header):
+        raise DataError(f"{path}: expected an idx file of unsigned bytes, shape {shape}; its header says otherwise")
+    values = np.frombuffer(content, np.uint8, offset=len(header))
+    if values.size != np.prod(shape):
+        raise DataError(f"{path}: expected {np.prod(shape)} bytes after the header, found {values.size}")
+    return path, values.reshape(shape).copy()

@@ -1,0 +1,129 @@
+"""Batches of a data set that lies in memory, cropped and flipped at random, normalised, on the device that trains.
+
+Everything random is drawn on the CPU from (seed, epoch) alone, so a resumed run, another device and any number of
+processes see the same images in the same order. Crops are read through a view of all windows of the padded images and
+of their mirror images: one gather per batch, on the device.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from loco_ext.experiments.samples import Samples
+
+PADDING = 4  # LOCO-REG, section 7: random cropping by up to 8 pixels
+
+
+class Normalization:
+    """Per channel, ``(x - mean) / deviation`` over all pixels of the images it is made from."""
+
+    def __init__(self, samples: Samples) -> None:
+        pixels = samples.images.transpose(0, 1).flatten(1)  # [channels, pixels]
+        count = pixels.shape[1]
+        means, scales = [], []
+        for channel in pixels:
+            total, squares = 0.0, 0.0
+            for part in channel.split(1 << 22):  # float64 of all pixels at once would be eight times the data
+                values = part.double()
+                total += values.sum().item()
+                squares += values.square().sum().item()
+            mean = total / count
+            deviation = max(squares / count - mean**2, 0.0) ** 0.5
+            means.append(mean)
+            scales.append(1 / deviation if deviation > 0 else 1.0)
+        self.shift = torch.tensor([-mean * scale for mean, scale in zip(means, scales, strict=True)])
+        self.scale = torch.tensor(scales)
+
+    def to(self, device: torch.device) -> "Normalization":
+        self.shift, self.scale = self.shift.to(device), self.scale.to(device)
+        return self
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images of the samples' type, ``(N, C, H, W)``, as float32 in channels_last, which convolutions prefer."""
+        pixels = images.permute(0, 2, 3, 1)
+        width = pixels.shape[2]
+        # Row by row, so that the arithmetic runs along whole rows instead of three channels at a time.
+        rows = pixels.to(torch.float32, memory_format=torch.contiguous_format).flatten(2)
+        return (
+            torch.addcmul(self.shift.repeat(width), rows, self.scale.repeat(width))
+            .view(pixels.shape)
+            .permute(0, 3, 1, 2)
+        )
+
+
+class Loader:
+    """The training batches of one process.
+
+    Args:
+        samples: all training samples; they are moved to the device once.
+        normalization: made from the same samples.
+        device: where the batches are to be.
+        batch_size: samples per step, of all processes together.
+        seed: decides, with the epoch, order and augmentations.
+        augmented: pad by 4, crop at random, flip left to right at random.
+        rank, processes: this process takes every ``processes``-th sample of each batch, from the ``rank``-th on.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        normalization: Normalization,
+        device: torch.device,
+        *,
+        batch_size: int,
+        seed: int,
+        augmented: bool,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.images = samples.images.to(device).contiguous(memory_format=torch.channels_last)
+        self.labels = samples.labels.to(device)
+        self.normalization = normalization.to(device)
+        self.device = device
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank, self.processes = rank, processes
+        self.windows = _windows(self.images) if augmented else None
+
+    def __len__(self) -> int:
+        """Batches per epoch. A last batch with fewer than two samples per process is left out: batch normalisation
+        cannot take one."""
+        full, rest = divmod(len(self.labels), self.batch_size)
+        return full + (rest >= 2 * self.processes)
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yields ``(images, labels, share)`` of every batch: float32, int64, and this process's share of the samples
+        times the number of processes, by which its mean loss counts."""
+        count = len(self.labels)
+        (state,) = np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state))
+        order = torch.randperm(count, generator=generator)
+        places = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
+        flips = torch.rand(count, generator=generator) < 0.5
+        order, places, flips = order.to(self.device), places.to(self.device), flips.to(self.device)
+        for step in range(len(self)):
+            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            own = batch[self.rank :: self.processes]
+            images = self.images[own] if self.windows is None else self._crop(own, places[:, own], flips[own])
+            share = len(own) * self.processes / len(batch)
+            yield self.normalization(images), self.labels[own], share
+
+    def _crop(self, own: Tensor, places: Tensor, flips: Tensor) -> Tensor:
+        assert self.windows is not None
+        y, x = places
+        # A crop that is then flipped is a crop of the mirror image, as far from its other side.
+        return self.windows[own + flips * len(self.labels), y, torch.where(flips, 2 * PADDING - x, x)]
+
+
+def _windows(images: Tensor) -> Tensor:
+    """A view ``(2 * N, 9, 9, C, H, W)`` of the crops that padding by 4 on each side with zeros allows.
+
+    The second half is that of the mirror images. Memory is channels_last, so that crops come out in it.
+    """
+    height, width = images.shape[2:]
+    padded = pad(images, [PADDING] * 4)
+    both = torch.cat([padded, padded.flip(3)]).permute(0, 2, 3, 1).contiguous()
+    return both.unfold(1, height, 1).unfold(2, width, 1)

@@ -1,0 +1,66 @@
+"""The processes that train together, as torchrun starts them; one process alone is the simplest case."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place among them, and its device."""
+
+    device: torch.device
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and reports."""
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model to call in training, which averages gradients over the processes."""
+        if self.count == 1:
+            return model
+        return DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of all processes' tensors, in place."""
+        if self.count > 1:
+            dist.all_reduce(values)
+        return values
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives all processes the first one's buffers: running statistics are those of its own samples."""
+        if self.count > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Processes]:
+    """Joins the processes of this run, over NCCL on CUDA devices and Gloo on all others.
+
+    Args:
+        device: "cuda" means the device of this process's local rank.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield Processes(torch.device(device))
+        return
+    own = torch.device(device)
+    if own.type == "cuda":
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    try:
+        yield Processes(own, dist.get_rank(), count)
+        dist.barrier()  # torchrun takes all processes down with the first that fails: none leaves while another writes
+    finally:
+        dist.destroy_process_group()

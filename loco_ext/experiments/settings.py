@@ -1,0 +1,147 @@
+"""What decides a training run: the same settings give the same numbers on the same kind of machine."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from loco_ext.experiments.data import CLASSES, Dataset
+from loco_ext.experiments.models import MODELS
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("steps", "cosine")
+
+Factors = tuple[float, ...]
+Locality = None | Factors | Mapping[str, Factors]
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be; the text names it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run.
+
+    Args:
+        model, data: names, see MODELS and :func:`loco_ext.experiments.data.load`.
+        epochs: passes over the training samples.
+        batch_size: samples per step, over all processes.
+        optimizer: "sgd", "adam" or "adamw", ours.
+        learning_rate, momentum, weight_decay: momentum is SGD's; the paper's lambda is half the weight decay.
+        schedule: "steps" multiplies the learning rate by ``factor`` after each of ``milestones``, counted in epochs;
+            "cosine" lets it fall to 0.
+        locality: None; factors for all convolutions, (gamma, eta) or one per distance class; or factors by layer.
+        norm: "l2" or "l1", of the decay.
+        augment: crops and flips, where the data allow them.
+        seed: decides initial weights, order and augmentations.
+    """
+
+    model: str
+    data: str
+    epochs: int
+    batch_size: int
+    optimizer: str
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    schedule: str
+    milestones: tuple[int, ...]
+    factor: float
+    locality: Locality
+    norm: str
+    augment: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        _choice("model", self.model, tuple(MODELS))
+        _choice("data", self.data, tuple(CLASSES))
+        _choice("optimizer", self.optimizer, OPTIMIZERS)
+        _choice("schedule", self.schedule, SCHEDULES)
+        _choice("norm", self.norm, ("l2", "l1"))
+        if self.norm == "l1" and self.optimizer == "adamw":
+            raise SettingsError("norm: expected l2 for adamw, whose decay is decoupled")
+        if self.epochs < 1:
+            raise SettingsError(f"epochs: expected at least 1, got {self.epochs}")
+        if self.batch_size < 2:
+            raise SettingsError(f"batch_size: expected at least 2, got {self.batch_size}")
+        for name in ("learning_rate", "momentum", "weight_decay", "factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
+        if any(milestone < 1 for milestone in self.milestones) or list(self.milestones) != sorted(self.milestones):
+            raise SettingsError(f"milestones: expected ascending epochs from 1 on, got {self.milestones}")
+
+    def learning_rate_of(self, epoch: int) -> float:
+        """The learning rate of an epoch, counted from 0."""
+        if self.schedule == "cosine":
+            return self.learning_rate * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+        return self.learning_rate * self.factor ** sum(epoch >= milestone for milestone in self.milestones)
+
+    def check_data(self, data: Dataset, processes: int = 1) -> None:
+        """Raises SettingsError where the network or the batches do not fit the data."""
+        least = MODELS[self.model].least_size
+        if data.size < least:
+            raise SettingsError(
+                f"model: {self.model} needs images of at least {least}x{least} pixels, got {data.name}, "
+                f"{data.size}x{data.size}"
+            )
+        if self.batch_size < 2 * processes:
+            raise SettingsError(
+                f"batch_size: expected at least 2 for each of {processes} processes, got {self.batch_size}"
+            )
+        if len(data.train.labels) < 2 * processes:
+            raise SettingsError(
+                f"data: expected at least {2 * processes} training samples, got {len(data.train.labels)}"
+            )
+
+
+# LOCO-REG, section 7: the schedule of all its experiments; lambda = 0.0005 is a weight decay of 0.001.
+_PAPER: dict[str, Any] = {
+    "epochs": 250,
+    "batch_size": 128,
+    "optimizer": "sgd",
+    "learning_rate": 0.1,
+    "momentum": 0.9,
+    "weight_decay": 0.001,
+    "schedule": "steps",
+    "milestones": (70, 140, 190, 230, 245),
+    "factor": 0.316,
+    "locality": None,
+    "norm": "l2",
+    "augment": True,
+    "seed": 0,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _PAPER,
+    # What a processor without a GPU trains in minutes: few epochs, the learning rate falling to 0 over them.
+    "quick": _PAPER | {"epochs": 8, "schedule": "cosine", "milestones": ()},
+}
+
+
+def from_preset(preset: str, **overrides: Any) -> Settings:
+    """A preset's settings, some replaced; None leaves the preset's. Milestones move along with a new number of epochs.
+
+    Raises:
+        SettingsError: an unknown preset, or settings that cannot be.
+
+    >>> from_preset("paper", model="vgg13", data="cifar10", epochs=25).milestones
+    (7, 14, 19, 23, 24)
+    """
+    _choice("preset", preset, tuple(PRESETS))
+    given = {name: value for name, value in overrides.items() if value is not None}
+    values = PRESETS[preset] | given
+    if "epochs" in given and "milestones" not in given:
+        whole = PRESETS[preset]["epochs"]
+        values["milestones"] = tuple(max(1, round(m * given["epochs"] / whole)) for m in values["milestones"])
+    return Settings(**values)
+
+
+def differences(settings: Settings, others: Mapping[str, Any]) -> list[str]:
+    """Names of the settings in which a run on record differs."""
+    return [field.name for field in fields(settings) if getattr(settings, field.name) != others.get(field.name)]
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingsError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")

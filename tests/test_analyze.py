@@ -1,0 +1,179 @@
+"""``loco-ext analyze``: any checkpoint's kernels, measured; and what train makes of the file that it writes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from loco_ext.analysis import estimate_locality, locality_statistics
+from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
+from loco_ext.analysis.command import short_names
+from loco_ext.cli import main
+
+
+def make_model(seed=0):
+    """Kernels of several sizes, their weights larger towards the centre, so that there is something to find."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 3), nn.Flatten()
+    )
+    with torch.no_grad():
+        for layer in (model[0], model[2], model[4]):
+            size = layer.weight.shape[-1]
+            offsets = torch.arange(size) - size // 2
+            layer.weight += 0.5 / (1 + offsets.view(-1, 1) ** 2 + offsets.view(1, -1) ** 2)
+    return model
+
+
+def write(path, model, kind):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if kind == "safetensors":
+        save_file(state, path)
+    elif kind == "wrapped":
+        torch.save({"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "wrapped"])
+def test_every_kind_of_file_gives_the_models_numbers(tmp_path, capsys, kind):
+    model = make_model()
+    path = write(tmp_path / ("model.safetensors" if kind == "safetensors" else "model.pt"), model, kind)
+    assert main(["analyze", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert (tmp_path / "out" / "taps.png").read_bytes().startswith(b"\x89PNG")
+    statistics = locality_statistics(model)
+    cells = {(cell.part, cell.distances): cell for cell in statistics.cells}
+    found = printed["statistics"][str(path)]["cells"]
+    assert len(found) == len(cells)
+    for cell in found:
+        expected = cells[cell["part"], tuple(cell["distances"])]
+        assert cell["mean"] == pytest.approx(expected.mean)
+        assert cell["p_greater"] == pytest.approx(expected.p_greater)
+    assert printed["locality"] == {name: list(factors) for name, factors in estimate_locality(model).items()}
+    assert list(printed["locality"]) == ["0", "2", "4"]
+    for name in ("0", "2", "4"):
+        expected_taps = model[int(name)].weight.detach().double().abs().mean((0, 1))
+        np.testing.assert_allclose(printed["mean_abs_weight"][name], expected_taps, rtol=1e-6)
+
+
+def test_factors_are_estimated_over_all_checkpoints(tmp_path, capsys):
+    models = [make_model(seed) for seed in range(3)]
+    paths = [str(write(tmp_path / f"{i}.pt", model, "torch")) for i, model in enumerate(models)]
+    options = ["--stat", "rms", "--eta-rule", "paper", "--c", "0.7", "--weighting", "matrices", "--json"]
+    assert main(["analyze", *paths, "--out", str(tmp_path), *options]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    expected = estimate_locality(models, c=0.7, eta_rule="paper", stat="rms")
+    assert printed["locality"] == {name: pytest.approx(factors) for name, factors in expected.items()}
+    assert list(printed["statistics"]) == paths
+    assert printed["options"] == {"weighting": "matrices", "eta_rule": "paper", "stat": "rms", "c": 0.7}
+    statistics = locality_statistics(models[1], weighting="matrices")
+    assert printed["statistics"][paths[1]]["cells"][0]["mean"] == pytest.approx(statistics.cells[0].mean)
+
+
+def test_people_get_table_4_and_the_factors(tmp_path, capsys):
+    path = write(tmp_path / "vgg.pt", make_model(), "torch")
+    assert main(["analyze", str(path), "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    cell = next(c for c in locality_statistics(make_model()).cells if c.part == "all" and c.distances[0] == 0)
+    for text in (
+        "vgg",
+        "lower 1/2",
+        f"{cell.mean:.3f}***",
+        "Suggested factors",
+        f"{estimate_locality(make_model())['2'][0]:.3f}",
+    ):
+        assert text in printed
+
+
+def test_layers_left_uniform_are_said(tmp_path, capsys):
+    torch.manual_seed(0)
+    path = write(tmp_path / "model.pt", nn.Sequential(nn.Conv2d(8, 8, 3)), "torch")
+    assert main(["analyze", str(path), "--out", str(tmp_path)]) == 0
+    assert "leaves '0' uniform" in capsys.readouterr().out.replace("\n", " ")
+    assert json.loads((tmp_path / "analysis.json").read_text())["locality"] == {"0": [1.0, 1.0]}
+
+
+def test_train_takes_what_analyze_has_written(tmp_path, capsys):
+    train = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1"]
+    assert main([*train, "--out", str(tmp_path / "first")]) == 0
+    weights = str(tmp_path / "first" / "model.safetensors")
+    assert main(["analyze", weights, "--stat", "rms", "--out", str(tmp_path)]) == 0
+    analysis = tmp_path / "analysis.json"
+    assert main([*train, "--out", str(tmp_path / "second"), "--locality", str(analysis)]) == 0
+    settings = json.loads((tmp_path / "second" / "settings.json").read_text())["settings"]
+    assert settings["locality"] == json.loads(analysis.read_text())["locality"]
+    assert len(settings["locality"]) == 3
+    # The run's own checkpoint has optimizer states beside the weights; the kernels are those of the weights.
+    found = read_checkpoint(tmp_path / "second" / "checkpoint.pt")
+    assert {name for name in found if found[name].dim() == 4} == {f"{layer}.weight" for layer in settings["locality"]}
+
+
+class Malicious:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code from the file was run')",)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "model.pt: cannot be read"),
+        (b"", "model.pt: cannot be read"),
+        (b"root:x:0:0:root:/root:/bin/sh\n", "model.pt: cannot be read"),
+        ("cut", "model.pt: cannot be read"),
+        ("code", "model.pt: cannot be read"),
+        ([torch.ones(3)], "expected a state dict, found a list"),
+        ({"a": 3}, "found no tensors"),
+        ({"0.weight": torch.ones(3, 3, 1, 1)}, "model.pt: "),
+        ({"0.weight": torch.full((3, 3, 3, 3), float("nan"))}, "model.pt: "),
+    ],
+    ids=["missing", "empty", "text", "cut", "code", "list", "no tensors", "no kernels", "nan"],
+)
+def test_what_cannot_be_analyzed_is_one_line_and_exit_code_2(tmp_path, capsys, content, said):
+    path = tmp_path / "model.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "cut":
+        write(path, make_model(), "torch")
+        path.write_bytes(path.read_bytes()[:-50])
+    elif content is not None:
+        torch.save({"0.weight": Malicious()} if content == "code" else content, path)
+    assert main(["analyze", str(path), "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_safetensors_file_is_named(tmp_path):
+    path = write(tmp_path / "model.safetensors", make_model(), "safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read as safetensors"):
+        read_checkpoint(path)
+
+
+def test_checkpoints_of_different_networks_are_refused(tmp_path, capsys):
+    one = write(tmp_path / "one.pt", make_model(), "torch")
+    other = write(tmp_path / "other.pt", nn.Sequential(nn.Conv2d(3, 8, 3)), "torch")
+    assert main(["analyze", str(one), str(other), "--out", str(tmp_path / "out")]) == 2
+    assert "expected the same layers in all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kernel", [(7,), (3, 3, 3), (1, 5)])
+def test_kernels_of_any_dimension_are_drawn(tmp_path, kernel):
+    torch.manual_seed(0)
+    state = {f"layer{i}.weight": torch.randn(4, 4, *kernel) for i in range(8)}
+    torch.save(state, tmp_path / "model.pt")
+    assert main(["analyze", str(tmp_path / "model.pt"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "taps.png").stat().st_size > 5000
+
+
+def test_names_are_as_short_as_they_can_be_told_apart():
+    paths = ["runs/a/model.pt", "runs/b/model.pt", "runs/b/last.pt", "x/runs/b/model.pt"]
+    assert list(short_names(paths).values()) == ["a/model", "runs/b/model.pt", "last", "x/runs/b/model"]

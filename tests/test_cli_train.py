@@ -1,0 +1,113 @@
+"""``loco-ext train``: what the command line says, and that a user's error costs one line and leaves nothing behind."""
+
+import json
+
+import image_files
+import pytest
+
+from loco_ext.cli import main
+
+GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (["--model", "alexnet"], "model: expected one of small, vgg13, mobilenet, resnet18"),
+        (["--dataset", "imagenet"], "data: expected one of digits, cifar10"),
+        (["--preset", "fast"], "preset: expected one of paper, quick"),
+        (["--optimizer", "lion"], "optimizer: expected one of sgd, adam, adamw"),
+        (["--schedule", "linear"], "schedule: expected one of steps, cosine"),
+        (["--norm", "l0"], "norm: expected one of l2, l1"),
+        (["--norm", "l1", "--optimizer", "adamw"], "norm: expected l2 for adamw"),
+        (["--epochs", "0"], "--epochs: expected an integer from 1"),
+        (["--epochs", "ten"], "--epochs: expected an integer from 1"),
+        (["--batch-size", "1"], "batch_size: expected at least 2"),
+        (["--lr", "-1"], "--lr: expected a number, at least 0"),
+        (["--lr", "nan"], "--lr: expected a number, at least 0"),
+        (["--momentum", "x"], "--momentum: expected a number"),
+        (["--milestones", "3,2"], "milestones: expected ascending epochs"),
+        (["--milestones", "3;2"], "--milestones: expected an integer"),
+        (["--locality", "1,2,3,4"], "locality: "),
+        (["--locality", "1,-2"], "locality: "),
+        (["--locality", "nowhere.json"], "--locality: expected none, GAMMA,ETA or a file"),
+        (["--device", "cuda:99"], "--device: expected a device that torch can use here"),
+        (["--model", "vgg13"], "vgg13 needs images of at least 32x32"),
+        (["--dataset", "cifar10"], "expected the folder that holds them"),
+        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
+        (["--seed", "-1"], "--seed: expected an integer from 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
+    out = tmp_path / "run"
+    assert main([*GOOD, "--out", str(out), *bad]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("loco-ext: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not out.exists()
+
+
+def test_a_damaged_data_file_leaves_nothing_behind(tmp_path, capsys):
+    image_files.cifar10(tmp_path / "data")
+    path = tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:-7])
+    arguments = ["train", "--model", "small", "--dataset", "cifar10", "--data", str(tmp_path / "data")]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert "data_batch_2.bin: expected 30730000 bytes (10000 records), found 30729993" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main([*GOOD, "--out", str(tmp_path / "file" / "run")]) == 2
+    assert "--out: expected a folder that can be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"locality": 3}', '{"locality": {"0": "ab"}}', "\udcff"])
+def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content):
+    path = tmp_path / "locality.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    assert main([*GOOD, "--out", str(tmp_path / "run"), "--locality", str(path)]) == 2
+    assert "locality.json: expected JSON with an entry 'locality'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("none", None), ("0.5,2", [0.5, 2.0]), ("0.5,1,2", [0.5, 1.0, 2.0]), ("{}", {"3": [0.5, 2.0]})],
+)
+def test_options_reach_the_settings(tmp_path, capsys, text, expected):
+    path = tmp_path / "analysis.json"
+    path.write_text(json.dumps({"locality": {"3": [0.5, 2.0]}}))
+    options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
+    options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
+    assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
+    assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
+        "model": "small",
+        "data": "digits",
+        "epochs": 1,
+        "batch_size": 50,
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
+        "momentum": 0.8,
+        "weight_decay": 0.02,
+        "schedule": "steps",
+        "milestones": [1, 2],
+        "factor": 0.3,
+        "locality": expected,
+        "norm": "l1",
+        "augment": False,
+        "seed": 4,
+    }
+
+
+def test_json_is_the_last_epoch(tmp_path, capsys):
+    assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json"]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
+    # What is finished is not trained again.
+    assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json", "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])

@@ -1,0 +1,429 @@
+"""Cohesion against a loop over pairs, windows placed by it, and the paper's two theorems."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from tolerances import STANDARD_ERRORS
+
+from loco_ext.analysis import cohesion, localize
+
+
+def total_force(window, q):
+    """F_tot of one window: every ordered pair, hence the half."""
+    rows, columns = window.shape
+    total = 0.0
+    for i, j, k, m in itertools.product(range(rows), range(columns), range(rows), range(columns)):
+        if (i, j) != (k, m):
+            total += window[i, j] * window[k, m] / math.hypot(i - k, j - m) ** q / 2
+    return total
+
+
+def as_pair(window):
+    return (window, window) if isinstance(window, int) else window
+
+
+def total_forces(map, window, q):
+    height, width = as_pair(window)
+    rows, columns = map.shape[0] - height + 1, map.shape[1] - width + 1
+    return np.array([[total_force(map[i : i + height, j : j + width], q) for j in range(columns)] for i in range(rows)])
+
+
+@pytest.mark.parametrize("q", [0, 0.5, 1, 2, 3, 4.5])
+@pytest.mark.parametrize("window", [2, 3, 4, 5, (1, 3), (4, 1), (2, 5), (6, 7)])
+def test_against_a_loop_over_pairs(window, q):
+    map = torch.rand(6, 7, dtype=torch.float64)
+    expected = total_forces(map.numpy(), window, q)
+    result = cohesion(map, window, q)
+    assert result.dtype == torch.float64
+    assert result.shape == expected.shape
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-13)
+
+
+def test_by_hand():
+    """Masses 2, 3, 5 in a row: 2*3 + 3*5 + 2*5/4."""
+    map = torch.tensor([[2.0, 3.0, 5.0]])
+    assert cohesion(map, (1, 3)).tolist() == [[23.5]]
+    assert cohesion(map, (1, 3), q=0).tolist() == [[31.0]]
+    assert cohesion(map, (1, 2)).tolist() == [[6.0, 15.0]]
+    # Eight unit masses around one: 12 pairs at distance 1, 8 at sqrt2, 6 at 2, 8 at sqrt5, 2 at sqrt8.
+    assert cohesion(torch.ones(3, 3, dtype=torch.float64)).item() == pytest.approx(12 + 8 / 2 + 6 / 4 + 8 / 5 + 2 / 8)
+
+
+def test_defaults_are_the_papers():
+    map = torch.rand(5, 5)
+    assert torch.equal(cohesion(map), cohesion(map, window=3, q=2))
+    assert torch.equal(localize(map, 1), localize(map, 1, window=3, strategy="cohesion", q=2))
+
+
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3), (0,), (2, 0, 1)])
+def test_leading_dimensions(lead):
+    maps = torch.rand(*lead, 5, 6, dtype=torch.float64)
+    result = cohesion(maps)
+    assert result.shape == (*lead, 3, 4)
+    for index in itertools.product(*map(range, lead)):
+        assert torch.equal(result[index], cohesion(maps[index]))
+    flipped = maps.transpose(-1, -2)
+    torch.testing.assert_close(cohesion(flipped), result.transpose(-1, -2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_lower_precision_is_computed_in_float32(dtype):
+    map = torch.rand(9, 9).mul(100).to(dtype)
+    result = cohesion(map, 5)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, cohesion(map.float(), 5))
+    torch.testing.assert_close(result.double(), cohesion(map.double(), 5), rtol=1e-5, atol=0)
+
+
+def test_the_same_window_has_the_same_cohesion_wherever_it_lies():
+    """Bit for bit: ties would be broken by rounding otherwise."""
+    tile = torch.rand(7, 5, dtype=torch.float64)
+    result = cohesion(tile.repeat(4, 6), 4)
+    for i, j in itertools.product(range(7), range(5)):
+        assert result[i::7, j::5].unique().numel() == 1
+
+
+def test_mirrored_windows_of_integers_have_the_same_cohesion():
+    map = torch.randint(0, 10, (8, 9), dtype=torch.float64)
+    result = cohesion(map, 4, q=3)
+    assert torch.equal(cohesion(map.flip(-1), 4, q=3), result.flip(-1))
+    assert torch.equal(cohesion(map.flip(-2), 4, q=3), result.flip(-2))
+    assert torch.equal(cohesion(map.T, 4, q=3), result.T)
+
+
+def test_gradients():
+    map = torch.rand(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda m: cohesion(m, (3, 4), q=1.5), map)
+    assert torch.autograd.gradgradcheck(lambda m: cohesion(m, 2), map)
+
+
+# Theorem 1. F_tot is quadratic, so that its gradient is `attraction @ masses`.
+
+TAPS = list(itertools.product(range(3), range(3)))
+CENTER, NEIGHBORS, CORNERS = 4, (1, 3, 5, 7), (0, 2, 6, 8)
+# More than: the centre than any neighbour, any neighbour than any corner.
+MORE = [(CENTER, n) for n in NEIGHBORS] + list(itertools.product(NEIGHBORS, CORNERS))
+BOUNDS = {1: 0.634, 2: 27 / 40, 3: 0.612, 4: 0.543}
+
+
+def attraction(q):
+    return np.array([[0.0 if a == b else math.dist(a, b) ** -q for b in TAPS] for a in TAPS])
+
+
+@pytest.mark.parametrize("q", BOUNDS)
+def test_derivatives_are_the_attractions_of_the_other_masses(q):
+    hessian = torch.autograd.functional.hessian(
+        lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.rand(9, dtype=torch.float64)
+    )
+    np.testing.assert_allclose(hessian.numpy(), attraction(q), rtol=1e-13, atol=1e-15)
+
+
+def least_spread(matrix, more, less):
+    """The least epsilon for which masses m in [1, 1 + epsilon] break ``matrix[more] @ m > matrix[less] @ m``, and m."""
+    below = np.hstack([np.eye(9), -np.ones((9, 1))])  # m - epsilon <= 1
+    broken = np.append(matrix[more] - matrix[less], 0)[None]
+    result = linprog(
+        np.append(np.zeros(9), 1),
+        A_ub=np.vstack([below, broken]),
+        b_ub=np.append(np.ones(9), 0),
+        bounds=[(1, None)] * 9 + [(0, None)],
+    )
+    assert result.status == 0
+    return result.fun, result.x[:9]
+
+
+@pytest.mark.parametrize("q", BOUNDS)
+def test_the_bound_of_theorem_1_is_tight(q):
+    """By linear programming over the worst masses, with derivatives by autograd."""
+    hessian = torch.autograd.functional.hessian(
+        lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.ones(9, dtype=torch.float64)
+    ).numpy()
+    bound, worst, (more, less) = min(
+        ((*least_spread(hessian, *pair), pair) for pair in MORE), key=lambda found: found[0]
+    )
+    assert bound == pytest.approx(BOUNDS[q], abs=1e-9 if q == 2 else 5e-4)
+    if q == 2:  # the paper's worst case: a neighbour beats the centre
+        assert more == CENTER
+    masses = torch.from_numpy(worst).requires_grad_()
+    (gradient,) = torch.autograd.grad(cohesion(masses.view(3, 3), q=q).sum(), masses)
+    assert (gradient[more] - gradient[less]).item() == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("q", BOUNDS)
+def test_order_within_the_bound_of_theorem_1(q):
+    """Half of the masses at an end of their range, where the worst cases are; any unit of mass."""
+    spread = torch.rand(2000, 9, dtype=torch.float64)
+    spread = torch.where(torch.rand_like(spread) < 0.5, spread.round(), spread)
+    unit = 10 ** torch.empty(2000, 1, dtype=torch.float64).uniform_(-5, 5)
+    masses = (unit * (1 + (BOUNDS[q] - 1e-3) * spread)).view(2000, 3, 3).requires_grad_()
+    (gradient,) = torch.autograd.grad(cohesion(masses, q=q).sum(), masses)
+    gradient = gradient.flatten(1)
+    assert all((gradient[:, more] > gradient[:, less]).all() for more, less in MORE)
+
+
+def test_order_breaks_beyond_the_bound_of_theorem_1():
+    """The proof's masses: the centre and the two corners next to one neighbour large."""
+    for epsilon, holds in ((0.674, True), (0.676, False)):
+        masses = torch.ones(3, 3, dtype=torch.float64)
+        masses[0, 0] = masses[0, 2] = masses[1, 1] = 1 + epsilon
+        masses.requires_grad_()
+        (gradient,) = torch.autograd.grad(cohesion(masses).sum(), masses)
+        assert (gradient[1, 1] > gradient[0, 1]).item() == holds
+        assert gradient[1, 1].item() == pytest.approx(6 + epsilon)
+        assert gradient[0, 1].item() == pytest.approx(4.65 + 3 * epsilon)
+
+
+# Placing windows.
+
+# The paper's Figure 3; the last value of its first row is not printed.
+FIGURE_3 = """
+0 0 0 0 0 1 1 0 0 1 1 0 0 0 0 0
+0 0 1 0 0 1 2 2 1 0 2 3 1 1 1 0
+1 0 0 0 1 2 6 3 1 1 2 5 1 2 1 0
+0 0 0 0 1 1 3 2 2 3 2 3 2 0 0 0
+0 1 0 0 0 1 2 2 2 2 3 2 2 1 0 0
+0 0 0 1 0 1 1 1 2 3 3 2 1 1 0 0
+"""
+MAP_3 = torch.tensor([[float(value) for value in line.split()] for line in FIGURE_3.split("\n") if line])
+
+
+def exact_scores(map, window, strategy):
+    """Scores as fractions, for a map of integers and q = 2."""
+    height, width = as_pair(window)
+    values = [[Fraction(int(value)) for value in row] for row in map.tolist()]
+    scores = {}
+    for i, j in itertools.product(range(len(values) - height + 1), range(len(values[0]) - width + 1)):
+        taps = list(itertools.product(range(i, i + height), range(j, j + width)))
+        if strategy == "sum":
+            scores[i, j] = sum(values[a][b] for a, b in taps)
+        else:
+            pairs = itertools.combinations(taps, 2)
+            scores[i, j] = sum(values[a][b] * values[c][d] / ((a - c) ** 2 + (b - d) ** 2) for (a, b), (c, d) in pairs)
+    return scores
+
+
+def placed(map, count, window, strategy):
+    """Greedy, by exact arithmetic; a dict keeps row-major order, so that max takes the first of equals."""
+    height, width = as_pair(window)
+    scores = exact_scores(map, window, strategy)
+    corners = []
+    for _ in range(count):
+        best = max(scores, key=scores.get)
+        corners.append(list(best))
+        scores = {
+            (i, j): score for (i, j), score in scores.items() if abs(i - best[0]) >= height or abs(j - best[1]) >= width
+        }
+    return corners
+
+
+@pytest.mark.parametrize("strategy", ["cohesion", "sum"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_figure_3_against_exact_arithmetic(strategy, count):
+    assert localize(MAP_3, count, strategy=strategy).tolist() == placed(MAP_3, count, 3, strategy)
+
+
+def test_figure_3_as_the_paper_describes():
+    """Locality puts larger values in the centres of its windows, the peak of 6 first; sums are larger without it."""
+    assert MAP_3.shape == (6, 16)
+    windows = {
+        strategy: [MAP_3[i : i + 3, j : j + 3] for i, j in localize(MAP_3, 2, strategy=strategy).tolist()]
+        for strategy in ("cohesion", "sum")
+    }
+    centers = {strategy: [window[1, 1].item() for window in both] for strategy, both in windows.items()}
+    sums = {strategy: sum(window.sum().item() for window in both) for strategy, both in windows.items()}
+    assert centers == {"cohesion": [6.0, 3.0], "sum": [2.0, 2.0]}
+    assert sums == {"cohesion": 45.0, "sum": 46.0}
+
+
+@pytest.mark.parametrize(
+    ("window", "strategy"),
+    [(3, "sum"), ((2, 3), "sum"), (2, "cohesion"), ((1, 3), "cohesion"), ((3, 1), "cohesion")],
+)
+def test_greedy_against_exact_arithmetic(window, strategy):
+    """Small integers, so that there are many ties; distances whose inverse squares are exact."""
+    for _ in range(40):
+        map = torch.randint(0, 3, (9, 10)).float()
+        assert localize(map, 3, window, strategy).tolist() == placed(map, 3, window, strategy)
+
+
+@pytest.mark.parametrize("q", [1, 2, 3])
+def test_greedy_takes_the_most_cohesive_windows(q):
+    map = torch.rand(8, 9, dtype=torch.float64)
+    scores = total_forces(map.numpy(), (3, 2), q)
+    for i, j in localize(map, 5, (3, 2), q=q).tolist():
+        assert scores[i, j] == scores.max() > 0
+        scores[max(0, i - 2) : i + 3, max(0, j - 1) : j + 2] = -1
+
+
+def test_placement_in_full():
+    """A flat map is filled row by row; a map that no window meets still has places."""
+    for map in (torch.ones(4, 7), torch.zeros(4, 7)):
+        for strategy in ("cohesion", "sum"):
+            assert localize(map, 6, 2, strategy).tolist() == [[i, j] for i in (0, 2) for j in (0, 2, 4)]
+            with pytest.raises(ValueError, match=r"count: expected at most 6, for no more windows fit .* got 7"):
+                localize(map, 7, 2, strategy)
+
+
+def test_greedy_placement_can_leave_no_room():
+    """Two windows would fit side by side; the best one is in the middle."""
+    map = torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0, 0.0]])
+    assert localize(map, 1, (1, 3)).tolist() == [[0, 1]]
+    assert localize(map, 1, (1, 2)).tolist() == [[0, 2]]
+    with pytest.raises(ValueError, match=r"count: expected at most 1, .* got 2"):
+        localize(map, 2, (1, 3))
+
+
+def test_the_result_and_the_map_of_localize():
+    map = torch.rand(6, 9, dtype=torch.float64, requires_grad=True)
+    before = map.detach().clone()
+    result = localize(map, 2, strategy="sum")
+    assert result.dtype == torch.int64
+    assert result.shape == (2, 2)
+    assert not result.requires_grad
+    assert torch.equal(map, before)
+    assert torch.equal(localize(map.detach().float(), np.int64(2), strategy="sum"), result)
+
+
+def test_large_values_are_placed_in_float64():
+    """2**24 + 1 is no float32: products of these integers are told apart in float64 only."""
+    map = torch.tensor([[4097.0, 4095.0, 0.0, 4096.0, 4096.0, 0.0]])
+    assert localize(map, 1, (1, 2)).tolist() == [[0, 3]]  # 4096**2 is 1 more than 4097 * 4095
+
+
+MAP = torch.ones(4, 5)
+BAD = [
+    ((None,), TypeError, "map: expected a tensor, got NoneType"),
+    (([[1.0]],), TypeError, "map: expected a tensor, got list"),
+    ((torch.ones(4),), ValueError, r"map: expected .* shape \(\.\.\., H, W\), got torch.float32 of shape \(4,\)"),
+    ((MAP.long(),), ValueError, r"map: expected a floating-point .* got torch.int64"),
+    ((-MAP,), ValueError, "map: expected finite values of at least 0"),
+    ((MAP * math.nan,), ValueError, "map: expected finite values of at least 0"),
+    ((MAP * math.inf,), ValueError, "map: expected finite values of at least 0"),
+    ((MAP, 1), ValueError, "window: expected more than one position and at most the map's 4 x 5, got 1"),
+    ((MAP, (1, 1)), ValueError, r"window: expected more than one position .* got \(1, 1\)"),
+    ((MAP, 5), ValueError, "window: expected .* at most the map's 4 x 5, got 5"),
+    ((MAP, (4, 6)), ValueError, "window: expected .* at most the map's 4 x 5"),
+    ((MAP, 0), ValueError, "window: expected .* got 0"),
+    ((MAP, (-3, 3)), ValueError, "window: expected .* got "),
+    ((MAP, 2.0), TypeError, "window: expected an int or a pair of ints, got 2.0"),
+    ((MAP, True), TypeError, "window: expected an int or a pair of ints, got True"),
+    ((MAP, (3,)), TypeError, "window: expected an int or a pair of ints"),
+    ((MAP, "33"), TypeError, "window: expected an int or a pair of ints"),
+    ((MAP, (2, 3.0)), TypeError, "window: expected an int or a pair of ints"),
+    ((MAP, 3, -1), ValueError, "q: expected a finite number of at least 0, got -1"),
+    ((MAP, 3, math.inf), ValueError, "q: expected a finite number of at least 0, got inf"),
+    ((MAP, 3, "2"), TypeError, "q: expected a real number, got '2'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        cohesion(*arguments)
+    map, *window_and_q = arguments
+    with pytest.raises(error, match=message):
+        localize(map, 1, **dict(zip(("window", "q"), window_and_q, strict=False)))
+
+
+def test_bad_arguments_of_localize():
+    with pytest.raises(ValueError, match=r"map: expected one map of shape \(H, W\), got shape \(2, 4, 5\)"):
+        localize(torch.ones(2, 4, 5), 1)
+    with pytest.raises(ValueError, match="strategy: expected one of 'cohesion', 'sum', got 'mean'"):
+        localize(MAP, 1, strategy="mean")
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"count: expected at least 1, got {count}"):
+            localize(MAP, count)
+    for count in (1.0, True, None):
+        with pytest.raises(TypeError, match=f"count: expected an int, got {count}"):
+            localize(MAP, count)
+
+
+# Theorem 2 (section 4.2): the location of a feature of strength g on a line, found by a convolution with w.
+
+
+def strengths(generator, reach):
+    """A random symmetric g over -reach..reach, decreasing from 0 and ever less steeply."""
+    slopes = np.sort(generator.uniform(0.01, 1, reach))[::-1] * np.linspace(1, 0.5, reach)
+    right = generator.uniform(1, 3) - np.append(0, np.cumsum(slopes))
+    return np.append(right[:0:-1], right)
+
+
+def best_filter(g, k):
+    """The w of l1 norm 1 whose least expected margin f(0) - f(x), over x other than 0, is largest; and this margin."""
+    middle = len(g) // 2
+    offsets = np.arange(-k, k + 1)
+    reach = middle - k
+    margins = np.array([g[middle + offsets] - g[middle + x + offsets] for x in range(-reach, reach + 1) if x != 0])
+    # Maximise t over w = plus - minus with margins @ w >= t.
+    result = linprog(
+        np.append(np.zeros(4 * k + 2), -1),
+        A_ub=np.vstack(
+            [
+                np.hstack([-margins, margins, np.ones((len(margins), 1))]),
+                np.append(np.ones(4 * k + 2), 0)[None],
+            ]
+        ),
+        b_ub=np.append(np.zeros(len(margins)), 1),
+        bounds=[(0, None)] * (4 * k + 2) + [(None, None)],
+    )
+    assert result.status == 0
+    plus, minus = result.x[:-1].reshape(2, -1)
+    return plus - minus, -result.fun
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_largest_worst_case_margin_is_that_of_the_centre_alone(k):
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        g = strengths(generator, 8)
+        w, margin = best_filter(g, k)
+        np.testing.assert_allclose(w, np.eye(2 * k + 1)[k], atol=1e-9)
+        assert margin == pytest.approx(g[8] - g[9])
+
+
+def test_the_centre_alone_is_not_best_for_a_flat_top():
+    """Where g falls less steeply next to its maximum than farther out, the theorem's assumption fails."""
+    w, _ = best_filter(np.array([0, 1, 2, 3, 6.0, 9.9, 10, 9.9, 6, 3, 2, 1, 0]), 1)
+    assert abs(w[0]) > 0.1
+    assert abs(w[2]) > 0.1
+
+
+def variance_of(filters, noise):
+    """Variance over samples of the convolution of each filter with noise, for each position: [filters, positions]."""
+    return torch.nn.functional.conv1d(noise[:, None], filters[:, None]).var(0)
+
+
+def test_variance_of_the_filtered_noise():
+    """The theorem's variance is s^2 * sum w^2: that of f(x, w) alone, as the proof leaves out the noise at x* = 0.
+
+    It is the same for all w of norm 1; uniform weights are best among those of sum 1. The difference of f at two
+    places has s^2 * sum (w_j - w_{j + x})^2, hence twice the theorem's where the two windows do not overlap.
+    """
+    k, s, samples = 2, 0.7, 20_000
+    size = 2 * k + 1
+    # A variance of n normal samples has the relative standard error sqrt(2 / (n - 1)).
+    tolerance = STANDARD_ERRORS * math.sqrt(2 / (samples - 1))
+    noise = s * torch.randn(samples, 3 * size, dtype=torch.float64)
+    filters = torch.cat([torch.eye(size)[k : k + 1], torch.ones(1, size), torch.randn(4, size)]).double()
+
+    unit = filters / filters.norm(dim=1, keepdim=True)
+    assert variance_of(unit, noise)[:, size].div(s**2).sub(1).abs().max() < tolerance
+
+    of_sum_1 = filters / filters.sum(1, keepdim=True)
+    measured = variance_of(of_sum_1, noise)[:, size]
+    assert measured.argmin() == 1
+    assert measured[1].item() == pytest.approx(s**2 / size, rel=tolerance)
+    torch.testing.assert_close(measured, s**2 * of_sum_1.square().sum(1), rtol=tolerance, atol=0)
+
+    for x in (1, 3, size):
+        padded = torch.nn.functional.pad(unit, (0, x))
+        difference = torch.nn.functional.pad(unit, (x, 0)) - padded
+        expected = s**2 * difference.square().sum(1)
+        torch.testing.assert_close(variance_of(difference, noise)[:, 0], expected, rtol=tolerance, atol=0)
+        if x == size:
+            torch.testing.assert_close(expected, torch.full((6,), 2 * s**2, dtype=torch.float64))

@@ -1,0 +1,410 @@
+"""Which weights count as convolutions, and statistics of them against loops over matrices and scipy's t-tests."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from tolerances import STANDARD_ERRORS
+from torch import nn
+
+from loco_ext.analysis import LocalityStatistics, locality_statistics
+from loco_ext.analysis.kernels import kernels
+
+ROOT2, ROOT3, ROOT5, ROOT8 = (math.sqrt(n) for n in (2, 3, 5, 8))
+WEIGHTINGS = ["halves", "layers", "matrices"]
+
+
+def weights_of(*shapes, dtype=torch.float64):
+    """A state dict of one random convolution per shape."""
+    return {f"{i}.weight": torch.randn(shape, dtype=torch.float64).to(dtype) for i, shape in enumerate(shapes)}
+
+
+def classes_of(shape):
+    """Squared distance from the centre to the taps that lie there, nearest first."""
+    taps = sorted(itertools.product(*map(range, shape)))
+    squares = {tap: sum((i - n // 2) ** 2 for i, n in zip(tap, shape, strict=True)) for tap in taps}
+    return {square: [tap for tap in taps if squares[tap] == square] for square in sorted(set(squares.values()))}
+
+
+def standardised(weight):
+    """Pair of distances to the standardised differences of all matrices, by plain loops."""
+    weight = np.asarray(weight.double())
+    matrices = weight.reshape(-1, *weight.shape[2:])
+    classes = classes_of(weight.shape[2:])
+    result = {}
+    for near, far in itertools.pairwise(classes):
+        s = np.array([np.mean([m[t] for t in classes[near]]) - np.mean([m[t] for t in classes[far]]) for m in matrices])
+        result[math.sqrt(near), math.sqrt(far)] = s / np.sqrt(np.mean((s - s.mean()) ** 2))
+    return result
+
+
+def mean_of_means(samples):
+    """Mean, standard error, one- and two-sided p-value; scipy's own tests where it has them."""
+    if len(samples) == 1:
+        greater = scipy.stats.ttest_1samp(samples[0], 0, alternative="greater").pvalue
+        return np.mean(samples[0]), scipy.stats.sem(samples[0]), greater, scipy.stats.ttest_1samp(samples[0], 0).pvalue
+    mean = np.mean([np.mean(sample) for sample in samples])
+    error = np.sqrt(sum(scipy.stats.sem(sample) ** 2 for sample in samples)) / len(samples)
+    if len(samples) == 2:  # that a + b is above 0 is that a is above -b: Welch's test
+        a, b = samples[0], -samples[1]
+        greater = scipy.stats.ttest_ind(a, b, equal_var=False, alternative="greater").pvalue
+        return mean, error, greater, scipy.stats.ttest_ind(a, b, equal_var=False).pvalue
+    squares = [scipy.stats.sem(sample) ** 2 for sample in samples]
+    freedom = sum(squares) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(squares, samples, strict=True))
+    t = scipy.stats.t(freedom)
+    return mean, error, t.sf(mean / error), 2 * t.sf(abs(mean) / error)
+
+
+def expected_cells(weights, weighting):
+    """(distances, part) to what the cell holds."""
+    by_pair = {}
+    for weight in weights:
+        for pair, values in standardised(weight).items():
+            by_pair.setdefault(pair, []).append(values)
+    cells = {}
+    for pair, layers in by_pair.items():
+        middle = math.ceil(len(layers) / 2)
+        parts = {"all": layers, "lower": layers[:middle], "upper": layers[middle:]}
+        for part, counted in parts.items():
+            if not counted:
+                continue
+            samples = counted if weighting == "layers" else [np.concatenate(counted)]
+            if weighting == "halves" and part == "all":
+                samples = [np.concatenate(parts[half]) for half in ("lower", "upper") if parts[half]]
+            cells[pair, part] = (*mean_of_means(samples), sum(map(len, counted)), len(counted))
+    return cells
+
+
+NETWORKS = {
+    "3x3": [(8, 3, 3, 3), (8, 8, 3, 3), (4, 8, 3, 3), (6, 4, 3, 3)],
+    "one layer": [(4, 5, 3, 3)],
+    "two layers": [(4, 5, 3, 3), (9, 4, 3, 3)],
+    "odd count": [(4, 5, 3, 3), (9, 4, 3, 3), (2, 9, 3, 3), (30, 2, 3, 3), (5, 6, 3, 3)],
+    "depthwise": [(8, 1, 3, 3), (16, 8, 1, 1), (16, 1, 3, 3), (16, 1, 5, 5)],
+    "1-d": [(6, 2, 3), (6, 6, 5), (6, 6, 9)],
+    "3-d": [(4, 3, 3, 3, 3), (4, 4, 1, 3, 5), (2, 4, 5, 5, 5)],
+    "bars": [(7, 3, 1, 7), (7, 3, 7, 1), (7, 3, 3, 5)],
+    "mixed sizes": [(8, 3, 7, 7), (8, 8, 3, 3), (8, 8, 5, 5), (8, 8, 3, 3), (8, 8, 3, 3), (4, 8, 5, 5), (4, 4, 11, 11)],
+    "two matrices": [(2, 1, 3, 3), (1, 2, 3, 3)],
+}
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_cells_against_loops_and_scipy(network, weighting):
+    state = weights_of(*NETWORKS[network])
+    for weight in state.values():  # a little locality, so that means are not all about 0
+        weight[(..., *(size // 2 for size in weight.shape[2:]))] += 0.3
+    expected = expected_cells([weight for weight in state.values() if math.prod(weight.shape[2:]) > 1], weighting)
+    statistics = locality_statistics(state, weighting)
+    assert statistics.weighting == weighting
+    assert statistics.skipped == ()
+    order = ["all", "lower", "upper"]
+    assert [(cell.distances, cell.part) for cell in statistics.cells] == sorted(
+        expected, key=lambda key: (key[0], order.index(key[1]))
+    )
+    for cell in statistics.cells:
+        mean, error, greater, two_sided, matrices, layers = expected[cell.distances, cell.part]
+        assert (cell.matrices, cell.layers) == (matrices, layers)
+        assert cell.mean == pytest.approx(mean, rel=1e-10, abs=1e-12)
+        assert cell.standard_error == pytest.approx(error, rel=1e-10)
+        assert cell.p_greater == pytest.approx(greater, rel=1e-8)
+        assert cell.p_two_sided == pytest.approx(two_sided, rel=1e-8)
+
+
+def test_pairs_of_classes_by_hand():
+    state = weights_of((4, 3, 3, 3), (4, 3, 5, 5), (4, 3, 1, 7), (4, 3, 3), (4, 3, 3, 3, 3))
+    layers = {cell.distances: cell.layers for cell in locality_statistics(state).cells if cell.part == "all"}
+    assert layers == {
+        (0.0, 1.0): 5,
+        (1.0, ROOT2): 3,
+        (1.0, 2.0): 1,
+        (ROOT2, ROOT3): 1,
+        (ROOT2, 2.0): 1,
+        (2.0, ROOT5): 1,
+        (2.0, 3.0): 1,
+        (ROOT5, ROOT8): 1,
+    }
+
+
+def cells_by_part(state, weighting="halves", distances=(0.0, 1.0)):
+    return {cell.part: cell for cell in locality_statistics(state, weighting).cells if cell.distances == distances}
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_all_is_the_mean_of_halves_as_in_table_4(count):
+    """The halves differ in size here, so that the mean of all matrices is another number."""
+    state = weights_of(*((4 + 3 * i, 5, 3, 3) for i in range(count)))
+    for i, weight in enumerate(state.values()):
+        weight[..., 1, 1] += i
+    parts = cells_by_part(state)
+    assert parts["lower"].layers == (count + 1) // 2
+    assert ("upper" in parts) == (count > 1)
+    if count > 1:
+        assert parts["upper"].layers == count // 2
+        assert parts["all"].mean == pytest.approx((parts["lower"].mean + parts["upper"].mean) / 2, rel=1e-14)
+        assert abs(parts["all"].mean - cells_by_part(state, "matrices")["all"].mean) > 0.01
+    else:
+        assert dataclasses.replace(parts["all"], part="lower") == parts["lower"]
+
+
+def test_planted_difference_is_found():
+    """With s of mean 0.5 and variance 1 + 1/4 the standardised mean is 0.5 / sqrt(1.25); corners equal neighbours."""
+    state = weights_of((40, 40, 3, 3), (50, 40, 3, 3))
+    for weight in state.values():
+        weight[..., 1, 1] += 0.5
+    for weighting in WEIGHTINGS:
+        for cell in locality_statistics(state, weighting).cells:
+            expected = 0.5 / math.sqrt(1.25) if cell.distances == (0.0, 1.0) else 0.0
+            assert abs(cell.mean - expected) < STANDARD_ERRORS * cell.standard_error
+            if expected:
+                assert cell.p_greater < 1e-10
+                assert cell.p_two_sided == pytest.approx(2 * cell.p_greater)
+
+
+def test_a_negative_difference_is_significant_two_sided_only():
+    state = weights_of((40, 40, 3, 3))
+    state["0.weight"][..., 1, 1] -= 0.5
+    cell = cells_by_part(state)["all"]
+    assert cell.mean < 0
+    assert cell.p_greater > 0.999
+    assert cell.p_two_sided < 1e-10
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_without_locality_p_values_are_uniform(weighting):
+    """With few matrices, where the degrees of freedom matter."""
+    p_values = [
+        cell.p_greater
+        for _ in range(300)
+        for cell in locality_statistics(weights_of((2, 3, 3), (7, 1, 3)), weighting).cells
+        if cell.part == "all"
+    ]
+    below = sum(p < 0.05 for p in p_values)
+    assert abs(below - 15) < STANDARD_ERRORS * math.sqrt(300 * 0.05 * 0.95)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_weights_are_read_exactly(dtype):
+    state = weights_of((8, 3, 3, 3), (8, 8, 3, 3), dtype=dtype)
+    wide = {name: weight.double() for name, weight in state.items()}
+    assert locality_statistics(state) == locality_statistics(wide)
+
+
+@pytest.mark.parametrize("scale", [1e30, 1e-30, -1.0, 1e300, 1e-300])
+def test_scale_changes_nothing_but_the_sign(scale):
+    state = weights_of((8, 3, 3, 3), (8, 8, 3, 3))
+    scaled = locality_statistics({name: weight * scale for name, weight in state.items()})
+    for cell, other in zip(locality_statistics(state).cells, scaled.cells, strict=True):
+        assert other.mean == pytest.approx(math.copysign(1, scale) * cell.mean, rel=1e-12)
+        assert other.standard_error == pytest.approx(cell.standard_error, rel=1e-12)
+        assert other.p_two_sided == pytest.approx(cell.p_two_sided, rel=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_denormal_weights(dtype):
+    """Whole multiples of the smallest denormal number: the statistics are those of the integers."""
+    integers = {"conv.weight": torch.randint(-50, 50, (8, 8, 3, 3)).double()}
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    denormal = {"conv.weight": integers["conv.weight"].mul(smallest).to(dtype)}
+    assert denormal["conv.weight"].unique().numel() == integers["conv.weight"].unique().numel() > 90
+    for cell, other in zip(locality_statistics(integers).cells, locality_statistics(denormal).cells, strict=True):
+        assert other.mean == pytest.approx(cell.mean, rel=1e-12)
+        assert other.p_greater == pytest.approx(cell.p_greater, rel=1e-10)
+
+
+BLUR = torch.tensor([1.0, 2.0, 1.0]).outer(torch.tensor([0.1, 0.2, 0.1]))
+FLAT = torch.linspace(0, 1, 24, dtype=torch.float64).view(6, 4, 1, 1).expand(6, 4, 3, 3)
+SKIPPED = {
+    "one matrix": torch.arange(9.0).view(1, 1, 3, 3),
+    "zeros": torch.zeros(4, 4, 3, 3),
+    "all equal": BLUR.expand(37, 1, 3, 3),
+    "flat but for rounding": FLAT * 0.1 + 0.3,
+    "huge": torch.full((4, 4, 3, 3), 1e38),
+}
+
+
+@pytest.mark.parametrize("weight", SKIPPED.values(), ids=SKIPPED.keys())
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_layers_without_variation_are_skipped(weight, weighting):
+    """They count for nothing, halves included."""
+    state = weights_of((4, 5, 3, 3), (9, 4, 3, 3))
+    with_it = {"first.weight": weight, "0.weight": state["0.weight"], "1.weight": state["1.weight"]}
+    statistics = locality_statistics(with_it, weighting)
+    assert statistics.skipped == ("first",)
+    assert statistics.cells == locality_statistics(state, weighting).cells
+
+
+def test_a_layer_may_vary_in_one_pair_only():
+    weight = torch.ones(8, 8, 3, 3)
+    weight[..., 1, 1] = torch.randn(8, 8)
+    statistics = locality_statistics({"conv.weight": weight})
+    assert statistics.skipped == ("conv",)
+    assert {cell.distances for cell in statistics.cells} == {(0.0, 1.0)}
+
+
+def test_nothing_but_skipped_layers():
+    assert locality_statistics(nn.Conv2d(1, 1, 3)) == LocalityStatistics("halves", (), ("",))
+
+
+def test_statistics_become_json():
+    statistics = locality_statistics(weights_of((4, 5, 3, 3), (1, 1, 3, 3)))
+    plain = json.loads(json.dumps(dataclasses.asdict(statistics)))
+    assert set(plain) == {"weighting", "cells", "skipped"}
+    assert plain["skipped"] == ["1"]
+    assert plain["cells"][0]["mean"] == statistics.cells[0].mean
+    assert plain["cells"][0]["distances"] == [0.0, 1.0]
+
+
+class Backwards(nn.Module):
+    """Registers its layers in another order than it calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Sequential(nn.Conv2d(4, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Dropout(0.5))
+        self.unused = nn.Conv2d(4, 4, 3)
+        self.first = nn.ConvTranspose2d(3, 4, 3)
+        self.fail = False
+
+    def forward(self, x, y):
+        if self.fail:
+            raise RuntimeError("on purpose")
+        return self.second(self.first(x) + y)
+
+
+INPUTS = (torch.ones(2, 3, 8, 8), torch.ones(1))
+
+
+def test_order_of_registration_and_of_call():
+    model = Backwards()
+    assert list(kernels(model)) == ["second.0", "unused", "first"]
+    found = kernels(model, INPUTS)
+    assert list(found) == ["first", "second.0"]
+    assert found["first"].shape == (3, 4, 3, 3)
+    lower = {cell.part: cell.matrices for cell in locality_statistics(model, example_inputs=INPUTS).cells}
+    assert lower == {"all": 32, "lower": 12, "upper": 20}
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_model_is_left_as_it_was(fail):
+    model = Backwards()
+    model.second[2].eval()
+    model.fail = fail
+    modes = [module.training for module in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if fail:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            kernels(model, INPUTS)
+    else:
+        kernels(model, INPUTS)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_one_tensor_as_input_and_a_layer_called_twice():
+    convolution = nn.Conv2d(3, 3, 3, padding=1)
+    other = nn.Conv2d(3, 3, 5, padding=2)
+    model = nn.Sequential(convolution, other, nn.Conv2d(3, 3, 1), convolution)
+    assert list(kernels(model, torch.ones(1, 3, 8, 8))) == ["0", "1"]
+
+
+@pytest.mark.parametrize("inputs", [None, torch.ones(1, 2, 9, 9)])
+def test_shared_weights_count_once_under_their_first_name(inputs):
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3))
+    model[2].weight = model[0].weight
+    assert list(kernels(model, inputs)) == ["0", "1"]
+
+
+def test_what_counts_in_a_module():
+    model = nn.ModuleDict(
+        {
+            "kept1": nn.Conv1d(2, 4, 15),
+            "kept2": nn.Conv2d(4, 4, (1, 7), groups=4),
+            "kept3": nn.ConvTranspose3d(2, 4, 3),
+            "even": nn.Conv2d(2, 4, 4),
+            "half_even": nn.Conv2d(2, 4, (3, 2)),
+            "pointwise": nn.Conv2d(2, 4, 1),
+            "large": nn.Conv1d(2, 4, 17),
+            "complex": nn.Conv2d(2, 4, 3, dtype=torch.complex64),
+            "linear": nn.Linear(3, 3),
+            "embedding": nn.Embedding(3, 3),
+        }
+    )
+    found = kernels(model)
+    assert {name: tuple(weight.shape) for name, weight in found.items()} == {
+        "kept1": (4, 2, 15),
+        "kept2": (4, 1, 1, 7),
+        "kept3": (2, 4, 3, 3, 3),
+    }
+    for weight in found.values():
+        assert weight.dtype == torch.float64
+        assert not weight.requires_grad
+
+
+def test_what_counts_in_a_mapping():
+    state = {
+        "b.conv.weight": torch.randn(4, 3, 3, 3),
+        "a.weight": torch.randn(4, 3, 5).half(),
+        "weight": torch.randn(2, 2, 3, 3, 3, requires_grad=True),
+        "position": torch.randn(1, 3, 3, 3),
+        "conv_weight": torch.randn(4, 3, 3, 3),
+        "conv.weight.mask": torch.randn(4, 3, 3, 3),
+        "counts.weight": torch.ones(4, 3, 3, 3, dtype=torch.int64),
+        "linear.weight": torch.randn(4, 4),
+        "deep.weight": torch.randn(1, 1, 3, 3, 3, 3),
+        "empty.weight": torch.randn(0, 3, 3, 3),
+        "none.weight": None,
+    }
+    assert list(kernels(state)) == ["b.conv", "a", ""]
+
+
+def test_a_module_and_its_state_dict_agree():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ConvTranspose2d(4, 2, 5), nn.BatchNorm2d(2)))
+    ours, theirs = kernels(model), kernels(model.state_dict())
+    assert list(ours) == list(theirs) == ["0", "1.0"]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert locality_statistics(model) == locality_statistics(model.state_dict())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite(value):
+    state = weights_of((4, 5, 3, 3), (4, 5, 3, 3))
+    state["1.weight"][3, 4, 2, 0] = value
+    with pytest.raises(ValueError, match=r"model: expected finite weights, got NaN or inf in layer '1'"):
+        locality_statistics(state)
+
+
+@pytest.mark.parametrize(
+    "model", [None, "model", torch.ones(3, 3, 3, 3), [nn.Conv2d(1, 1, 3)], {0: torch.ones(1, 1, 3)}]
+)
+def test_models_of_another_type(model):
+    with pytest.raises(TypeError, match=r"model: expected a module or a mapping of names to tensors, got "):
+        locality_statistics(model)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Conv2d(3, 3, 2), {}, {"model": {"weight": torch.ones(1, 1, 3)}}])
+def test_models_without_such_weights(model):
+    with pytest.raises(ValueError, match=r"model: expected a floating-point convolution weight .* odd .* found none"):
+        locality_statistics(model)
+
+
+def test_lazy_weights():
+    with pytest.raises(ValueError, match=r"model: expected initialised weights, those of \['1'\] are lazy"):
+        kernels(nn.Sequential(nn.Conv2d(3, 3, 3), nn.LazyConv2d(4, 3)))
+
+
+def test_inputs_and_choices_that_do_not_fit():
+    model = nn.Conv2d(3, 3, 3)
+    for inputs in ([torch.ones(1, 3, 9, 9)], "x", (torch.ones(1, 3, 9, 9), 3)):
+        with pytest.raises(TypeError, match="example_inputs: expected None, a tensor or a tuple of tensors, got "):
+            locality_statistics(model, example_inputs=inputs)
+    with pytest.raises(TypeError, match="example_inputs: expected None, for a mapping cannot be run"):
+        locality_statistics(model.state_dict(), example_inputs=torch.ones(1, 3, 9, 9))
+    with pytest.raises(ValueError, match="weighting: expected one of 'halves', 'layers', 'matrices', got 'half'"):
+        locality_statistics(model, weighting="half")

@@ -1,0 +1,344 @@
+"""Training runs: what their settings mean, that they resume to the same numbers, and that processes train as one."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from loco_ext import optim
+from loco_ext.experiments import data, run, settings
+from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import SettingsError, from_preset
+from loco_ext.experiments.train import make_model, make_optimizer, train
+
+CPU = Processes(torch.device("cpu"))
+CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
+# LOCO-REG, Table 3: channels of VGG13's convolutions, (stride, channels) of MobileNet's depthwise ones.
+VGG13 = [64, 64, 128, 128, 256, 256, 512, 512, 512, 512]
+MOBILENET = [(2, 64), (1, 64), (2, 128), (1, 128), (1, 256), (2, 256), (1, 256), (1, 512), (2, 512)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def quick(**overrides):
+    values = {"model": "small", "data": "digits", "epochs": 3, "batch_size": 64, "learning_rate": 0.05} | overrides
+    return from_preset("quick", **values)
+
+
+def digits(train=200, test=100):
+    """The first of the digits, with crops and flips, so that all of the loader's work is in the run."""
+    whole = data.load("digits", None)
+    cut = [
+        data.Samples(part.images[:size], part.labels[:size])
+        for part, size in ((whole.train, train), (whole.test, test))
+    ]
+    return data.Dataset("digits", *cut, classes=10, augmented=True)
+
+
+def figures(history):
+    """All but the times."""
+    return [{k: v for k, v in asdict(epoch).items() if k not in ("seconds", "samples_per_second")} for epoch in history]
+
+
+def test_the_papers_schedule():
+    setting = from_preset("paper", model="vgg13", data="cifar10")
+    expected = {0: 0.1, 69: 0.1, 70: 0.0316, 139: 0.0316, 140: 0.0099856, 190: 0.1 * 0.316**3, 249: 0.1 * 0.316**5}
+    for epoch, rate in expected.items():
+        assert setting.learning_rate_of(epoch) == pytest.approx(rate)
+    assert (setting.epochs, setting.batch_size, setting.momentum, setting.weight_decay) == (250, 128, 0.9, 2 * 0.0005)
+
+
+def test_milestones_move_along_with_the_epochs_unless_given():
+    assert from_preset("paper", model="small", data="digits", epochs=50).milestones == (14, 28, 38, 46, 49)
+    assert from_preset("paper", model="small", data="digits", epochs=50, milestones=(7,)).milestones == (7,)
+
+
+def test_the_cosine_falls_from_the_learning_rate_towards_zero():
+    rates = [quick(epochs=4).learning_rate_of(epoch) for epoch in range(4)]
+    assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"model": "vgg"},
+        {"data": "imagenet"},
+        {"optimizer": "lion"},
+        {"schedule": "linear"},
+        {"norm": "l3"},
+        {"optimizer": "adamw", "norm": "l1"},
+        {"epochs": 0},
+        {"batch_size": 1},
+        {"learning_rate": -0.1},
+        {"momentum": math.nan},
+        {"weight_decay": math.inf},
+        {"milestones": (5, 3)},
+        {"milestones": (0, 3)},
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_named(bad):
+    with pytest.raises(SettingsError, match=list(bad)[-1]):
+        quick(**bad)
+
+
+def test_an_unknown_preset_is_named():
+    with pytest.raises(SettingsError, match=r"preset.*paper, quick.*'slow'"):
+        from_preset("slow", model="small", data="digits")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 100)])
+def test_models_map_images_to_logits(name, channels, classes):
+    model = MODELS[name].make(channels, classes, 32)
+    assert model(torch.zeros(2, channels, 32, 32)).shape == (2, classes)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert len(convolutions) == CONVOLUTIONS[name]
+    least = MODELS[name].least_size
+    assert MODELS[name].make(channels, classes, least).eval()(torch.zeros(2, channels, least, least)).isfinite().all()
+
+
+def test_vgg13_and_mobilenet_are_the_papers():
+    vgg, mobilenet = MODELS["vgg13"].make(3, 10, 32), MODELS["mobilenet"].make(3, 10, 32)
+    convolutions = [module for module in vgg.modules() if isinstance(module, nn.Conv2d)]
+    assert [convolution.out_channels for convolution in convolutions] == VGG13
+    depthwise = [module for module in mobilenet.modules() if isinstance(module, nn.Conv2d) and module.groups > 1]
+    assert [(convolution.stride[0], convolution.out_channels) for convolution in depthwise] == MOBILENET
+    assert all(convolution.groups == convolution.in_channels for convolution in depthwise)
+
+
+def test_a_model_too_large_for_the_images_is_named():
+    with pytest.raises(SettingsError, match="vgg13 needs images of at least 32x32 pixels, got digits, 8x8"):
+        quick(model="vgg13").check_data(digits())
+
+
+@pytest.mark.parametrize(
+    ("locality", "expected"),
+    [
+        (None, [None] * 3),
+        ((0.5, 2.0), [(0.5, 2.0)] * 3),
+        ({"3": (0.5, 1.0, 2.0)}, [None, (0.5, 1.0, 2.0), None]),
+    ],
+    ids=str,
+)
+def test_the_optimizer_has_the_settings_locality_and_rule(locality, expected):
+    model = make_model(quick(), digits())
+    for name, kind in (("sgd", optim.SGD), ("adam", optim.Adam), ("adamw", optim.AdamW)):
+        optimizer = make_optimizer(quick(optimizer=name, locality=locality, weight_decay=0.3), model)
+        assert type(optimizer) is kind
+        assert optimizer.param_groups[0]["locality"] == expected
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
+
+
+@pytest.mark.parametrize("locality", [(1.0, 2.0, 3.0, 4.0), {"5": (1.0, 2.0)}, {"0": (-1.0, 2.0)}], ids=str)
+def test_a_locality_that_does_not_fit_the_model_is_named(locality):
+    with pytest.raises(SettingsError, match="locality"):
+        make_optimizer(quick(locality=locality), make_model(quick(), digits()))
+
+
+def test_training_is_the_plain_loop_over_the_loaders_batches():
+    """Weights and figures against a loop written out, with torch.optim's SGD."""
+    from loco_ext.experiments.loader import Loader, Normalization
+
+    setting, samples = quick(epochs=2), digits()
+    history = []
+    model = make_model(setting, samples)
+    train(model, make_optimizer(setting, model), samples, setting, CPU, label="", after_epoch=history.append)
+
+    expected = make_model(setting, samples)
+    decayed = [p for p in expected.parameters() if p.dim() > 1]
+    others = [p for p in expected.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": setting.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=setting.learning_rate, momentum=setting.momentum, foreach=False)
+    normalization = Normalization(samples.train)
+    loader = Loader(samples.train, normalization, CPU.device, batch_size=64, seed=setting.seed, augmented=True)
+    for epoch in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = setting.learning_rate_of(epoch)
+        losses, correct = [], []
+        expected.train()
+        for images, labels, _ in loader.epoch(epoch):
+            optimizer.zero_grad()
+            logits = expected(images)
+            nn.functional.cross_entropy(logits, labels).backward()
+            optimizer.step()
+            losses += nn.functional.cross_entropy(logits, labels, reduction="none").tolist()
+            correct += (logits.argmax(1) == labels).tolist()
+        expected.eval()
+        with torch.no_grad():
+            logits = expected(normalization(samples.test.images))
+        found = history[epoch]
+        assert found.train_loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+        assert found.train_accuracy == pytest.approx(sum(correct) / len(correct), abs=0.011)
+        assert found.test_loss == pytest.approx(
+            nn.functional.cross_entropy(logits, samples.test.labels).item(), rel=1e-3
+        )
+        assert found.test_accuracy == pytest.approx(
+            (logits.argmax(1) == samples.test.labels).float().mean().item(), abs=0.011
+        )
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_leaves_settings_metrics_checkpoint_and_weights(tmp_path):
+    setting = quick(epochs=2, locality={"0": (0.5, 2.0)})
+    history = run.run(setting, digits(), tmp_path / "new" / "run", CPU)
+    out = tmp_path / "new" / "run"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoint.pt",
+        "metrics.jsonl",
+        "model.safetensors",
+        "settings.json",
+    ]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [asdict(epoch) for epoch in history]
+    assert [line["epoch"] for line in lines] == [1, 2]
+    recorded = json.loads((out / "settings.json").read_text())["settings"]
+    assert recorded["locality"] == {"0": [0.5, 2.0]}
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == state["model"].keys()
+    assert all(torch.equal(value, state["model"][name]) for name, value in weights.items())
+
+
+def test_the_same_settings_give_the_same_bits_and_another_seed_does_not(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run.run(quick(epochs=1, seed=seed), digits(), tmp_path / name, CPU)
+    a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["0.weight"], c["0.weight"])
+
+
+@pytest.mark.parametrize("optimizer", settings.OPTIMIZERS)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer):
+    setting = quick(epochs=4, optimizer=optimizer, locality=(0.5, 2.0))
+    whole = run.run(setting, digits(), tmp_path / "whole", CPU)
+
+    class Killed(Exception):
+        pass
+
+    original = run._save
+
+    def save_then_die(out, setting, model, optimizer, history):
+        original(out, setting, model, optimizer, history)
+        if len(history) == 2:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_save", save_then_die)
+        with pytest.raises(Killed):
+            run.run(setting, digits(), tmp_path / "cut", CPU)
+    resumed = run.run(setting, digits(), tmp_path / "cut", CPU, resume=True)
+    assert figures(resumed) == figures(whole)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    again = run.run(setting, digits(), tmp_path / "cut", CPU, resume=True)
+    assert figures(again) == figures(whole)
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "loco_ext.cli", "train", "--model", "small", "--dataset", "digits", *arguments]
+
+
+def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
+    options = ("--preset", "quick", "--lr", "0.05", "--epochs", "12", "--batch-size", "32")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    kills = 0
+    for epochs in (2, 5):  # killed in the middle of what follows
+        process = subprocess.Popen(
+            command(*options, "--out", str(cut), "--resume"), env=environment, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None:
+            path = cut / "metrics.jsonl"
+            if path.exists() and len(path.read_text().splitlines()) >= epochs:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.001)
+        process.wait()
+    assert kills == 2
+    for out, resume in ((cut, ["--resume"]), (whole, [])):
+        subprocess.run(command(*options, "--out", str(out), *resume), env=environment, check=True, capture_output=True)
+    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    metrics = [
+        [
+            {k: v for k, v in json.loads(line).items() if k not in ("seconds", "samples_per_second")}
+            for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
+        for out in (cut, whole)
+    ]
+    assert metrics[0] == metrics[1]
+    assert [line["epoch"] for line in metrics[0]] == list(range(1, 13))
+    # Nothing but a temporary file of the killed process may be left over.
+    names = {path.name for path in cut.iterdir() if not path.name.startswith(".")}
+    assert names == {"settings.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors"}
+
+
+def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
+    run.run(quick(epochs=1), digits(), tmp_path, CPU)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(SettingsError, match="holds a run already"):
+        run.run(quick(epochs=1), digits(), tmp_path, CPU)
+    with pytest.raises(SettingsError, match="differs in epochs, seed"):
+        run.run(quick(epochs=2, seed=7), digits(), tmp_path, CPU, resume=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", "cut"])
+def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path, content):
+    run.run(quick(epochs=1), digits(), tmp_path, CPU)
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-100] if content == "cut" else content)
+    before = path.read_bytes()
+    with pytest.raises(SettingsError, match=r"checkpoint\.pt: not a checkpoint of a run"):
+        run.run(quick(epochs=1), digits(), tmp_path, CPU, resume=True)
+    assert path.read_bytes() == before
+
+
+def launch(program, processes, out, *options):
+    """Runs the program under torchrun; returns the lines of its metrics without the times."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    arguments = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]
+    arguments += ["--epochs", "2", "--batch-size", "50", "--out", str(out), "--json", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*launcher, *program, *arguments], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout)["epoch"] == 2  # of one process, not of each
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "samples_per_second")} for line in lines]
+
+
+def test_several_processes_train_as_one_does(tmp_path):
+    """800 samples in batches of 50, split 17, 17, 16 among three: the gradients are those of the whole batch."""
+    worker = [str(Path(__file__).with_name("train_worker.py"))]
+    one, three = (launch(worker, count, tmp_path / str(count)) for count in (1, 3))
+    for expected, found in zip(one, three, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "13")
+    for name, expected in a.items():
+        torch.testing.assert_close(b[name], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_several_processes_give_the_same_bits_every_time_and_resume(tmp_path):
+    program = ["-m", "loco_ext.cli"]
+    first, second = (launch(program, 2, tmp_path / name) for name in "ab")
+    assert first == second
+    assert launch(program, 2, tmp_path / "a", "--resume") == first
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert weights[0] == weights[1]
