@@ -1,0 +1,88 @@
+"""The training benchmark and the CIFAR-10 experiment on a few samples: what their reports hold."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+
+from bench import bench_train, harness, locality_cifar10, tables
+from loco_ext.analysis import estimate_locality
+from loco_ext.experiments import data
+
+TINY = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1)
+
+
+def test_training_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_train, "STEPS", {"small": 1})
+    monkeypatch.setattr(harness, "Effort", lambda **arguments: TINY)
+    path = tmp_path / "train-tiny.json"
+    assert bench_train.main(["--quick", "--models", "small", "--threads", "1", "--out", str(path)]) == 0
+    (record,) = json.loads(path.read_text())["results"]
+    medians = {name: timing["median"] for name, timing in record["candidates"].items()}
+    assert list(medians) == ["loader alone", "plain torch loop", "ours"]
+    assert record["samples_per_second"] == {name: 128 / median for name, median in medians.items()}
+    assert record["overhead"] == medians["ours"] / medians["plain torch loop"] - 1
+    assert "| small | 1 |" in tables.section("train", tmp_path)
+
+
+def test_both_loops_take_the_same_batches_and_change_all_weights(monkeypatch):
+    settings = bench_train.from_preset("quick", model="small", data="cifar10", locality=bench_train.LOCALITY)
+    samples = bench_train.make_data(2)
+    models = []
+    original = bench_train.make_model
+    monkeypatch.setattr(bench_train, "make_model", lambda *a: models.append(original(*a)) or models[-1])
+    start = original(settings, samples)
+    for make in (bench_train.plain_loop, bench_train.our_loop):
+        make(samples, settings)()
+    for model in models:
+        assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True))
+    # One batch apart, decay and all, the two differ by what the map does to the decay only.
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0.02, atol=5e-3)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Three seeds of one epoch on a few random images; the folder of the runs and the report."""
+    folder = tmp_path_factory.mktemp("study")
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (300, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    samples = data.Samples(images, torch.randint(10, (300,), generator=generator))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "load", lambda name, folder: data.Dataset("cifar10", samples, samples, 10, True))
+        options = ["--data", "none", "--runs", str(folder), "--seeds", "3", "--epochs", "1", "--stat", "rms"]
+        assert locality_cifar10.main([*options, "--out", str(folder / "locality_cifar10-rms.json")]) == 0
+    return folder, json.loads((folder / "locality_cifar10-rms.json").read_text())
+
+
+def test_the_arms_take_the_factors_of_the_uniform_networks(study):
+    folder, report = study
+    uniform = [load_file(folder / f"uniform-{seed}" / "model.safetensors") for seed in range(3)]
+    assert report["arms"]["uniform"]["locality"] is None
+    for rule in ("local", "paper"):
+        expected = estimate_locality(uniform, eta_rule=rule, stat="rms")
+        assert report["arms"][rule]["locality"] == {name: list(factors) for name, factors in expected.items()}
+        settings = json.loads((folder / f"{rule}-rms-2" / "settings.json").read_text())["settings"]
+        assert settings["locality"] == report["arms"][rule]["locality"]
+        assert settings["seed"] == 2
+
+
+def test_the_summary_is_that_of_the_paired_runs(study):
+    folder, report = study
+    errors = {}
+    for name, runs in (("uniform", "uniform"), ("local", "local-rms"), ("paper", "paper-rms")):
+        lines = [(folder / f"{runs}-{seed}" / "metrics.jsonl").read_text().splitlines()[-1] for seed in range(3)]
+        errors[name] = np.array([100 * (1 - json.loads(line)["test_accuracy"]) for line in lines])
+        summary = report["arms"][name]["summary"]
+        assert summary["error"] == pytest.approx(errors[name].mean())
+        assert summary["standard_error"] == pytest.approx(stats.sem(errors[name]))
+    for name in ("local", "paper"):
+        summary = report["arms"][name]["summary"]
+        difference = errors[name] - errors["uniform"]
+        assert summary["difference"] == pytest.approx(difference.mean())
+        expected = stats.ttest_1samp(difference, 0).pvalue if difference.any() else 1.0
+        assert summary["paired_p"] == pytest.approx(expected)
+    assert "| local |" in tables.section("locality_cifar10", folder)
