@@ -48,7 +48,7 @@ class Effort:
     """How long to measure: rounds go on until both minima are reached."""
 
     min_rounds: int = 20
-    min_seconds: float = 12.0
+    min_seconds: float = 16.0
     warmup: int = 3
 
 
@@ -70,8 +70,9 @@ def compare(
 ) -> dict[str, Timing]:
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
-    Each round calls every candidate once, in an order drawn anew, so that none always finds the caches as the same
-    other one has left them; ``before`` is given the candidate's name, untimed, ahead of every call.
+    Each round calls every candidate once. What a candidate finds in the caches depends on the one before it, by several
+    percent: the orders of the rounds let each follow each other one equally often (see :func:`balanced_orders`).
+    ``before`` is given the candidate's name, untimed, ahead of every call.
 
     Raises:
         ValueError: there is no candidate.
@@ -85,19 +86,38 @@ def compare(
         raise ValueError("candidates: expected at least one, got none")
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    order = random.Random(0)
+    orders = _rounds(names)
     for _ in range(effort.warmup):
         for name in names:
             candidates[name]()
     with _no_garbage_collection(), _progress(label) as show:
         rounds, start = 0, time.perf_counter()
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
-            for name in order.sample(names, len(names)):
+            for name in next(orders):
                 seconds[name].append(_time_once(name, candidates[name], before))
             rounds += 1
             elapsed = time.perf_counter() - start
             show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
     return {name: summarise(values) for name, values in seconds.items()}
+
+
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders of ``count`` things in which each stands right before each other one equally often: Williams' design.
+
+    >>> balanced_orders(4)
+    [[0, 1, 3, 2], [1, 2, 0, 3], [2, 3, 1, 0], [3, 0, 2, 1]]
+    """
+    first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    orders = [[(shift + step) % count for step in first] for shift in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
+
+
+def _rounds(names: list[str]) -> Iterator[list[str]]:
+    """The balanced orders again and again, each time in another sequence."""
+    orders, sequence = balanced_orders(len(names)), random.Random(0)
+    while True:
+        for order in sequence.sample(orders, len(orders)):
+            yield [names[place] for place in order]
 
 
 def _time_once(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:

@@ -93,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stat", choices=("signed", "abs", "rms"), default="signed", help="of the estimate")
     parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
     arguments = parser.parse_args(argv)
+    if arguments.seeds < 2:
+        parser.error(f"--seeds: expected at least 2, for a standard error; got {arguments.seeds}")
     report = study(arguments)
     out = arguments.out or harness.RESULTS / f"locality_cifar10-{arguments.stat}.json"
     harness.write_json(out, report)

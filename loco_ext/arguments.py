@@ -41,9 +41,15 @@ def device(text: str) -> str:
     import torch
 
     try:
-        torch.zeros(1, device=text).item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # what torch raises differs from device to device
-        raise argparse.ArgumentTypeError(f"expected a device that torch can use here, got {text!r}") from error
+        found = torch.device(text)
+        if found.type == "cuda":  # asked of the driver, so that no memory is taken on a device that others may use
+            usable = (found.index or 0) < torch.cuda.device_count()
+        else:
+            usable = torch.zeros(1, device=found).item() == 0
+    except (RuntimeError, AssertionError, ImportError):  # what torch raises differs from device to device
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"expected a device that torch can use here, got {text!r}")
     return text
 
 
@@ -60,14 +66,16 @@ def locality(text: str) -> tuple[float, ...] | dict[str, tuple[float, ...]] | No
 def _locality_file(path: Path) -> dict[str, tuple[float, ...]]:
     try:
         layers = json.loads(path.read_text())["locality"]
+        if not all(isinstance(factors, list) for factors in layers.values()):
+            raise TypeError
         return {str(name): tuple(float(factor) for factor in factors) for name, factors in layers.items()}
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise argparse.ArgumentTypeError(
             f"expected none, GAMMA,ETA or a file that analyze has written, got {str(path)!r}"
         ) from error
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{path}: expected JSON with an entry 'locality', as analyze writes"
         ) from error

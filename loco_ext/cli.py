@@ -1,7 +1,6 @@
 """The command line, ``loco-ext``. A user's error is one line on stderr and exit code 2."""
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loco_ext import arguments as values
+from loco_ext.output import json_text
 
 
 class UserError(Exception):
@@ -154,7 +154,10 @@ def _demo(arguments: argparse.Namespace) -> None:
 
     _make_writable(arguments.out)
     settings = demo.Settings(seed=arguments.seed, device=arguments.device, epochs=arguments.epochs)
-    networks = demo.run(settings, arguments.out)
+    try:
+        networks = demo.run(settings, arguments.out)
+    except OSError as error:
+        raise _not_writable(arguments.out, error) from error
     if arguments.json:
         print(demo.to_json(settings, networks))
     else:
@@ -178,13 +181,11 @@ def _train(arguments: argparse.Namespace) -> None:
     except (settings.SettingsError, data.DataError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise UserError(
-            f"--out: expected a folder that can be written to, got {str(arguments.out)!r}: {error}"
-        ) from error
+        raise _not_writable(arguments.out, error) from error
     if not joined.first:
         return
     if arguments.json:
-        print(json.dumps(vars(history[-1])))
+        print(json_text(vars(history[-1])))
     else:
         print(f"Test accuracy {history[-1].test_accuracy:.2%}. Metrics, checkpoint and weights are in {arguments.out}")
 
@@ -206,9 +207,12 @@ def _analyze(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     _make_writable(arguments.out)
-    command.save(analysis, arguments.out)
+    try:
+        command.save(analysis, arguments.out)
+    except OSError as error:
+        raise _not_writable(arguments.out, error) from error
     if arguments.json:
-        print(json.dumps(analysis.to_dict(), indent=2))
+        print(json_text(analysis.to_dict(), indent=2))
     else:
         command.show(analysis)
         print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {arguments.out}")
@@ -226,9 +230,11 @@ def _make_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(
-            f"--out: expected a folder that can be written to, got {str(folder)!r}: {error.strerror}"
-        ) from error
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--out: expected a folder that can be written to, got {str(folder)!r}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -129,10 +129,12 @@ class Malicious:
         ("code", "model.pt: cannot be read"),
         ([torch.ones(3)], "expected a state dict, found a list"),
         ({"a": 3}, "found no tensors"),
+        ({"0.weight": torch.ones(3, 3, 3, 3).to_sparse()}, "expected dense tensors with data, '0.weight' is not"),
+        ({"0.weight": torch.ones(3, 3, 3, 3, device="meta")}, "expected dense tensors with data, '0.weight' is not"),
         ({"0.weight": torch.ones(3, 3, 1, 1)}, "model.pt: "),
         ({"0.weight": torch.full((3, 3, 3, 3), float("nan"))}, "model.pt: "),
     ],
-    ids=["missing", "empty", "text", "cut", "code", "list", "no tensors", "no kernels", "nan"],
+    ids=["missing", "empty", "text", "cut", "code", "list", "no tensors", "sparse", "meta", "no kernels", "nan"],
 )
 def test_what_cannot_be_analyzed_is_one_line_and_exit_code_2(tmp_path, capsys, content, said):
     path = tmp_path / "model.pt"
@@ -149,6 +151,30 @@ def test_what_cannot_be_analyzed_is_one_line_and_exit_code_2(tmp_path, capsys, c
     assert captured.err.count("\n") == 1
     assert said in captured.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["analysis.json", "taps.png"])
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys, name):
+    path = write(tmp_path / "model.pt", make_model(), "torch")
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert main(["analyze", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert "--out: expected a folder that can be written to" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(tmp_path, capsys):
+    torch.save(
+        {f"{name}.weight": torch.randn(8, 8, 3, 3) for name in ("x[/y]z", "a$\\frac$b", "[bold]")}, tmp_path / "m.pt"
+    )
+    assert main(["analyze", str(tmp_path / "m.pt"), "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for name in ("x[/y]z", "a$\\frac$b", "[bold]"):
+        assert any(line.startswith(f"│ {name} ") for line in printed.splitlines())
+
+
+def test_wrappers_of_any_order_and_empty_entries_are_looked_through(tmp_path):
+    weight = torch.ones(2, 2, 3, 3)
+    torch.save({"model": {}, "state_dict": {"_orig_mod.module.0.weight": weight}}, tmp_path / "m.pt")
+    assert list(read_checkpoint(tmp_path / "m.pt")) == ["0.weight"]
 
 
 def test_a_damaged_safetensors_file_is_named(tmp_path):

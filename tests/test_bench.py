@@ -1,5 +1,6 @@
 """The benchmark's shapes, timing, report and tables. How fast anything is, is not tested here."""
 
+import collections
 import itertools
 import json
 import math
@@ -51,6 +52,15 @@ def test_compare_calls_every_candidate_once_a_round_in_changing_order() -> None:
     assert all(sorted(turn[1::2]) == ["a", "b", "c"] and turn[::2] == turn[1::2].upper() for turn in rounds)
     assert len(set(rounds)) > 1
     assert {timing.rounds for timing in timings.values()} == {20}
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_balanced_orders_let_each_follow_each_other_equally_often(count: int) -> None:
+    orders = harness.balanced_orders(count)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followers = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(followers) == set(itertools.permutations(range(count), 2))
+    assert len(set(followers.values())) <= 1
 
 
 def test_compare_goes_on_until_both_minima_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """``loco-ext train``: what the command line says, and that a user's error costs one line and leaves nothing behind."""
 
 import json
+import subprocess
+import sys
 
 import image_files
 import pytest
@@ -27,6 +29,10 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
         (["--lr", "nan"], "--lr: expected a number, at least 0"),
         (["--momentum", "x"], "--momentum: expected a number"),
         (["--milestones", "3,2"], "milestones: expected ascending epochs"),
+        (["--milestones", "3"], "milestones: expected none with the cosine schedule"),
+        (["--schedule", "steps", "--milestones", "1,1", "--factor", "1e200"], "factor: expected one that leaves"),
+        (["--locality", ""], "--locality: expected none, GAMMA,ETA or a file"),
+        (["--dataset", "cifar10", "--data", "x" * 300], "File name too long"),
         (["--milestones", "3;2"], "--milestones: expected an integer"),
         (["--locality", "1,2,3,4"], "locality: "),
         (["--locality", "1,-2"], "locality: "),
@@ -66,7 +72,21 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, capsys):
     assert "--out: expected a folder that can be written to" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"locality": 3}', '{"locality": {"0": "ab"}}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"locality": 3}',
+        '{"locality": {"0": "12"}}',
+        '{"locality": {"0": [1, "a"]}}',
+        '{"locality": {"0": [1, 1%s]}}' % ("0" * 400),
+        "[" * 100_000,
+        "\udcff",
+    ],
+    ids=lambda content: content[:30],
+)
 def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content):
     path = tmp_path / "locality.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
@@ -102,6 +122,35 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "augment": False,
         "seed": 4,
     }
+
+
+def test_what_is_not_a_number_is_null_in_json(tmp_path, capsys):
+    assert main([*GOOD, "--epochs", "2", "--lr", "1e300", "--out", str(tmp_path / "run"), "--json"]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1], parse_constant=pytest.fail)["train_loss"] is None
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["train_loss"] is None
+
+
+@pytest.mark.parametrize("size", [1, 300])
+def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(tmp_path, size):
+    """The limit on the size of files stops the first one, or the checkpoint."""
+    line = " ".join([sys.executable, "-m", "loco_ext.cli", *GOOD, "--out", str(tmp_path / "run")])
+    done = subprocess.run(["bash", "-c", f"ulimit -f {size}; exec {line}"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--out: expected a folder that can be written to" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"settings.json"}
+
+
+@pytest.mark.parametrize(
+    "environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "a", "RANK": "0"}], ids=str
+)
+def test_an_environment_that_torchrun_does_not_make_is_named(tmp_path, capsys, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([*GOOD, "--out", str(tmp_path / "run")]) == 2
+    assert "processes: expected the environment that torchrun makes" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_json_is_the_last_epoch(tmp_path, capsys):

@@ -37,14 +37,20 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     ['0.weight']
     """
     state = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    weights: Mapping[str, Any] = next((state[key] for key in _WEIGHTS if isinstance(state.get(key), Mapping)), state)
-    tensors = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+    nested = [state[key] for key in _WEIGHTS if isinstance(state.get(key), Mapping)]
+    tensors = next((found for found in map(_tensors, [*nested, state]) if found), {})
     if not tensors:
         raise CheckpointError(f"{path}: expected a state dict, found no tensors by name")
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{path}: expected dense tensors with data, {name!r} is not")
+    while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in tensors)), None):
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:

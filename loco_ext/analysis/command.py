@@ -1,6 +1,5 @@
 """``loco-ext analyze``: statistics of each checkpoint, factors over all of them, and the files that hold both."""
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from loco_ext.analysis import report
 from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.analysis.kernels import kernels
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
-from loco_ext.atomic import replacing
+from loco_ext.output import json_text, replacing
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def save(analysis: Analysis, out: Path) -> None:
     with replacing(out / "taps.png") as temporary:
         report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
     with replacing(out / "analysis.json") as temporary:
-        temporary.write_text(json.dumps(analysis.to_dict(), indent=2) + "\n")
+        temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
@@ -106,4 +105,4 @@ def show(analysis: Analysis) -> None:
         report.locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre")
     )
     for note in analysis.notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -38,13 +39,13 @@ def statistics_tables(named: dict[str, LocalityStatistics]) -> list[Table]:
         for pair in NEAR:
             near.add_column(f"{part}\n{_text(pair)}", justify="right", no_wrap=True)
     for name in named:
-        near.add_row(name, *(rows.get((name, pair), {}).get(part, "") for part in PARTS for pair in NEAR))
+        near.add_row(escape(name), *(rows.get((name, pair), {}).get(part, "") for part in PARTS for pair in NEAR))
     far = Table(title=f"{title}: larger kernels")
     for heading in ("network", "distances", *PARTS.values()):
         far.add_column(heading)
     for (name, pair), cells in rows.items():
         if pair not in NEAR:
-            far.add_row(name, _text(pair), *(cells.get(part, "") for part in PARTS))
+            far.add_row(escape(name), _text(pair), *(cells.get(part, "") for part in PARTS))
     return [near, far] if far.rows else [near]
 
 
@@ -58,7 +59,7 @@ def locality_table(locality: dict[str, tuple[float, ...]], title: str) -> Table:
     table.add_column("layer")
     table.add_column("factors", justify="right")
     for name, factors in locality.items():
-        table.add_row(name, ", ".join(f"{factor:.3f}" for factor in factors))
+        table.add_row(escape(name), ", ".join(f"{factor:.3f}" for factor in factors))
     return table
 
 
@@ -69,9 +70,12 @@ def tap_figure(kernels: dict[str, Tensor]) -> Figure:
     """
     columns = min(len(kernels), _COLUMNS)
     rows = math.ceil(len(kernels) / columns)
-    figure = Figure(figsize=(2.1 * columns, 2.3 * rows + 0.4), layout="constrained")
+    height = 2.3 * rows + 0.6
+    figure = Figure(figsize=(2.1 * columns, height))
     figure.suptitle("Mean |weight| by tap")
-    places = figure.subplots(rows, columns, squeeze=False).flat
+    # Fixed margins: a layout that is solved for takes minutes with a thousand layers.
+    grid = {"left": 0.02, "right": 0.98, "bottom": 0.1 / height, "top": 1 - 0.6 / height, "hspace": 0.2, "wspace": 0.1}
+    places = figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat
     for axes in places:
         axes.set_axis_off()
     for axes, (name, weight) in zip(figure.axes, kernels.items(), strict=False):
@@ -84,7 +88,7 @@ def _draw_taps(axes: Axes, name: str, taps: Tensor) -> None:
         taps = taps.transpose(0, 1).flatten(1)  # [height, depth * width]
     picture = taps.reshape(-1, taps.shape[-1])
     axes.imshow(picture.numpy(), vmin=0, vmax=picture.max().item() or 1, cmap="Blues")
-    axes.set_title(name, fontsize="small")
+    axes.set_title(name, fontsize="small", parse_math=False)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

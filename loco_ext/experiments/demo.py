@@ -6,7 +6,6 @@ section 6), of the same mean.
 """
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,11 +16,11 @@ import torch
 from torch import nn
 
 from loco_ext import optim
-from loco_ext.atomic import replacing
 from loco_ext.experiments import data, report, settings
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.run import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
+from loco_ext.output import json_text, replacing
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def to_json(settings: Settings, networks: list[report.Network]) -> str:
         "versions": versions(),
         "networks": [asdict(network) for network in networks],
     }
-    return json.dumps(record, indent=2)
+    return json_text(record, indent=2)
 
 
 class _Training(NamedTuple):

@@ -5,6 +5,7 @@ Fashion-MNIST: idx files, a header of big-endian integers in front of the bytes,
 """
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 
@@ -75,19 +76,28 @@ def fashion_mnist(folder: Path) -> tuple[Samples, Samples]:
 
 
 def _find_folder(folder: Path, inner: str, *names: str) -> Path:
-    for place in (folder, folder / inner):
-        if any((place / name).is_file() for name in names):
-            return place
+    try:
+        for place in (folder, folder / inner):
+            if any((place / name).is_file() for name in names):
+                return place
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from error
     raise DataError(f"{folder}: expected {names[0]} here or in {inner}, found neither")
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, size: int, what: str) -> bytes:
+    """The ``size`` bytes that the file should hold; it is not read any further than shows that it holds more."""
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(size + 1)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read, it may be cut short or corrupted: {error}") from error
+    if len(content) != size:
+        found = f"found {len(content)}" if len(content) < size else "found more"
+        raise DataError(f"{path}: expected {size} bytes ({what}), {found}")
+    return content
 
 
 def _check_labels(path: Path, labels: np.ndarray, classes: int) -> Tensor:
@@ -98,10 +108,7 @@ def _check_labels(path: Path, labels: np.ndarray, classes: int) -> Tensor:
 
 def _cifar(path: Path, count: int, label_bytes: int, classes: int) -> Samples:
     """One file of ``count`` records; the last of the label bytes is the label."""
-    content = _read(path)
-    expected = count * (label_bytes + _PIXELS)
-    if len(content) != expected:
-        raise DataError(f"{path}: expected {expected} bytes ({count} records), found {len(content)}")
+    content = _read(path, count * (label_bytes + _PIXELS), f"{count} records")
     records = np.frombuffer(content, np.uint8).reshape(count, -1)
     images = records[:, label_bytes:].reshape(count, 3, 32, 32).copy()
     return Samples(torch.from_numpy(images), _check_labels(path, records[:, label_bytes - 1], classes))
@@ -119,11 +126,8 @@ def _idx(folder: Path, name: str, shape: tuple[int, ...]) -> tuple[Path, np.ndar
     path = folder / name
     if not path.is_file() and (zipped := folder / f"{name}.gz").is_file():
         path = zipped
-    content = _read(path)
     header = np.array([_IDX_BYTES << 8 | len(shape), *shape], ">i4").tobytes()
+    content = _read(path, len(header) + math.prod(shape), f"an idx file of shape {shape}")
     if not content.startswith(header):
         raise DataError(f"{path}: expected an idx file of unsigned bytes, shape {shape}; its header says otherwise")
-    values = np.frombuffer(content, np.uint8, offset=len(header))
-    if values.size != np.prod(shape):
-        raise DataError(f"{path}: expected {np.prod(shape)} bytes after the header, found {values.size}")
-    return path, values.reshape(shape).copy()
+    return path, np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape).copy()

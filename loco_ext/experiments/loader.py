@@ -1,8 +1,8 @@
 """Batches of a data set that lies in memory, cropped and flipped at random, normalised, on the device that trains.
 
-Everything random is drawn on the CPU from (seed, epoch) alone, so a resumed run, another device and any number of
-processes see the same images in the same order. Crops are read through a view of all windows of the padded images and
-of their mirror images: one gather per batch, on the device.
+Everything random is drawn on the CPU from (seed, epoch) alone, so a resumed run and another device see the same images
+in the same order, and several processes share the batches that one would have. Crops are read through a view of all
+windows of the padded images and of their mirror images: one gather per batch, on the device.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from loco_ext.experiments.samples import Samples
 
@@ -79,14 +78,15 @@ class Loader:
         rank: int = 0,
         processes: int = 1,
     ) -> None:
-        self.images = samples.images.to(device).contiguous(memory_format=torch.channels_last)
+        images = samples.images.to(device)
+        self.images = _windows(images) if augmented else images.contiguous(memory_format=torch.channels_last)
+        self.augmented = augmented
         self.labels = samples.labels.to(device)
         self.normalization = normalization.to(device)
         self.device = device
         self.batch_size = batch_size
         self.seed = seed
         self.rank, self.processes = rank, processes
-        self.windows = _windows(self.images) if augmented else None
 
     def __len__(self) -> int:
         """Batches per epoch. A last batch with fewer than two samples per process is left out: batch normalisation
@@ -107,15 +107,14 @@ class Loader:
         for step in range(len(self)):
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
             own = batch[self.rank :: self.processes]
-            images = self.images[own] if self.windows is None else self._crop(own, places[:, own], flips[own])
+            images = self._crop(own, places[:, own], flips[own]) if self.augmented else self.images[own]
             share = len(own) * self.processes / len(batch)
             yield self.normalization(images), self.labels[own], share
 
     def _crop(self, own: Tensor, places: Tensor, flips: Tensor) -> Tensor:
-        assert self.windows is not None
         y, x = places
         # A crop that is then flipped is a crop of the mirror image, as far from its other side.
-        return self.windows[own + flips * len(self.labels), y, torch.where(flips, 2 * PADDING - x, x)]
+        return self.images[own + flips * len(self.labels), y, torch.where(flips, 2 * PADDING - x, x)]
 
 
 def _windows(images: Tensor) -> Tensor:
@@ -123,7 +122,9 @@ def _windows(images: Tensor) -> Tensor:
 
     The second half is that of the mirror images. Memory is channels_last, so that crops come out in it.
     """
-    height, width = images.shape[2:]
-    padded = pad(images, [PADDING] * 4)
-    both = torch.cat([padded, padded.flip(3)]).permute(0, 2, 3, 1).contiguous()
-    return both.unfold(1, height, 1).unfold(2, width, 1)
+    count, channels, height, width = images.shape
+    padded = images.new_zeros(2 * count, height + 2 * PADDING, width + 2 * PADDING, channels)
+    inside = slice(PADDING, PADDING + height), slice(PADDING, PADDING + width)
+    padded[:count, *inside] = images.permute(0, 2, 3, 1)
+    padded[count:] = padded[:count].flip(2)
+    return padded.unfold(1, height, 1).unfold(2, width, 1)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from loco_ext.experiments.settings import SettingsError
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -48,19 +50,31 @@ def joined(device: str) -> Iterator[Processes]:
     """Joins the processes of this run, over NCCL on CUDA devices and Gloo on all others.
 
     Args:
-        device: "cuda" means the device of this process's local rank.
+        device: "cuda" means the device of this process's local rank, as does any index in several processes.
+
+    Raises:
+        SettingsError: the environment is not as torchrun leaves it, or has more processes than CUDA devices.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         yield Processes(torch.device(device))
         return
-    own = torch.device(device)
-    if own.type == "cuda":
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    own = _join(torch.device(device))
     try:
-        yield Processes(own, dist.get_rank(), count)
+        yield Processes(own, dist.get_rank(), dist.get_world_size())
         dist.barrier()  # torchrun takes all processes down with the first that fails: none leaves while another writes
     finally:
         dist.destroy_process_group()
+
+
+def _join(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        rank = os.environ.get("LOCAL_RANK", "0")
+        if not rank.isdecimal() or int(rank) >= torch.cuda.device_count():
+            raise SettingsError(f"processes: expected a CUDA device for each, got local rank {rank}")
+        device = torch.device("cuda", int(rank))
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except ValueError as error:
+        raise SettingsError(f"processes: expected the environment that torchrun makes: {error}") from error
+    return device

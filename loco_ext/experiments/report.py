@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
 from loco_ext.analysis.report import statistics_tables
-from loco_ext.atomic import replacing
+from loco_ext.output import replacing
 
 CLASSES = ("centre", "edge", "corner")  # the distance classes of a 3x3 kernel, nearest first
 

@@ -1,27 +1,29 @@
 """One training run in a folder: settings, metrics after every epoch, a checkpoint to resume from, the final weights.
 
-    settings.json      the settings and versions
-    metrics.jsonl      one line per epoch
+    settings.json      the settings, what the run runs on, and versions
+    metrics.jsonl      one line per epoch; what is not finite is null
     checkpoint.pt      weights, optimizer and metrics after the last epoch: torch.load(..., weights_only=True)
     model.safetensors  the weights, when all epochs are done
 
-Every file is replaced in one move. A run killed at any moment goes on from its last whole epoch to the same numbers.
+Every file is replaced in one move. A run killed at any moment goes on from its last whole epoch to the same numbers,
+given the same number of processes and, on a CPU, of threads. On CUDA that holds as far as its algorithms are
+deterministic; those of cuDNN are chosen so.
 """
 
-import json
+import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from loco_ext.atomic import replacing
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, differences
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
+from loco_ext.output import json_text, remove_leftovers, replacing
 from loco_ext.version import __version__
 
 CHECKPOINT = "checkpoint.pt"
@@ -46,23 +48,25 @@ def run(settings: Settings, data: Dataset, out: Path, processes: Processes, *, r
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     model = make_model(settings, data).to(processes.device)
     optimizer = make_optimizer(settings, model)
-    history = _restore(path, settings, model, optimizer) if path.exists() else []
+    history = _restore(path, settings, processes, model, optimizer) if path.exists() else []
     if processes.first:
         out.mkdir(parents=True, exist_ok=True)
-        _write_json(out / "settings.json", {"settings": asdict(settings), "versions": versions()})
+        remove_leftovers(out)
+        if not history:
+            record = {"settings": asdict(settings), "processes": _describe(processes), "versions": versions()}
+            _write(out / "settings.json", (json_text(record, indent=2) + "\n").encode())
 
     def save(epoch: Epoch) -> None:
         history.append(epoch)
         if processes.first:
-            _save(out, settings, model, optimizer, history)
+            _save(out, settings, processes, model, optimizer, history)
 
     label = f"{settings.model} on {settings.data}"
     train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
     if processes.first:
         _write_metrics(out, history)
         weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-        with replacing(out / "model.safetensors") as temporary:
-            save_file(weights, temporary)
+        _write(out / "model.safetensors", safetensors.torch.save(weights))
     return history
 
 
@@ -71,39 +75,59 @@ def versions() -> dict[str, str]:
     return {"loco_ext": __version__, "torch": torch.__version__}
 
 
+def _describe(processes: Processes) -> dict[str, Any]:
+    """What the order of sums, and with it the last bits, depends on."""
+    return {"count": processes.count, "device": processes.device.type}
+
+
 def _save(
-    out: Path, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, history: list[Epoch]
+    out: Path,
+    settings: Settings,
+    processes: Processes,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    history: list[Epoch],
 ) -> None:
+    content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
     state = {
         "settings": asdict(settings),
+        "processes": _describe(processes),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "history": [asdict(epoch) for epoch in history],
     }
-    with replacing(out / CHECKPOINT) as temporary:
-        torch.save(state, temporary)
+    torch.save(state, content)
+    _write(out / CHECKPOINT, content.getbuffer())
     _write_metrics(out, history)
 
 
-def _restore(path: Path, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Epoch]:
+def _restore(
+    path: Path, settings: Settings, processes: Processes, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[Epoch]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        recorded = state["settings"]
+        different = differences(settings, dict(state["settings"]))
+        ran_on = state["processes"]
         history = [Epoch(**epoch) for epoch in state["history"]]
-    except Exception as error:  # a damaged file makes the unpickler fail in any way
-        raise SettingsError(f"{path}: not a checkpoint of a run ({type(error).__name__})") from error
-    if different := differences(settings, recorded):
+        if not different:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+    except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
+        raise SettingsError(f"{path}: not a checkpoint of such a run ({type(error).__name__})") from error
+    if different:
         raise SettingsError(f"{path}: of a run that differs in {', '.join(different)}; resume it with its own settings")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    if ran_on != _describe(processes):
+        raise SettingsError(f"{path}: of a run on {ran_on}, resumed on {_describe(processes)}: expected the same")
+    if not history or [epoch.epoch for epoch in history] != list(range(1, len(history) + 1)):
+        raise SettingsError(f"{path}: not a checkpoint of such a run (its epochs are not 1, 2, ...)")
     return history
 
 
 def _write_metrics(out: Path, history: list[Epoch]) -> None:
-    with replacing(out / "metrics.jsonl") as temporary:
-        temporary.write_text("".join(json.dumps(asdict(epoch)) + "\n" for epoch in history))
+    lines = "".join(json_text(asdict(epoch)) + "\n" for epoch in history)
+    _write(out / "metrics.jsonl", lines.encode())
 
 
-def _write_json(path: Path, record: object) -> None:
+def _write(path: Path, content: bytes | memoryview) -> None:
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.write_bytes(content)

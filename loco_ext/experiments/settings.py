@@ -71,6 +71,14 @@ class Settings:
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
         if any(milestone < 1 for milestone in self.milestones) or list(self.milestones) != sorted(self.milestones):
             raise SettingsError(f"milestones: expected ascending epochs from 1 on, got {self.milestones}")
+        if self.milestones and self.schedule == "cosine":
+            raise SettingsError(f"milestones: expected none with the cosine schedule, got {self.milestones}")
+        try:
+            rates = [self.learning_rate_of(epoch) for epoch in (0, *self.milestones)]
+        except OverflowError:
+            rates = [math.inf]
+        if not all(map(math.isfinite, rates)):
+            raise SettingsError(f"factor: expected one that leaves the learning rate finite, got {self.factor}")
 
     def learning_rate_of(self, epoch: int) -> float:
         """The learning rate of an epoch, counted from 0."""

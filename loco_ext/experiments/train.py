@@ -41,7 +41,7 @@ def make_model(settings: Settings, data: Dataset) -> nn.Module:
     The caller's random state is left alone.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.default_generator.manual_seed(settings.seed)
         model = MODELS[settings.model].make(data.channels, data.classes, data.size)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -95,12 +95,14 @@ def train(
         processes=processes.count,
     )
     test = data.test.to(processes.device)
-    called = processes.wrap(model)
     steps = (settings.epochs - start) * len(loader)
-    with tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
+    deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
+    with deterministic, tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
         for epoch in range(start, settings.epochs):
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_of(epoch)
+            # Wrapped anew: after its first step DDP sums in another order, which a resumed run would not start with.
+            called = processes.wrap(model)
             begin = time.perf_counter()
             sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress)).tolist()
             seconds = time.perf_counter() - begin

@@ -1,0 +1,47 @@
+"""Files that are never half written, and JSON without NaN."""
+
+import json
+import os
+
+import pytest
+
+from loco_ext.output import json_text, remove_leftovers, replacing
+
+
+def test_a_file_is_replaced_when_all_is_written_and_not_before(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_leftovers_of_killed_processes_are_removed_and_other_files_are_not(tmp_path):
+    for name in (".checkpoint.pt.123.part", "notes.part", ".hidden"):
+        (tmp_path / name).write_text("")
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".hidden", "notes.part"]
+
+
+def test_what_is_not_finite_is_null_at_any_depth():
+    record = {"a": [1.5, float("nan"), {"b": (float("inf"), -float("inf"), 3)}], "c": None, "d": "NaN", "e": True}
+    expected = {"a": [1.5, None, {"b": [None, None, 3]}], "c": None, "d": "NaN", "e": True}
+    assert json.loads(json_text(record), parse_constant=pytest.fail) == expected
+    assert json_text(record, indent=1).count("\n") > 5
