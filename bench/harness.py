@@ -34,7 +34,12 @@ STREAM_ARRAYS = {"copy": 2, "triad": 3, "update": 3}
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call over all rounds."""
+    """Seconds per call over all rounds.
+
+    ``median`` is the mean, over the candidates that ran before, of the median of the calls that followed them: the
+    calls' times gather around as many values as there are states in which the caches are found, and the median of all
+    calls would jump between two of them.
+    """
 
     median: float
     p20: float
@@ -70,9 +75,9 @@ def compare(
 ) -> dict[str, Timing]:
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
-    Each round calls every candidate once. What a candidate finds in the caches depends on the one before it, by several
-    percent: the orders of the rounds let each follow each other one equally often (see :func:`balanced_orders`).
-    ``before`` is given the candidate's name, untimed, ahead of every call.
+    Each round calls every candidate once, in an order drawn anew. What a candidate finds in the caches depends on those
+    before it, by several percent; its figures therefore average over what ran before (see :class:`Timing`). ``before``
+    is given the candidate's name, untimed, ahead of every call.
 
     Raises:
         ValueError: there is no candidate.
@@ -85,39 +90,22 @@ def compare(
     if not candidates:
         raise ValueError("candidates: expected at least one, got none")
     names = list(candidates)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    orders = _rounds(names)
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    order = random.Random(label)
     for _ in range(effort.warmup):
         for name in names:
             candidates[name]()
     with _no_garbage_collection(), _progress(label) as show:
-        rounds, start = 0, time.perf_counter()
+        rounds, start, previous = 0, time.perf_counter(), names[-1]
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
-            for name in next(orders):
-                seconds[name].append(_time_once(name, candidates[name], before))
+            for name in order.sample(names, len(names)):
+                taken = _time_once(name, candidates[name], before)
+                seconds[name].setdefault(previous, []).append(taken)
+                previous = name
             rounds += 1
             elapsed = time.perf_counter() - start
             show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
     return {name: summarise(values) for name, values in seconds.items()}
-
-
-def balanced_orders(count: int) -> list[list[int]]:
-    """Orders of ``count`` things in which each stands right before each other one equally often: Williams' design.
-
-    >>> balanced_orders(4)
-    [[0, 1, 3, 2], [1, 2, 0, 3], [2, 3, 1, 0], [3, 0, 2, 1]]
-    """
-    first = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
-    orders = [[(shift + step) % count for step in first] for shift in range(count)]
-    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
-
-
-def _rounds(names: list[str]) -> Iterator[list[str]]:
-    """The balanced orders again and again, each time in another sequence."""
-    orders, sequence = balanced_orders(len(names)), random.Random(0)
-    while True:
-        for order in sequence.sample(orders, len(orders)):
-            yield [names[place] for place in order]
 
 
 def _time_once(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
@@ -140,10 +128,12 @@ def _progress(label: str) -> Iterator[Callable[[float], None]]:
         yield show
 
 
-def summarise(seconds: list[float]) -> Timing:
-    """Median, 20th and 80th percentile, minimum."""
-    p20, median, p80 = np.percentile(seconds, (20, 50, 80)).tolist()
-    return Timing(median=median, p20=p20, p80=p80, best=min(seconds), rounds=len(seconds))
+def summarise(seconds: Mapping[str, list[float]]) -> Timing:
+    """The figures of calls, given by what ran before them."""
+    together = [value for values in seconds.values() for value in values]
+    p20, p80 = np.percentile(together, (20, 80)).tolist()
+    median = float(np.mean([np.median(values) for values in seconds.values()]))
+    return Timing(median=median, p20=p20, p80=p80, best=min(together), rounds=len(together))
 
 
 def cache_flush(size: int = 1 << 28) -> Callable[[], object]:

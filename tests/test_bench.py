@@ -1,6 +1,5 @@
 """The benchmark's shapes, timing, report and tables. How fast anything is, is not tested here."""
 
-import collections
 import itertools
 import json
 import math
@@ -54,15 +53,6 @@ def test_compare_calls_every_candidate_once_a_round_in_changing_order() -> None:
     assert {timing.rounds for timing in timings.values()} == {20}
 
 
-@pytest.mark.parametrize("count", range(1, 12))
-def test_balanced_orders_let_each_follow_each_other_equally_often(count: int) -> None:
-    orders = harness.balanced_orders(count)
-    assert all(sorted(order) == list(range(count)) for order in orders)
-    followers = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
-    assert set(followers) == set(itertools.permutations(range(count), 2))
-    assert len(set(followers.values())) <= 1
-
-
 def test_compare_goes_on_until_both_minima_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock) / 1000)
@@ -78,8 +68,10 @@ def test_compare_wants_a_candidate() -> None:
 
 
 def test_summary_of_known_values() -> None:
-    summary = harness.summarise([float(value) for value in (5, 0, 4, 1, 3, 2)])
+    summary = harness.summarise({"a": [5.0, 0.0, 4.0, 1.0, 3.0], "b": [2.0]})
     assert summary == harness.Timing(median=2.5, p20=1.0, p80=4.0, best=0.0, rounds=6)
+    # Two states of the caches, met with any frequency: the median is between them.
+    assert harness.summarise({"a": [1.0] * 9, "b": [2.0] * 2}).median == 1.5
 
 
 def test_stream_kernels_compute_what_they_say() -> None:
@@ -150,7 +142,8 @@ def test_report_has_every_field(report_path: Path) -> None:
         names = bench_optim_step.LARGE_CANDIDATES if large else bench_optim_step.CANDIDATES
         assert set(record["candidates"]) == set(names)
         for timing in record["candidates"].values():
-            assert 0 < timing["best"] <= timing["p20"] <= timing["median"] <= timing["p80"]
+            assert 0 < timing["best"] <= timing["p20"] <= timing["p80"]
+            assert timing["best"] <= timing["median"]
         assert ("bandwidth" in record) == large
     rows = [(row["rule"], row["candidate"]) for row in report["peak_memory"]]
     assert rows == list(itertools.product(("sgd", "adamw"), bench_optim_step.LARGE_CANDIDATES))

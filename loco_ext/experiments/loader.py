@@ -43,14 +43,10 @@ class Normalization:
     def __call__(self, images: Tensor) -> Tensor:
         """Images of the samples' type, ``(N, C, H, W)``, as float32 in channels_last, which convolutions prefer."""
         pixels = images.permute(0, 2, 3, 1)
-        width = pixels.shape[2]
         # Row by row, so that the arithmetic runs along whole rows instead of three channels at a time.
-        rows = pixels.to(torch.float32, memory_format=torch.contiguous_format).flatten(2)
-        return (
-            torch.addcmul(self.shift.repeat(width), rows, self.scale.repeat(width))
-            .view(pixels.shape)
-            .permute(0, 3, 1, 2)
-        )
+        rows = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True).flatten(2)
+        scale, shift = (values.repeat(pixels.shape[2]) for values in (self.scale, self.shift))
+        return torch.addcmul(shift, rows, scale, out=rows).view(pixels.shape).permute(0, 3, 1, 2)
 
 
 class Loader:

@@ -133,18 +133,20 @@ def train_epoch(
         answers, and of samples.
     """
     model.train()
-    sums = torch.zeros(3, dtype=torch.float64, device=loader.device)
+    losses, correct, counts = [], [], []
     for images, labels, share in loader.epoch(epoch):
         optimizer.zero_grad()
         logits = model(images)
         loss = cross_entropy(logits, labels)
         (loss * share if share != 1 else loss).backward()
         optimizer.step()
-        with torch.no_grad():
-            correct = (logits.argmax(1) == labels).sum()
-            sums += torch.stack([loss.double() * len(labels), correct.double(), torch.full_like(sums[0], len(labels))])
+        losses.append(loss.detach())
+        correct.append((logits.detach().argmax(1) == labels).sum())
+        counts.append(len(labels))
         progress.update()
-    return sums
+    weights = torch.tensor(counts, dtype=torch.float64, device=loader.device)
+    total = torch.stack(losses).double() @ weights
+    return torch.stack([total, torch.stack(correct).sum().double(), weights.sum()])
 
 
 @torch.no_grad()
