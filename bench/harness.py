@@ -53,7 +53,7 @@ class Effort:
     """How long to measure: rounds go on until both minima are reached."""
 
     min_rounds: int = 20
-    min_seconds: float = 16.0
+    min_seconds: float = 10.0
     warmup: int = 3
 
 
