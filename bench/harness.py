@@ -52,7 +52,7 @@ class Timing:
 class Effort:
     """How long to measure: rounds go on until both minima are reached."""
 
-    min_rounds: int = 20
+    min_rounds: int = 60
     min_seconds: float = 10.0
     warmup: int = 3
 
