@@ -290,9 +290,9 @@ def test_the_result_and_the_map_of_localize():
 
 
 def test_large_values_are_placed_in_float64():
-    """2**24 + 1 is no float32: products of these integers are told apart in float64 only."""
-    map = torch.tensor([[4097.0, 4095.0, 0.0, 4096.0, 4096.0, 0.0]])
-    assert localize(map, 1, (1, 2)).tolist() == [[0, 3]]  # 4096**2 is 1 more than 4097 * 4095
+    """4097**2 is 1 more than 4096 * 4098, which is more than 2**24: as float32 numbers they are equal."""
+    map = torch.tensor([[4096.0, 4098.0, 0.0, 4097.0, 4097.0, 0.0]])
+    assert localize(map, 1, (1, 2)).tolist() == [[0, 3]]
 
 
 MAP = torch.ones(4, 5)

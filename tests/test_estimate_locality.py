@@ -237,8 +237,9 @@ def test_nothing_to_estimate_from(kind, shape):
     weight = torch.zeros(shape) if kind == "zero" else torch.rand(1, 1, *shape[2:]) + 1
     classes = len(taps_by_class(shape[2:]))
     for stat in STATS:
-        with pytest.warns(UserWarning, match=r"leaves 'a', 'b\.c' uniform"):
+        with pytest.warns(UserWarning, match=r"leaves 'a', 'b\.c' uniform") as record:
             result = estimate_locality({"a.weight": weight, "b.c.weight": weight}, stat=stat)
+        assert len(record) == 1
         assert result == dict.fromkeys(["a", "b.c"], (1.0,) * (classes if classes > 3 else 2))
 
 

@@ -19,7 +19,12 @@ MODULES = sorted(
 )
 # Where a user looks first; each has to have an example.
 SHOWN = {"loco_ext.geometry", "loco_ext.info", "loco_ext.optim.adam", "loco_ext.optim.groups", "loco_ext.optim.sgd"}
-SHOWN |= {"loco_ext.ops.backends", "loco_ext.ops.optim_step"}
+SHOWN |= {
+    "loco_ext.ops.backends",
+    "loco_ext.ops.optim_step",
+    "loco_ext.analysis.locality",
+    "loco_ext.analysis.cohesion",
+}
 
 
 def test_all_modules_are_found():
@@ -36,7 +41,7 @@ def test_examples_in_docstrings_run(name):
     assert result.attempted > 0 or name not in SHOWN
 
 
-@pytest.mark.parametrize("kind", ["optim", "ops", "geometry"])
+@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis"])
 def test_everything_public_has_an_example(kind):
     module = importlib.import_module(f"loco_ext.{kind}")
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])

@@ -274,10 +274,8 @@ def _factors(means: Tensor, c: float, eta_rule: str) -> list[float]:
 
 
 def _as_locality(factors: list[float]) -> tuple[float, ...]:
-    """``(gamma, eta)`` where that pair says all; the optimizers read two numbers as this pair."""
-    if len(factors) > 3:
-        return tuple(factors)
-    return factors[0], factors[2] if len(factors) == 3 else 1.0
+    """Of up to three classes ``(gamma, eta)``; eta is the last factor, which is 1 where there are two."""
+    return tuple(factors) if len(factors) > 3 else (factors[0], factors[-1])
 
 
 def _check_same_layers(shapes: list[dict[str, tuple[int, ...]]]) -> None:
