@@ -7,6 +7,7 @@ from pathlib import Path
 
 
 def integer(text: str, allowed: range) -> int:
+    """A decimal integer in ``allowed``."""
     if not text.isdecimal() or int(text) not in allowed:
         raise argparse.ArgumentTypeError(f"expected an integer from {allowed[0]} to {allowed[-1]}, got {text!r}")
     return int(text)
@@ -18,6 +19,7 @@ def count(text: str) -> int:
 
 
 def seed(text: str) -> int:
+    """What torch takes as a seed: 63 bits."""
     return integer(text, range(2**63))
 
 
@@ -38,6 +40,7 @@ def epochs(text: str) -> tuple[int, ...]:
 
 
 def device(text: str) -> str:
+    """A torch device that is there and works."""
     import torch
 
     try:
