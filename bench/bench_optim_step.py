@@ -5,11 +5,12 @@
     python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
 
 The candidates of a network and rule run interleaved, on the same parameters, gradients and states: where tensors happen
-to lie in memory moves times by several percent, and so moves all alike. How our steps gain from threads is measured
-apart, ours alone with one thread and with several in turn: threads of peers that wait for work, busily, would slow down
-a step that has none for them. Gradients are fixed random tensors. "map" is LOCO-REG's decay map (its section 6) applied
-by hand before torch's step, to every convolution of more than one tap: the fastest way we know in eager PyTorch. On the
-network "large", torch's copy, triad and in-place update of the same size run among the candidates.
+to lie in memory moves times by several percent, and so moves all alike; besides, all are built anew several times. How
+our steps gain from threads is measured apart, ours alone with one thread and with several in turn: threads of peers
+that wait for work, busily, would slow down a step that has none for them. Gradients are fixed random tensors. "map" is
+LOCO-REG's decay map (its section 6) applied by hand before torch's step, to every convolution of more than one tap: the
+fastest way we know in eager PyTorch. On the network "large", torch's copy, triad and in-place update of the same size
+run among the candidates.
 """
 
 import argparse
@@ -161,15 +162,18 @@ def measure(
     rule = RULES[rule_name]
     tensor_shapes = list(shapes.NETWORKS[network]())
     elements = sum(map(math.prod, tensor_shapes))
-    steps: dict[str, Step] = make_steps(network, rule)
-    streams = harness.stream_kernels(elements) if network == "large" else {}
+    large = network == "large"
     cleared = harness.cache_flush() if flush else None
     records: list[dict[str, Any]] = []
-    alone = measure_threads(steps, threads, effort, f"{network} {rule_name}", cleared)
+    alone = measure_threads(network, rule, threads, effort, f"{network} {rule_name}", cleared)
+
+    def build() -> dict[str, Step]:
+        return make_steps(network, rule) | (harness.stream_kernels(elements) if large else {})
+
     for count in threads:
         with harness.num_threads(count):
             label = f"{network} {rule_name}, threads {count}"
-            timings = harness.compare(steps | streams, effort, label, cleared and (lambda _: cleared()))
+            timings = harness.compare(build, effort, label, cleared and (lambda _: cleared()))
         medians = {name: timing.median for name, timing in timings.items()}
         record = {
             "network": network,
@@ -178,11 +182,11 @@ def measure(
             "tensors": len(tensor_shapes),
             "elements": elements,
             "load_average": os.getloadavg()[0],
-            "candidates": {name: asdict(timings[name]) for name in steps},
+            "candidates": {name: asdict(timings[name]) for name in timings if name in CANDIDATES},
             "alone": {name: asdict(timing) for name, timing in alone[count].items()},
             "ratios": ratios(medians) | scaling(alone[count], alone[threads[0]], f"{count} threads / {threads[0]}"),
         }
-        if streams:
+        if large:
             record["bandwidth"] = step_bandwidth(medians, rule.arrays, elements)
         records.append(record)
     return records
@@ -194,7 +198,8 @@ def ratios(medians: dict[str, float]) -> dict[str, float]:
 
 
 def measure_threads(
-    steps: dict[str, Step],
+    network: str,
+    rule: Rule,
     threads: Sequence[int],
     effort: harness.Effort,
     label: str,
@@ -211,9 +216,12 @@ def measure_threads(
             cleared()
         torch.set_num_threads(cases[case][1])
 
-    candidates = {case: steps[name] for case, (name, _) in cases.items()}
+    def build() -> dict[str, Step]:
+        steps = make_steps(network, rule)
+        return {case: steps[name] for case, (name, _) in cases.items()}
+
     with harness.num_threads(threads[0]):
-        timings = harness.compare(candidates, effort, f"{label}, threads in turn", before)
+        timings = harness.compare(build, effort, f"{label}, threads in turn", before)
     for case, (name, count) in cases.items():
         result[count][name] = timings[case]
     return result
@@ -246,7 +254,7 @@ def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures what the command line asks for."""
-    effort = harness.Effort(min_rounds=5, min_seconds=0.5) if arguments.quick else harness.Effort()
+    effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
     cases = [(network, rule) for network in arguments.networks for rule in arguments.rules]
     report: dict[str, Any] = {
         "benchmark": "optim_step",

@@ -11,7 +11,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,8 +37,8 @@ STREAM_ARRAYS = {"copy": 2, "triad": 3, "update": 3}
 class Timing:
     """Seconds per call over all rounds.
 
-    ``median`` is the mean, over the candidates that ran before, of the median of the calls that followed them: the
-    calls' times gather around as many values as there are states in which the caches are found, and the median of all
+    ``median`` is the mean of the medians of the groups of calls that shared memory and predecessor: times gather around
+    as many values as there are states in which the caches are found, and places where tensors lie; the median of all
     calls would jump between two of them.
     """
 
@@ -50,11 +51,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds go on until both minima are reached."""
+    """How long to measure: the candidates are built ``builds`` times, and each time rounds reach both minima."""
 
-    min_rounds: int = 60
-    min_seconds: float = 10.0
+    min_rounds: int = 40
+    min_seconds: float = 6.0
     warmup: int = 3
+    builds: int = 3
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def compare(
-    candidates: Mapping[str, Callable[[], object]],
+    build: Callable[[], Mapping[str, Callable[[], object]]],
     effort: Effort,
     label: str = "",
     before: Callable[[str], object] | None = None,
@@ -76,36 +78,56 @@ def compare(
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
     Each round calls every candidate once, in an order drawn anew. What a candidate finds in the caches depends on those
-    before it, by several percent; its figures therefore average over what ran before (see :class:`Timing`). ``before``
-    is given the candidate's name, untimed, ahead of every call.
+    before it, and its speed on where its tensors lie, both by several percent; its figures therefore average over what
+    ran before and over ``effort.builds`` calls of ``build``, which makes the candidates (see :class:`Timing`).
+    ``before`` is given the candidate's name, untimed, ahead of every call.
 
     Raises:
         ValueError: there is no candidate.
 
     Example:
-        >>> timings = compare({"sum": lambda: sum(range(99))}, Effort(min_rounds=5, min_seconds=0.0))
+        >>> timings = compare(lambda: {"sum": lambda: sum(range(99))}, Effort(min_rounds=5, min_seconds=0.0, builds=2))
         >>> timings["sum"].rounds
-        5
+        10
     """
-    if not candidates:
-        raise ValueError("candidates: expected at least one, got none")
-    names = list(candidates)
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    groups: dict[str, list[list[float]]] = defaultdict(list)
     order = random.Random(label)
-    for _ in range(effort.warmup):
-        for name in names:
-            candidates[name]()
-    with _no_garbage_collection(), _progress(label) as show:
+    with _progress(label) as show:
+        for index in range(effort.builds):
+
+            def show_build(fraction: float, index: int = index) -> None:
+                show((index + fraction) / effort.builds)
+
+            for name, found in _compare_build(build, effort, order, before, show_build).items():
+                groups[name] += found
+    return {name: summarise(values) for name, values in groups.items()}
+
+
+def _compare_build(
+    build: Callable[[], Mapping[str, Callable[[], object]]],
+    effort: Effort,
+    order: random.Random,
+    before: Callable[[str], object] | None,
+    show: Callable[[float], None],
+) -> dict[str, list[list[float]]]:
+    """One build's seconds, for each candidate in a list for each predecessor."""
+    with _no_garbage_collection():
+        candidates = build()
+        if not candidates:
+            raise ValueError("build: expected at least one candidate, got none")
+        names = list(candidates)
+        seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
+        for name in names * effort.warmup:
+            _time_once(name, candidates[name], before)
         rounds, start, previous = 0, time.perf_counter(), names[-1]
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
             for name in order.sample(names, len(names)):
-                taken = _time_once(name, candidates[name], before)
-                seconds[name].setdefault(previous, []).append(taken)
+                seconds[name][previous].append(_time_once(name, candidates[name], before))
                 previous = name
             rounds += 1
             elapsed = time.perf_counter() - start
             show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
-    return {name: summarise(values) for name, values in seconds.items()}
+    return {name: list(values.values()) for name, values in seconds.items()}
 
 
 def _time_once(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
@@ -128,11 +150,11 @@ def _progress(label: str) -> Iterator[Callable[[float], None]]:
         yield show
 
 
-def summarise(seconds: Mapping[str, list[float]]) -> Timing:
-    """The figures of calls, given by what ran before them."""
-    together = [value for values in seconds.values() for value in values]
+def summarise(groups: Sequence[list[float]]) -> Timing:
+    """The figures of calls that come in groups (see :class:`Timing`)."""
+    together = [value for values in groups for value in values]
     p20, p80 = np.percentile(together, (20, 80)).tolist()
-    median = float(np.mean([np.median(values) for values in seconds.values()]))
+    median = float(np.mean([np.median(values) for values in groups]))
     return Timing(median=median, p20=p20, p80=p80, best=min(together), rounds=len(together))
 
 
@@ -155,7 +177,7 @@ def bandwidth(threads: int, effort: Effort, elements: int = 1 << 26) -> dict[str
     """Bytes per second of the stream kernels with ``threads`` threads: of the median call and of the best."""
     result: dict[str, Any] = {"threads": threads}
     with num_threads(threads):
-        timings = compare(stream_kernels(elements), effort, f"bandwidth, threads {threads}")
+        timings = compare(lambda: stream_kernels(elements), effort, f"bandwidth, threads {threads}")
     for name, timing in timings.items():
         moved = STREAM_ARRAYS[name] * 4 * elements
         result[name] = {"median": moved / timing.median, "best": moved / timing.best}

@@ -3,8 +3,10 @@
 import itertools
 import json
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 import loco_ext
 from bench import bench_optim_step, harness, shapes, tables
 
-TINY = harness.Effort(min_rounds=4, min_seconds=0.0, warmup=1)
+TINY = harness.Effort(min_rounds=4, min_seconds=0.0, warmup=1, builds=2)
 
 
 @pytest.mark.parametrize(
@@ -38,40 +40,63 @@ def test_number_of_convolutions_that_have_a_map(network: str, count: int) -> Non
 
 def test_compare_calls_every_candidate_once_a_round_in_changing_order() -> None:
     calls: list[str] = []
-    candidates = {name: lambda name=name: calls.append(name) for name in "abc"}
+
+    def build() -> dict[str, Callable[[], object]]:
+        calls.append("|")
+        return {name: lambda name=name: calls.append(name) for name in "abc"}
+
     timings = harness.compare(
-        candidates,
-        harness.Effort(min_rounds=20, min_seconds=0.0, warmup=1),
+        build,
+        harness.Effort(min_rounds=20, min_seconds=0.0, warmup=1, builds=2),
         before=lambda name: calls.append(name.upper()),
     )
-    text = "".join(calls)
-    rounds = [text[i : i + 6] for i in range(3, len(text), 6)]
-    assert text.startswith("abc")
-    assert len(rounds) == 20
-    assert all(sorted(turn[1::2]) == ["a", "b", "c"] and turn[::2] == turn[1::2].upper() for turn in rounds)
-    assert len(set(rounds)) > 1
-    assert {timing.rounds for timing in timings.values()} == {20}
+    nothing, *builds = "".join(calls).split("|")
+    assert nothing == ""
+    assert len(builds) == 2
+    for text in builds:
+        warmup, *rounds = [text[i : i + 6] for i in range(0, len(text), 6)]
+        assert warmup == "AaBbCc"
+        assert len(rounds) == 20
+        assert all(sorted(turn[1::2]) == ["a", "b", "c"] and turn[::2] == turn[1::2].upper() for turn in rounds)
+        assert len(set(rounds)) > 1
+    assert {timing.rounds for timing in timings.values()} == {40}
 
 
 def test_compare_goes_on_until_both_minima_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock) / 1000)
-    enough_rounds = harness.compare({"a": int}, harness.Effort(min_rounds=30, min_seconds=0.0, warmup=0))["a"]
-    enough_time = harness.compare({"a": int}, harness.Effort(min_rounds=2, min_seconds=0.2, warmup=0))["a"]
-    assert enough_rounds.rounds == 30
-    assert 20 < enough_time.rounds < 200
+
+    def rounds(**minima: Any) -> int:
+        return harness.compare(lambda: {"a": int}, harness.Effort(**minima, warmup=0, builds=1))["a"].rounds
+
+    assert rounds(min_rounds=30, min_seconds=0.0) == 30
+    assert 20 < rounds(min_rounds=2, min_seconds=0.2) < 200
 
 
 def test_compare_wants_a_candidate() -> None:
-    with pytest.raises(ValueError, match="candidates"):
-        harness.compare({}, TINY)
+    with pytest.raises(ValueError, match="candidate"):
+        harness.compare(dict, TINY)
+
+
+def test_candidates_are_free_before_they_are_built_again() -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    found = []
+
+    def build() -> dict[str, Callable[[], object]]:
+        found.append(len(alive))
+        tensor = torch.zeros(3)
+        alive.add(tensor)
+        return {"a": tensor.zero_}
+
+    harness.compare(build, TINY)
+    assert found == [0, 0]
 
 
 def test_summary_of_known_values() -> None:
-    summary = harness.summarise({"a": [5.0, 0.0, 4.0, 1.0, 3.0], "b": [2.0]})
+    summary = harness.summarise([[5.0, 0.0, 4.0, 1.0, 3.0], [2.0]])
     assert summary == harness.Timing(median=2.5, p20=1.0, p80=4.0, best=0.0, rounds=6)
     # Two states of the caches, met with any frequency: the median is between them.
-    assert harness.summarise({"a": [1.0] * 9, "b": [2.0] * 2}).median == 1.5
+    assert harness.summarise([[1.0] * 9, [2.0] * 2]).median == 1.5
 
 
 def test_stream_kernels_compute_what_they_say() -> None:

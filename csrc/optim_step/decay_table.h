@@ -1,9 +1,8 @@
 // Decay coefficients laid out for the inner loops.
 //
 // Along a parameter's memory a decay map repeats: every 9 elements for a contiguous 3x3 kernel, every 9*C_in for a
-// channels_last one. A table holds one period, tiled to period + kTile elements, so that a block of up to kTile
-// elements finds its coefficients at table + begin % period, whatever its beginning. Periods beyond kLongestPeriod get
-// no table; their coefficients are filled in block by block.
+// channels_last one. A table holds as many whole periods as fit into kTable elements, a multiple of kVector periods
+// where it can, so that a loop over vectors comes to its end without a tail. Longer periods get no table.
 #pragma once
 
 #include <algorithm>
