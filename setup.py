@@ -1,4 +1,8 @@
-"""Builds the compiled library ``loco_ext._C``; everything else about the package is in pyproject.toml."""
+"""Builds ``loco_ext._C`` and, where it can, ``loco_ext._C_cuda``; everything else is in pyproject.toml.
+
+LOCO_CUDA=1 insists on the CUDA library and LOCO_CUDA=0 leaves it out; by default it is built where torch has CUDA and
+the CUDA toolkit is installed, whether or not there is a GPU. TORCH_CUDA_ARCH_LIST says for which GPUs.
+"""
 
 import os
 import platform
@@ -9,7 +13,7 @@ from setuptools import setup
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ImportError:
     sys.exit(
         "loco_ext: torch cannot be seen from this build. Install torch 2.11 or later first, then build in the same "
@@ -42,22 +46,71 @@ if platform.machine() in ("x86_64", "AMD64"):
     CXX_FLAGS.append("-mprefer-vector-width=256")
 
 
-def sources() -> list[str]:
-    """Every C++ file below csrc, relative to this one."""
-    root = Path(__file__).parent
-    return sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob("*.cpp"))
+# As C++, and no fast paths of low precision: the same bits as on the CPU.
+NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fvisibility=hidden"]
+ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+
+ROOT = Path(__file__).parent.resolve()
+# Sources of the CUDA library beside its .cu files; those without "cuda" in their name are in both libraries.
+CUDA_SOURCES = (
+    *("library_cuda.cpp", "module_cuda.cpp", "common/device.cpp", "common/overlap.cpp", "common/registry.cpp"),
+    *("optim_step/bind.cpp", "optim_step/bind_cuda.cpp", "optim_step/gather.cpp", "optim_step/gpu_table.cpp"),
+)
+
+
+def cpu_sources() -> list[str]:
+    """Every C++ file below csrc that is not for GPUs alone, relative to this one."""
+    gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "gpu" in name or "device" in name}
+    files = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
+    return sorted(f"csrc/{name}" for name in files - gpu_only)
+
+
+def cuda_sources() -> list[str]:
+    """CUDA_SOURCES and every .cu file below csrc."""
+    kernels = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu"))
+    return [f"csrc/{name}" for name in CUDA_SOURCES] + kernels
+
+
+def wants_cuda() -> bool:
+    """Whether to build the CUDA library; stops if it is asked for and cannot be."""
+    wish = os.environ.get("LOCO_CUDA", "")
+    if wish not in ("", "0", "1"):
+        sys.exit(f"loco_ext: LOCO_CUDA: expected 0 or 1, got {wish!r}")
+    if wish == "0":
+        return False
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(f"a CUDA build of torch (torch {torch.__version__} has none; see pytorch.org)")
+    if CUDA_HOME is None:
+        missing.append("the CUDA toolkit (set CUDA_HOME to its folder, or put nvcc on the PATH)")
+    if missing and wish == "1":
+        sys.exit(f"loco_ext: LOCO_CUDA=1 needs {' and '.join(missing)}")
+    return not missing
+
+
+def cuda_extension() -> CUDAExtension:
+    """The library for CUDA tensors."""
+    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+    return CUDAExtension(
+        "loco_ext._C_cuda",
+        sources=cuda_sources(),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("USE_CUDA", None), ("LOCO_CUDA_ARCHITECTURES", f'"{architectures}"')],
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+    )
 
 
 os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
 
-setup(
-    ext_modules=[
-        CppExtension(
-            "loco_ext._C",
-            sources=sources(),
-            include_dirs=[str(Path(__file__).parent.resolve() / "csrc")],
-            extra_compile_args={"cxx": CXX_FLAGS},
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
-)
+extensions = [
+    CppExtension(
+        "loco_ext._C",
+        sources=cpu_sources(),
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": CXX_FLAGS},
+    )
+]
+if wants_cuda():
+    extensions.append(cuda_extension())
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})

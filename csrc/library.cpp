@@ -1,33 +1,3 @@
-// The schemas of all operators.
-#include <torch/csrc/stable/library.h>
+#include "schemas.h"
 
-// Shared by the optim_step operators: `group_index` names each parameter's row of `hyper`, `map_index` its entry of
-// `maps` (-1: uniform decay). `grads` are written only where `grad_scale` is given; `seed` rounds stochastically.
-//
-// The number that optim_step_hold returns stands for the tensors given to it, which the held variants change in place;
-// _C.release frees them. For eager calls only: a compiler cannot see those tensors.
-STABLE_TORCH_LIBRARY(loco_ext, m) {
-  m.def(
-      "optim_step_sgd("
-      "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, int[] first, int[] group_index, "
-      "Tensor hyper, Tensor[] maps, int[] map_index, bool nesterov, bool maximize, bool l1, "
-      "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
-  m.def(
-      "optim_step_adam("
-      "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-      "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, int[] group_index, "
-      "Tensor hyper, Tensor[] maps, int[] map_index, bool amsgrad, bool maximize, bool decoupled, bool l1, "
-      "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
-  m.def(
-      "optim_step_hold("
-      "Tensor[] params, Tensor[] state0, Tensor[] state1, Tensor[] state2, Tensor[] steps, "
-      "int[] group_index, Tensor[] maps, int[] map_index, int[] ordinals) -> int");
-  m.def(
-      "optim_step_sgd_held("
-      "int hold, Tensor(a!)[] grads, Tensor hyper, bool nesterov, bool maximize, bool l1, "
-      "Tensor? grad_scale, Tensor? found_inf, int? seed, int rounding_step) -> ()");
-  m.def(
-      "optim_step_adam_held("
-      "int hold, Tensor(a!)[] grads, Tensor hyper, bool amsgrad, bool maximize, bool decoupled, bool l1, "
-      "Tensor? grad_scale, Tensor? found_inf, int? seed, int rounding_step) -> ()");
-}
+STABLE_TORCH_LIBRARY(loco_ext, m) { loco::define_operators(m); }

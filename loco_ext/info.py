@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,24 +18,20 @@ _PACKAGES = ("numpy", "triton")
 
 
 def collect() -> dict[str, Any]:
-    """Versions, the compiled library, CPU capability and the backend of each family of operators, as plain values.
+    """Versions, the compiled libraries, CPU capability and the backend of each family of operators, as plain values.
 
     Example:
         >>> from loco_ext import info
         >>> sorted(info.collect()["backends"]["optim_step"])
         ['cpu', 'cuda']
     """
-    library: dict[str, Any] = {"loaded": backends.library is not None}
-    if backends.library is not None:
-        library.update(backends.library.build_info())
-    else:
-        library["error"] = backends.library_error
     return {
         "loco_ext": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: _version(name) for name in _PACKAGES},
-        "library": library,
+        "library": _library(backends.library, backends.library_error),
+        "cuda_library": _library(backends.cuda_library, backends.cuda_library_error),
         "threads": torch.get_num_threads(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -42,6 +39,10 @@ def collect() -> dict[str, Any]:
             family: {device: _backend(family, device) for device in ("cpu", "cuda")} for family in backends.KERNELS
         },
     }
+
+
+def _library(module: ModuleType | None, error: str | None) -> dict[str, Any]:
+    return {"loaded": False, "error": error} if module is None else {"loaded": True, **module.build_info()}
 
 
 def _version(package: str) -> str | None:
@@ -53,7 +54,10 @@ def _version(package: str) -> str | None:
 
 def _backend(family: str, device_type: str) -> str:
     reason = backends.missing(family, "native", device_type)
-    return "native" if reason is None else f"reference ({reason})"
+    if reason is None:
+        return "native"
+    runs = "triton" if backends.missing(family, "triton", device_type) is None else "reference"
+    return f"{runs} ({reason})"
 
 
 def main(as_json: bool = False) -> None:

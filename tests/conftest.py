@@ -1,9 +1,11 @@
 """Fixtures for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from cuda_on_cpu import operators
 
 import loco_ext
 
@@ -18,8 +20,19 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(dtype)
 
 
-@pytest.fixture
-def native() -> Iterator[None]:
-    """Forces the compiled kernels, so that a missing library fails tests instead of running the reference."""
+@pytest.fixture(params=["cpu", pytest.param("cuda_on_cpu", marks=pytest.mark.cuda_on_cpu)])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forces the compiled kernels, so that a missing library fails tests instead of running the reference.
+
+    The CPU's; then the GPU's, compiled for the CPU.
+    """
+    if request.param == "cuda_on_cpu":
+        operators.use(monkeypatch, request.getfixturevalue("compiled"))
     with loco_ext.backend("native"):
         yield
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what the session compiles."""
+    return tmp_path_factory.mktemp("compiled")

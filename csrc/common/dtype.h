@@ -11,7 +11,7 @@ namespace loco {
 
 enum class DType : uint8_t { f64, f32, bf16, f16 };
 
-inline int64_t element_size(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+LOCO_HD int64_t element_size(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 
 LOCO_HD uint32_t to_bits(float value) {
   uint32_t bits;

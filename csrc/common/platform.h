@@ -9,6 +9,9 @@
 #define LOCO_HD inline
 #endif
 
+// For functions of kernels: values stay in registers only where everything is inlined.
+#define LOCO_DEVICE __device__ __forceinline__
+
 // For lambdas, which cannot carry LOCO_HD.
 #if defined(__GNUC__)
 #define LOCO_INLINE __attribute__((always_inline))

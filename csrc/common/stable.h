@@ -16,7 +16,7 @@ namespace loco {
 
 using torch::stable::Tensor;
 
-// A strided CPU tensor of one of the four element types; sizes and strides stay owned by the tensor.
+// A strided tensor of one of the four element types; sizes and strides stay owned by the tensor.
 struct View {
   void* data;
   int64_t ndim;
@@ -25,6 +25,30 @@ struct View {
   int64_t numel;
   DType dtype;
 };
+
+// Where tensors are expected. The CPU's index is -1.
+struct Place {
+  int32_t type, index;
+
+  static Place cpu() {
+    static const int32_t type = aoti_torch_device_type_cpu();
+    return {type, -1};
+  }
+};
+
+inline Place place_of(const Tensor& tensor) {
+  Place place;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
+  return place;
+}
+
+inline std::string place_text(const Place& place) {
+  const std::string type = place.type == Place::cpu().type               ? "cpu"
+                           : place.type == aoti_torch_device_type_cuda() ? "cuda"
+                                                                         : "another type";
+  return place.index < 0 ? type : type + ":" + std::to_string(place.index);
+}
 
 inline std::string shape_text(const int64_t* sizes, int64_t ndim) {
   std::string text = "(";
@@ -44,12 +68,12 @@ inline bool to_dtype(int32_t code, DType& dtype) {
 
 // list and index name the tensor in an error: "grads[3]". Layouts without strides or memory of their own (sparse,
 // mkldnn) are refused by torch when asked for them.
-inline View view_of(const Tensor& tensor, const char* list, size_t index) {
-  static const int32_t cpu = aoti_torch_device_type_cpu();
+inline View view_of(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
   const AtenTensorHandle handle = tensor.get();
-  int32_t device = 0, code = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
-  STD_TORCH_CHECK(device == cpu, list, "[", index, "]: expected a CPU tensor, got one of another device");
+  int32_t code = 0;
+  const Place place = place_of(tensor);
+  STD_TORCH_CHECK(place.type == expected.type && place.index == expected.index, list, "[", index,
+                  "]: expected a tensor on ", place_text(expected), ", got one on ", place_text(place));
   View view;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &code));
   STD_TORCH_CHECK(to_dtype(code, view.dtype), list, "[", index,
@@ -66,12 +90,18 @@ inline View view_of(const Tensor& tensor, const char* list, size_t index) {
   return view;
 }
 
-// The value of a one-element float32 or float64 tensor.
-inline double scalar_of(const Tensor& tensor, const char* name) {
-  const View view = view_of(tensor, name, 0);
-  STD_TORCH_CHECK(view.numel == 1, name, ": expected one element, got ", view.numel);
-  STD_TORCH_CHECK(view.dtype == DType::f32 || view.dtype == DType::f64, name, ": expected float32 or float64");
-  return view.dtype == DType::f64 ? *static_cast<const double*>(view.data) : *static_cast<const float*>(view.data);
+// A one-element float32 or float64 tensor.
+inline View scalar_view(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
+  const View view = view_of(tensor, list, index, expected);
+  STD_TORCH_CHECK(view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64), list, "[", index,
+                  "]: expected one float32 or float64 element");
+  return view;
+}
+
+// Of a scalar_view on the CPU.
+inline double value_of(const View& scalar) {
+  return scalar.dtype == DType::f64 ? *static_cast<const double*>(scalar.data)
+                                    : *static_cast<const float*>(scalar.data);
 }
 
 // torch's intra-op thread pool, as a plain function.

@@ -30,7 +30,7 @@ LOCO_HD void sgd_loop(const Block<T>& block, const SgdScalars<T>& s, int64_t beg
 #pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) {
     T b = momentum == Momentum::next ? buffer[i] : T(0);
-    sgd<decay, momentum, nesterov>(w[i], g[i], b, table ? c[i] : uniform, s);
+    sgd(w[i], g[i], b, table ? c[i] : uniform, SgdFlags{decay, momentum, nesterov}, s);
     if constexpr (momentum != Momentum::none) buffer[i] = b;
   }
 }
@@ -71,7 +71,7 @@ LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& s, int64_t b
 #pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) {
     T largest = amsgrad ? v_max[i] : T(0);
-    adam<decay, amsgrad>(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, s);
+    adam(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, AdamFlags{decay, amsgrad}, s);
     if constexpr (amsgrad) v_max[i] = largest;
   }
 }

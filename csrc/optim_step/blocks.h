@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "optim_step/math.h"
+#include "optim_step/rules.h"
 
 namespace loco::optim_step {
 
@@ -19,17 +19,6 @@ struct Block {
   int64_t period;  // the table's length
   int64_t phase;   // the first element's place in it
   T uniform;
-};
-
-struct SgdFlags {
-  Decay decay;
-  Momentum momentum;
-  bool nesterov;
-};
-
-struct AdamFlags {
-  Decay decay;
-  bool amsgrad;
 };
 
 void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars);

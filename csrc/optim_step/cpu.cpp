@@ -52,65 +52,12 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   return result;
 }
 
-struct Sgd {
-  using Call = SgdCall;
-  using Flags = SgdFlags;
-  using Scalars = SgdScalars<double>;
-  static constexpr int columns = kSgdColumns;
-
-  static Coefficients coefficients(const Call& call, const double* row) {
-    const Decay kind = call.l1 ? Decay::l1 : Decay::l2;
-    return {row[kSgdWeightDecay] == 0 ? Decay::none : kind, row[kSgdLr], row[kSgdWeightDecay]};
-  }
-  static Flags flags(const Call& call, const TensorStep& t, Decay decay) {
-    const Momentum momentum = !t.state[0].data ? Momentum::none : t.first ? Momentum::first : Momentum::next;
-    return {decay, momentum, call.nesterov};
-  }
-  static Scalars scalars(const Call&, const TensorStep&, const double* row) {
-    return {row[kSgdLr], row[kSgdMomentum], 1 - row[kSgdDampening]};
-  }
-  template <typename T>
-  static SgdScalars<T> as(const Scalars& s) {
-    return {static_cast<T>(s.lr), static_cast<T>(s.momentum), static_cast<T>(s.undamped)};
-  }
-};
-
-struct Adam {
-  using Call = AdamCall;
-  using Flags = AdamFlags;
-  using Scalars = AdamScalars<double>;
-  static constexpr int columns = kAdamColumns;
-
-  static Coefficients coefficients(const Call& call, const double* row) {
-    const Decay kind = call.decoupled ? Decay::decoupled : call.l1 ? Decay::l1 : Decay::l2;
-    return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, row[kAdamLr], row[kAdamWeightDecay]};
-  }
-  static Flags flags(const Call& call, const TensorStep&, Decay decay) { return {decay, call.amsgrad}; }
-  static Scalars scalars(const Call&, const TensorStep& t, const double* row) {
-    const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];
-    const double correction1 = 1 - std::pow(beta1, t.step), correction2 = 1 - std::pow(beta2, t.step);
-    return {1 - beta1,       beta2, 1 - beta2, row[kAdamEps], -(row[kAdamLr] / correction1), std::sqrt(correction2),
-            1 - beta1 >= 0.5};
-  }
-  template <typename T>
-  static AdamScalars<T> as(const Scalars& s) {
-    const T weight = static_cast<T>(s.lerp_weight);
-    return {s.lerp_from_end ? weight - 1 : weight,
-            static_cast<T>(s.beta2),
-            static_cast<T>(s.one_minus_beta2),
-            static_cast<T>(s.eps),
-            static_cast<T>(s.negative_step_size),
-            static_cast<T>(s.bias_correction2_sqrt),
-            s.lerp_from_end};
-  }
-};
-
 // What a tensor's blocks have in common.
 template <class Rule>
 struct Job {
   const TensorStep* tensor;
   typename Rule::Flags flags;
-  typename Rule::Scalars scalars;
+  typename Rule::template Scalars<double> scalars;
   Coefficients coefficients;
   double uniform;     // used if the map is null or constant
   const void* table;  // T*, or null
@@ -130,7 +77,7 @@ struct Workspace {
 template <class Rule>
 class Step {
  public:
-  explicit Step(const typename Rule::Call& call) : call_(call) {
+  explicit Step(const Call& call) : call_(call) {
     jobs_.reserve(call.count);
     for (int64_t i = 0; i < call.count; ++i) jobs_.push_back(make_job(call.tensors[i]));
   }
@@ -146,10 +93,12 @@ class Step {
  private:
   Job<Rule> make_job(const TensorStep& t) {
     const double* row = call_.hyper + t.group * Rule::columns;
-    const Coefficients c = Rule::coefficients(call_, row);
+    const double lr = call_.lrs ? call_.lrs[t.group] : row[0];
+    const Coefficients c = Rule::coefficients(call_.options, row, lr);
     const bool repeats = !jobs_.empty() && jobs_.back().tensor->group == t.group && jobs_.back().tensor->step == t.step;
-    const typename Rule::Scalars scalars = repeats ? jobs_.back().scalars : Rule::scalars(call_, t, row);
-    Job<Rule> job{&t, Rule::flags(call_, t, c.decay), scalars, c, c.at(1), nullptr, 0, false};
+    const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
+    const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
+    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false};
     if (t.map == nullptr || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
@@ -173,7 +122,7 @@ class Step {
   template <typename T>
   void run_blocks(const Job<Rule>& job, int64_t begin, int64_t end) const {
     const TensorStep& t = *job.tensor;
-    bool staged = job.fill || call_.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
+    bool staged = job.fill || call_.options.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
     for (const Operand& state : t.state) staged = staged || (state.data && !in_place<T>(state));
     if (!staged) return run_direct<T>(job, begin, end - begin);
     for (int64_t at = begin; at < end; at += kBlock) run_staged<T>(job, at, std::min(kBlock, end - at));
@@ -233,7 +182,7 @@ class Step {
       unscale(block, count, static_cast<T>(call_.grad_scale));
       stage_out(g, begin, count, block, nullptr, space.raw);
     }
-    if (call_.maximize) negate(block, count);
+    if (call_.options.maximize) negate(block, count);
     return block;
   }
 
@@ -264,14 +213,16 @@ class Step {
     random_words(key, space.elements, count, words);
   }
 
-  const typename Rule::Call& call_;
+  const Call& call_;
   std::vector<Job<Rule>> jobs_;
   DecayTables<float> floats_;
   DecayTables<double> doubles_;
 };
 
+}  // namespace
+
 template <class Rule>
-void run(const typename Rule::Call& call) {
+void step_cpu(const Call& call) {
   const Step<Rule> step(call);
   const std::vector<Share> shares = make_shares(call.tensors, call.count, call.threads);
   struct Context {
@@ -287,10 +238,8 @@ void run(const typename Rule::Call& call) {
   call.parallel_for(0, static_cast<int64_t>(shares.size()), 1, body, &context);
 }
 
-}  // namespace
-
-void step_cpu(const SgdCall& call) { run<Sgd>(call); }
-void step_cpu(const AdamCall& call) { run<Adam>(call); }
+template void step_cpu<Sgd>(const Call& call);
+template void step_cpu<Adam>(const Call& call);
 
 const char* cpu_capability() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -11,19 +11,12 @@
 #include <vector>
 
 #include "common/strided.h"
-#include "optim_step/math.h"
+#include "optim_step/rules.h"
 
 namespace loco::optim_step {
 
 constexpr int64_t kTable = 2048;
 constexpr int64_t kVector = 16;  // tables are whole vectors where they can be, to spare the loops a tail
-
-struct Coefficients {
-  Decay decay;
-  double lr, weight_decay;
-
-  double at(double map) const { return decay == Decay::decoupled ? 1 - lr * weight_decay * map : weight_decay * map; }
-};
 
 // The axes of a map's nest up to the last one along which it changes.
 inline Nest repeating_part(const Nest& nest) {

@@ -27,6 +27,7 @@ std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout,
                   bool grads_written, bool logical) {
   const size_t count = lists.params.size();
+  place_ = count > 0 ? place_of(lists.params[0]) : Place::cpu();
   bring_near(grads);
   bring_near(lists.params);
   for (const Tensors& states : lists.states) bring_near(states);
@@ -40,11 +41,10 @@ void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper,
   leads_.resize(count);
   regions_.clear();
   names_.clear();
-  counters_.clear();
   nests_.clear();
   for (size_t i = 0; i < count; ++i) {
     read_param(lists, i, logical);
-    add_operand(view_of(grads[i], "grads", i), "grads", i, grads_written, steps_[i].g);
+    add_operand(view_of(grads[i], "grads", i, place_), "grads", i, grads_written, steps_[i].g);
   }
   read_states(lists, layout);
   if (!lists.steps.empty()) read_steps(lists.steps);
@@ -63,7 +63,7 @@ void Gather::read_hyper(const Tensor& hyper, int columns) {
 void Gather::read_param(const Lists& lists, size_t index, bool logical) {
   TensorStep& step = steps_[index];
   Lead& lead = leads_[index];
-  lead.view = view_of(lists.params[index], "params", index);
+  lead.view = view_of(lists.params[index], "params", index, place_);
   STD_TORCH_CHECK(lead.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
                   lead.view.ndim);
   lead.axes = memory_order(lead.view.ndim, lead.view.sizes, lead.view.strides, lead.order);
@@ -81,6 +81,7 @@ void Gather::read_param(const Lists& lists, size_t index, bool logical) {
     read_map(lists.maps[which], index, which);
   }
   step.first = false;
+  step.counter = nullptr;
   step.step = 0;
   step.ordinal = 0;
   step.logical_nest = nullptr;
@@ -116,7 +117,8 @@ void Gather::read_states(const Lists& lists, const Layout& layout) {
     if (list.empty()) continue;
     check_length(layout.state_names[k], list.size(), steps_.size());
     for (size_t i = 0; i < list.size(); ++i) {
-      add_operand(view_of(list[i], layout.state_names[k], i), layout.state_names[k], i, true, steps_[i].state[k]);
+      const View view = view_of(list[i], layout.state_names[k], i, place_);
+      add_operand(view, layout.state_names[k], i, true, steps_[i].state[k]);
     }
   }
 }
@@ -124,23 +126,10 @@ void Gather::read_states(const Lists& lists, const Layout& layout) {
 void Gather::read_steps(const Tensors& steps) {
   check_length("steps", steps.size(), steps_.size());
   for (size_t i = 0; i < steps.size(); ++i) {
-    const View view = view_of(steps[i], "steps", i);
-    const bool valid = view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64);
-    STD_TORCH_CHECK(valid, "steps[", i, "]: expected one float32 or float64 element");
-    counters_.push_back(view);
-    steps_[i].step =
-        1 + (view.dtype == DType::f64 ? *static_cast<const double*>(view.data) : *static_cast<const float*>(view.data));
+    const View view = scalar_view(steps[i], "steps", i, place_);
+    steps_[i].counter = view.data;
+    steps_[i].counter_dtype = view.dtype;
     add_region(view, "steps", i, true);
-  }
-}
-
-void Gather::count_steps() const {
-  for (size_t i = 0; i < counters_.size(); ++i) {
-    if (counters_[i].dtype == DType::f64) {
-      *static_cast<double*>(counters_[i].data) = steps_[i].step;
-    } else {
-      *static_cast<float*>(counters_[i].data) = static_cast<float>(steps_[i].step);
-    }
   }
 }
 

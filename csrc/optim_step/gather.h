@@ -9,7 +9,7 @@
 
 #include "common/overlap.h"
 #include "common/stable.h"
-#include "optim_step/cpu.h"
+#include "optim_step/tensor_step.h"
 
 namespace loco::optim_step {
 
@@ -21,7 +21,7 @@ using Ints = std::vector<int64_t>;
 struct Lists {
   Tensors params;
   Tensors states[kStates];
-  Tensors steps;
+  Tensors steps;  // Adam's counters
   Ints group_index;
   Tensors maps;
   Ints map_index;  // -1: uniform decay
@@ -38,15 +38,16 @@ struct Layout {
 // its memory between steps.
 class Gather {
  public:
-  // Throws, before anything is written, unless the step can be made.
+  // Throws, before anything is written, unless the step can be made. All tensors but hyper and maps, which lie in the
+  // CPU's memory, are expected where the first parameter is.
   void read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout, bool grads_written,
             bool logical);
 
-  // Adds one to Adam's step counts, in memory; TensorStep::step already holds the new counts.
-  void count_steps() const;
+  const Place& place() const { return place_; }
 
   std::vector<TensorStep>& steps() { return steps_; }
   const double* hyper() const { return hyper_; }
+  int64_t groups() const { return groups_; }
 
  private:
   struct Lead {  // what the parameter decides for its operands
@@ -66,11 +67,11 @@ class Gather {
   const Nest* keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index);
   void check_overlap() const;
 
+  Place place_{};
   std::vector<TensorStep> steps_;
   std::vector<Lead> leads_;
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
-  std::vector<View> counters_;
   std::deque<Nest> nests_;  // those that steps_ points to
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;

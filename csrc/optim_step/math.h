@@ -20,6 +20,18 @@ namespace loco::optim_step {
 enum class Decay : uint8_t { none, l2, l1, decoupled };
 enum class Momentum : uint8_t { none, first, next };
 
+// Flags are known when a loop is compiled for the CPU, and alike for a whole block on a GPU.
+struct SgdFlags {
+  Decay decay;
+  Momentum momentum;
+  bool nesterov;
+};
+
+struct AdamFlags {
+  Decay decay;
+  bool amsgrad;
+};
+
 template <typename T>
 struct SgdScalars {
   T lr, momentum, undamped;  // undamped = 1 - dampening
@@ -34,33 +46,35 @@ struct AdamScalars {
   bool lerp_from_end;       // torch.lerp's second form, for 1 - beta1 of one half and above
 };
 
-template <Decay decay, typename T>
-LOCO_HD T decayed_gradient(T w, T g, T c) {
-  if constexpr (decay == Decay::l2) return std::fma(c, w, g);
-  if constexpr (decay == Decay::l1) return g + c * static_cast<T>((w > T(0)) - (w < T(0)));
+template <typename T>
+LOCO_HD T decayed_gradient(Decay decay, T w, T g, T c) {
+  if (decay == Decay::l2) return std::fma(c, w, g);
+  if (decay == Decay::l1) return g + c * static_cast<T>((w > T(0)) - (w < T(0)));
   return g;
 }
 
-template <Decay decay, Momentum momentum, bool nesterov, typename T>
-LOCO_HD void sgd(T& w, T g, T& buffer, T c, const SgdScalars<T>& s) {
-  T d = decayed_gradient<decay>(w, g, c);
-  if constexpr (momentum != Momentum::none) {
-    const T b = momentum == Momentum::first ? d : std::fma(s.undamped, d, buffer * s.momentum);
+// buffer is neither read nor written without momentum.
+template <typename T>
+LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) {
+  T d = decayed_gradient(f.decay, w, g, c);
+  if (f.momentum != Momentum::none) {
+    const T b = f.momentum == Momentum::first ? d : std::fma(s.undamped, d, buffer * s.momentum);
     buffer = b;
-    d = nesterov ? std::fma(s.momentum, b, d) : b;
+    d = f.nesterov ? std::fma(s.momentum, b, d) : b;
   }
   w = std::fma(-s.lr, d, w);
 }
 
-template <Decay decay, bool amsgrad, typename T>
-LOCO_HD void adam(T& w, T g, T& m, T& v, T& v_max, T c, const AdamScalars<T>& s) {
-  if constexpr (decay == Decay::decoupled) w = w * c;
-  const T d = decayed_gradient<decay>(w, g, c);
+// v_max is neither read nor written without amsgrad.
+template <typename T>
+LOCO_HD void adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
+  if (f.decay == Decay::decoupled) w = w * c;
+  const T d = decayed_gradient(f.decay, w, g, c);
   const T gap = d - m;
   m = std::fma(s.lerp_weight, gap, s.lerp_from_end ? d : m);
   v = std::fma(s.one_minus_beta2 * d, d, v * s.beta2);
   T second = v;
-  if constexpr (amsgrad) {
+  if (f.amsgrad) {
     second = (v > v_max || v != v) ? v : v_max;  // NaN wins, as in torch.maximum
     v_max = second;
   }

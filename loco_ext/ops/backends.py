@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
-library: ModuleType | None = None
-library_error: str | None = None
-try:
-    library = importlib.import_module("loco_ext._C")
-except ImportError as error:
-    library_error = str(error)
+
+def _load(name: str) -> tuple[ModuleType | None, str | None]:
+    try:
+        return importlib.import_module(name), None
+    except ImportError as error:
+        return None, str(error)
+
+
+# The compiled libraries, or why there is none. The first defines all operators, for CPU tensors.
+library, library_error = _load("loco_ext._C")
+cuda_library, cuda_library_error = _load("loco_ext._C_cuda") if library else (None, library_error)
 
 NAMES = ("reference", "native", "triton")
 # Device types that each family's kernels serve; the reference serves all.
-KERNELS: dict[str, dict[str, tuple[str, ...]]] = {"optim_step": {"native": ("cpu",), "triton": ()}}
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {"optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)}}
 
 
 class _Choice(threading.local):
@@ -39,7 +46,7 @@ def backend(name: str) -> Iterator[None]:
     """Forces one backend for every operator that this thread calls inside.
 
     Args:
-        name: ``"reference"`` (plain PyTorch), ``"native"`` (the compiled library) or ``"triton"``.
+        name: ``"reference"`` (plain PyTorch), ``"native"`` (the compiled libraries) or ``"triton"``.
 
     Raises:
         ValueError: for any other name.
@@ -63,15 +70,32 @@ def backend(name: str) -> Iterator[None]:
         _choice.forced = before
 
 
+def operators() -> Any:
+    """The compiled operators."""
+    return torch.ops.loco_ext
+
+
 def missing(family: str, name: str, device_type: str) -> str | None:
     """Why backend ``name`` cannot run ``family`` on a device type, or None if it can."""
     if name == "reference":
         return None
     if device_type not in KERNELS[family][name]:
         return f"{family} has no {name} kernel for {device_type} tensors"
-    if name == "native" and library_error is not None:
+    if name == "triton":
+        return None if _has_triton() else "triton is not installed; `pip install triton`"
+    if device_type == "cuda" and cuda_library_error is not None:
+        return (
+            f"the compiled CUDA library could not be loaded ({cuda_library_error}); build loco_ext where torch has "
+            "CUDA and the CUDA toolkit is installed"
+        )
+    if library_error is not None:
         return f"the compiled library could not be loaded ({library_error}); build it with `pip install .`"
     return None
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def choose(family: str, device: torch.device) -> str:
@@ -84,6 +108,8 @@ def choose(family: str, device: torch.device) -> str:
     reason = missing(family, "native", device.type)
     if reason is None:
         return "native"
+    if missing(family, "triton", device.type) is None:
+        return "triton"
     if device.type in KERNELS[family]["native"]:
         _warn_once(reason)
     return "reference"

@@ -15,13 +15,13 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # The operators' arguments in order.
 ARGUMENTS = {
     "optim_step_sgd": (
-        *("params", "grads", "momentum_buffers", "first", "group_index", "hyper", "maps", "map_index"),
-        *("nesterov", "maximize", "l1"),
+        *("params", "grads", "momentum_buffers", "first", "group_index", "hyper"),
+        *("lrs", "lr_index", "maps", "map_index", "nesterov", "maximize", "l1"),
         *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
     ),
     "optim_step_adam": (
-        *("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps", "group_index", "hyper", "maps"),
-        *("map_index", "amsgrad", "maximize", "decoupled", "l1"),
+        *("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps", "group_index", "hyper"),
+        *("lrs", "lr_index", "maps", "map_index", "amsgrad", "maximize", "decoupled", "l1"),
         *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
     ),
 }
@@ -38,13 +38,18 @@ def check_step(name: str, arguments: tuple[Any, ...]) -> None:
         for i, tensor in enumerate(named.get(key, ())):
             _check_tensor(f"{key}[{i}]", tensor, params[i], params[0].device)
     _check_hyper(named["hyper"], _COLUMNS[name], named["group_index"])
+    _check_index("lr_index", named["lr_index"], len(named["lrs"]))
+    if named["lr_index"]:
+        _check_length("lr_index", named["lr_index"], named["hyper"].shape[0])
     _check_maps(named["maps"], named["map_index"], params)
-    for i, step in enumerate(named.get("steps", ())):
-        _check_scalar(f"steps[{i}]", step)
+    for key in ("steps", "lrs"):
+        for i, scalar in enumerate(named.get(key, ())):
+            _check_scalar(f"{key}[{i}]", scalar)
     for key in ("grad_scale", "found_inf"):
         if named[key] is not None:
             _check_scalar(key, named[key])
-    if named["grad_scale"] is not None and named["grad_scale"].item() == 0:
+    scale = named["grad_scale"]
+    if scale is not None and scale.is_cpu and scale.item() == 0:
         raise ValueError("grad_scale: expected a number other than 0, got 0")
     writes = {"params": True, "grads": named["grad_scale"] is not None, **dict.fromkeys((*_STATES, "steps"), True)}
     check_overlap((f"{key}[{i}]", t, write) for key, write in writes.items() for i, t in enumerate(named.get(key, ())))
@@ -93,9 +98,8 @@ def _check_hyper(hyper: Tensor, columns: Sequence[str], group_index: Sequence[in
 
 
 def _check_maps(maps: Sequence[Tensor], map_index: Sequence[int], params: Sequence[Tensor]) -> None:
+    _check_index("map_index", map_index, len(maps))
     for i, which in enumerate(map_index):
-        if not -1 <= which < len(maps):
-            raise ValueError(f"map_index[{i}]: expected -1 to {len(maps) - 1}, got {which}")
         if which < 0:
             continue
         decay_map, shape = maps[which], params[i].shape
@@ -107,6 +111,12 @@ def _check_maps(maps: Sequence[Tensor], map_index: Sequence[int], params: Sequen
                 f"maps[{which}]: expected a shape that broadcasts to params[{i}], {tuple(shape)}, "
                 f"got {tuple(decay_map.shape)}"
             )
+
+
+def _check_index(name: str, index: Sequence[int], count: int) -> None:
+    for i, which in enumerate(index):
+        if not -1 <= which < count:
+            raise ValueError(f"{name}[{i}]: expected -1 to {count - 1}, got {which}")
 
 
 def _check_scalar(name: str, value: Tensor) -> None:

@@ -26,10 +26,11 @@ class Held:
     def __init__(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> None:
         params, state0, state1, state2, steps, maps = lists
         group_index, map_index, ordinals = indices
-        self.number: int = torch.ops.loco_ext.optim_step_hold(
+        self.number: int = backends.operators().optim_step_hold(
             params, state0, state1, state2, steps, group_index, maps, map_index, ordinals
         )
-        self._release: Any = backends.library.release if backends.library else None
+        library = backends.cuda_library if params[0].is_cuda else backends.library
+        self._release: Any = library.release if library else None
 
     def __del__(self) -> None:
         if release := getattr(self, "_release", None):

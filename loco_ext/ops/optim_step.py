@@ -4,6 +4,8 @@ Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row
 of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its
 parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is
 the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda there).
+``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
+row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
 
 Parameters, gradients and states may differ in dtype (float32, float64, bfloat16, float16) and strides. Arithmetic is in
 float64 for float64 parameters and in float32 for all others, rounded once when stored. ``seed`` makes that rounding
@@ -19,6 +21,7 @@ than ``grads`` if they were handed over before, see :mod:`loco_ext.ops.held`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -42,6 +45,8 @@ def optim_step_sgd(
     *,
     first: Sequence[int] | None = None,
     group_index: Sequence[int] | None = None,
+    lrs: Sequence[Tensor] = (),
+    lr_index: Sequence[int] = (),
     maps: Sequence[Tensor] = (),
     map_index: Sequence[int] | None = None,
     nesterov: bool = False,
@@ -83,6 +88,8 @@ def optim_step_sgd(
             first or [],
             [0] * count if group_index is None else group_index,
             hyper.contiguous(),
+            lrs,
+            lr_index,
             maps,
             [-1] * count if map_index is None else map_index,
             nesterov,
@@ -108,6 +115,8 @@ def optim_step_adam(
     hyper: Tensor,
     *,
     group_index: Sequence[int] | None = None,
+    lrs: Sequence[Tensor] = (),
+    lr_index: Sequence[int] = (),
     maps: Sequence[Tensor] = (),
     map_index: Sequence[int] | None = None,
     amsgrad: bool = False,
@@ -153,6 +162,8 @@ def optim_step_adam(
             steps,
             [0] * count if group_index is None else group_index,
             hyper.contiguous(),
+            lrs,
+            lr_index,
             maps,
             [-1] * count if map_index is None else map_index,
             amsgrad,
@@ -170,33 +181,42 @@ def optim_step_adam(
 
 
 # How many of the arguments, counted from the first, a Held stands for; grads and hyper lie among them.
-_HELD_NAMES = {"optim_step_sgd": ("optim_step_sgd_held", 8), "optim_step_adam": ("optim_step_adam_held", 10)}
+_HELD_NAMES = {"optim_step_sgd": ("optim_step_sgd_held", 10), "optim_step_adam": ("optim_step_adam_held", 12)}
 
 
 def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...], held: Held | None) -> None:
     params = written[0]
     if not params:
         return
-    if held is None and backends.choose(_FAMILY, params[0].device) == "reference":
+    chosen = "native" if held is not None else backends.choose(_FAMILY, params[0].device)
+    if chosen == "reference":
         check_step(name, arguments)
         getattr(_reference, name)(*arguments)
         return
+    if chosen == "triton":
+        check_step(name, arguments)
+        getattr(importlib.import_module("loco_ext.triton_kernels.optim_step"), name)(*arguments)
+    else:
+        _run_native(name, arguments, held)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(chain.from_iterable(written))
+
+
+def _run_native(name: str, arguments: tuple[Any, ...], held: Held | None) -> None:
     try:
         if held is None:
-            getattr(torch.ops.loco_ext, name)(*arguments)
+            getattr(backends.operators(), name)(*arguments)
         else:
             _run_held(name, arguments, held)
     except RuntimeError:
         # The compiled checks refused before anything was written; say so with a typed error where there is one.
         check_step(name, arguments)
         raise
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(chain.from_iterable(written))
 
 
 def _run_held(name: str, arguments: tuple[Any, ...], held: Held) -> None:
     held_name, count = _HELD_NAMES[name]
-    grads, hyper = arguments[1], arguments[count - 3]
+    grads, hyper, lrs, lr_index = arguments[1], *arguments[count - 5 : count - 2]
     *flags, grad_scale, found_inf, _ordinals, seed, rounding_step = arguments[count:]
-    operator = getattr(torch.ops.loco_ext, held_name)
-    operator(held.number, grads, hyper, *flags, grad_scale, found_inf, seed, rounding_step)
+    operator = getattr(backends.operators(), held_name)
+    operator(held.number, grads, hyper, lrs, lr_index, *flags, grad_scale, found_inf, seed, rounding_step)

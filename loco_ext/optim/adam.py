@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer
+from loco_ext.optim.base import LocalityOptimizer, uses_kernels
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
@@ -25,9 +25,9 @@ class _FusedAdam(LocalityOptimizer):
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])
 
-    def _row(self, group: Group) -> list[float]:
+    def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         beta1, beta2 = group["betas"]
-        return [float(value) for value in (group["lr"], group["weight_decay"], beta1, beta2, group["eps"])]
+        return [float(group["lr"]) if lr is None else 0.0, *map(float, (group["weight_decay"], beta1, beta2, group["eps"]))]
 
     def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
         return (*_moments(kind[0]), "step")
@@ -41,13 +41,22 @@ class _FusedAdam(LocalityOptimizer):
         for tensors, key in zip(batch.states, keys, strict=False):
             tensors += [state[key] for state in states]
         batch.steps += [state["step"] for state in states]
+        if uses_kernels(group, params[0]) and not all([step.is_cuda for step in batch.steps]):
+            self._bring_steps(params, batch)
+
+    def _bring_steps(self, params: list[Tensor], batch: Batch) -> None:
+        """Moves the group's step counts, the last of the batch, to the GPU: checkpoints may bring them on the CPU."""
+        base = len(batch.steps) - len(params)
+        for i, param in enumerate(params, start=base):
+            batch.steps[i] = batch.steps[i].to(param.device)
+            batch.created.append((param, "step", batch.steps[i]))
 
     def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
         """The parameter's state with what it lacks; new tensors are kept only if the step succeeds."""
         state = self.state.get(param, {})
         made = {key: self._new_state(param, group) for key in keys if key not in state}
         if "step" not in state:
-            on_device = group["capturable"] or group["fused"]
+            on_device = group["capturable"] or group["fused"] or uses_kernels(group, param)
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]
             dtype = torch.float64 if double else torch.float32
             made["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
@@ -67,7 +76,7 @@ class _FusedAdam(LocalityOptimizer):
             self._hyper(rule, batch),
             amsgrad=amsgrad,
             decoupled=decoupled,
-            found_inf=found_inf,
+            found_inf=self._found_inf(batch, found_inf),
             **self._shared_arguments(rule, batch),
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.optim.capture import check_capture
 from loco_ext.optim.locality import as_tuples, even_kernels
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, rule_of, select
 from loco_ext.optim.repeat import Repeat
@@ -35,6 +36,17 @@ _IMPLEMENTATION_KEYS = ("foreach", "fused")
 def uses_torch(group: Group) -> bool:
     """Whether the group asks for torch's own implementation."""
     return bool(group["foreach"] or group["differentiable"])
+
+
+def uses_kernels(group: Group, param: Tensor) -> bool:
+    """Whether the group's step on this parameter runs in kernels of a GPU, which read step counts there."""
+    return param.is_cuda and group["fused"] is not False and not uses_torch(group)
+
+
+def device_lr(group: Group, device: torch.device) -> Tensor | None:
+    """The group's learning rate if it is a tensor that the parameters' device reads itself."""
+    lr = group["lr"]
+    return lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu and device.type != "cpu" else None
 
 
 class LocalityOptimizer(Optimizer):
@@ -109,7 +121,7 @@ class LocalityOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item() != 0:
+        if found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
             return loss
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             self._step_groups()
@@ -128,12 +140,13 @@ class LocalityOptimizer(Optimizer):
         repeat, self._repeat = self._repeat, None
         if repeat is None or any(map(uses_torch, self.param_groups)):
             return False
-        rules = [self._rule(group, repeat.rule.device_type) for group in self.param_groups]
+        rules = [self._rule(group, repeat.rule.device) for group in self.param_groups]
         grads = repeat.new_grads(plans, rules, self.state)
         if grads is None:
             return False
         batch = repeat.batch
-        batch.rows = [self._row(group) for group in self.param_groups]
+        batch.lrs = [device_lr(group, batch.params[0].device) for group in self.param_groups]
+        batch.rows = [self._row(group, lr) for group, lr in zip(self.param_groups, batch.lrs, strict=True)]
         batch.grads = grads
         try:
             self._launch(rules[0], batch, None)
@@ -147,10 +160,13 @@ class LocalityOptimizer(Optimizer):
         batches = self._collect(plans)
         for batch in batches.values():
             batch.localize()
+            check_capture(batch)
+        if self._nothing_may_change(batches):
+            return
         if len(batches) + len(by_torch) > 1:
             # All batches are checked before the first is stepped; found_inf makes a step of nothing but its checks.
             for rule, batch in batches.items():
-                self._launch_in_backend(rule, batch, found_inf=torch.ones(()))
+                self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
             self._step_with_torch(group, plan)
         for rule, batch in batches.items():
@@ -168,12 +184,20 @@ class LocalityOptimizer(Optimizer):
         ordinal = 0
         for group, plan in zip(self.param_groups, plans, strict=True):
             for selection in [] if uses_torch(group) else select(plan):
-                rule = self._rule(group, selection.device_type)
+                rule = self._rule(group, selection.device)
                 batch = batches.setdefault(rule, Batch())
-                batch.add(selection, plan, self._row(group), None if rule.seed is None else ordinal)
+                lr = device_lr(group, selection.params[0].device)
+                batch.add(selection, plan, self._row(group, lr), lr, None if rule.seed is None else ordinal)
                 self._add_states(group, selection.params, batch)
             ordinal += len(plan.params)
         return batches
+
+    def _nothing_may_change(self, batches: dict[Rule, Batch]) -> bool:
+        """Whether found_inf is set, asked of a GPU only where buffers are to be written that hold nothing yet."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None or not any(any(batch.first) for batch in batches.values()):
+            return False
+        return found_inf.item() != 0
 
     def _launch_in_backend(self, rule: Rule, batch: Batch, found_inf: Tensor | None = None) -> None:
         if not rule.reference:
@@ -211,22 +235,27 @@ class LocalityOptimizer(Optimizer):
             "map_index": batch.map_index,
             "maximize": rule.maximize,
             "l1": rule.l1,
-            "grad_scale": getattr(self, "grad_scale", None),
+            "grad_scale": batch.on_device(getattr(self, "grad_scale", None)),
             "ordinals": batch.ordinals,
             "seed": rule.seed,
             "rounding_step": rule.rounding_step,
             "held": batch.held,
+            **batch.lr_arguments(),
         }
 
-    def _rule(self, group: Group, device_type: str) -> Rule:
-        return rule_of(group, device_type, self._kind(group))
+    def _found_inf(self, batch: Batch, found_inf: Tensor | None) -> Tensor | None:
+        """What the operator is told: found_inf, or what GradScaler has said."""
+        return batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf
+
+    def _rule(self, group: Group, device: str) -> Rule:
+        return rule_of(group, device, self._kind(group))
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         """What the class distinguishes among its rules."""
         raise NotImplementedError
 
-    def _row(self, group: Group) -> list[float]:
-        """The group's row of hyper."""
+    def _row(self, group: Group, lr: Tensor | None) -> list[float]:
+        """The group's row of hyper; its learning rate is not looked at if the device reads it from ``lr``."""
         raise NotImplementedError
 
     def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:

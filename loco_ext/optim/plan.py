@@ -58,9 +58,9 @@ def make_plan(group: Group) -> Plan:
 
 @dataclass
 class Selection:
-    """The parameters of a group that have gradients and lie on one type of device."""
+    """The parameters of a group that have gradients and lie on one device."""
 
-    device_type: str
+    device: str
     params: list[Tensor]
     grads: list[Tensor]
     map_index: list[int]
@@ -68,21 +68,29 @@ class Selection:
 
 
 def select(plan: Plan) -> list[Selection]:
-    """What is to be stepped of a group, by type of device. In the common case that is all of it."""
+    """What is to be stepped of a group, by device. In the common case that is all of it."""
     grads = [p.grad for p in plan.params]
     present = [g for g in grads if g is not None]
-    if len(present) == len(grads) and all([p.is_cpu for p in plan.params]):
-        return [Selection("cpu", plan.params, present, plan.map_index, range(len(present)))]
+    if len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
+        return [Selection(device, plan.params, present, plan.map_index, range(len(present)))]
     selections: dict[str, Selection] = {}
     for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
         if grad is not None:
-            kind = param.device.type
-            chosen = selections.setdefault(kind, Selection(kind, [], [], [], []))
+            device = str(param.device)
+            chosen = selections.setdefault(device, Selection(device, [], [], [], []))
             chosen.params.append(param)
             chosen.grads.append(grad)
             chosen.map_index.append(plan.map_index[offset])
             chosen.offsets.append(offset)  # type: ignore[attr-defined]
     return list(selections.values())
+
+
+def _only_device(params: list[Tensor]) -> str | None:
+    """The device of all of them; None if there are several."""
+    if all([p.is_cpu for p in params]):
+        return "cpu"
+    devices = {p.device for p in params}
+    return str(devices.pop()) if len(devices) == 1 else None
 
 
 @dataclass
@@ -96,6 +104,8 @@ class Batch:
     first: list[int] = field(default_factory=list)
     group_index: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
+    # Of each group: its learning rate as a tensor that the device reads; None: the row has it.
+    lrs: list[Tensor | None] = field(default_factory=list)
     maps: list[Tensor] = field(default_factory=list)
     map_index: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
@@ -104,18 +114,33 @@ class Batch:
     plain: bool = True
     held: Held | None = None  # stands for all of this but grads and rows
 
-    def add(self, selection: Selection, plan: Plan, row: list[float], ordinal: int | None) -> None:
+    def add(
+        self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None
+    ) -> None:
         """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""
         self.plain &= plan.plain
         self.params += selection.params
         self.grads += selection.grads
         self.group_index += [len(self.rows)] * len(selection.params)
         self.rows.append(row)
+        self.lrs.append(lr)
         base = len(self.maps)
         self.maps += plan.maps
         self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
         if ordinal is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
+
+    def lr_arguments(self) -> dict[str, Any]:
+        """Learning rates that are tensors of the device, as the operators take them."""
+        tensors = [lr for lr in self.lrs if lr is not None]
+        if not tensors:
+            return {}
+        places = iter(range(len(tensors)))
+        return {"lrs": tensors, "lr_index": [-1 if lr is None else next(places) for lr in self.lrs]}
+
+    def on_device(self, scalar: Tensor | None) -> Tensor | None:
+        """The scalar where the parameters are."""
+        return None if scalar is None else scalar.to(self.params[0].device)
 
     def localize(self) -> None:
         """Replaces DTensors by their local shards, which the step updates in place."""
@@ -127,7 +152,7 @@ class Batch:
 class Rule(NamedTuple):
     """Groups alike in these share an operator call."""
 
-    device_type: str
+    device: str
     reference: bool
     kind: tuple[bool, bool]  # what else the optimizer class distinguishes
     maximize: bool
@@ -136,10 +161,10 @@ class Rule(NamedTuple):
     rounding_step: int
 
 
-def rule_of(group: Group, device_type: str, kind: tuple[bool, bool]) -> Rule:
-    """The rule by which a group's parameters on one type of device are stepped."""
+def rule_of(group: Group, device: str, kind: tuple[bool, bool]) -> Rule:
+    """The rule by which a group's parameters on one device are stepped."""
     return Rule(
-        device_type,
+        device,
         group["fused"] is False,
         kind,
         bool(group["maximize"]),

@@ -59,7 +59,10 @@ class Repeat:
         if plans is not self.plans or not self._follows(rules) or not Held.possible(batch.params[0]):
             return None
         grads = [param.grad for param in batch.params]
-        if any(map(is_, grads, repeat(None))) or not all([grad.is_cpu for grad in grads]):  # type: ignore[union-attr]
+        if any(map(is_, grads, repeat(None))):
+            return None
+        on_gpu = batch.params[0].is_cuda
+        if not all([grad.is_cuda == on_gpu for grad in grads]):  # type: ignore[union-attr]
             return None
         if any([param.grad is not None for param in self.absent]) or not self._has_states(state):
             return None

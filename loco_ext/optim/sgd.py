@@ -84,8 +84,8 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return group["momentum"] != 0, bool(group["nesterov"])
 
-    def _row(self, group: Group) -> list[float]:
-        return [float(group[key]) for key in SGD_COLUMNS]
+    def _row(self, group: Group, lr: Tensor | None) -> list[float]:
+        return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in SGD_COLUMNS[1:])]
 
     def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
         return ("momentum_buffer",) if kind[0] else ()
@@ -115,7 +115,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             self._hyper(rule, batch),
             first=batch.first,
             nesterov=nesterov,
-            found_inf=found_inf,
+            found_inf=self._found_inf(batch, found_inf),
             **self._shared_arguments(rule, batch),
         )
 

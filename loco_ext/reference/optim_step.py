@@ -30,6 +30,8 @@ def optim_step_sgd(
     first: Sequence[int],
     group_index: Sequence[int],
     hyper: Tensor,
+    lrs: Sequence[Tensor],
+    lr_index: Sequence[int],
     maps: Sequence[Tensor],
     map_index: Sequence[int],
     nesterov: bool,
@@ -44,7 +46,7 @@ def optim_step_sgd(
     """SGD with momentum; see :func:`loco_ext.ops.optim_step_sgd`."""
     if found_inf is not None and found_inf.item() != 0:
         return
-    rows = hyper.tolist()
+    rows = _rows(hyper, lrs, lr_index)
     for i, param in enumerate(params):
         lr, weight_decay, momentum, dampening = rows[group_index[i]]
         w = param.to(arithmetic_dtype(param))
@@ -68,6 +70,8 @@ def optim_step_adam(
     steps: Sequence[Tensor],
     group_index: Sequence[int],
     hyper: Tensor,
+    lrs: Sequence[Tensor],
+    lr_index: Sequence[int],
     maps: Sequence[Tensor],
     map_index: Sequence[int],
     amsgrad: bool,
@@ -83,7 +87,7 @@ def optim_step_adam(
     """Adam (coupled decay) or AdamW (decoupled); see :func:`loco_ext.ops.optim_step_adam`."""
     if found_inf is not None and found_inf.item() != 0:
         return
-    rows = hyper.tolist()
+    rows = _rows(hyper, lrs, lr_index)
     for i, param in enumerate(params):
         lr, weight_decay, beta1, beta2, eps = rows[group_index[i]]
         steps[i] += 1
@@ -107,6 +111,14 @@ def optim_step_adam(
             words.store(max_exp_avg_sqs[i], v, 3)
         denominator = _sqrt(v) / (1 - beta2**step) ** 0.5 + eps
         words.store(param, w + -(lr / (1 - beta1**step)) * m / denominator, 0)
+
+
+def _rows(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int]) -> list[list[float]]:
+    rows = hyper.tolist()
+    for row, which in zip(rows, lr_index, strict=False):
+        if which >= 0:
+            row[0] = lrs[which].item()
+    return rows
 
 
 def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool) -> Tensor:

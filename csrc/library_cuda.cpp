@@ -1,0 +1,3 @@
+#include "optim_step/bind_cuda.h"
+
+STABLE_TORCH_LIBRARY_IMPL(loco_ext, CUDA, m) { loco::optim_step::implement_cuda(m); }

@@ -1,0 +1,110 @@
+// torch.ops.loco_ext.optim_step_* on tensors of an NVIDIA GPU.
+#include "optim_step/bind_cuda.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/device.h"
+#include "optim_step/bind.h"
+#include "optim_step/cuda.h"
+
+namespace loco::optim_step {
+namespace {
+
+// The table in the GPU's memory, and what was last copied there.
+class DeviceTable {
+ public:
+  // Copies what has changed since the last call on the same stream; returns the memory, with scratch bytes behind the
+  // table's.
+  unsigned char* update(const std::vector<unsigned char>& bytes, int64_t scratch, const Tensor& like, void* stream) {
+    const bool again = memory_ && stream == stream_ && bytes.size() == bytes_.size() && scratch == scratch_;
+    const auto size = static_cast<int64_t>(bytes.size());
+    if (!again) {
+      memory_ = torch::stable::new_empty(like, {std::max<int64_t>(size + scratch, 1)},
+                                         torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt, std::nullopt);
+      upload(bytes.data(), data(), size, stream);
+    } else if (const auto [begin, end] = difference(bytes); begin < end) {
+      upload(bytes.data() + begin, data() + begin, end - begin, stream);
+    }
+    bytes_ = bytes;
+    scratch_ = scratch;
+    stream_ = stream;
+    return data();
+  }
+
+ private:
+  unsigned char* data() const { return static_cast<unsigned char*>(memory_->mutable_data_ptr()); }
+
+  // The range, in whole units of 16 bytes, outside of which nothing has changed.
+  std::pair<int64_t, int64_t> difference(const std::vector<unsigned char>& bytes) const {
+    constexpr int64_t unit = 16;
+    int64_t begin = 0, end = static_cast<int64_t>(bytes.size());
+    const auto same = [&](int64_t at) { return std::memcmp(bytes.data() + at, bytes_.data() + at, unit) == 0; };
+    while (begin < end && same(begin)) begin += unit;
+    while (end > begin && same(end - unit)) end -= unit;
+    return {begin, end};
+  }
+
+  std::optional<Tensor> memory_;
+  std::vector<unsigned char> bytes_;
+  int64_t scratch_ = 0;
+  void* stream_ = nullptr;
+};
+
+DeviceScalar device_scalar(const View& view) { return {view.data, view.dtype == DType::f64}; }
+
+DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name, const Place& place) {
+  return tensor ? device_scalar(scalar_view(*tensor, name, 0, place)) : DeviceScalar{nullptr, 0};
+}
+
+struct Cuda {
+  struct Memory {
+    GpuTable table;
+    DeviceTable on_device;
+  };
+
+  template <class Rule>
+  static void step(Memory& memory, Gather& gather, const Lists& lists, const Arguments& arguments) {
+    if (gather.steps().empty()) return;
+    const Place& place = gather.place();
+    STD_TORCH_CHECK(place.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
+                    place_text(place));
+    std::vector<DeviceScalar> lrs;
+    for (const View& view : read_lrs(arguments, gather.groups(), place)) lrs.push_back(device_scalar(view));
+    CudaCall call;
+    call.grad_scale = device_scalar(arguments.grad_scale, "grad_scale", place);
+    call.found_inf = device_scalar(arguments.found_inf, "found_inf", place);
+    call.options = arguments.options;
+    call.rounding = arguments.rounding();
+    const torch::stable::accelerator::DeviceGuard guard(place.index);
+    call.stream = current_stream(place.index);
+    const bool capturing = is_capturing(call.stream);
+    check_capture(capturing, arguments);
+
+    build(memory.table, gather.steps(), gather.hyper(), gather.groups(), Rule::columns, lrs);
+    // A graph that is being captured gets a table of its own, which each replay writes anew: this one will change.
+    DeviceTable of_graph;
+    DeviceTable& table = capturing ? of_graph : memory.on_device;
+    call.table = &memory.table;
+    call.memory = table.update(memory.table.bytes, scratch_bytes<Rule>(memory.table), lists.params[0], call.stream);
+    step_cuda<Rule>(call);
+    const char* error = launch_error();
+    STD_TORCH_CHECK(error == nullptr, "optim_step: the GPU refused a kernel: ", error);
+  }
+
+ private:
+  static void check_capture(bool capturing, const Arguments& a) {
+    if (!capturing) return;
+    const bool first = std::any_of(a.first.begin(), a.first.end(), [](int64_t f) { return f != 0; });
+    STD_TORCH_CHECK(!first, "first: expected 0 while a CUDA graph is captured, got 1: make one step before");
+    STD_TORCH_CHECK(!a.seed, "seed: expected none while a CUDA graph is captured: every replay would round alike");
+  }
+};
+
+}  // namespace
+
+void implement_cuda(torch::stable::detail::StableLibrary& library) { Operators<Cuda>::implement(library); }
+
+}  // namespace loco::optim_step

@@ -1,0 +1,87 @@
+// What each rule makes of its row of hyper-parameters: the coefficients and scalars of math.h, in float64, rounded once
+// to the type that arithmetic is done in.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "optim_step/math.h"
+
+namespace loco::optim_step {
+
+constexpr int kStates = 3;
+
+enum SgdColumn { kSgdLr, kSgdWeightDecay, kSgdMomentum, kSgdDampening, kSgdColumns };
+enum AdamColumn { kAdamLr, kAdamWeightDecay, kAdamBeta1, kAdamBeta2, kAdamEps, kAdamColumns };
+
+// The decay coefficient of a weight, by the decay map's value at its place.
+struct Coefficients {
+  Decay decay;
+  double lr, weight_decay;
+
+  LOCO_HD double at(double map) const {
+    return decay == Decay::decoupled ? 1 - lr * weight_decay * map : weight_decay * map;
+  }
+};
+
+// What a call says of all its tensors; each rule uses what it knows.
+struct Options {
+  bool maximize, l1;
+  bool nesterov;            // SGD
+  bool amsgrad, decoupled;  // Adam
+};
+
+struct Sgd {
+  using Flags = SgdFlags;
+  template <typename T>
+  using Scalars = SgdScalars<T>;
+  static constexpr int columns = kSgdColumns;
+
+  LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {
+    const Decay kind = o.l1 ? Decay::l1 : Decay::l2;
+    return {row[kSgdWeightDecay] == 0 ? Decay::none : kind, lr, row[kSgdWeightDecay]};
+  }
+  // buffer: there is one; first: it is to be written, not read.
+  LOCO_HD static Flags flags(const Options& o, Decay decay, bool buffer, bool first) {
+    return {decay, !buffer ? Momentum::none : first ? Momentum::first : Momentum::next, o.nesterov};
+  }
+  LOCO_HD static Scalars<double> scalars(const double* row, double lr, double) {
+    return {lr, row[kSgdMomentum], 1 - row[kSgdDampening]};
+  }
+  template <typename T>
+  LOCO_HD static Scalars<T> as(const Scalars<double>& s) {
+    return {static_cast<T>(s.lr), static_cast<T>(s.momentum), static_cast<T>(s.undamped)};
+  }
+};
+
+struct Adam {
+  using Flags = AdamFlags;
+  template <typename T>
+  using Scalars = AdamScalars<T>;
+  static constexpr int columns = kAdamColumns;
+
+  LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {
+    const Decay kind = o.decoupled ? Decay::decoupled : o.l1 ? Decay::l1 : Decay::l2;
+    return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, lr, row[kAdamWeightDecay]};
+  }
+  LOCO_HD static Flags flags(const Options& o, Decay decay, bool, bool) { return {decay, o.amsgrad}; }
+  // step: the number of this step, from 1.
+  LOCO_HD static Scalars<double> scalars(const double* row, double lr, double step) {
+    const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];
+    const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);
+    return {1 - beta1, beta2, 1 - beta2, row[kAdamEps], -(lr / correction1), std::sqrt(correction2), 1 - beta1 >= 0.5};
+  }
+  template <typename T>
+  LOCO_HD static Scalars<T> as(const Scalars<double>& s) {
+    const T weight = static_cast<T>(s.lerp_weight);
+    return {s.lerp_from_end ? weight - 1 : weight,
+            static_cast<T>(s.beta2),
+            static_cast<T>(s.one_minus_beta2),
+            static_cast<T>(s.eps),
+            static_cast<T>(s.negative_step_size),
+            static_cast<T>(s.bias_correction2_sqrt),
+            s.lerp_from_end};
+  }
+};
+
+}  // namespace loco::optim_step

@@ -1,0 +1,42 @@
+// What a step must know of each tensor, the same for every device.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/strided.h"
+#include "optim_step/rules.h"
+
+namespace loco::optim_step {
+
+struct Operand {
+  void* data;  // null: absent
+  DType dtype;
+  const Nest* nest;  // null: flat
+
+  bool flat() const { return nest == nullptr; }
+};
+
+// A parameter and everything that steps with it. All nests, which the caller owns, walk the elements in the parameter's
+// memory order.
+struct TensorStep {
+  int64_t numel;
+  Operand w, g, state[kStates];
+  const double* map;  // null: uniform decay
+  const Nest* map_nest;
+  const Nest* logical_nest;  // the element's index in a contiguous tensor of the same shape; null: the same index
+  int64_t group;             // row of hyper
+  bool first;                // SGD: the momentum buffer is to be written, not read
+  void* counter;             // Adam: steps made so far, in the device's memory; null: the rule counts none
+  DType counter_dtype;       // f32 or f64
+  double step;               // Adam: the number of this step, from 1; not set for a GPU, which reads counter itself
+  uint32_t ordinal;          // which parameter this is, for stochastic rounding
+};
+
+struct Rounding {
+  bool stochastic;
+  uint64_t seed;
+  uint32_t step;
+};
+
+}  // namespace loco::optim_step

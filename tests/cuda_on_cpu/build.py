@@ -1,0 +1,140 @@
+"""Compiles CUDA sources for the CPU, with ``cuda_on_cpu.h``, and runs the programs."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+# Of blocks and of the threads of a block, for CUDA_ON_CPU_ORDER; numbers are seeds of a shuffle.
+ORDERS = ("forward", "reverse", "1", "2", "3")
+
+FLAGS = [
+    "-std=c++17",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",  # unroll
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
+SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+# Two libraries in one process must not share a kernel's variables.
+SHARED = ["-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
+
+
+@cache
+def nvcc() -> str | None:
+    """CUDA's compiler, on the path or where CUDA_HOME says."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+
+
+def _toolkits() -> Iterable[Path]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield Path(os.environ[name])
+    if nvcc():
+        # The command may be a script or a link that stands elsewhere; nvcc itself knows where its toolkit is.
+        done = subprocess.run([nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
+        if top := re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE):
+            yield Path(top[1])
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME:
+        yield Path(CUDA_HOME)
+
+
+@cache
+def cuda_includes() -> tuple[Path, ...]:
+    """The folders of CUDA's headers; empty where there are none."""
+    for toolkit in _toolkits():
+        for include in (toolkit / "include", *sorted(toolkit.glob("targets/*/include"))):
+            if (include / "cuda_runtime.h").exists():
+                return tuple(folder for folder in (include, include / "cccl") if folder.exists())
+    return ()
+
+
+def need_cuda_headers() -> None:
+    """Skips a test where CUDA's headers are missing."""
+    if not cuda_includes():
+        pytest.skip("CUDA's headers were not found: neither CUDA_HOME nor nvcc leads to them")
+    if not shutil.which("g++"):
+        pytest.skip("g++ was not found")
+
+
+def need_nvcc() -> str:
+    """CUDA's compiler; skips a test where it is missing."""
+    found = nvcc()
+    if not found:
+        pytest.skip("nvcc was not found on the path or through CUDA_HOME")
+    return found
+
+
+def compile_command(
+    sources: Sequence[Path],
+    out: Path,
+    *,
+    sanitize: bool = False,
+    shared: bool = False,
+    include: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+) -> list[str]:
+    """How ``compile_program`` calls g++."""
+    folders = [f"-I{folder}" for folder in (CSRC, *include)]
+    cuda = [word for folder in cuda_includes() for word in ("-isystem", str(folder))]
+    kind = [*(SANITIZE if sanitize else ["-O2"]), *(SHARED if shared else [])]
+    forced = ["-include", str(HERE / "cuda_on_cpu.h")]
+    return ["g++", *FLAGS, *kind, *folders, *cuda, *forced, *flags, "-x", "c++", *map(str, sources), "-o", str(out)]
+
+
+def compile_program(
+    sources: Sequence[Path],
+    out: Path,
+    *,
+    sanitize: bool = False,
+    shared: bool = False,
+    include: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+) -> Path:
+    """An executable, or a shared library, made of .cu and .cpp files. Warnings are errors.
+
+    sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
+    include: folders of headers besides csrc. flags: more of the compiler's arguments.
+    """
+    need_cuda_headers()
+    command = compile_command(
+        sources, out, sanitize=sanitize, shared=shared, include=include, flags=["-Werror", *flags]
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+    return out
+
+
+def run_program(
+    program: Path, *arguments: object, order: str = "forward", timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program; its threads and blocks in the given order."""
+    environment = {
+        **os.environ,
+        "CUDA_ON_CPU_ORDER": order,
+        # Looking for leaks needs rights that containers lack.
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    return subprocess.run(
+        [str(program), *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def sanitizer_to_preload() -> str:
+    """What LD_PRELOAD must name for a program that loads a library compiled with ``sanitize`` (Python, say)."""
+    done = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    return str(Path(done.stdout.strip()).resolve())

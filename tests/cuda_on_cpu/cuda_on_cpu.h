@@ -1,0 +1,34 @@
+// Runs CUDA kernels on the CPU, so that their indexing, synchronisation and arithmetic are tested where there is no
+// GPU, and under AddressSanitizer and UndefinedBehaviorSanitizer. CUDA's own headers are needed, its compiler is not:
+//
+//   g++ -x c++ -std=c++17 -isystem <cuda>/include -include cuda_on_cpu.h kernel.cu
+//
+// Blocks run one after another. A block's threads are fibers (fiber.h): each runs until it waits at a barrier or a warp
+// collective (block.h), then the next one does. In which order is chosen by CUDA_ON_CPU_ORDER=forward|reverse|SEED or
+// set_order() (launch.h), so that a missing barrier shows in one of them. Reported with a message and abort():
+// barriers and collectives that can never be left, lanes that are missing from their own mask, more than 48 KB of
+// shared memory. Launches that a GPU refuses set cudaErrorInvalidConfiguration.
+//
+// Not seen: lost updates of plain increments (threads only change places where they wait), weak memory ordering.
+// Static __shared__ variables hold NaN patterns when a block begins; under AddressSanitizer they have its redzones
+// instead.
+#pragma once
+
+#include <cuda_runtime.h>
+
+// After CUDA's headers, which define most of these as nothing for other compilers.
+#undef __shared__
+#undef __launch_bounds__
+#if defined(__SANITIZE_ADDRESS__)
+#define __shared__ static __attribute__((used))
+#else
+// Thread-local variables are the one kind that lies together, templates' too, and can be found at run time. `used`:
+// they are written behind the compiler's back.
+#define __shared__ static thread_local __attribute__((used))
+#endif
+#define __launch_bounds__(...)
+
+#include "intrinsics.h"
+#include "launch.h"
+#include "runtime.h"
+#include "warp.h"

@@ -1,0 +1,49 @@
+"""torch.ops.loco_ext_on_cpu: the CUDA operators, glue and kernels, compiled for the CPU and run on CPU tensors."""
+
+import importlib.util
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from cuda_on_cpu import build
+from torch.utils.cpp_extension import include_paths
+
+import loco_ext  # noqa: F401  (torch.ops must know our operators first)
+from loco_ext.ops import backends
+
+SOURCES = (
+    *("optim_step/cuda.cu", "optim_step/bind.cpp", "optim_step/bind_cuda.cpp", "optim_step/gather.cpp"),
+    *("optim_step/gpu_table.cpp", "common/device.cpp", "common/overlap.cpp", "common/registry.cpp"),
+)
+
+
+@cache
+def library(folder: Path) -> ModuleType:
+    """The compiled module, in ``folder``; importing it registers the operators."""
+    out = folder / f"_C_cuda_on_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    build.compile_program(
+        [*(build.CSRC / name for name in SOURCES), build.HERE / "library.cpp", build.HERE / "module.cpp"],
+        out,
+        shared=True,
+        include=[*map(Path, include_paths()), Path(sysconfig.get_paths()["include"])],
+        flags=[
+            *("-fvisibility=hidden", "-Wno-unused-parameter", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
+            *(f"-L{torch_libraries}", "-Wl,--no-as-needed", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        ],
+    )
+    spec = importlib.util.spec_from_file_location("_C_cuda_on_cpu", out)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Lets the native backend run these operators, until monkeypatch ends."""
+    monkeypatch.setattr(backends, "library", library(folder))
+    monkeypatch.setattr(backends, "operators", lambda: torch.ops.loco_ext_on_cpu)

@@ -1,0 +1,87 @@
+"""What ptxas says of kernels (registers, stack, spills, shared memory), held to budgets."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One kernel on one target. spill_bytes: stores and loads together."""
+
+    kernel: str
+    target: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path]) -> str:
+    """Compiles a source for all targets (``"80"``, ``"90"``, ...) at once; returns what ptxas reported."""
+    codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
+    folders = [f"-I{folder}" for folder in include]
+    flags = ["-O3", "-std=c++17", "--fmad=false", "-Xptxas", "-v", "--threads", "0"]
+    command = [nvcc, *flags, *codes, *folders, "--fatbin", str(source), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def demangled(names: Sequence[str]) -> list[str]:
+    """C++ names of symbols; as they are where no tool is there to tell."""
+    tool = shutil.which("cu++filt") or shutil.which("c++filt")
+    if not tool or not names:
+        return list(names)
+    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def parse(report: str) -> list[Usage]:
+    """The kernels in what ``nvcc -Xptxas -v`` prints."""
+    parts = re.split(r"Compiling entry function '([^']+)' for '([^']+)'", report)[1:]
+    symbols, targets, texts = parts[0::3], parts[1::3], parts[2::3]
+    usages = []
+    for name, symbol, target, text in zip(demangled(symbols), symbols, targets, texts, strict=True):
+        # The properties of functions that were not inlined follow theirs.
+        own = text.split(f"Function properties for {symbol}", 1)[-1]
+
+        def number(pattern: str, default: int | None = None, own: str = own) -> int:
+            found = re.search(pattern, own)
+            if found is None and default is None:
+                raise ValueError(f"no {pattern!r} in ptxas's report:\n{own}")
+            return int(found[1]) if found else default
+
+        usages.append(
+            Usage(
+                kernel=name,
+                target=target,
+                registers=number(r"Used (\d+) registers"),
+                spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+                stack_bytes=number(r"(\d+) bytes stack frame"),
+                shared_bytes=number(r"(\d+) bytes smem", default=0),
+            )
+        )
+    return usages
+
+
+def complaints(usages: Sequence[Usage], budgets: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What is over budget: a kernel's budget is the one with the longest key that occurs in its name."""
+    found = []
+    for usage in usages:
+        keys = [key for key in budgets if key in usage.kernel]
+        if not keys:
+            found.append(f"{usage.kernel} ({usage.target}): no budget")
+            continue
+        budget = budgets[max(keys, key=len)]
+        found += [
+            f"{usage.kernel} ({usage.target}): {getattr(usage, key)} {key}, budget {budget[key]}"
+            for key in KEYS
+            if getattr(usage, key) > budget[key]
+        ]
+    return found

@@ -1,0 +1,114 @@
+"""CUDA sources compile for every GPU that is supported, and their kernels keep to budgets of registers and memory."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from cuda_on_cpu import ptxas
+from cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need_nvcc
+from torch.utils.cpp_extension import include_paths
+
+SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
+GLUE = sorted(CSRC.glob("*/bind_cuda.cpp"))
+OTHER_TARGETS = ["80", "100", "120"]
+
+
+def name_of(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+def assert_within_budget(source, targets, out):
+    """The budget stands in cuda_budget.json beside the source."""
+    budget = json.loads(source.with_name("cuda_budget.json").read_text())["kernels"]
+    usages = ptxas.parse(ptxas.compile_cubin(need_nvcc(), source, targets, out, [CSRC]))
+    assert {usage.target for usage in usages} == {f"sm_{target}" for target in targets}
+    found = ptxas.complaints(usages, budget)
+    assert not found, "\n".join(found)
+    unused = [key for key in budget if not any(key in usage.kernel for usage in usages)]
+    assert not unused, f"budgets of no kernel: {unused}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_kernels_keep_their_budgets(source, tmp_path):
+    assert_within_budget(source, ["90"], tmp_path / "kernels.fatbin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_kernels_keep_their_budgets_on_other_targets(source, tmp_path):
+    assert_within_budget(source, OTHER_TARGETS, tmp_path / "kernels.fatbin")
+
+
+@pytest.mark.parametrize("source", GLUE, ids=name_of)
+def test_glue_compiles_without_a_cuda_build_of_torch(source):
+    need_cuda_headers()
+    oldest = re.search(r"^OLDEST_TORCH = \((\d+), (\d+)\)", (CSRC.parent / "setup.py").read_text(), re.MULTILINE)
+    version = f"0x{int(oldest[1]):02x}{int(oldest[2]):02x}000000000000ULL"
+    folders = [f"-I{CSRC}"]
+    for folder in (*include_paths(), *cuda_includes()):
+        folders += ["-isystem", str(folder)]
+    flags = ["-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-DUSE_CUDA"]
+    command = ["g++", "-fsyntax-only", *flags, f"-DTORCH_TARGET_VERSION={version}", *folders, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def greedy(tmp_path_factory):
+    out = tmp_path_factory.mktemp("greedy") / "greedy.fatbin"
+    report = ptxas.compile_cubin(need_nvcc(), HERE / "greedy.cu", ["80", "90"], out, [])
+    return {(usage.kernel, usage.target): usage for usage in ptxas.parse(report)}
+
+
+def test_usage_is_read_from_the_compiler(greedy):
+    names = ["modest(float*)", "shares(float*)", "spills<100>(float*)", "stacks(float*, int const*, int)"]
+    assert sorted({kernel.removeprefix("void ") for kernel, _ in greedy}) == names
+    assert {target for _, target in greedy} == {"sm_80", "sm_90"}
+    for target in ("sm_80", "sm_90"):
+        usages = {
+            kernel.removeprefix("void ").split("(")[0]: usage for (kernel, at), usage in greedy.items() if at == target
+        }
+        assert usages["shares"].shared_bytes == 512 * 4
+        assert usages["stacks"].stack_bytes >= 64 * 4
+        assert usages["spills<100>"].spill_bytes > 0
+        assert usages["spills<100>"].registers <= 32
+        modest = usages["modest"]
+        assert (modest.spill_bytes, modest.stack_bytes, modest.shared_bytes) == (0, 0, 0)
+
+
+def test_every_overrun_is_reported(greedy):
+    none = dict.fromkeys(ptxas.KEYS, 0)
+    modest = {**none, "registers": 40}
+    everything = {"shares": modest, "spills": modest, "stacks": modest, "modest": modest}
+    usages = [usage for (_, target), usage in greedy.items() if target == "sm_90"]
+    overrun = "\n".join(ptxas.complaints(usages, everything))
+    assert "2048 shared_bytes, budget 0" in overrun
+    assert re.search(r"spills<100>.*: \d+ spill_bytes, budget 0", overrun)
+    assert re.search(r"stacks.*: \d+ stack_bytes, budget 0", overrun)
+    assert "modest" not in overrun
+    tight = {**everything, "modest(float": none}
+    assert re.search(r"modest.*: \d+ registers, budget 0", "\n".join(ptxas.complaints(usages, tight)))
+    assert "modest(float*) (sm_90): no budget" in ptxas.complaints(usages, {"s<": none, "shares": none, "stacks": none})
+
+
+REPORT = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z4stepIfEvPT_' for 'sm_90'
+ptxas info    : Function properties for _Z4stepIfEvPT_
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 42 registers, used 1 barriers, 16 bytes cumulative stack size, 256 bytes smem
+ptxas info    : Function properties for _Z6helperv
+    800 bytes stack frame, 900 bytes spill stores, 900 bytes spill loads
+ptxas info    : Compile time = 8.000 ms
+"""
+
+
+def test_a_report_is_parsed():
+    (usage,) = ptxas.parse(REPORT)
+    assert usage.kernel in ("void step<float>(float*)", "_Z4stepIfEvPT_")
+    assert usage == ptxas.Usage(usage.kernel, "sm_90", 42, 20, 16, 256)
+
+
+def test_a_report_of_another_form_is_an_error():
+    with pytest.raises(ValueError, match="registers"):
+        ptxas.parse(REPORT.replace("Used 42 registers", "42 registers are used"))

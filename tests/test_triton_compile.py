@@ -1,0 +1,162 @@
+"""What the Triton kernels of the optimizer step are compiled to, for GPUs that this machine need not have."""
+
+import importlib.util
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
+]
+
+CUDA = [80, 90, 100]
+VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def make_form(rule: str, *dtypes: str, **options):
+    import triton.language as tl
+    from loco_ext.triton_kernels.optim_step_kernels import Form
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK, OPERANDS
+
+    types = tuple(getattr(tl, dtype) for dtype in dtypes)
+    form = Form(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, BLOCK, False, False)
+    return replace(form, **options)
+
+
+def gpu(backend: str, arch: int | str):
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+
+
+def compiled(target, form, scale: str | None = None, num_warps: int = 4):
+    """The stages of compilation by name, as the launcher would have them; scale: of grad_scale and found_inf."""
+    import triton
+    from loco_ext.triton_kernels.optim_step_kernels import step_kernel
+    from triton.compiler import ASTSource
+
+    types = {"rows": "*i64", "axes": "*i64", "owners": "*i32", "maps": "*fp64", "hyper": "*fp64"}
+    types |= {name: scale or "constexpr" for name in ("grad_scale", "found_inf")}
+    types |= {"seed_low": "i32", "seed_high": "i32", "rounding_step": "i32", "FORM": "constexpr"}
+    constants = {"FORM": form} | ({} if scale else {"grad_scale": None, "found_inf": None})
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    source = ASTSource(step_kernel, types, constants, attributes)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": False}).asm
+
+
+def ptx(arch: int, form, **options) -> str:
+    return compiled(gpu("cuda", arch), form, **options)["ptx"]
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def fused(text: str) -> int:
+    """How many fused multiply-adds; an instruction may have two."""
+    return count(r"\bfma\.rn", text) + count(r"\bfma\.rn\S*x2\b", text)
+
+
+def vectors(text: str) -> tuple[int, int]:
+    """How many loads and stores of 16 bytes."""
+    return count(rf"ld\.global\S*\.(?:{VECTOR})\b", text), count(rf"st\.global\S*\.(?:{VECTOR})\b", text)
+
+
+def per_thread(*dtypes: str, num_warps: int = 4) -> int:
+    """Accesses of 16 bytes that each thread of a block needs for all of its elements."""
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK
+
+    widths = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+    return sum(BLOCK * widths[dtype] // (16 * 32 * num_warps) for dtype in dtypes)
+
+
+SGD = ("float32",) * 3
+VARIANTS = {
+    "sgd": ("sgd", SGD, {}),
+    "sgd_mixed": ("sgd", ("bfloat16", "float16", "float32"), {"stochastic": True, "nesterov": True, "maximize": True}),
+    "sgd_double": ("sgd", ("float64",) * 3, {"l1": True}),
+    "adam": ("adam", ("float32",) * 4, {}),
+    "adamw": ("adam", ("float32",) * 5, {"amsgrad": True, "decoupled": True}),
+    "adam_half": ("adam", ("bfloat16",) * 5, {"amsgrad": True, "stochastic": True}),
+    "adam_double": ("adam", ("float64",) * 4, {}),
+}
+# Multiply-adds in the source, for each element.
+FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam_half": 3, "adam_double": 3}
+
+
+@pytest.mark.parametrize("arch", CUDA)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whole_blocks_are_accessed_in_16_bytes_and_only_written_multiply_adds_are_fused(variant, arch):
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK
+
+    rule, dtypes, options = VARIANTS[variant]
+    num_warps = 8 if dtypes[0] == "float64" else 4
+    text = ptx(arch, make_form(rule, *dtypes, **options), num_warps=num_warps)
+    loads, stores = vectors(text)
+    written = [dtypes[0], *dtypes[2:]]
+    assert loads == per_thread(*dtypes, num_warps=num_warps)
+    assert stores == per_thread(*written, num_warps=num_warps)
+    per_element = BLOCK // (32 * num_warps) * 2  # the second time for a block that is not whole
+    assert fused(text) == FUSED[variant] * per_element
+    assert count(r"\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full", text) == 0
+    if rule == "adam":
+        wide = "f64" if dtypes[0] == "float64" else "f32"
+        assert count(rf"div\.rn\.{wide}", text) == 2 * per_element
+        assert count(rf"sqrt\.rn\.{wide}", text) == per_element
+
+
+@pytest.mark.parametrize("arch", CUDA)
+def test_float32_operands_that_are_not_aligned_are_accessed_one_by_one(arch):
+    text = ptx(arch, make_form("sgd", *SGD, aligned=False))
+    assert vectors(text) == (0, 0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_layouts_and_64_bit_numbers_of_elements_compile(variant):
+    rule, dtypes, options = VARIANTS[variant]
+    for wide in (False, True):
+        text = ptx(90, make_form(rule, *dtypes, **options, flat=False, aligned=False, wide=wide), scale="*fp32")
+        assert count(r"\.approx|\.ftz|div\.full", text) == 0
+        assert (count(r"div\.[su]64|rem\.[su]64", text) > 0) == wide
+
+
+@pytest.mark.parametrize("scale", ["*fp32", "*fp64"])
+def test_gradients_are_divided_and_written_in_16_bytes(scale):
+    plain, scaled = (ptx(90, make_form("sgd", *SGD), scale=s) for s in (None, scale))
+    assert vectors(scaled)[1] == vectors(plain)[1] + per_thread("float32")
+    assert count(r"div\.rn\.f32", plain) == 0
+    assert count(r"div\.rn\.f32", scaled) > 0
+
+
+@pytest.mark.parametrize("arch", CUDA)
+def test_the_kernel_that_counts_steps_compiles_without_fused_operations(arch):
+    import triton
+    from loco_ext.triton_kernels.optim_step_kernels import prepare_kernel
+    from triton.compiler import ASTSource
+
+    types = {"rows": "*i64", "hyper": "*fp64", "found_inf": "*fp32", "scalars": "*fp64"}
+    source = ASTSource(prepare_kernel, types, {}, {})
+    text = triton.compile(source, target=gpu("cuda", arch), options={"num_warps": 1, "enable_fp_fusion": False}).asm[
+        "ptx"
+    ]
+    assert count(r"\bfma|\.approx|\.ftz|div\.full", text) == 0
+    assert count(r"div\.rn\.f64", text) > 0
+    assert count(r"sqrt\.rn\.f64", text) > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_compile_for_amd(variant):
+    rule, dtypes, options = VARIANTS[variant]
+    text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
+    assert count(r"global_load_dwordx4|buffer_load_dwordx4", text) > 0
+    assert count(r"global_store_dwordx4|buffer_store_dwordx4", text) > 0

@@ -1,0 +1,292 @@
+"""Tables in device memory that tell the optimizer step's kernels where its tensors lie.
+
+A tensor's elements are numbered in the memory order of its parameter. Every operand (parameter, gradient, states, also
+the decay map and the index in a contiguous tensor of the same shape) has a nest of axes (size, stride), fastest first,
+that leads from such a number to the operand's element. A nest of one axis of stride 1 is flat.
+
+A table is never changed: other tensors or numbers get a table of their own. Those of eager steps are kept for the most
+recent steps; device and stream belong to their key, so that memory that is let go is used again only by later work of
+the same stream. Those that a CUDA graph reads are kept for good, with the host memory that the graph copies from.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 2048  # elements that one program steps, a power of 2
+STATES = 3  # at most
+OPERANDS = 2 + STATES  # parameter, gradient, states
+NARROW = 2**31 - BLOCK  # up to so many elements their numbers fit into 32 bits
+KINDS = {None: 0, torch.float32: 1, torch.float64: 2}  # of a number in device memory; None: there is none
+
+# What the kernels read of a tensor. Nests are places among all axes, and counts.
+ROW = np.dtype(
+    [
+        ("numel", "i8"),
+        ("first_chunk", "i8"),  # the program that steps the first elements
+        ("group", "i8"),
+        ("lr", "i8"),  # address of the learning rate
+        ("lr_kind", "i8"),
+        ("step", "i8"),  # address of Adam's step count
+        ("step_kind", "i8"),
+        ("first", "i8"),
+        ("ordinal", "i8"),
+        ("map", "i8"),  # place among the values of all maps, or -1
+        ("pointers", "i8", (OPERANDS,)),
+        ("nests", "i8", (OPERANDS + 2, 2)),  # the last two: logical index, map
+    ]
+)
+
+Axes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The lists of a step, as in :mod:`loco_ext.ops.optim_step`; ``states`` and ``steps`` are empty where not used."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]
+    group_index: Sequence[int]
+    lrs: Sequence[Tensor]
+    lr_index: Sequence[int]
+    maps: Sequence[Tensor]
+    map_index: Sequence[int]
+    steps: Sequence[Tensor] = ()
+    first: Sequence[int] = ()
+    ordinals: Sequence[int] = ()
+
+    def operands(self, index: int) -> list[Tensor]:
+        return [self.params[index], self.grads[index], *(state[index] for state in self.states)]
+
+    def key(self) -> Hashable:
+        """Everything that the tables depend on: places and strides of tensors, the values of maps."""
+        lists = (self.params, self.grads, *self.states, self.steps, self.lrs)
+        tensors = tuple(tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors) for tensors in lists)
+        maps = tuple((m.shape, m.contiguous().numpy().tobytes()) for m in self.maps)
+        indices = (self.group_index, self.lr_index, self.map_index, self.first, self.ordinals)
+        return tensors, maps, tuple(map(tuple, indices))
+
+
+class Kind(NamedTuple):
+    """What the tensors of one launch have in common."""
+
+    dtypes: tuple[torch.dtype, ...]  # of the operands
+    flat: bool  # all operands are
+    aligned: bool  # flat, and all begin at a multiple of 16 bytes
+    wide: bool  # elements are numbered in 64 bits
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One launch: ``owners[i]`` (int32) is the tensor of program ``i``."""
+
+    kind: Kind
+    owners: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tables of one step on the device, and the memory that its kernels share."""
+
+    rows: Tensor  # int64, [tensors, columns]
+    axes: Tensor  # int64, [axes, 2]
+    maps: Tensor  # float64
+    scalars: Tensor  # float64, [tensors, 8], written by Adam's first kernel for the others
+    batches: tuple[Batch, ...]
+    host: Any = field(repr=False)  # what the tables were copied from
+
+
+@lru_cache(maxsize=4096)
+def nest(shape: tuple[int, ...], lead: tuple[int, ...], strides: tuple[int, ...]) -> Axes:
+    """The axes in which an operand of these strides steps through the elements in the memory order of ``lead``.
+
+    Args:
+        shape: of parameter and operand, without a 0.
+        lead: the parameter's strides.
+        strides: the operand's; 0 where it does not change.
+
+    Returns:
+        (size, stride) in elements, fastest in the parameter's memory first; axes that go on evenly are merged.
+    """
+    order = sorted((d for d in reversed(range(len(shape))) if shape[d] != 1), key=lambda d: lead[d])
+    axes: list[tuple[int, int]] = []
+    for d in order:
+        if axes and strides[d] == axes[-1][0] * axes[-1][1]:
+            axes[-1] = (axes[-1][0] * shape[d], axes[-1][1])
+        else:
+            axes.append((shape[d], strides[d]))
+    return tuple(axes) or ((1, 1),)
+
+
+def is_flat(axes: Axes) -> bool:
+    return len(axes) == 1 and axes[0][1] == 1
+
+
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1] if shape else ()
+
+
+@lru_cache(maxsize=4096)
+def map_strides(map_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous map broadcast to a parameter's shape."""
+    own = contiguous_strides(map_shape)
+    kept = tuple(0 if size == 1 else stride for size, stride in zip(map_shape, own, strict=True))
+    return (0,) * (len(shape) - len(map_shape)) + kept
+
+
+class _Builder:
+    """Collects the rows of a step's tensors, the axes that they share, and the launches."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.axes: list[tuple[int, int]] = []
+        self.places: dict[Axes, int] = {}
+        self.owners: dict[Kind, list[tuple[int, int]]] = {}  # tensors and their numbers of chunks
+        self.programs: dict[Kind, int] = {}
+        sizes = [m.numel() for m in step.maps]
+        self.map_places = [0, *accumulate(sizes)]
+        self.rows = np.zeros(len(step.params), dtype=ROW)
+        for i, row in enumerate(self.rows):
+            self._fill(i, row)
+
+    def _fill(self, index: int, row: Any) -> None:
+        step = self.step
+        row["group"] = step.group_index[index]
+        row["lr"], row["lr_kind"] = self._learning_rate(step.group_index[index])
+        if step.steps:
+            row["step"], row["step_kind"] = step.steps[index].data_ptr(), KINDS[step.steps[index].dtype]
+        row["first"] = bool(step.first) and step.first[index]
+        row["ordinal"] = step.ordinals[index] & 0xFFFFFFFF if step.ordinals else 0
+        row["map"] = -1
+        operands = step.operands(index)
+        param = operands[0]
+        row["numel"] = param.numel()
+        if param.numel() == 0:
+            return
+        shape, lead = tuple(param.shape), param.stride()
+        nests = [nest(shape, lead, t.stride()) for t in operands]
+        row["pointers"][: len(operands)] = [t.data_ptr() for t in operands]
+        places = [self._keep(axes) for axes in nests]
+        row["nests"][: len(places)] = places
+        row["nests"][OPERANDS] = self._keep(nest(shape, lead, contiguous_strides(shape)))
+        if (which := step.map_index[index]) >= 0:
+            row["map"] = self.map_places[which]
+            row["nests"][OPERANDS + 1] = self._keep(
+                nest(shape, lead, map_strides(tuple(step.maps[which].shape), shape))
+            )
+        flat = all(map(is_flat, nests))
+        aligned = flat and all(t.data_ptr() % 16 == 0 for t in operands)
+        kind = Kind(tuple(t.dtype for t in operands), flat, aligned, param.numel() > NARROW)
+        chunks = -(-param.numel() // BLOCK)
+        row["first_chunk"] = self.programs.get(kind, 0)
+        self.programs[kind] = row["first_chunk"] + chunks
+        self.owners.setdefault(kind, []).append((index, chunks))
+
+    def _learning_rate(self, group: int) -> tuple[int, int]:
+        which = self.step.lr_index[group] if self.step.lr_index else -1
+        if which < 0:
+            return 0, KINDS[None]
+        return self.step.lrs[which].data_ptr(), KINDS[self.step.lrs[which].dtype]
+
+    def _keep(self, axes: Axes) -> tuple[int, int]:
+        if axes not in self.places:
+            self.places[axes] = len(self.axes)
+            self.axes.extend(axes)
+        return self.places[axes], len(axes)
+
+    def plan(self, device: torch.device) -> Plan:
+        values = [m.contiguous().numpy().ravel() for m in self.step.maps]
+        owners = [np.repeat(*np.array(owned).T).astype(np.int32) for owned in self.owners.values()]
+        (rows, axes, maps, *programs), host = upload(
+            [
+                self.rows.view(np.int64),
+                np.array(self.axes, dtype=np.int64).ravel(),
+                np.concatenate([*values, np.zeros(0)]),
+                *owners,
+            ],
+            device,
+        )
+        scalars = torch.empty((len(self.rows) if self.step.steps else 0, 8), dtype=torch.float64, device=device)
+        batches = tuple(map(Batch, self.owners, programs))
+        return Plan(rows, axes, maps, scalars, batches, host)
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Copies arrays to the device in one piece, each to a multiple of 16 bytes, without waiting for the device.
+
+    Returns:
+        The arrays' tensors, and the host memory that they are copied from.
+    """
+    ends = list(accumulate(-(-array.nbytes // 16) * 16 for array in arrays))
+    host = torch.zeros(ends[-1], dtype=torch.uint8)
+    begins = [0, *ends[:-1]]
+    for begin, array in zip(begins, arrays, strict=True):
+        host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)
+    if device.type != "cpu":
+        host = host.pin_memory()
+    there = host.to(device, non_blocking=True)
+    tensors = [
+        there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        for begin, array in zip(begins, arrays, strict=True)
+    ]
+    return tensors, host
+
+
+class Tables:
+    """Makes the tables of steps, or finds those of an equal step.
+
+    Args:
+        size: how many of each sort are kept for eager steps.
+    """
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+        self._recent: dict[str, OrderedDict[Hashable, Any]] = {"plan": OrderedDict(), "hyper": OrderedDict()}
+        self._captured: list[Any] = []
+        self._lock = threading.Lock()
+
+    def plan(self, step: Step) -> Plan:
+        device = step.params[0].device
+        return self._find("plan", device, step.key, lambda: _Builder(step).plan(device))
+
+    def hyper(self, hyper: Tensor, device: torch.device) -> Tensor:
+        """The rows of hyperparameters, float64, in device memory."""
+        rows = hyper.contiguous().numpy()
+        tensors, _host = self._find("hyper", device, rows.tobytes, lambda: upload([rows.ravel()], device))
+        return tensors[0]
+
+    def _find(self, sort: str, device: torch.device, key: Callable[[], Hashable], make: Callable[[], Any]) -> Any:
+        if is_capturing(device):
+            made = make()
+            self._captured.append(made)
+            return made
+        whole_key = (device, _stream(device), key())
+        recent = self._recent[sort]
+        with self._lock:
+            if whole_key not in recent:
+                recent[whole_key] = make()
+            recent.move_to_end(whole_key)
+            while len(recent) > self.size:
+                recent.popitem(last=False)
+            return recent[whole_key]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream records a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
