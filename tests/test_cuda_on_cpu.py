@@ -2,12 +2,32 @@
 
 import signal
 import subprocess
+import sys
 
 import pytest
-from cuda_on_cpu.build import HERE, ORDERS, compile_command, compile_program, need_cuda_headers, run_program
+from cuda_on_cpu.build import (
+    HERE,
+    ORDERS,
+    compile_command,
+    compile_program,
+    need_cuda_headers,
+    run_program,
+    sanitizer_to_preload,
+)
 
 PLANTED = HERE / "planted.cu"
-CLEAN = ["sum", "sum_of_doubles", "copy", "histogram", "warps", "dimensions", "parameters", "returns_early", "limits"]
+CLEAN = [
+    "sum",
+    "sum_of_doubles",
+    "copy",
+    "histogram",
+    "warps",
+    "dimensions",
+    "parameters",
+    "returns_early",
+    "host_threads",
+    "limits",
+]
 # A program that waits for ever would run into this.
 TIMEOUT = 60
 
@@ -66,6 +86,7 @@ def test_what_would_hang_or_be_refused_is_reported(plain, case, message, order):
         ("copy_out_of_bounds", "heap-buffer-overflow"),
         ("copy_misaligned", "misaligned address"),
         ("sum_shared_out_of_bounds", "out of bounds"),
+        ("stack_out_of_bounds", "stack-buffer-overflow"),
     ],
 )
 def test_sanitizers_find(sanitized, case, finding):
@@ -91,3 +112,24 @@ def test_an_unknown_order_is_an_error(plain):
     done = run_program(plain, "sum", order="sideways", timeout=TIMEOUT)
     assert "expected forward, reverse or a number, got sideways" in done.stderr
     assert done.returncode == -signal.SIGABRT
+
+
+def test_orders(plain):
+    notes = {order: run_program(plain, "order", order=order).stdout.split()[:6] for order in ORDERS}
+    assert notes["forward"] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    assert notes["reverse"] == notes["forward"][::-1]
+    assert all(sorted(note) == notes["forward"] for note in notes.values())
+    assert len(set(map(tuple, notes.values()))) > 3
+
+
+LOAD = "import ctypes, sys; planted = ctypes.CDLL(sys.argv[1]).planted; [planted(c.encode()) for c in sys.argv[2:]]"
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_kernels_in_a_shared_library(tmp_path, sanitize):
+    library = compile_program([PLANTED], tmp_path / "planted.so", sanitize=sanitize, shared=True)
+    preload = sanitizer_to_preload() if sanitize else ""
+    wrong = "histogram_unwritten" if not sanitize else "copy_wrong_tail"
+    done = run_program(sys.executable, "-c", LOAD, library, "sum", "histogram", wrong, preload=preload)
+    assert done.stdout.splitlines() == ["sum ok", "histogram ok", f"{wrong} wrong"], done.stderr
+    assert done.returncode == 0

@@ -9,6 +9,7 @@ from optim_step_cases import STATES, Case, assert_same, assert_untouched, make_c
 from tolerances import same_bits
 
 from loco_ext import geometry, ops
+from loco_ext.ops import backends
 from loco_ext.ops.held import Held
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -216,7 +217,8 @@ def test_tensors_are_freed_with_what_held_them():
 
 def step_held(number: int) -> None:
     grads, hyper = [torch.ones(3)], torch.zeros(1, 4, dtype=torch.float64)
-    torch.ops.loco_ext.optim_step_sgd_held(number, grads, hyper, False, False, False, None, None, None, 0)
+    operator = backends.operators().optim_step_sgd_held
+    operator(number, grads, hyper, [], [], False, False, False, None, None, None, 0)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**62])

@@ -1,6 +1,7 @@
 """What the Triton kernels of the optimizer step are compiled to, for GPUs that this machine need not have."""
 
 import importlib.util
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -13,6 +14,7 @@ pytestmark = [
 ]
 
 CUDA = [80, 90, 100]
+THREADS = 256  # of a block, as the launcher has it
 VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
 
 
@@ -39,7 +41,7 @@ def gpu(backend: str, arch: int | str):
     return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
 
 
-def compiled(target, form, scale: str | None = None, num_warps: int = 4):
+def compiled(target, form, scale: str | None = None):
     """The stages of compilation by name, as the launcher would have them; scale: of grad_scale and found_inf."""
     import triton
     from loco_ext.triton_kernels.optim_step_kernels import step_kernel
@@ -51,7 +53,9 @@ def compiled(target, form, scale: str | None = None, num_warps: int = 4):
     constants = {"FORM": form} | ({} if scale else {"grad_scale": None, "found_inf": None})
     attributes = {(i,): [["tt.divisibility", 16]] for i in range(5)}
     source = ASTSource(step_kernel, types, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": False}).asm
+    return triton.compile(
+        source, target=target, options={"num_warps": THREADS // target.warp_size, "enable_fp_fusion": False}
+    ).asm
 
 
 def ptx(arch: int, form, **options) -> str:
@@ -72,12 +76,12 @@ def vectors(text: str) -> tuple[int, int]:
     return count(rf"ld\.global\S*\.(?:{VECTOR})\b", text), count(rf"st\.global\S*\.(?:{VECTOR})\b", text)
 
 
-def per_thread(*dtypes: str, num_warps: int = 4) -> int:
+def per_thread(*dtypes: str) -> int:
     """Accesses of 16 bytes that each thread of a block needs for all of its elements."""
     from loco_ext.triton_kernels.optim_step_tables import BLOCK
 
     widths = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-    return sum(BLOCK * widths[dtype] // (16 * 32 * num_warps) for dtype in dtypes)
+    return sum(BLOCK * widths[dtype] // (16 * THREADS) for dtype in dtypes)
 
 
 SGD = ("float32",) * 3
@@ -94,19 +98,23 @@ VARIANTS = {
 FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam_half": 3, "adam_double": 3}
 
 
-@pytest.mark.parametrize("arch", CUDA)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [
+        pytest.param(variant, arch, marks=[] if arch == 90 or variant in ("sgd", "adam_half") else pytest.mark.slow)
+        for variant, arch in itertools.product(VARIANTS, CUDA)
+    ],
+)
 def test_whole_blocks_are_accessed_in_16_bytes_and_only_written_multiply_adds_are_fused(variant, arch):
     from loco_ext.triton_kernels.optim_step_tables import BLOCK
 
     rule, dtypes, options = VARIANTS[variant]
-    num_warps = 8 if dtypes[0] == "float64" else 4
-    text = ptx(arch, make_form(rule, *dtypes, **options), num_warps=num_warps)
+    text = ptx(arch, make_form(rule, *dtypes, **options))
     loads, stores = vectors(text)
     written = [dtypes[0], *dtypes[2:]]
-    assert loads == per_thread(*dtypes, num_warps=num_warps)
-    assert stores == per_thread(*written, num_warps=num_warps)
-    per_element = BLOCK // (32 * num_warps) * 2  # the second time for a block that is not whole
+    assert loads == per_thread(*dtypes)
+    assert stores == per_thread(*written)
+    per_element = BLOCK // THREADS * 2  # the second time for a block that is not whole
     assert fused(text) == FUSED[variant] * per_element
     assert count(r"\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full", text) == 0
     if rule == "adam":
@@ -121,7 +129,7 @@ def test_float32_operands_that_are_not_aligned_are_accessed_one_by_one(arch):
     assert vectors(text) == (0, 0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["sgd_mixed", "adamw"])
 def test_other_layouts_and_64_bit_numbers_of_elements_compile(variant):
     rule, dtypes, options = VARIANTS[variant]
     for wide in (False, True):

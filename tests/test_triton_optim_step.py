@@ -9,7 +9,9 @@ import importlib.util
 import io
 import itertools
 import math
+import mmap
 import multiprocessing
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Context, Decimal
@@ -22,6 +24,8 @@ from optim_step_cases import Case, assert_same, assert_untouched, make_case
 from test_optim_step import ADAM_DECAYS, ANY_MAP, DECAYS, FLOATS, LOCO_2D, MAPS, MOMENTUM, SHAPES, hyper_with
 from test_optim_step_layouts import KINDS, LAYOUTS, OTHER_SHAPES, SPECIAL, gaps
 from tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+
+from loco_ext.reference.rounding import philox
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -83,19 +87,22 @@ def scalars(data: bytes) -> torch.Tensor:
     return plan.scalars.numpy()
 
 
-def far(begin: int) -> list[torch.Tensor]:
-    """Steps only the last elements, from a whole block on, of a bfloat16 tensor that would not fit into memory."""
+def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
+    """Steps only the last elements of a bfloat16 tensor that would not fit into memory; returns them and gradients."""
     from loco_ext.triton_kernels import optim_step
     from loco_ext.triton_kernels.optim_step_kernels import COLUMNS, FIRST_CHUNK
 
-    skipped, tail = begin // tables.BLOCK, tables.BLOCK + 100
-    w, g = (torch.empty(begin + tail, dtype=torch.bfloat16) for _ in range(2))
-    w[begin:], g[begin:] = 1, torch.arange(tail)
+    skipped = numel // tables.BLOCK - 1
+    begin = skipped * tables.BLOCK
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    memory = [mmap.mmap(-1, 2 * numel * stride, flags=flags) for _ in range(2)]
+    w, g = (torch.frombuffer(m, dtype=torch.bfloat16)[::stride] for m in memory)
+    w[begin:], g[begin:] = 1, torch.arange(numel - begin)
     step = tables.Step([w], [g], [], [0], [], [], [], [-1], ordinals=[0])
     plan = tables._Builder(step).plan(w.device)
     plan.rows[FIRST_CHUNK.value :: COLUMNS.value] -= skipped
     batch = replace(plan.batches[0], owners=plan.batches[0].owners[skipped:])
-    assert batch.kind.wide
+    assert batch.kind.wide == wide
     hyper = torch.tensor([0.25, 0.0, 0.0, 0.0], dtype=torch.float64)
     form = {"rule": "sgd", "maximize": False, "l1": False}
     optim_step._launch(replace(plan, batches=(batch,)), hyper, None, None, 5, 3, form)
@@ -320,15 +327,17 @@ def test_elements_numbered_in_64_bits_give_the_references_bits(interpreter, kind
     assert_is_reference(interpreter, case, narrow=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("begin", [2**31 - 2**20, 2**31, 2**32 + 2**20])
-def test_elements_beyond_2_to_the_31_are_stepped(interpreter, begin):
-    w, g = map(torch.from_numpy, interpreter.pool.submit(far, begin).result())
-    values = torch.ones(begin + len(w) - begin)
-    from loco_ext.reference.rounding import philox
-
-    random = philox(torch.arange(begin, begin + len(w)), 5, 0, 3)[0]
-    bits = (values - 0.25 * g).view(torch.int32)
+@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize(
+    ("numel", "wide"),
+    [(tables.NARROW - 1, False), (tables.NARROW, False), (tables.NARROW + 1, True), (2**32 + 100, True)],
+)
+def test_elements_beyond_2_to_the_31_are_stepped(interpreter, numel, wide, stride):
+    w, g = map(torch.from_numpy, interpreter.pool.submit(far, numel, stride, wide).result())
+    elements = torch.arange(numel - len(w), numel)
+    bits = (1 - 0.25 * g).view(torch.int32)
+    random = philox(elements, seed=5, tensor=0, step=3)[0]
     rounded = (bits + (random & 0xFFFF).to(torch.int32)) & ~0xFFFF
     assert same_bits(w, rounded.view(torch.float32))
 

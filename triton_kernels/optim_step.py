@@ -21,6 +21,9 @@ from torch import Tensor
 
 DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
+# 256 threads, each with 8 elements of a block: 16 bytes in bfloat16.
+WARPS = 4 if torch.version.hip else 8
+
 _TABLES = Tables()
 
 
@@ -131,7 +134,7 @@ def _launch(
             found_inf,
             *words,
             FORM=form_of(batch, seed, **form),
-            num_warps=8 if batch.kind.dtypes[0] == torch.float64 else 4,
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )
 

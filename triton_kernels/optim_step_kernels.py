@@ -239,20 +239,10 @@ def _step_block(
     STOCHASTIC: tl.constexpr = FORM.stochastic
     position = (start if FORM.wide else start.to(tl.int32)) + tl.arange(0, FORM.block)
     mask = position < numel.to(position.dtype) if MASKED else None
-    weight_decay = tl.load(numbers + 1)
-    decays = weight_decay != 0
-    c = _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM)
+    # All that comes from far is asked for first.
     w_at = _addresses(row, axes, 0, start, position, FORM)
     g_at = _addresses(row, axes, 1, start, position, FORM)
     w, g = _load(w_at, mask, W, T), _load(g_at, mask, G, T)
-    if grad_scale is not None:
-        g = _divide(g, tl.load(grad_scale).to(T))
-        _store(g_at, g, mask, G, None, False)
-    if FORM.maximize:
-        g = g * -1
-    r0, r1, r2, r3 = position, position, position, position
-    if STOCHASTIC:
-        r0, r1, r2, r3 = _words(row, axes, position, seed_low, seed_high, rounding_step)
     s0, s1, s2 = w, w, w
     if S0 is not None:
         s0_at = _addresses(row, axes, 2, start, position, FORM)
@@ -263,6 +253,17 @@ def _step_block(
     if S2 is not None:
         s2_at = _addresses(row, axes, 4, start, position, FORM)
         s2 = _load(s2_at, mask, S2, T)
+    weight_decay = tl.load(numbers + 1)
+    decays = weight_decay != 0
+    c = _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM)
+    r0, r1, r2, r3 = position, position, position, position
+    if STOCHASTIC:
+        r0, r1, r2, r3 = _words(row, axes, position, seed_low, seed_high, rounding_step)
+    if grad_scale is not None:
+        g = _divide(g, tl.load(grad_scale).to(T))
+        _store(g_at, g, mask, G, None, False)
+    if FORM.maximize:
+        g = g * -1
     if FORM.rule == "sgd":
         w, s0 = _sgd(w, g, s0, c, decays, tl.load(row + FIRST) != 0, numbers, lr, FORM)
     else:

@@ -99,7 +99,7 @@ class Step {
     const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
     const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
     Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false};
-    if (t.map == nullptr || c.decay == Decay::none) return job;
+    if (t.map == nullptr || t.numel == 0 || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
       job.uniform = c.at(*t.map);

@@ -133,7 +133,7 @@ class Builder {
     e.nests[kNestMap] = kFlat;
     e.map_kind = MapKind::uniform;
     static const double one = 1;
-    if (t.map == nullptr) {
+    if (t.map == nullptr || t.numel == 0) {
       e.map = keep_map(&one, Nest{});
       return;
     }

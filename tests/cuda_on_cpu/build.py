@@ -17,6 +17,7 @@ ORDERS = ("forward", "reverse", "1", "2", "3")
 
 FLAGS = [
     "-std=c++17",
+    "-pthread",
     "-g",
     "-Wall",
     "-Wextra",
@@ -34,7 +35,7 @@ SHARED = ["-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 def nvcc() -> str | None:
     """CUDA's compiler, on the path or where CUDA_HOME says."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
+    return (home and shutil.which("nvcc", path=os.path.join(home, "bin"))) or shutil.which("nvcc")
 
 
 def _toolkits() -> Iterable[Path]:
@@ -119,11 +120,12 @@ def compile_program(
 
 
 def run_program(
-    program: Path, *arguments: object, order: str = "forward", timeout: float = 60
+    program: Path | str, *arguments: object, order: str = "forward", preload: str = "", timeout: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program; its threads and blocks in the given order."""
+    """Runs a program; its threads and blocks in the given order. preload: see ``sanitizer_to_preload``."""
     environment = {
         **os.environ,
+        **({"LD_PRELOAD": preload} if preload else {}),
         "CUDA_ON_CPU_ORDER": order,
         # Looking for leaks needs rights that containers lack.
         "ASAN_OPTIONS": "detect_leaks=0",

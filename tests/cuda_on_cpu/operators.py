@@ -31,7 +31,12 @@ def library(folder: Path) -> ModuleType:
         shared=True,
         include=[*map(Path, include_paths()), Path(sysconfig.get_paths()["include"])],
         flags=[
-            *("-fvisibility=hidden", "-Wno-unused-parameter", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"),
+            *(
+                "-fvisibility=hidden",
+                "-Wno-unused-parameter",
+                "-DUSE_CUDA",
+                "-DTORCH_TARGET_VERSION=0x020b000000000000",
+            ),
             *(f"-L{torch_libraries}", "-Wl,--no-as-needed", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
         ],
     )

@@ -12,7 +12,7 @@ KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
 
 @dataclass(frozen=True)
 class Usage:
-    """One kernel on one target. spill_bytes: stores and loads together."""
+    """One kernel on one target. kernel: its name without namespaces; spill_bytes: stores and loads together."""
 
     kernel: str
     target: str
@@ -34,12 +34,15 @@ def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, in
 
 
 def demangled(names: Sequence[str]) -> list[str]:
-    """C++ names of symbols; as they are where no tool is there to tell."""
+    """C++ names of symbols without namespaces, which begin in lower case; mangled where no tool is there to tell."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if not tool or not names:
         return list(names)
     done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return [
+        re.sub(r"(\b[a-z_]\w*|\(anonymous namespace\))::", "", name).removeprefix("void ")
+        for name in done.stdout.splitlines()
+    ]
 
 
 def parse(report: str) -> list[Usage]:

@@ -1,0 +1,272 @@
+// The CUDA optimizer step against the CPU's, both on the CPU, bit by bit, on random calls: argument 1 is the first
+// seed, 2 the number of calls. Every tensor has memory of exactly its own, so that a sanitizer sees what lies beside
+// it.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "optim_step/cpu.h"
+#include "optim_step/cuda.h"
+
+namespace {
+
+using namespace loco;
+using namespace loco::optim_step;
+
+using Random = std::mt19937_64;
+
+int64_t below(Random& random, int64_t n) { return static_cast<int64_t>(random() % n); }
+bool chance(Random& random, int64_t one_in) { return below(random, one_in) == 0; }
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+// Elements from a random element on behind a 16-byte boundary, with nothing behind them.
+class Memory {
+ public:
+  Memory(Random& random, DType dtype, int64_t elements, bool shifted)
+      : size_(elements * element_size(dtype)), shift_(shifted ? below(random, 8) * element_size(dtype) : 0) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 16, shift_ + size_) != 0) std::abort();
+    memory_.reset(static_cast<char*>(memory));
+  }
+  char* data() const { return memory_.get() + shift_; }
+  void take(const Memory& other) const {
+    if (size_ > 0) std::memcpy(data(), other.data(), size_);
+  }
+  bool equals(const Memory& other) const { return size_ == 0 || std::memcmp(data(), other.data(), size_) == 0; }
+
+ private:
+  int64_t size_, shift_;
+  std::unique_ptr<char, Free> memory_;
+};
+
+void fill(Random& random, DType dtype, const Memory& memory, int64_t elements, bool positive) {
+  std::normal_distribution<double> normal;
+  for (int64_t i = 0; i < elements; ++i) {
+    const double drawn = normal(random), value = positive ? drawn * drawn + 0.1 : drawn;
+    const auto single = static_cast<float>(value);
+    switch (dtype) {
+      case DType::f64:
+        reinterpret_cast<double*>(memory.data())[i] = value;
+        break;
+      case DType::f32:
+        reinterpret_cast<float*>(memory.data())[i] = single;
+        break;
+      case DType::bf16:
+        reinterpret_cast<uint16_t*>(memory.data())[i] = float_to_bf16(single);
+        break;
+      case DType::f16:
+        reinterpret_cast<uint16_t*>(memory.data())[i] = float_to_f16(single);
+    }
+  }
+}
+
+// Two copies of a call's tensors: what the CPU's kernels step, and what the GPU's do.
+struct Twins {
+  std::vector<TensorStep> cpu, gpu;
+  std::deque<Memory> cpu_memory, gpu_memory;
+  std::deque<Nest> nests;
+  std::deque<std::vector<double>> maps;
+};
+
+// Three dimensions, walked from the last; the operand's own order of dimensions and gaps are random.
+struct Shape {
+  int64_t sizes[3];
+  int64_t numel() const { return sizes[0] * sizes[1] * sizes[2]; }
+};
+
+const Nest* random_nest(Random& random, const Shape& shape, Twins& twins, int64_t& elements) {
+  elements = shape.numel();
+  if (!chance(random, 4) || elements == 0) return nullptr;
+  int order[3] = {0, 1, 2};
+  for (int i = 2; i > 0; --i) std::swap(order[i], order[below(random, i + 1)]);
+  int64_t stride = 1 + below(random, 2), strides[3];
+  for (const int d : order) strides[d] = stride, stride *= shape.sizes[d];
+  Nest nest{};
+  for (int d = 2; d >= 0; --d) {
+    if (shape.sizes[d] > 1) nest.axes[nest.count++] = {shape.sizes[d], strides[d]};
+  }
+  elements = 1;
+  for (int a = 0; a < nest.count; ++a) elements += (nest.axes[a].size - 1) * nest.axes[a].stride;
+  if (nest.flat()) return nullptr;
+  twins.nests.push_back(nest);
+  return &twins.nests.back();
+}
+
+void add_operand(Random& random, DType dtype, const Shape& shape, bool positive, Twins& twins, Operand& cpu,
+                 Operand& gpu) {
+  int64_t elements;
+  const Nest* nest = random_nest(random, shape, twins, elements);
+  const bool shifted = chance(random, 4);
+  twins.cpu_memory.emplace_back(random, dtype, elements, shifted);
+  twins.gpu_memory.emplace_back(random, dtype, elements, shifted);
+  fill(random, dtype, twins.cpu_memory.back(), elements, positive);
+  twins.gpu_memory.back().take(twins.cpu_memory.back());
+  cpu = {twins.cpu_memory.back().data(), dtype, nest};
+  gpu = {twins.gpu_memory.back().data(), dtype, nest};
+}
+
+void add_map(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
+  t.map = nullptr;
+  t.map_nest = nullptr;
+  if (chance(random, 3)) return;
+  Nest nest{};
+  int64_t values = 1;
+  for (int d = 2; d >= 0; --d) {
+    if (shape.sizes[d] == 1) continue;
+    const bool broadcast = chance(random, 2);
+    nest.axes[nest.count++] = {shape.sizes[d], broadcast ? 0 : values};
+    if (!broadcast) values *= shape.sizes[d];
+  }
+  std::vector<double>& map = twins.maps.emplace_back();
+  for (int64_t i = 0; i < values; ++i) map.push_back(0.25 * static_cast<double>(1 + below(random, 8)));
+  twins.nests.push_back(nest);
+  t.map = map.data();
+  t.map_nest = &twins.nests.back();
+}
+
+struct Settings {
+  bool adam;
+  DType w, g, state;
+  int states;
+  Options options;
+  Rounding rounding;
+  double grad_scale;
+  bool found_inf;
+};
+
+void add_tensor(Random& random, const Settings& s, int64_t groups, Twins& twins) {
+  static const int64_t sizes[] = {1, 1, 2, 3, 5, 9, 16, 33, 100};
+  Shape shape;
+  for (int64_t& size : shape.sizes) size = sizes[below(random, 9)];
+  if (chance(random, 12)) shape.sizes[1] = 0;
+  if (chance(random, 12)) shape = {{1, 1, 8192 + below(random, 9000)}};
+  TensorStep cpu{}, gpu{};
+  cpu.numel = shape.numel();
+  cpu.group = below(random, groups);
+  cpu.first = !s.adam && s.states > 0 && chance(random, 4);
+  cpu.step = s.adam ? static_cast<double>(1 + below(random, 100)) : 0;
+  cpu.ordinal = static_cast<uint32_t>(random());
+  int64_t unused;
+  cpu.logical_nest = s.rounding.stochastic ? random_nest(random, {{3, 5, 7}}, twins, unused) : nullptr;
+  if (cpu.logical_nest != nullptr && cpu.numel != 105) cpu.logical_nest = nullptr;
+  add_map(random, shape, twins, cpu);
+  gpu = cpu;
+  add_operand(random, s.w, shape, false, twins, cpu.w, gpu.w);
+  add_operand(random, s.g, shape, false, twins, cpu.g, gpu.g);
+  for (int k = 0; k < s.states; ++k) add_operand(random, s.state, shape, k > 0, twins, cpu.state[k], gpu.state[k]);
+  if (s.adam) {
+    gpu.counter_dtype = chance(random, 2) ? DType::f64 : DType::f32;
+    twins.cpu_memory.emplace_back(random, gpu.counter_dtype, 1, true);
+    twins.gpu_memory.emplace_back(random, gpu.counter_dtype, 1, true);
+    for (const auto& [memory, count] : {std::pair(&twins.gpu_memory.back(), cpu.step - 1),
+                                        std::pair(&twins.cpu_memory.back(), s.found_inf ? cpu.step - 1 : cpu.step)}) {
+      if (gpu.counter_dtype == DType::f64) {
+        *reinterpret_cast<double*>(memory->data()) = count;
+      } else {
+        *reinterpret_cast<float*>(memory->data()) = static_cast<float>(count);
+      }
+    }
+    gpu.counter = twins.gpu_memory.back().data();
+  }
+  twins.cpu.push_back(cpu);
+  twins.gpu.push_back(gpu);
+}
+
+Settings random_settings(Random& random) {
+  static const DType types[] = {DType::f32, DType::f32, DType::bf16, DType::bf16, DType::f16, DType::f64};
+  Settings s;
+  s.adam = chance(random, 2);
+  s.w = types[below(random, 6)];
+  s.g = chance(random, 4) ? types[below(random, 6)] : s.w;
+  s.state = chance(random, 4) ? types[below(random, 6)] : chance(random, 3) ? DType::f32 : s.w;
+  s.states = static_cast<int>(s.adam ? 2 + below(random, 2) : below(random, 2));
+  s.options = {chance(random, 2), chance(random, 3), chance(random, 2), s.states == 3, chance(random, 2)};
+  s.options.l1 = s.options.l1 && !(s.adam && s.options.decoupled);
+  s.rounding = {chance(random, 2), random(), static_cast<uint32_t>(random())};
+  s.grad_scale = chance(random, 4) ? 4.0 : 0.0;
+  s.found_inf = chance(random, 10);
+  return s;
+}
+
+// One row of hyper-parameters for each group; the second has no decay, the third its learning rate elsewhere.
+std::vector<double> rows(bool adam) {
+  if (adam) return {0.05, 0.3, 0.9, 0.99, 1e-8, 0.02, 0, 0.4, 0.9, 1e-6, 0.5, 0.1, 0, 0.5, 1e-3};
+  return {0.05, 0.3, 0.9, 0.1, 0.02, 0, 0.5, 0, 0.5, 0.1, 0.9, 0};
+}
+
+void run_serially(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int64_t, void*), void* context) {
+  body(begin, end, context);
+}
+
+template <class Rule>
+void step_on_cpu(const Settings& s, const std::vector<double>& hyper, const double* lrs, const Twins& twins) {
+  if (s.found_inf) return;
+  Call call;
+  call.tensors = twins.cpu.data();
+  call.count = static_cast<int64_t>(twins.cpu.size());
+  call.hyper = hyper.data();
+  call.lrs = lrs;
+  call.options = s.options;
+  call.grad_scale = s.grad_scale;
+  call.rounding = s.rounding;
+  call.parallel_for = run_serially;
+  call.threads = 1;
+  step_cpu<Rule>(call);
+}
+
+template <class Rule>
+void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std::vector<DeviceScalar>& lrs,
+                 const Twins& twins) {
+  GpuTable table;
+  build(table, twins.gpu, hyper.data(), 3, Rule::columns, lrs);
+  const auto size = static_cast<int64_t>(table.bytes.size());
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 16, size + scratch_bytes<Rule>(table)) != 0) std::abort();
+  const std::unique_ptr<unsigned char, Free> owner(static_cast<unsigned char*>(memory));
+  upload(table.bytes.data(), owner.get(), size, nullptr);
+  const double scale = s.grad_scale;
+  const float found = s.found_inf ? 1 : 0;
+  CudaCall call{&table, owner.get(), s.options, {scale != 0 ? &scale : nullptr, 1}, {&found, 0}, s.rounding, nullptr};
+  step_cuda<Rule>(call);
+  if (launch_error() != nullptr) std::abort();
+}
+
+template <class Rule>
+bool check(Random& random, const Settings& s) {
+  Twins twins;
+  const int64_t count = 1 + below(random, 5);
+  for (int64_t i = 0; i < count; ++i) add_tensor(random, s, 3, twins);
+  const std::vector<double> hyper = rows(s.adam);
+  const float lr = 0.125f;
+  const double lrs[] = {hyper[0], hyper[Rule::columns], lr};
+  step_on_cpu<Rule>(s, hyper, lrs, twins);
+  step_on_gpu<Rule>(s, hyper, {{nullptr, 0}, {nullptr, 0}, {&lr, 0}}, twins);
+  for (size_t i = 0; i < twins.cpu_memory.size(); ++i) {
+    if (!twins.cpu_memory[i].equals(twins.gpu_memory[i])) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const uint64_t first = std::strtoull(arguments[1], nullptr, 10), count = std::strtoull(arguments[2], nullptr, 10);
+  for (uint64_t seed = first; seed < first + count; ++seed) {
+    Random random(seed);
+    const Settings settings = random_settings(random);
+    if (!(settings.adam ? check<Adam>(random, settings) : check<Sgd>(random, settings))) {
+      std::printf("seed %llu: results differ\n", static_cast<unsigned long long>(seed));
+      return 1;
+    }
+  }
+  std::printf("%llu calls\n", static_cast<unsigned long long>(count));
+}
