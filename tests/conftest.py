@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import optim_step_cases
 import pytest
 import torch
 from cuda_on_cpu import operators
@@ -20,12 +21,24 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(dtype)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda_on_cpu", marks=pytest.mark.cuda_on_cpu)])
+@pytest.fixture(params=["cpu", "cuda_on_cpu"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forces the compiled kernels, so that a missing library fails tests instead of running the reference.
 
     The CPU's; then the GPU's, compiled for the CPU.
     """
+    if request.param == "cuda_on_cpu":
+        operators.use(monkeypatch, request.getfixturevalue("compiled"))
+    with loco_ext.backend("native"):
+        yield
+
+
+@pytest.fixture(params=["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As ``native``, for the tests of operators: a GPU steps their cases too, where there is one."""
+    if request.param in ("cuda", "triton"):
+        backend = "native" if request.param == "cuda" else "triton"
+        monkeypatch.setattr(optim_step_cases, "GPU", optim_step_cases.Gpu("cuda", backend))
     if request.param == "cuda_on_cpu":
         operators.use(monkeypatch, request.getfixturevalue("compiled"))
     with loco_ext.backend("native"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
 from torch import Tensor
@@ -30,6 +32,17 @@ def whole(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """Where cases are stepped, and by what."""
+
+    device: str
+    backend: str
+
+
+GPU: Gpu | None = None  # None: where their tensors are; set by a fixture
+
+
 @dataclass
 class Case:
     """The arguments of one operator call."""
@@ -49,12 +62,41 @@ class Case:
         return replace(self, lists=lists)
 
     def step(self, backend: str | None = None) -> Case:
+        if GPU is not None and backend in (None, "native"):
+            return self._step_on_gpu(GPU)
+        return self._step(nullcontext() if backend is None else loco_ext.backend(backend))
+
+    def _step(self, backend: AbstractContextManager[None]) -> Case:
         operator = ops.optim_step_sgd if self.rule == "sgd" else ops.optim_step_adam
-        if backend is None:
+        with backend:
             operator(*self.lists.values(), self.hyper, **self.options)
-        else:
-            with loco_ext.backend(backend):
-                operator(*self.lists.values(), self.hyper, **self.options)
+        return self
+
+    def _step_on_gpu(self, gpu: Gpu) -> Case:
+        """Copies all memory to the GPU, steps there and copies it back; strides and shared memory stay as they are."""
+        if "held" in self.options:
+            pytest.skip("what is held lies on the CPU")
+        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in storages:
+                copy = torch.UntypedStorage(storage.nbytes(), device=gpu.device).copy_(storage)
+                storages[storage.data_ptr()] = storage, copy
+            copy = storages[storage.data_ptr()][1]
+            empty = torch.empty(0, dtype=tensor.dtype, device=gpu.device)
+            return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        def moved_option(name: str, value: Any) -> Any:
+            if isinstance(value, list) and name == "lrs":
+                return [moved(tensor) for tensor in value]
+            return moved(value) if isinstance(value, Tensor) else value
+
+        lists = {name: [moved(t) for t in tensors] for name, tensors in self.lists.items()}
+        options = {name: moved_option(name, value) for name, value in self.options.items()}
+        replace(self, lists=lists, options=options)._step(loco_ext.backend(gpu.backend))
+        for storage, copy in storages.values():
+            storage.copy_(copy)
         return self
 
     @property

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from optim_step_cases import HYPER, assert_native_is_reference, make_case
+from optim_step_cases import HYPER, assert_native_is_reference, assert_same, make_case
 from tolerances import assert_within_ulps
 
 from loco_ext import geometry, ops
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # A kernel, a weight whose elements are no multiple of a vector, a bias, a single element, none at all.
@@ -80,6 +80,23 @@ def test_each_group_and_parameter_has_its_own_hyperparameters_map_first_and_step
     assert_native_is_reference(case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
+def test_a_learning_rate_may_be_a_tensor_of_its_own(rule, dtype):
+    """Of some groups: 2^-4 is the same number in every type."""
+    groups = {"group_index": [0, 1, 2, 2, 1, 0], "maps": [LOCO_2D], "map_index": [0] * 2 + [-1] * 4}
+    decoupled = {"decoupled": True} if rule == "adamw" else {}
+    case = make_case(rule[:4], [(5, 3, 3, 3), (2, 3, 3, 3), (19,)] * 2, **groups, **decoupled)
+    case.hyper = case.hyper.repeat(3, 1)
+    case.hyper[:, 0] = torch.tensor([0.3, 0.0625, 0.25])
+    expected = case.copy().step("native")
+    case.hyper[1:, 0] = torch.nan
+    case.options |= {"lrs": [torch.tensor([0.25], dtype=dtype), torch.tensor(0.0625, dtype=dtype)]}
+    case.options |= {"lr_index": [-1, 1, 0]}
+    assert_native_is_reference(case)
+    assert_same(case.step("native"), expected)
+
+
 FULL = torch.rand(6, 5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 # (parameter's shape, map)
 ANY_MAP = {
@@ -100,6 +117,7 @@ ANY_MAP = {
     "expanded": ((6, 5, 3, 3), FULL[0, 0, 0].expand(3, 3)),
     "of_a_0_dim_parameter": ((), torch.tensor(0.7, dtype=torch.float64)),
     "of_an_empty_parameter": ((0, 5, 3, 3), LOCO_2D),
+    "per_channel_of_an_empty_parameter": ((6, 0, 3, 3), FULL[:, :1, :1, :1]),
     "longer_than_the_table": ((2, 300, 3, 3), FULL.flatten()[:9].reshape(3, 3)),
     "full_size_and_long": ((9, 300, 3), torch.rand(9, 300, 3, dtype=torch.float64)),
 }

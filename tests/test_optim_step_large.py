@@ -20,7 +20,7 @@ from loco_ext import ops
 from loco_ext.reference.rounding import philox
 
 pytestmark = [
-    pytest.mark.usefixtures("native"),
+    pytest.mark.usefixtures("kernels"),
     pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits"),
 ]
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import optim_step_cases
 import pytest
 import torch
 from optim_step_cases import (
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from loco_ext import geometry, ops
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LOCO = geometry.decay_map((3, 3), (0.5, 2.0))
@@ -234,3 +235,14 @@ def test_subnormal_weights_are_stepped_not_flushed():
     w = torch.tensor([1e-40, -3e-45, 0.0])
     ops.optim_step_sgd([w], [torch.tensor([1e-41, 0.0, -4e-44])], [], torch.tensor([[1.0, 0, 0, 0]]).double())
     assert torch.equal(w, torch.tensor([9e-41, -3e-45, 4e-44]))
+
+
+def test_a_case_is_stepped_on_a_gpu_with_its_strides_and_its_memory(monkeypatch):
+    """The helper that takes cases to a GPU, tried on the CPU: results come back, also into views of one memory."""
+    flat = torch.randn(2, 40)
+    case = make_case("sgd", [(40,)] * 2)
+    case.lists["params"] = [flat[0], flat[1, ::2].as_strided((40,), (1,), 40)]
+    expected = case.copy().step()
+    monkeypatch.setattr(optim_step_cases, "GPU", optim_step_cases.Gpu("cpu", "native"))
+    assert_same(case.step(), expected)
+    assert case.params[0].data_ptr() == flat.data_ptr()

@@ -13,7 +13,7 @@ from torch import Tensor
 from loco_ext import geometry, ops
 from loco_ext.reference.rounding import philox
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 HALVES = [torch.bfloat16, torch.float16]
 LOCO = geometry.decay_map((3, 3), (0.5, 2.0))

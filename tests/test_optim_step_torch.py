@@ -12,7 +12,7 @@ from loco_ext import geometry, ops
 from loco_ext.ops import backends
 from loco_ext.ops.held import Held
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("kernels")
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
 RULES = pytest.mark.parametrize("rule", ["sgd", "adam"])
 LOCO = geometry.decay_map((3, 3), (0.5, 2.0))

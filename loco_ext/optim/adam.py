@@ -27,7 +27,8 @@ class _FusedAdam(LocalityOptimizer):
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         beta1, beta2 = group["betas"]
-        return [float(group["lr"]) if lr is None else 0.0, *map(float, (group["weight_decay"], beta1, beta2, group["eps"]))]
+        rest = map(float, (group["weight_decay"], beta1, beta2, group["eps"]))
+        return [float(group["lr"]) if lr is None else 0.0, *rest]
 
     def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
         return (*_moments(kind[0]), "step")
