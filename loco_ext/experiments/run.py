@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.memory import keep_freed_memory
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, differences
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
@@ -43,6 +44,7 @@ def run(settings: Settings, data: Dataset, out: Path, processes: Processes, *, r
         OSError: ``out`` cannot be written to.
     """
     settings.check_data(data, processes.count)
+    keep_freed_memory()
     path = out / CHECKPOINT
     if path.exists() and not resume:
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
