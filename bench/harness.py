@@ -1,4 +1,7 @@
-"""What every benchmark shares: interleaved timing, the machine's description and bandwidth, peak memory, JSON."""
+"""What every benchmark shares: interleaved timing, the machine's description and bandwidth, peak memory, JSON.
+
+On a GPU the same comparison runs with another clock, CUDA events: ``compare(..., clock=gpu_seconds)``.
+"""
 
 import contextlib
 import gc
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,9 @@ from loco_ext.version import __version__
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
+
+# Given a candidate's name, its call, and what is called with the name ahead of it, untimed: the call's seconds.
+Clock = Callable[[str, Callable[[], object], Callable[[str], object] | None], float]
 
 # STREAM's convention: arrays that a kernel reads or writes. Copy and triad also fetch the lines that they overwrite,
 # which is not counted; update, which works in place as an optimizer does, has no such hidden traffic.
@@ -74,13 +81,15 @@ def compare(
     effort: Effort,
     label: str = "",
     before: Callable[[str], object] | None = None,
+    clock: Clock | None = None,
 ) -> dict[str, Timing]:
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
     Each round calls every candidate once, in an order drawn anew. What a candidate finds in the caches depends on those
     before it, and its speed on where its tensors lie, both by several percent; its figures therefore average over what
     ran before and over ``effort.builds`` calls of ``build``, which makes the candidates (see :class:`Timing`).
-    ``before`` is given the candidate's name, untimed, ahead of every call.
+    ``before`` is given the candidate's name, untimed, ahead of every call. ``clock`` makes the call and tells how long it
+    took; by default that is the host's time.
 
     Raises:
         ValueError: there is no candidate.
@@ -98,7 +107,7 @@ def compare(
             def show_build(fraction: float, index: int = index) -> None:
                 show((index + fraction) / effort.builds)
 
-            for name, found in _compare_build(build, effort, order, before, show_build).items():
+            for name, found in _compare_build(build, effort, order, before, show_build, clock or host_seconds).items():
                 groups[name] += found
     return {name: summarise(values) for name, values in groups.items()}
 
@@ -109,6 +118,7 @@ def _compare_build(
     order: random.Random,
     before: Callable[[str], object] | None,
     show: Callable[[float], None],
+    clock: Clock,
 ) -> dict[str, list[list[float]]]:
     """One build's seconds, for each candidate in a list for each predecessor."""
     with _no_garbage_collection():
@@ -118,11 +128,11 @@ def _compare_build(
         names = list(candidates)
         seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
         for name in names * effort.warmup:
-            _time_once(name, candidates[name], before)
+            clock(name, candidates[name], before)
         rounds, start, previous = 0, time.perf_counter(), names[-1]
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
             for name in order.sample(names, len(names)):
-                seconds[name][previous].append(_time_once(name, candidates[name], before))
+                seconds[name][previous].append(clock(name, candidates[name], before))
                 previous = name
             rounds += 1
             elapsed = time.perf_counter() - start
@@ -130,7 +140,8 @@ def _compare_build(
     return {name: list(values.values()) for name, values in seconds.items()}
 
 
-def _time_once(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
+def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
+    """The clock of the host."""
     if before is not None:
         before(name)
     start = time.perf_counter()
@@ -193,6 +204,88 @@ def num_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(previous)
+
+
+def no_gpu() -> str | None:
+    """Why nothing can be measured on an NVIDIA GPU here; None if it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
+
+
+def gpu() -> dict[str, Any]:
+    """What figures depend on besides :func:`machine`: the current GPU, driver and versions."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "gpu_memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "triton": package_version("triton"),
+    }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def package_version(name: str) -> str | None:
+    """The version of an installed package; None: it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def gpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
+    """The clock of the GPU: from its reaching the call's first operation to its finishing the last.
+
+    While the GPU is still busy with what ``before`` has given it, the host runs ahead; otherwise the host's own time
+    counts where it is longer.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if before is not None:
+        before(name)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def gpu_cache_flush() -> Callable[[], object]:
+    """A call that reads four times as much as fits into the GPU's cache, so that nothing else stays there.
+
+    Reading leaves nothing that would have to be written back during what is timed next.
+    """
+    size = max(4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size, 1 << 28)
+    memory = torch.ones(size // 4, device="cuda")
+    return memory.sum
+
+
+def gpu_bandwidth(effort: Effort, elements: int = 1 << 28) -> dict[str, float]:
+    """Bytes per second, read and written, of a copy of random float32: of the median and of the best."""
+
+    def build() -> dict[str, Callable[[], object]]:
+        source = torch.rand(elements, device="cuda")
+        destination = torch.empty_like(source)
+        return {"copy": lambda: destination.copy_(source)}
+
+    timing = compare(build, effort, "device copy", clock=gpu_seconds)["copy"]
+    moved = STREAM_ARRAYS["copy"] * 4 * elements
+    return {"median": moved / timing.median, "best": moved / timing.best}
 
 
 def peak_extra_memory(call: Callable[[], object]) -> int | None:

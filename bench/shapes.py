@@ -2,7 +2,7 @@
 
 ResNets are torchvision's (He et al. 2015). VGG13 is the 32x32 variant of the LOCO-REG paper's Table 3 (ten 3x3
 convolutions with biases, each followed by batch norm, and one linear layer, 10 classes). MobileNet is v1 with 1000
-classes (Howard et al. 2017, Table 1).
+classes (Howard et al. 2017, Table 1). ViT-B/16 is torchvision's, for images of 224x224 (Dosovitskiy et al. 2021).
 """
 
 from collections.abc import Callable, Iterator
@@ -85,6 +85,28 @@ def mobilenet() -> Iterator[Shape]:
     yield from linear(channels, 1000)
 
 
+def vit_b() -> Iterator[Shape]:
+    """152 tensors, 86,567,656 parameters: patches of 16x16, twelve encoder blocks of width 768, 1000 classes."""
+    width = 768
+    yield (1, 1, width)
+    yield from ((width, 3, 16, 16), (width,))
+    yield (1, 1 + (224 // 16) ** 2, width)
+    for _ in range(12):
+        yield from ((width,), (width,))
+        yield from linear(width, 3 * width)
+        yield from linear(width, width)
+        yield from ((width,), (width,))
+        yield from linear(width, 4 * width)
+        yield from linear(4 * width, width)
+    yield from ((width,), (width,))
+    yield from linear(width, 1000)
+
+
+def thousand_small() -> Iterator[Shape]:
+    """1,000 tensors of 64 elements: on a GPU, what is left is launches and the work of the host."""
+    yield from [(64,)] * 1000
+
+
 def many_small() -> Iterator[Shape]:
     """161 tensors of 64 elements: what is left is the cost per tensor."""
     yield from [(64,)] * 161
@@ -97,4 +119,8 @@ def large() -> Iterator[Shape]:
 
 NETWORKS: dict[str, Callable[[], Iterator[Shape]]] = {
     function.__name__: function for function in (resnet18, resnet50, vgg13, mobilenet, many_small, large)
+}
+# Those that are measured on a GPU.
+GPU_NETWORKS: dict[str, Callable[[], Iterator[Shape]]] = {
+    function.__name__: function for function in (resnet18, resnet50, vit_b, thousand_small)
 }

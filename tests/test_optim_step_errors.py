@@ -76,7 +76,11 @@ COMMON = {
     "too short lr_index": (options(lrs=[torch.ones(())], lr_index=[0, 0]), ValueError, "lr_index"),
     "too large lr_index": (options(lrs=[torch.ones(())], lr_index=[1]), ValueError, r"lr_index\[0\]"),
     "learning rate of two elements": (options(lrs=[torch.ones(2)], lr_index=[0]), ValueError, r"lrs\[0\]"),
-    "learning rate of another type": (options(lrs=[torch.ones((), dtype=torch.int64)], lr_index=[0]), ValueError, "lrs"),
+    "learning rate of another type": (
+        options(lrs=[torch.ones((), dtype=torch.int64)], lr_index=[0]),
+        ValueError,
+        "lrs",
+    ),
     "negative map_index": (options(map_index=[-2, 0]), ValueError, r"map_index\[0\]"),
     "gradient of another shape": (lists(grads=(1, lambda t: t[:3])), ValueError, r"grads\[1\].*\(4, 2, 3, 3\)"),
     "gradient of more dimensions": (lists(grads=(1, lambda t: t[None])), ValueError, r"grads\[1\]"),

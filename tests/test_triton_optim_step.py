@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from loco_ext.triton_kernels import optim_step_tables as tables
-from optim_step_cases import Case, assert_same, assert_untouched, make_case
+from optim_step_cases import Case, assert_same, assert_untouched, make_case, whole
 from test_optim_step import ADAM_DECAYS, ANY_MAP, DECAYS, FLOATS, LOCO_2D, MAPS, MOMENTUM, SHAPES, hyper_with
 from test_optim_step_layouts import KINDS, LAYOUTS, OTHER_SHAPES, SPECIAL, gaps
 from tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
@@ -258,26 +258,30 @@ def test_any_map_gives_the_references_bits(interpreter, which):
         assert_is_reference(interpreter, case)
 
 
-LONG = [
-    *(tables.BLOCK * k + extra for k in (1, 2) for extra in (-1, 0, 1)),
-    3 * tables.BLOCK + 9,
-]
+GUARD = 77.0
+
+
+def guarded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A contiguous copy with other elements before and behind."""
+    memory = torch.full((tensor.numel() + 2 * offset,), GUARD, dtype=tensor.dtype)
+    return memory[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter, dtype):
-    shapes = [(size,) for size in LONG] + [(40, 30, 3, 3), (9, 7), (20, 11, 5, 5)]
-    options = {"maps": [LOCO_2D, ANY_MAP["5x5"][1]], "map_index": [-1] * len(LONG) + [0, -1, 1], "seed": 3}
+    sizes = [k * tables.BLOCK + extra for k in (1, 2) for extra in (-1, 0, 1)]
+    shapes = [*((size,) for size in sizes), (40, 30, 3, 3), (9, 7), (20, 11, 5, 5)]
+    options = {"maps": [LOCO_2D, ANY_MAP["5x5"][1]], "map_index": [-1] * len(sizes) + [0, -1, 1], "seed": 3}
     case = make_case("sgd", shapes, dtypes=[dtype] * 3, **options)
-    for i in range(0, len(shapes), 2):  # the others are laid out for vectors
-        case = replace(
-            case, lists={n: [misaligned(t) if k == i else t for k, t in enumerate(ts)] for n, ts in case.lists.items()}
-        )
-    assert_is_reference(interpreter, case)
-
-
-def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.full((tensor.numel() + 1,), 77.0, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+    expected = case.copy().step("reference")
+    for name, tensors in case.lists.items():  # every second can be accessed in vectors
+        case.lists[name] = [guarded(t, (8, 1)[i % 2]) for i, t in enumerate(tensors)]
+    actual = interpreter.step(case)
+    assert_same(actual, expected)
+    for tensor in itertools.chain(*actual.lists.values()):
+        offset = tensor.storage_offset()
+        memory = whole(tensor)
+        assert (torch.cat([memory[:offset], memory[-offset:]]) == GUARD).all()
 
 
 def laid_out(interpreter: Interpreter, case: Case, **layouts) -> None:
@@ -365,20 +369,51 @@ def test_dtypes_may_differ_from_parameter_to_parameter_and_state_to_state(interp
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rule", ["sgd", "sgd_l1", "adam", "adamw", "amsgrad"])
+@pytest.mark.parametrize("rule", ["sgd", "sgd_l1", "sgd_plain", "adam", "adamw", "amsgrad"])
 def test_nan_infinity_subnormals_and_negative_zero_come_through(interpreter, rule, dtype):
     """Every pair of special values, in turn as weight and gradient, gradient and state, state and weight."""
     flags = {"sgd_l1": {"l1": True}, "adamw": {"decoupled": True}, "amsgrad": {"amsgrad": True}}.get(rule, {})
+    flags["states"] = 3
+    if rule == "sgd_plain":  # no decay: infinite weights stay out of the gradient, zeros keep their signs
+        flags = {"states": 0, "maximize": True, "hyper": (0.05, 0.0, 0.0, 0.0)}
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)), dtype=torch.float64).unbind(1)
     shapes = [pairs[0].shape] * 3
-    rule = "sgd" if rule.startswith("sgd") else "adam"
-    case = make_case(rule, shapes, dtypes=[dtype] * 3, states=3, **flags)
+    case = make_case("sgd" if rule.startswith("sgd") else "adam", shapes, dtypes=[dtype] * 3, **flags)
     names = [name for name in case.lists if name != "steps" and case.lists[name]]
     for shift, name in enumerate(names[:3]):
         case.lists[name][shift] = pairs[0].to(dtype)
         case.lists[names[(shift + 1) % len(names)]][shift] = pairs[1].to(dtype)
-    case.options["maximize"] = dtype == torch.float16
     assert_same_as(interpreter.step(case), case.copy().step("reference"))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_nan_of_any_bits_stays_nan_in_half_precision(interpreter, seed):
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        case = make_case("sgd", [(4,)], dtypes=[dtype, torch.float32, dtype], first=[1], seed=seed)
+        case.hyper[0, 1] = 0  # no decay: the buffer becomes the gradient as it is
+        case.lists["grads"] = [bits.view(torch.float32)]
+        stepped = interpreter.step(case)
+        assert stepped.params[0].isnan().all()
+        assert stepped.lists["momentum_buffers"][0].isnan().all()
+
+
+def test_float64_is_rounded_to_half_precision_by_way_of_float32_as_in_torch(interpreter):
+    middle = [1 + 2**-11 + 2**-40, 1 + 3 * 2**-11 - 2**-40, 1 + 2**-8 + 2**-40, 1 + 3 * 2**-8 - 2**-40]
+    for dtype in (torch.bfloat16, torch.float16):
+        case = make_case("sgd", [(4,)], dtypes=[torch.float64, torch.float64, dtype], first=[1])
+        case.hyper[0, 1] = 0
+        case.lists["grads"] = [torch.tensor(middle, dtype=torch.float64)]
+        assert_is_reference(interpreter, case)
+
+
+def test_decoupled_decay_alone_gives_the_references_bits_in_float64(interpreter):
+    decay_map = torch.rand(8, 9, 3, 3, dtype=torch.float64)
+    case = make_case("adam", [decay_map.shape], dtypes=[torch.float64] * 3, hyper=(1.7, 0.9, 0.9, 0.99, 1e-8))
+    case.options |= {"decoupled": True, "maps": [decay_map], "map_index": [0]}
+    for name in ("grads", "exp_avgs"):
+        case.lists[name][0].zero_()
+    assert same_bits(interpreter.step(case).params[0], case.copy().step("reference").params[0])
 
 
 @pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)

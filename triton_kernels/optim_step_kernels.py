@@ -14,6 +14,7 @@ One program steps one block of elements of one tensor, which it finds in the tab
 strides divides them; chunks, addresses and offsets have 64.
 """
 
+# mypy: disallow-incomplete-defs=False
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -115,11 +116,9 @@ def _load(addresses, mask, dtype: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _bf16_bits(value, random, STOCHASTIC: tl.constexpr):
-    """STOCHASTIC: rounds up with a probability equal to the part that bfloat16 cannot hold; infinity stays."""
+    """STOCHASTIC: rounds up with a probability equal to the part that bfloat16 cannot hold; that of infinity is 0."""
     bits = value.to(tl.uint32, bitcast=True)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    if STOCHASTIC:
-        rounded = tl.where((bits & 0x7F800000) != 0x7F800000, bits + (random & 0xFFFF), rounded)
+    rounded = bits + (random & 0xFFFF) if STOCHASTIC else bits + 0x7FFF + ((bits >> 16) & 1)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return (tl.where(is_nan, bits | 0x400000, rounded) >> 16).to(tl.uint16)
 

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps for the next step, instead of giving it back to the system and asking for it again."""
+"""Memory that the C library keeps for the next step, instead of giving it back to the system each time."""
 
 import ctypes
 import sys

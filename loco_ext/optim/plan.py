@@ -114,9 +114,7 @@ class Batch:
     plain: bool = True
     held: Held | None = None  # stands for all of this but grads and rows
 
-    def add(
-        self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None
-    ) -> None:
+    def add(self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None) -> None:
         """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""
         self.plain &= plan.plain
         self.params += selection.params
