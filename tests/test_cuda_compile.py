@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sysconfig
 
 import pytest
 from cuda_on_cpu import ptxas
@@ -10,7 +11,8 @@ from cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need
 from torch.utils.cpp_extension import include_paths
 
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
-GLUE = sorted(CSRC.glob("*/bind_cuda.cpp"))
+GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
+GLUE.append(CSRC / "common" / "device.cpp")
 OTHER_TARGETS = ["80", "100", "120"]
 
 
@@ -46,9 +48,10 @@ def test_glue_compiles_without_a_cuda_build_of_torch(source):
     oldest = re.search(r"^OLDEST_TORCH = \((\d+), (\d+)\)", (CSRC.parent / "setup.py").read_text(), re.MULTILINE)
     version = f"0x{int(oldest[1]):02x}{int(oldest[2]):02x}000000000000ULL"
     folders = [f"-I{CSRC}"]
-    for folder in (*include_paths(), *cuda_includes()):
+    for folder in (*include_paths(), *cuda_includes(), sysconfig.get_paths()["include"]):
         folders += ["-isystem", str(folder)]
     flags = ["-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-DUSE_CUDA"]
+    flags += ["-DTORCH_EXTENSION_NAME=_C_cuda", '-DLOCO_CUDA_ARCHITECTURES="9.0"']
     command = ["g++", "-fsyntax-only", *flags, f"-DTORCH_TARGET_VERSION={version}", *folders, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -83,7 +83,7 @@ def scalars(data: bytes) -> torch.Tensor:
     case = torch.load(io.BytesIO(data), weights_only=False)
     run_adam, optim_step._TABLES = optim_step.optim_step_adam, tables.Tables()
     run_adam(*arguments(case))
-    (plan,) = optim_step._TABLES._recent["plan"].values()
+    ((_key, plan),) = optim_step._TABLES._recent["plan"]
     return plan.scalars.numpy()
 
 

@@ -12,11 +12,10 @@ the same stream. Those that a CUDA graph reads are kept for good, with the host 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,13 +68,15 @@ class Step:
     def operands(self, index: int) -> list[Tensor]:
         return [self.params[index], self.grads[index], *(state[index] for state in self.states)]
 
-    def key(self) -> Hashable:
+    def key(self) -> object:
         """Everything that the tables depend on: places and strides of tensors, the values of maps."""
         lists = (self.params, self.grads, *self.states, self.steps, self.lrs)
-        tensors = tuple(tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors) for tensors in lists)
-        maps = tuple((m.shape, m.contiguous().numpy().tobytes()) for m in self.maps)
+        tensors = list(chain.from_iterable(lists))
+        places = [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.stride() for t in tensors]
+        shapes = [p.shape for p in self.params]  # those of gradients and states are the same
+        maps = [(m.shape, m.contiguous().numpy().tobytes()) for m in self.maps]
         indices = (self.group_index, self.lr_index, self.map_index, self.first, self.ordinals)
-        return tensors, maps, tuple(map(tuple, indices))
+        return places, shapes, list(map(len, lists)), maps, [list(index) for index in indices]
 
 
 class Kind(NamedTuple):
@@ -251,9 +252,9 @@ class Tables:
         size: how many of each sort are kept for eager steps.
     """
 
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size: int = 32) -> None:
         self.size = size
-        self._recent: dict[str, OrderedDict[Hashable, Any]] = {"plan": OrderedDict(), "hyper": OrderedDict()}
+        self._recent: dict[str, list[tuple[object, Any]]] = {"plan": [], "hyper": []}  # the most recent first
         self._captured: list[Any] = []
         self._lock = threading.Lock()
 
@@ -267,7 +268,7 @@ class Tables:
         tensors, _host = self._find("hyper", device, rows.tobytes, lambda: upload([rows.ravel()], device))
         return tensors[0]
 
-    def _find(self, sort: str, device: torch.device, key: Callable[[], Hashable], make: Callable[[], Any]) -> Any:
+    def _find(self, sort: str, device: torch.device, key: Callable[[], object], make: Callable[[], Any]) -> Any:
         if is_capturing(device):
             made = make()
             self._captured.append(made)
@@ -275,12 +276,12 @@ class Tables:
         whole_key = (device, _stream(device), key())
         recent = self._recent[sort]
         with self._lock:
-            if whole_key not in recent:
-                recent[whole_key] = make()
-            recent.move_to_end(whole_key)
-            while len(recent) > self.size:
-                recent.popitem(last=False)
-            return recent[whole_key]
+            # Keys are long: comparing them ends at the first difference, hashing them would not.
+            place = next((i for i, (known, _made) in enumerate(recent) if known == whole_key), None)
+            entry = (whole_key, make()) if place is None else recent.pop(place)
+            recent.insert(0, entry)
+            del recent[self.size :]
+            return entry[1]
 
 
 def is_capturing(device: torch.device) -> bool:

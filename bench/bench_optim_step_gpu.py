@@ -1,0 +1,397 @@
+"""One optimizer step over all parameters of a network on an NVIDIA GPU: torch's implementations against ours.
+
+    python -m bench.bench_optim_step_gpu            measures all, writes bench/results/, prints tables
+    python -m bench.bench_optim_step_gpu --quick    a first impression; writes nothing without --out
+
+Each case is a network, a rule, a dtype (of parameters, gradients and states) and a mode: steps called one by one
+("eager") or replayed from a CUDA graph. Its candidates run interleaved, on the same parameters, gradients and moments.
+Ahead of every call so much memory is read that nothing of them is left in the GPU's cache, and long enough for the host
+to hand over the whole step meanwhile: CUDA events then tell what the GPU alone needs. What the host needs to hand the
+step over is measured apart, the GPU being idle. An eager step takes the longer of the two, a replayed one the GPU's
+time. "cuda" and "triton" are ours, with uniform decay or with LOCO-REG's map.
+
+apex, whose optimizers are multi-tensor-apply kernels such as torch's fused ones, is measured in float32 where it is
+installed; for other dtypes it keeps its states in float32.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import math
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import loco_ext
+from bench import harness, shapes, tables
+from bench.bench_optim_step import (
+    LEARNING_RATE,
+    LOCALITY,
+    RULES,
+    WEIGHT_DECAY,
+    Parameters,
+    Rule,
+    State,
+    Step,
+    our_step,
+    step_on,
+    torch_step,
+)
+from loco_ext.ops import backends
+from loco_ext.optim.locality import decay_maps
+
+DEVICE = "cuda"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODES = ("eager", "graph")
+MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+
+# Of how much longer than the host needs the GPU is kept busy ahead of a timed call.
+LEAD = 1.5
+WARM_UP = 3  # steps before one is captured
+
+# name: (numerator, denominator)
+RATIOS = {
+    "loco / uniform": ("cuda_loco", "cuda_uniform"),
+    "cuda / torch fused": ("cuda_uniform", "torch_fused"),
+    "cuda / torch foreach": ("cuda_uniform", "torch_foreach"),
+    "cuda / apex": ("cuda_uniform", "apex"),
+    "triton / torch fused": ("triton_uniform", "torch_fused"),
+    "triton loco / uniform": ("triton_loco", "triton_uniform"),
+}
+
+# What is to be reached, by cuda.
+LARGE = ("resnet50", "vit_b")
+LEAST_SHARE = 0.85
+LEAST_SPEEDUP = 1.3
+MOST_LOCO = 1.03
+MOST_HOST_MICROSECONDS = 100.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared in one table row; the names are keys of the constants above."""
+
+    network: str
+    rule: str
+    dtype: str
+    mode: str
+
+    def __str__(self) -> str:
+        return " ".join(asdict(self).values())
+
+    @property
+    def element_size(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured step. It keeps the step, whose tensors the graph reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Step
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def capture(step: Step) -> Step:
+    """The step as a CUDA graph; some are made first, as graphs need it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that a capturable optimizer steps outside of a graph
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return Replay(graph, step)
+
+
+def backend_step(
+    rule: Rule, parameters: Parameters, state: State, *, backend: str, locality: tuple[float, float] | None
+) -> Step:
+    """Our step in one of our backends."""
+    step = our_step(rule, parameters, state, locality=locality)
+
+    def forced() -> None:
+        with loco_ext.backend(backend):
+            step()
+
+    return forced
+
+
+def apex_step(rule: Rule, parameters: Parameters, state: State) -> Step:
+    """apex's multi-tensor-apply kernels; FusedAdam is AdamW by default."""
+    optimizers = importlib.import_module("apex.optimizers")
+    optimizer = optimizers.FusedAdam if rule.decoupled else optimizers.FusedSGD
+    return step_on(optimizer(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **rule.arguments), state)
+
+
+CANDIDATES: dict[str, Callable[..., Step]] = {
+    "torch_foreach": functools.partial(torch_step, implementation="foreach"),
+    "torch_fused": functools.partial(torch_step, implementation="fused"),
+    "apex": apex_step,
+    "cuda_uniform": functools.partial(backend_step, backend="native", locality=None),
+    "cuda_loco": functools.partial(backend_step, backend="native", locality=LOCALITY),
+    "triton_uniform": functools.partial(backend_step, backend="triton", locality=None),
+    "triton_loco": functools.partial(backend_step, backend="triton", locality=LOCALITY),
+}
+
+
+def not_measured() -> dict[str, str]:
+    """Candidates that cannot run here, and why."""
+    reasons = {}
+    if find_spec("apex") is None:
+        reasons["apex"] = "not installed; torch's fused optimizers are its approach, multi-tensor apply"
+    if (reason := backends.missing("optim_step", "triton", "cuda")) is not None:
+        reasons |= {name: reason for name in CANDIDATES if name.startswith("triton")}
+    return reasons
+
+
+def candidates_of(case: Case) -> list[str]:
+    """Those that can run, those with a map only on networks where it reaches something."""
+    left_out = set(not_measured())
+    if case.dtype != "float32":
+        left_out.add("apex")
+    parameters = [torch.empty(shape, device="meta") for shape in shapes.GPU_NETWORKS[case.network]()]
+    if all(found is None for found in decay_maps(parameters, LOCALITY)):
+        left_out |= {"cuda_loco", "triton_loco"}
+    return [name for name in CANDIDATES if name not in left_out]
+
+
+def make_parameters(network: str, dtype: torch.dtype) -> Parameters:
+    """The network's parameters on the GPU with fixed random values and gradients."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    parameters = []
+    for shape in shapes.GPU_NETWORKS[network]():
+        value, grad = (torch.empty(shape, device=DEVICE).normal_(std=s, generator=generator) for s in (0.05, 1e-3))
+        parameter = torch.nn.Parameter(value.to(dtype))
+        parameter.grad = grad.to(dtype)
+        parameters.append(parameter)
+    return parameters
+
+
+def make_state(case: Case, name: str, moments: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> State:
+    """A state for one candidate: the moments are shared, step counts are its own and lie where it expects them."""
+    on_host = name == "torch_foreach" and case.mode == "eager"
+    state: State = defaultdict(dict)
+    for parameter, shared in moments.items():
+        state[parameter] = dict(shared)
+        if case.rule == "adamw":
+            state[parameter]["step"] = torch.zeros((), device="cpu" if on_host else DEVICE)
+    return state
+
+
+def make_steps(case: Case) -> dict[str, Step]:
+    """Every candidate's step."""
+    rule = RULES[case.rule]
+    if case.mode == "graph" and rule.decoupled:
+        rule = replace(rule, arguments=rule.arguments | {"capturable": True})
+    parameters = make_parameters(case.network, DTYPES[case.dtype])
+    moments = {p: {key: torch.zeros_like(p, requires_grad=False) for key in MOMENTS[case.rule]} for p in parameters}
+    steps = {name: CANDIDATES[name](rule, parameters, make_state(case, name, moments)) for name in candidates_of(case)}
+    return {name: capture(step) for name, step in steps.items()} if case.mode == "graph" else steps
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Clears the GPU's cache, which takes it so many seconds."""
+
+    call: Callable[[], object]
+    seconds: float
+
+    def times(self, host_seconds: float) -> int:
+        """How often, for the host to be ahead of the GPU by a call that takes it so long."""
+        return 1 + math.ceil(LEAD * host_seconds / self.seconds)
+
+
+def make_flush(effort: harness.Effort) -> Flush:
+    """Measures how long clearing the cache takes."""
+    call = harness.gpu_cache_flush()
+    timing = harness.compare(lambda: {"flush": call}, effort, "cache flush", lambda _: call(), harness.gpu_seconds)
+    return Flush(call, timing["flush"].median)
+
+
+def measure(case: Case, effort: harness.Effort, flush: Flush, copy: float) -> dict[str, Any]:
+    """The record of a case."""
+    build = functools.partial(make_steps, case)
+    short = replace(effort, min_seconds=effort.min_seconds / 4, builds=1)
+    host = harness.compare(build, short, f"{case}, host", lambda _: torch.cuda.synchronize())
+    times = {name: flush.times(timing.median) for name, timing in host.items()}
+
+    def before(name: str) -> None:
+        for _ in range(times[name]):
+            flush.call()
+
+    return record(case, harness.compare(build, effort, str(case), before, harness.gpu_seconds), host, copy)
+
+
+def record(
+    case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float
+) -> dict[str, Any]:
+    """Timings, what a step takes in all, bandwidth beside that of a copy, and ratios."""
+    elements = [math.prod(shape) for shape in shapes.GPU_NETWORKS[case.network]()]
+    moved = RULES[case.rule].arrays * case.element_size * sum(elements)
+    on_gpu = {name: timing.median for name, timing in gpu.items()}
+    steps = {name: max(on_gpu[name], host[name].median) for name in gpu} if case.mode == "eager" else on_gpu
+    rates = {name: moved / seconds for name, seconds in on_gpu.items()}
+    return {
+        **asdict(case),
+        "tensors": len(elements),
+        "elements": sum(elements),
+        "bytes": moved,
+        "candidates": {
+            name: {"gpu": asdict(gpu[name]), "host": asdict(host[name]), "seconds": steps[name]} for name in gpu
+        },
+        "bandwidth": {name: {"bytes_per_second": rate, "of_copy": rate / copy} for name, rate in rates.items()},
+        "ratios": {"gpu": ratios(on_gpu), "step": ratios(steps)},
+    }
+
+
+def ratios(seconds: dict[str, float]) -> dict[str, float]:
+    """The entries of RATIOS whose two candidates were run."""
+    return {name: seconds[a] / seconds[b] for name, (a, b) in RATIOS.items() if a in seconds and b in seconds}
+
+
+def count_syncs(rule: Rule, backend: str, steps: int = 5) -> int:
+    """How many of our steps wait for the GPU, with new gradients and another learning rate each time."""
+    parameters = make_parameters("resnet18", torch.float32)
+    arguments = rule.arguments | {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
+    optimizer = rule.our_class(parameters, **arguments)
+    count = 0
+    with loco_ext.backend(backend):
+        optimizer.step()
+        for _ in range(steps):
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            optimizer.param_groups[0]["lr"] *= 0.9
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                count += 1
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return count
+
+
+def target(name: str, limit: float, measured: dict[str, float], at_least: bool) -> list[dict[str, Any]]:
+    """One entry: the worst of what was measured, and where; none if nothing was."""
+    if not measured:
+        return []
+    where = (min if at_least else max)(measured, key=lambda key: measured[key])
+    worst = measured[where]
+    wanted = f"at {'least' if at_least else 'most'} {limit:g}"
+    met = worst >= limit if at_least else worst <= limit
+    return [{"name": name, "wanted": wanted, "measured": worst, "met": met, "where": where}]
+
+
+def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[dict[str, Any]]:
+    """What the CUDA step is to reach beside what it does, in the worst of the cases that count."""
+    names = {id(r): str(Case(*(r[key] for key in ("network", "rule", "dtype", "mode")))) for r in records}
+    large = [r for r in records if r["network"] in LARGE]
+    small = [r for r in records if r["network"] == "thousand_small"]
+    eager = [r for r in records if r["mode"] == "eager"]
+
+    def of_ours(chosen: Sequence[dict[str, Any]], value: Callable[[dict[str, Any], str], float]) -> dict[str, float]:
+        found = ((r, name) for r in chosen for name in r["candidates"] if name.startswith("cuda"))
+        return {f"{names[id(r)]}, {name}": value(r, name) for r, name in found}
+
+    def speedup(chosen: Sequence[dict[str, Any]]) -> dict[str, float]:
+        return {names[id(r)]: 1 / r["ratios"]["step"]["cuda / torch fused"] for r in chosen}
+
+    shares = of_ours(large, lambda r, name: r["bandwidth"][name]["of_copy"])
+    loco = {names[id(r)]: r["ratios"]["gpu"]["loco / uniform"] for r in records if "cuda_loco" in r["candidates"]}
+    host = of_ours(eager, lambda r, name: 1e6 * r["candidates"][name]["host"]["median"])
+    waiting = {name: float(count) for name, count in syncs.items() if name.startswith("cuda")}
+    return [
+        *target("share of copy bandwidth, ResNet-50 and ViT-B", LEAST_SHARE, shares, at_least=True),
+        *target("times faster than torch fused, ResNet-50 and ViT-B", LEAST_SPEEDUP, speedup(large), at_least=True),
+        *target("times faster than torch fused, 1,000 small tensors", LEAST_SPEEDUP, speedup(small), at_least=True),
+        *target("loco / uniform on the GPU", MOST_LOCO, loco, at_least=False),
+        *target("host time of a step in microseconds", MOST_HOST_MICROSECONDS, host, at_least=False),
+        *target("steps that wait for the GPU", 0, waiting, at_least=False),
+    ]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the command line asks for."""
+    quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
+    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=1.0)
+    cases = itertools.product(arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)
+    copy = harness.gpu_bandwidth(effort)
+    flush = make_flush(effort)
+    ours = {name: backend for name, backend in (("cuda", "native"), ("triton", "triton"))}
+    runnable = {name: backend for name, backend in ours.items() if f"{name}_uniform" not in not_measured()}
+    syncs = {
+        f"{name} {rule}": count_syncs(RULES[rule], backend)
+        for name, backend in runnable.items()
+        for rule in arguments.rules
+    }
+    records = [measure(Case(*case), effort, flush, copy["median"]) for case in cases]
+    return {
+        "benchmark": "optim_step_gpu",
+        "machine": harness.machine() | harness.gpu(),
+        "settings": asdict(effort) | {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY},
+        "copy_bandwidth": copy,
+        "not_measured": not_measured(),
+        "results": records,
+        "syncs": syncs,
+        "targets": targets(records, syncs),
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_optim_step_gpu", description=__doc__.splitlines()[0])
+    for name, choices in {
+        "networks": shapes.GPU_NETWORKS,
+        "rules": RULES,
+        "dtypes": DTYPES,
+        "modes": MODES,
+    }.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/optim_step_gpu-<gpu>.json")
+    return parser.parse_args(argv)
+
+
+def is_full(arguments: argparse.Namespace) -> bool:
+    """Whether everything is measured, and long enough; only then the committed file is written by default."""
+    asked = (arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)
+    everything = (shapes.GPU_NETWORKS, RULES, DTYPES, MODES)
+    return not arguments.quick and all(set(a) == set(b) for a, b in zip(asked, everything, strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints tables; 2 where that cannot be."""
+    arguments = parse(argv)
+    reason = harness.no_gpu() or backends.missing("optim_step", "native", "cuda")
+    if reason is not None:
+        print(f"bench_optim_step_gpu: {reason}", file=sys.stderr)
+        return 2
+    report = run(arguments)
+    out = arguments.out
+    if out is None and is_full(arguments):
+        out = harness.RESULTS / f"optim_step_gpu-{harness.slug(report['machine']['gpu'])}.json"
+    if out is not None:
+        harness.write_json(out, report)
+        print(f"written: {out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
