@@ -1,11 +1,12 @@
-# Every target sets up what it needs: a virtual environment, the pinned requirements and the built extension.
+# Every target but device-check sets up what it needs: a virtual environment, the pinned requirements and the built
+# extension.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CPP := $(shell find csrc tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: demo test test-slow bench lint format wheel clean
+.PHONY: demo test test-slow bench device-check lint format wheel clean
 
 demo: $(VENV)/built
 	$(BIN)/loco-ext demo --out runs
@@ -18,6 +19,10 @@ test-slow: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/python -m bench.bench_optim_step
+
+# On a machine with an NVIDIA GPU, with what is installed there: nothing is downloaded. See bench/device_check.py.
+device-check:
+	$(PYTHON) -m bench.device_check
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .

@@ -183,8 +183,8 @@ def measure(
             "elements": elements,
             "load_average": os.getloadavg()[0],
             "candidates": {name: asdict(timings[name]) for name in timings if name in CANDIDATES},
-            "alone": {name: asdict(timing) for name, timing in alone[count].items()},
-            "ratios": ratios(medians) | scaling(alone[count], alone[threads[0]], f"{count} threads / {threads[0]}"),
+            "alone": {name: asdict(alone[case]) for name in OURS.values() if (case := f"{name}, {count}") in alone},
+            "ratios": ratios(timings) | scaling(alone, count, threads[0]),
         }
         if large:
             record["bandwidth"] = step_bandwidth(medians, rule.arrays, elements)
@@ -192,9 +192,9 @@ def measure(
     return records
 
 
-def ratios(medians: dict[str, float]) -> dict[str, float]:
+def ratios(timings: harness.Comparison) -> dict[str, float]:
     """The entries of RATIOS whose two candidates were run."""
-    return {name: medians[a] / medians[b] for name, (a, b) in RATIOS.items() if a in medians and b in medians}
+    return {name: timings.ratio(a, b) for name, (a, b) in RATIOS.items() if a in timings and b in timings}
 
 
 def measure_threads(
@@ -204,11 +204,10 @@ def measure_threads(
     effort: harness.Effort,
     label: str,
     cleared: Callable[[], object] | None,
-) -> dict[int, dict[str, harness.Timing]]:
-    """Our steps alone, with every number of threads in turn; nothing is measured if there is but one."""
-    result: dict[int, dict[str, harness.Timing]] = {count: {} for count in threads}
+) -> harness.Comparison | dict[str, harness.Timing]:
+    """Our steps alone, with every number of threads in turn: "name, count". Nothing is measured if there is but one."""
     if len(threads) == 1:
-        return result
+        return {}
     cases = {f"{name}, {count}": (name, count) for name in OURS.values() for count in threads}
 
     def before(case: str) -> None:
@@ -221,17 +220,15 @@ def measure_threads(
         return {case: steps[name] for case, (name, _) in cases.items()}
 
     with harness.num_threads(threads[0]):
-        timings = harness.compare(build, effort, f"{label}, threads in turn", before)
-    for case, (name, count) in cases.items():
-        result[count][name] = timings[case]
-    return result
+        return harness.compare(build, effort, f"{label}, threads in turn", before)
 
 
-def scaling(several: dict[str, harness.Timing], first: dict[str, harness.Timing], label: str) -> dict[str, float]:
-    """Time of our steps over their time with the first number of threads."""
-    if several is first:
+def scaling(alone: harness.Comparison | dict[str, harness.Timing], count: int, first: int) -> dict[str, float]:
+    """Time of our steps with ``count`` threads over their time with the first number of threads."""
+    if count == first or not isinstance(alone, harness.Comparison):
         return {}
-    return {f"{key}, {label}": several[name].median / first[name].median for key, name in OURS.items()}
+    found = {key: alone.ratio(f"{name}, {count}", f"{name}, {first}") for key, name in OURS.items()}
+    return {f"{key}, {count} threads / {first}": value for key, value in found.items()}
 
 
 def step_bandwidth(medians: dict[str, float], arrays: int, elements: int) -> dict[str, dict[str, float]]:

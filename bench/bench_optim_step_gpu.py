@@ -52,6 +52,7 @@ from loco_ext.optim.locality import decay_maps
 DEVICE = "cuda"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("eager", "graph")
+BACKENDS = {"cuda": "native", "triton": "triton"}  # ours, and what the package calls them
 MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 # Of how much longer than the host needs the GPU is kept busy ahead of a timed call.
@@ -141,10 +142,11 @@ CANDIDATES: dict[str, Callable[..., Step]] = {
     "torch_foreach": functools.partial(torch_step, implementation="foreach"),
     "torch_fused": functools.partial(torch_step, implementation="fused"),
     "apex": apex_step,
-    "cuda_uniform": functools.partial(backend_step, backend="native", locality=None),
-    "cuda_loco": functools.partial(backend_step, backend="native", locality=LOCALITY),
-    "triton_uniform": functools.partial(backend_step, backend="triton", locality=None),
-    "triton_loco": functools.partial(backend_step, backend="triton", locality=LOCALITY),
+    **{
+        f"{name}_{decay}": functools.partial(backend_step, backend=backend, locality=locality)
+        for name, backend in BACKENDS.items()
+        for decay, locality in (("uniform", None), ("loco", LOCALITY))
+    },
 }
 
 
@@ -236,9 +238,7 @@ def measure(case: Case, effort: harness.Effort, flush: Flush, copy: float) -> di
     return record(case, harness.compare(build, effort, str(case), before, harness.gpu_seconds), host, copy)
 
 
-def record(
-    case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float
-) -> dict[str, Any]:
+def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float) -> dict[str, Any]:
     """Timings, what a step takes in all, bandwidth beside that of a copy, and ratios."""
     elements = [math.prod(shape) for shape in shapes.GPU_NETWORKS[case.network]()]
     moved = RULES[case.rule].arrays * case.element_size * sum(elements)
@@ -326,31 +326,32 @@ def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[di
     ]
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures what the command line asks for."""
+def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Measures what the command line asks for; ``save`` is given the report after every case."""
     quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=1.0)
-    cases = itertools.product(arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)
-    copy = harness.gpu_bandwidth(effort)
-    flush = make_flush(effort)
-    ours = {name: backend for name, backend in (("cuda", "native"), ("triton", "triton"))}
-    runnable = {name: backend for name, backend in ours.items() if f"{name}_uniform" not in not_measured()}
-    syncs = {
-        f"{name} {rule}": count_syncs(RULES[rule], backend)
-        for name, backend in runnable.items()
-        for rule in arguments.rules
-    }
-    records = [measure(Case(*case), effort, flush, copy["median"]) for case in cases]
-    return {
+    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
+    cases = [*itertools.product(arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)]
+    missing = not_measured()
+    report: dict[str, Any] = {
         "benchmark": "optim_step_gpu",
         "machine": harness.machine() | harness.gpu(),
-        "settings": asdict(effort) | {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY},
-        "copy_bandwidth": copy,
-        "not_measured": not_measured(),
-        "results": records,
-        "syncs": syncs,
-        "targets": targets(records, syncs),
+        "settings": asdict(effort) | {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY, "cases": len(cases)},
+        "copy_bandwidth": harness.gpu_bandwidth(effort),
+        "not_measured": missing,
+        "results": [],
+        "syncs": {
+            f"{name} {rule}": count_syncs(RULES[rule], backend)
+            for name, backend in BACKENDS.items()
+            for rule in arguments.rules
+            if f"{name}_uniform" not in missing
+        },
     }
+    flush = make_flush(effort)
+    for case in cases:
+        report["results"].append(measure(Case(*case), effort, flush, report["copy_bandwidth"]["median"]))
+        report["targets"] = targets(report["results"], report["syncs"])
+        save(report)
+    return report
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -382,12 +383,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f"bench_optim_step_gpu: {reason}", file=sys.stderr)
         return 2
-    report = run(arguments)
     out = arguments.out
     if out is None and is_full(arguments):
-        out = harness.RESULTS / f"optim_step_gpu-{harness.slug(report['machine']['gpu'])}.json"
+        out = harness.RESULTS / f"optim_step_gpu-{harness.slug(harness.gpu()['gpu'])}.json"
+    report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
     if out is not None:
-        harness.write_json(out, report)
         print(f"written: {out}", file=sys.stderr)
     tables.show(report, Console())
     return 0

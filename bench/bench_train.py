@@ -113,7 +113,7 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "candidates": {name: asdict(timings[name]) for name in CANDIDATES},
         "samples_per_second": {name: count / timings[name].median for name in CANDIDATES},
-        "overhead": timings["ours"].median / timings["plain torch loop"].median - 1,
+        "overhead": timings.ratio("ours", "plain torch loop") - 1,
     }
 
 

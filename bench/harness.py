@@ -66,6 +66,38 @@ class Effort:
     builds: int = 3
 
 
+@dataclass
+class _Build:
+    """The calls of one build: of each candidate, in the order of rounds, its seconds and who ran before."""
+
+    seconds: dict[str, list[float]]
+    previous: dict[str, list[str]]
+
+    def groups(self, name: str) -> list[list[float]]:
+        """A candidate's seconds, in a list for each predecessor."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for seconds, previous in zip(self.seconds[name], self.previous[name], strict=True):
+            found[previous].append(seconds)
+        return list(found.values())
+
+
+class Comparison(dict[str, Timing]):
+    """The candidates' timings, by name."""
+
+    def __init__(self, builds: Sequence[_Build]) -> None:
+        names = builds[0].seconds
+        super().__init__({name: summarise([g for b in builds for g in b.groups(name)]) for name in names})
+        self.builds = builds
+
+    def ratio(self, a: str, b: str) -> float:
+        """Time of ``a`` over that of ``b``: the median over rounds of their quotient, averaged over builds.
+
+        What changes the machine's speed for longer than a round changes both and leaves the quotient alone.
+        """
+        quotients = (np.divide(build.seconds[a], build.seconds[b]) for build in self.builds)
+        return float(np.mean([np.median(values) for values in quotients]))
+
+
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     gc.collect()
@@ -82,14 +114,14 @@ def compare(
     label: str = "",
     before: Callable[[str], object] | None = None,
     clock: Clock | None = None,
-) -> dict[str, Timing]:
+) -> Comparison:
     """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
 
     Each round calls every candidate once, in an order drawn anew. What a candidate finds in the caches depends on those
     before it, and its speed on where its tensors lie, both by several percent; its figures therefore average over what
     ran before and over ``effort.builds`` calls of ``build``, which makes the candidates (see :class:`Timing`).
-    ``before`` is given the candidate's name, untimed, ahead of every call. ``clock`` makes the call and tells how long it
-    took; by default that is the host's time.
+    ``before`` is given the candidate's name, untimed, ahead of every call. ``clock`` makes the call and tells how long
+    it took, by default by the host's time.
 
     Raises:
         ValueError: there is no candidate.
@@ -99,7 +131,7 @@ def compare(
         >>> timings["sum"].rounds
         10
     """
-    groups: dict[str, list[list[float]]] = defaultdict(list)
+    builds: list[_Build] = []
     order = random.Random(label)
     with _progress(label) as show:
         for index in range(effort.builds):
@@ -107,9 +139,8 @@ def compare(
             def show_build(fraction: float, index: int = index) -> None:
                 show((index + fraction) / effort.builds)
 
-            for name, found in _compare_build(build, effort, order, before, show_build, clock or host_seconds).items():
-                groups[name] += found
-    return {name: summarise(values) for name, values in groups.items()}
+            builds.append(_compare_build(build, effort, order, before, show_build, clock or host_seconds))
+    return Comparison(builds)
 
 
 def _compare_build(
@@ -119,25 +150,25 @@ def _compare_build(
     before: Callable[[str], object] | None,
     show: Callable[[float], None],
     clock: Clock,
-) -> dict[str, list[list[float]]]:
-    """One build's seconds, for each candidate in a list for each predecessor."""
+) -> _Build:
     with _no_garbage_collection():
         candidates = build()
         if not candidates:
             raise ValueError("build: expected at least one candidate, got none")
         names = list(candidates)
-        seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
+        calls = _Build({name: [] for name in names}, {name: [] for name in names})
         for name in names * effort.warmup:
             clock(name, candidates[name], before)
         rounds, start, previous = 0, time.perf_counter(), names[-1]
         while rounds < effort.min_rounds or time.perf_counter() - start < effort.min_seconds:
             for name in order.sample(names, len(names)):
-                seconds[name][previous].append(clock(name, candidates[name], before))
+                calls.seconds[name].append(clock(name, candidates[name], before))
+                calls.previous[name].append(previous)
                 previous = name
             rounds += 1
             elapsed = time.perf_counter() - start
             show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
-    return {name: list(values.values()) for name, values in seconds.items()}
+    return calls
 
 
 def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:

@@ -25,6 +25,7 @@ README = harness.ROOT / "README.md"
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 RULE_NAMES = {"sgd": "SGD, momentum", "adamw": "AdamW"}
 MISSING = "–"  # noqa: RUF001
+GPU_CASE = ["network", "rule", "dtype", "mode"]
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,16 @@ def times(report: dict[str, Any]) -> Table:
 
 
 def ratios(report: dict[str, Any]) -> Table:
-    """Ratios of medians, one column for each that some record has."""
+    """Ratios, one column for each that some record has."""
     names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]))
     rows = [
         case(record) + [f"{record['ratios'][name]:.2f}" if name in record["ratios"] else MISSING for name in names]
         for record in report["results"]
     ]
-    title = "Ratios of these times; below 1, the first is faster. loco: ours with the map, uniform: ours without"
+    title = (
+        "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours with "
+        "the map, uniform: ours without"
+    )
     return Table(title, ["network", "rule", "threads", *names], rows)
 
 
@@ -151,11 +155,66 @@ def locality_cifar10(report: dict[str, Any]) -> list[Table]:
     return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
 
 
+def gpu_times(report: dict[str, Any]) -> Table:
+    """Microseconds of a step: of the GPU and, after the slash, of the host."""
+    names = candidates(report)
+
+    def cell(record: dict[str, Any], name: str) -> str:
+        found = record["candidates"].get(name)
+        return " / ".join(significant(1e6 * found[key]["median"]) for key in ("gpu", "host")) if found else MISSING
+
+    rows = [gpu_case(record) + [cell(record, name) for name in names] for record in report["results"]]
+    title = "Microseconds for one step (median): of the GPU, caches cold / of the host to hand it over"
+    return Table(title, GPU_CASE + [name.replace("_", " ") for name in names], rows)
+
+
+def gpu_shares(report: dict[str, Any]) -> Table:
+    """Bandwidth of the steps, in percent of a copy's."""
+    names = candidates(report)
+    rows = [
+        gpu_case(record)
+        + [f"{record['bandwidth'][name]['of_copy']:.0%}" if name in record["bandwidth"] else MISSING for name in names]
+        for record in report["results"]
+    ]
+    title = "Bandwidth beside that of a device copy, counting only the traffic that a step cannot avoid"
+    return Table(title, GPU_CASE + [name.replace("_", " ") for name in names], rows)
+
+
+def gpu_ratios(report: dict[str, Any]) -> Table:
+    """Ratios of the time of a step, one column for each that some record has."""
+    names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]["step"]))
+    rows = []
+    for record in report["results"]:
+        found = record["ratios"]["step"]
+        rows.append(gpu_case(record) + [f"{found[name]:.2f}" if name in found else MISSING for name in names])
+    title = "Ratios of times of a step; below 1, the first is faster. Eager: GPU or host, the longer; graph: GPU"
+    return Table(title, GPU_CASE + names, rows)
+
+
+def gpu_targets(report: dict[str, Any]) -> Table:
+    """What is to be reached, and what is, in the worst case."""
+    rows = [
+        [row["name"], row["wanted"], f"{row['measured']:.3g}", "yes" if row["met"] else "no", row["where"]]
+        for row in report["targets"]
+    ]
+    return Table("Targets of the CUDA step", ["of all cases", "wanted", "measured", "met", "worst case"], rows)
+
+
+def gpu_case(record: dict[str, Any]) -> list[str]:
+    """The cells under GPU_CASE."""
+    return [record["network"], RULE_NAMES[record["rule"]], record["dtype"], record["mode"]]
+
+
+def candidates(report: dict[str, Any]) -> list[str]:
+    """The candidates that some record has."""
+    return list(dict.fromkeys(name for record in report["results"] for name in record["candidates"]))
+
+
 def description(report: dict[str, Any]) -> str:
     """Machine, versions and bandwidth in one paragraph."""
     machine = report["machine"]
-    commit, _, dirty = machine["commit"].partition("-")
-    commit = commit[:10] + (" with changes" if dirty else "")
+    if "gpu" in machine:
+        return gpu_description(report)
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
     rows = report.get("bandwidth", [])
     triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in rows]
@@ -164,10 +223,29 @@ def description(report: dict[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}"
         + (f"; triad {', '.join(triad)}" if triad else "")
-        + f". torch {machine['torch']}; loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}. "
-        + "float32"
+        + f". torch {machine['torch']}; {version(machine)}. float32"
         + (f"; {timed}" if "results" in report else ".")
     )
+
+
+def gpu_description(report: dict[str, Any]) -> str:
+    """The same of a GPU."""
+    machine = report["machine"]
+    missing = "; ".join(f"{name}: {reason}" for name, reason in report["not_measured"].items())
+    return (
+        f"{machine['gpu']} ({machine['multiprocessors']} multiprocessors, L2 {machine['l2_bytes'] / 2**20:.0f} MB), "
+        f"device copy {report['copy_bandwidth']['median'] / 1e9:,.0f} GB/s; host {machine['cpu']}. "
+        f"Driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, triton {machine['triton']}; "
+        f"{version(machine)}. Parameters, gradients and states have the dtype named; all columns of a row ran "
+        "interleaved in one process. Percentiles are in the JSON file." + (f" Not measured: {missing}." * bool(missing))
+    )
+
+
+def version(machine: dict[str, Any]) -> str:
+    """Our version and commit, and the date."""
+    commit, _, dirty = machine["commit"].partition("-")
+    commit = commit[:10] + (" with changes" if dirty else "")
+    return f"loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}"
 
 
 def optim_step(report: dict[str, Any]) -> list[Table]:
@@ -175,7 +253,20 @@ def optim_step(report: dict[str, Any]) -> list[Table]:
     return [table for table in (times(report), ratios(report), bandwidths(report), peaks(report)) if table.rows]
 
 
-RENDERERS = {"optim_step": optim_step, "train": train, "locality_cifar10": locality_cifar10}
+def optim_step_gpu(report: dict[str, Any]) -> list[Table]:
+    """All tables of the benchmark of that name; those without rows are left out."""
+    tables = (gpu_targets(report), gpu_times(report), gpu_shares(report), gpu_ratios(report))
+    return [table for table in tables if table.rows]
+
+
+RENDERERS = {
+    "optim_step": optim_step,
+    "train": train,
+    "locality_cifar10": locality_cifar10,
+    "optim_step_gpu": optim_step_gpu,
+}
+# What a section says while no result is committed.
+NOTHING_YET = {"optim_step_gpu": "No GPU has been measured yet; `make device-check` on a machine with one does that."}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -191,6 +282,8 @@ def section(name: str, results: Path) -> str:
     for path in sorted(results.glob(f"{name}-*.json")):
         report = json.loads(path.read_text())
         parts += [description(report), *(table.markdown() for table in RENDERERS[name](report))]
+    if not parts and name in NOTHING_YET:
+        parts = [NOTHING_YET[name]]
     return "".join(f"\n{part}\n" for part in parts) + "\n"
 
 

@@ -164,7 +164,14 @@ def test_the_kernel_that_counts_steps_compiles_without_fused_operations(arch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_kernels_compile_for_amd(variant):
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK
+
     rule, dtypes, options = VARIANTS[variant]
     text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
-    assert count(r"global_load_dwordx4|buffer_load_dwordx4", text) > 0
-    assert count(r"global_store_dwordx4|buffer_store_dwordx4", text) > 0
+    assert count(r"(?:global|buffer)_load_dwordx4", text) > 0
+    assert count(r"(?:global|buffer)_store_dwordx4", text) > 0
+    if rule == "sgd":  # quotients and roots take multiply-adds, too
+        multiply_adds = count(r"\bv_(?:pk_)?(?:fma|fmac|mad|mac)_f(?:32|64)", text) + count(r"\bv_pk_fma_f32", text)
+        assert multiply_adds == FUSED[variant] * (BLOCK // THREADS) * 2
+    elif "float64" not in dtypes:
+        assert count(r"v_div_fixup_f32", text) == 2 * (BLOCK // THREADS) * 2

@@ -69,6 +69,10 @@ def changed(step: tables.Step, **lists) -> tables.Step:
     return tables.Step(**{**vars(step), **lists})
 
 
+def read_as(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
 def test_an_equal_step_finds_its_tables_and_any_change_makes_new_ones():
     decay_map = torch.rand(3, 3, dtype=torch.float64)
     lr = torch.tensor(0.1)
@@ -80,7 +84,9 @@ def test_an_equal_step_finds_its_tables_and_any_change_makes_new_ones():
         {"params": other},
         {"grads": [step.grads[0], other[1]]},
         {"grads": [step.grads[0].transpose(2, 3), step.grads[1]]},
+        {"grads": [read_as(torch.bfloat16, step.grads[0]), step.grads[1]]},
         {"states": []},
+        {"states": [], "steps": step.states[0]},
         {"states": [other]},
         {"steps": [torch.zeros(()), torch.zeros(())]},
         {"group_index": [0, 1], "lr_index": [0, -1]},

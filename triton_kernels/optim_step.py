@@ -50,14 +50,19 @@ def optim_step_sgd(
     """SGD with momentum; see :func:`loco_ext.ops.optim_step_sgd`, whose checks the arguments have passed.
 
     Args:
-        lrs, lr_index: ``lrs[lr_index[g]]``, one float32 or float64 element in device memory, replaces the learning rate
-            of row ``g``; -1, or an empty ``lr_index``: the row's own.
+        hyper, maps: in host memory; all other tensors are on the device of the parameters.
+        lrs, lr_index: ``lrs[lr_index[g]]``, one float32 or float64 element, replaces the learning rate of row ``g``;
+            -1, or an empty ``lr_index``: the row's own.
+
+    Raises:
+        TypeError: for lazily negated views among params, grads and states; nothing is written then.
     """
     if not params:
         return
     states = [momentum_buffers] if momentum_buffers else []
     step = Step(params, grads, states, group_index, lrs, lr_index, maps, map_index, (), first, ordinals)
     form = {"rule": "sgd", "nesterov": nesterov, "maximize": maximize, "l1": l1}
+    step.check()
     with _device(params[0]):
         plan = _TABLES.plan(step)
         _launch(plan, _TABLES.hyper(hyper, params[0].device), grad_scale, found_inf, seed, rounding_step, form)
@@ -95,6 +100,7 @@ def optim_step_adam(
     states = [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad else [])]
     step = Step(params, grads, states, group_index, lrs, lr_index, maps, map_index, steps, (), ordinals)
     form = {"rule": "adam", "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled, "l1": l1}
+    step.check()
     with _device(params[0]):
         plan = _TABLES.plan(step)
         rows = _TABLES.hyper(hyper, params[0].device)

@@ -68,6 +68,13 @@ class Step:
     def operands(self, index: int) -> list[Tensor]:
         return [self.params[index], self.grads[index], *(state[index] for state in self.states)]
 
+    def check(self) -> None:
+        """Raises TypeError for views whose sign torch would flip when reading them: kernels see the memory as it is."""
+        for name, tensors in (("params", self.params), ("grads", self.grads), *(("states", s) for s in self.states)):
+            for i, tensor in enumerate(tensors):
+                if tensor.is_neg():
+                    raise TypeError(f"{name}[{i}]: expected no lazily negated view; resolve_neg() makes a tensor of it")
+
     def key(self) -> object:
         """Everything that the tables depend on: places and strides of tensors, the values of maps."""
         lists = (self.params, self.grads, *self.states, self.steps, self.lrs)

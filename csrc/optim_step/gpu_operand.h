@@ -37,6 +37,15 @@ LOCO_DEVICE Stored<dtype> narrowed(T value) {
   }
 }
 
+// Tells the compiler what it cannot know of pointers read from a table: that they are of the GPU's global memory.
+template <typename P>
+LOCO_DEVICE P* in_global(P* pointer) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
 // N consecutive elements from memory at a 16-byte boundary.
 template <DType dtype, int N, typename T>
 LOCO_DEVICE void load_vector(const void* memory, int64_t i, T (&out)[N]) {
@@ -46,7 +55,7 @@ LOCO_DEVICE void load_vector(const void* memory, int64_t i, T (&out)[N]) {
     uint4 words[kWords];
     S values[N];
   } u;
-  const auto* from = reinterpret_cast<const uint4*>(static_cast<const S*>(memory) + i);
+  const auto* from = in_global(reinterpret_cast<const uint4*>(static_cast<const S*>(memory) + i));
 #pragma unroll
   for (int k = 0; k < kWords; ++k) u.words[k] = from[k];
 #pragma unroll
@@ -70,7 +79,7 @@ LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N], con
       u.values[k] = narrowed<dtype, T>(values[k]);
     }
   }
-  auto* to = reinterpret_cast<uint4*>(static_cast<S*>(memory) + i);
+  auto* to = in_global(reinterpret_cast<uint4*>(static_cast<S*>(memory) + i));
 #pragma unroll
   for (int k = 0; k < kWords; ++k) to[k] = u.words[k];
 }

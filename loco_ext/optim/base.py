@@ -158,9 +158,9 @@ class LocalityOptimizer(Optimizer):
     def _step_anew(self, plans: list[Plan]) -> None:
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
-        for batch in batches.values():
+        for rule, batch in batches.items():
             batch.localize()
-            check_capture(batch)
+            check_capture(rule, batch)
         if self._nothing_may_change(batches):
             return
         if len(batches) + len(by_torch) > 1:

@@ -1,5 +1,6 @@
 """Compiles CUDA sources for the CPU, with ``cuda_on_cpu.h``, and runs the programs."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -32,13 +33,26 @@ SHARED = ["-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 
 
 @cache
+def _packaged_toolkit() -> Path | None:
+    """What the packages nvidia-cuda-* have installed. It comes first: budgets of registers depend on the compiler."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in found.submodule_search_locations or ()] if found else []
+    toolkits = (toolkit for folder in folders for toolkit in sorted(folder.glob("cu*")))
+    return next((toolkit for toolkit in toolkits if (toolkit / "bin" / "nvcc").exists()), None)
+
+
+@cache
 def nvcc() -> str | None:
-    """CUDA's compiler, on the path or where CUDA_HOME says."""
+    """CUDA's compiler: of the packages, where CUDA_HOME says, or on the path."""
+    if packaged := _packaged_toolkit():
+        return str(packaged / "bin" / "nvcc")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return (home and shutil.which("nvcc", path=os.path.join(home, "bin"))) or shutil.which("nvcc")
 
 
 def _toolkits() -> Iterable[Path]:
+    if packaged := _packaged_toolkit():
+        yield packaged
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(name):
             yield Path(os.environ[name])
@@ -66,7 +80,7 @@ def cuda_includes() -> tuple[Path, ...]:
 def need_cuda_headers() -> None:
     """Skips a test where CUDA's headers are missing."""
     if not cuda_includes():
-        pytest.skip("CUDA's headers were not found: neither CUDA_HOME nor nvcc leads to them")
+        pytest.skip("CUDA's headers were not found: no package has them, neither CUDA_HOME nor nvcc leads to them")
     if not shutil.which("g++"):
         pytest.skip("g++ was not found")
 
@@ -75,7 +89,7 @@ def need_nvcc() -> str:
     """CUDA's compiler; skips a test where it is missing."""
     found = nvcc()
     if not found:
-        pytest.skip("nvcc was not found on the path or through CUDA_HOME")
+        pytest.skip("nvcc was not found: not in a package, through CUDA_HOME or on the path")
     return found
 
 

@@ -1,0 +1,395 @@
+"""Everything that only a GPU can show: build, tests, compute-sanitizer and benchmarks on an NVIDIA GPU.
+
+    make device-check                                    all parts
+    python -m bench.device_check --only build tests      some of them; each ends within --limit seconds
+
+Nothing is downloaded or installed: the parts run in this interpreter's environment, on libraries built in place for the
+GPU at hand. Test modules that need a package which is missing here are left out by name. A part that fails does not
+stop the others. The report, one JSON file for each GPU, and the logs of the parts go to the folder after --out; parts
+that are not run again keep their entry. Exit status: 0, 1 if a part failed, 2 where there is no GPU to check.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
+GPU_TESTS = "test_optim_cuda"
+# Names of tests that need the GPU; the module has some that do not.
+ON_GPU = re.compile(rf"{GPU_TESTS}::.*\[.*(native|triton)")
+# Without these not even the report could be written.
+NEEDED = ("torch", "numpy", "scipy", "tqdm")
+
+LIBRARIES = "import sys; from loco_ext.ops import backends as b; sys.exit(b.library_error or b.cuda_library_error)"
+# Tools and the kernels that each watches; Triton's have no shared memory of their own to race for.
+SANITIZERS = (
+    ("memcheck", "native"),
+    ("racecheck", "native"),
+    ("synccheck", "native"),
+    ("memcheck", "triton"),
+    ("initcheck", "native"),
+)
+FOUND_BY_SANITIZER = 86  # its exit status
+# Every tensor gets memory of its own, whose bounds memcheck knows.
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says, and where things are."""
+
+    out: Path
+    gpu: str  # as part of names of files
+    architecture: str
+    limit: float
+    workers: int
+    quick: bool
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Command:
+    """One step of a part."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Part:
+    """The steps of a part; ``after`` reads what they have left and returns entries of the part's report."""
+
+    commands: list[Command]
+    after: Callable[[], dict[str, Any]] = dict
+    skipped: str | None = None  # why there is nothing to run
+
+
+def python(*arguments: str) -> list[str]:
+    """A command line of this interpreter."""
+    return [sys.executable, *arguments]
+
+
+def environment_with(**variables: str) -> dict[str, str]:
+    """This process's environment; our package and this interpreter's programs are found from any folder."""
+
+    def extended(name: str, folder: Path) -> str:
+        return os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
+
+    paths = {"PYTHONPATH": extended("PYTHONPATH", ROOT), "PATH": extended("PATH", Path(sys.executable).parent)}
+    return {**os.environ, **paths, **variables}
+
+
+def build(settings: Settings) -> Part:
+    """Builds both libraries in place, for this GPU alone, and loads them."""
+    environment = {"LOCO_CUDA": "1", "TORCH_CUDA_ARCH_LIST": settings.architecture}
+    return Part(
+        [
+            Command("build", python("setup.py", "build_ext", "--inplace"), environment),
+            Command("load", python("-c", LIBRARIES)),
+        ]
+    )
+
+
+def tests(settings: Settings) -> Part:
+    """The whole suite but the slow tests, in several processes where pytest-xdist is installed."""
+    if find_spec("pytest") is None:
+        return Part([], skipped="pytest is not installed")
+    missing = missing_packages()
+    results = settings.scratch / "tests.xml"
+    command = python("-m", "pytest", *PYTEST_OPTIONS, "-m", "not slow", "-rfE", f"--junitxml={results}")
+    command += [f"--ignore=tests/{module}.py" for module in missing]
+    environment = {}
+    if settings.workers > 1 and find_spec("xdist") is not None:
+        command += ["-n", str(settings.workers), "--dist", "loadfile"]
+        # All processes must collect the same tests; and they share the cores.
+        threads = max(1, (os.cpu_count() or 1) // settings.workers)
+        environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(threads)}
+
+    def after() -> dict[str, Any]:
+        found = read_results(results) if results.exists() else {}
+        complaint = {} if found.get("on_gpu") else {"error": "no test ran on the GPU"}
+        return {"left_out": missing} | found | complaint
+
+    return Part([Command("load", python("-c", LIBRARIES)), Command("tests", command, environment)], after)
+
+
+# pyproject.toml's own need plugins that may be missing.
+PYTEST_OPTIONS = ("-o", "addopts=-q --strict-markers", "-p", "no:cacheprovider")
+
+
+def missing_packages() -> dict[str, str]:
+    """Test modules that cannot be imported, and the package that each lacks. Any other error is left to pytest."""
+    command = python("-m", "bench.device_check", "--import-tests")
+    done = subprocess.run(command, cwd=ROOT, env=environment_with(), stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+
+
+def import_tests(folder: Path) -> dict[str, str]:
+    """Imports every test module of the folder; see :func:`missing_packages`."""
+    sys.path[:0] = [str(ROOT), str(folder)]
+    own = {path.stem for path in (*folder.iterdir(), *ROOT.iterdir())}
+    missing = {}
+    for path in sorted(folder.glob("test_*.py")):
+        try:
+            importlib.import_module(path.stem)
+        except ModuleNotFoundError as error:
+            if (package := (error.name or "").partition(".")[0]) not in own:
+                missing[path.stem] = package
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a module that skips itself raises no Exception
+            continue
+    return missing
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Counts of pytest's results, how many of them were tests of the GPU, and the names of those that failed."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failed, on_gpu = [], 0
+    for case in ElementTree.parse(path).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        counts[outcome] += 1
+        name = f"{case.get('classname')}::{case.get('name')}"
+        on_gpu += outcome != "skipped" and ON_GPU.search(name) is not None
+        if outcome == "failed":
+            failed.append(name)
+    return {**counts, "on_gpu": on_gpu, "failures": failed}
+
+
+def sanitizer(settings: Settings) -> Part:
+    """compute-sanitizer's tools on the tests that run single kernels."""
+    program = find_sanitizer()
+    if program is None:
+        return Part([], skipped="compute-sanitizer is not installed")
+    return Part([sanitized(program, tool, backend) for tool, backend in SANITIZERS])
+
+
+def find_sanitizer() -> str | None:
+    """On the path, or beside the CUDA compiler that torch's extensions are built with."""
+    if found := shutil.which("compute-sanitizer"):
+        return found
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return shutil.which("compute-sanitizer", path=f"{CUDA_HOME}/bin") if CUDA_HOME else None
+
+
+def sanitized(program: str, tool: str, backend: str) -> Command:
+    """The tests of a backend's kernels under one tool."""
+    options = ["--tool", tool, "--error-exitcode", str(FOUND_BY_SANITIZER), "--target-processes", "all"]
+    chosen = [f"tests/{GPU_TESTS}.py", "-k", f"kernels and {backend}", "-x"]
+    return Command(
+        f"{tool} {backend}", [program, *options, *python("-m", "pytest", *PYTEST_OPTIONS, *chosen)], UNCACHED
+    )
+
+
+def benchmarks(settings: Settings) -> Part:
+    """Measures the optimizer step; targets that are not met are reported, they fail nothing."""
+    results = settings.scratch / "optim_step_gpu.json"
+    name = f"optim_step_gpu{'_quick' * settings.quick}-{settings.gpu}.json"
+    quick = ["--quick"] if settings.quick else []
+
+    def after() -> dict[str, Any]:
+        if not results.exists():
+            return {}
+        shutil.copyfile(results, settings.out / name)
+        report = json.loads(results.read_text())
+        return {"cases": f"{len(report['results'])} of {report['settings']['cases']}", "targets": report["targets"]}
+
+    command = python("-m", "bench.bench_optim_step_gpu", "--out", str(results), *quick)
+    return Part([Command("optim_step", command)], after)
+
+
+PARTS: dict[str, Callable[[Settings], Part]] = {
+    "build": build,
+    "tests": tests,
+    "sanitizer": sanitizer,
+    "benchmarks": benchmarks,
+}
+
+
+def run_part(name: str, settings: Settings) -> dict[str, Any]:
+    """Runs the steps of a part one after another, as long as each succeeds; returns the part's report."""
+    start = time.monotonic()
+    part = PARTS[name](settings)
+    if part.skipped is not None:
+        return {"result": "skipped", "seconds": 0.0, "reason": part.skipped, "steps": []}
+    steps: list[dict[str, Any]] = []
+    with (settings.out / f"device_check-{settings.gpu}-{name}.log").open("w") as log:
+        for command in part.commands:
+            steps.append(run_command(command, settings.limit - (time.monotonic() - start), log))
+            if name != "sanitizer" and steps[-1]["exit_status"] != 0:
+                break
+    extra = part.after()
+    passed = all(step["exit_status"] == 0 for step in steps) and "error" not in extra
+    seconds = round(time.monotonic() - start, 1)
+    return {"result": "passed" if passed else "failed", "seconds": seconds, "steps": steps} | extra
+
+
+def run_command(command: Command, limit: float, log: Any) -> dict[str, Any]:
+    """Runs a command, its output passed on and written to ``log``; with all it started, it ends after the limit."""
+    start = time.monotonic()
+    print(f"\n== {command.name}: {' '.join(command.arguments)}", file=log, flush=True)
+    process = subprocess.Popen(
+        command.arguments,
+        cwd=ROOT,
+        env=environment_with(PYTHONUNBUFFERED="1", **command.environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    timed_out = threading.Event()
+
+    def stop() -> None:
+        timed_out.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(max(limit, 0.0), stop)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            log.write(line)
+        process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            stop()
+    seconds = round(time.monotonic() - start, 1)
+    status = {"name": command.name, "exit_status": process.returncode, "seconds": seconds}
+    return status | ({"timed_out": True} if timed_out.is_set() else {})
+
+
+@contextlib.contextmanager
+def triton_kernels_importable() -> Iterator[None]:
+    """Lets ``loco_ext.triton_kernels`` be found where loco_ext is not installed: by a link, gone afterwards."""
+    link = ROOT / "loco_ext" / "triton_kernels"
+    command = python("-c", "import loco_ext.triton_kernels")
+    probe = subprocess.run(command, cwd=ROOT, env=environment_with(), capture_output=True)
+    if probe.returncode != 0 and not link.exists():
+        link.symlink_to(Path("..") / "triton_kernels")
+    try:
+        yield
+    finally:
+        if link.is_symlink():
+            link.unlink()
+
+
+def merged(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """The report, with the parts of an earlier one of the same commit that were not run again."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        earlier = json.loads(path.read_text())
+        if earlier["machine"]["commit"] == report["machine"]["commit"] != "unknown":
+            parts = {**earlier["parts"], **report["parts"]}
+            return report | {"parts": {name: parts[name] for name in PARTS if name in parts}}
+    return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """A line for each part, and one for each target."""
+    lines = []
+    for name, part in report["parts"].items():
+        lines.append(f"{name:12}{part['result']:10}{part['seconds']:7.1f} s  {details(part)}".rstrip())
+    for target in report["parts"].get("benchmarks", {}).get("targets", []):
+        verdict = "met" if target["met"] else "NOT MET"
+        measured = f"{target['measured']:.3g}, wanted {target['wanted']}"
+        lines.append(f"  {target['name']}: {measured}: {verdict} ({target['where']})")
+    return "\n".join(lines)
+
+
+def details(part: dict[str, Any]) -> str:
+    """What there is to say of a part on its line."""
+    words = [part["reason"]] if "reason" in part else []
+    for step in part["steps"]:
+        if step.get("timed_out"):
+            words.append(f"{step['name']} ran out of time")
+        elif step["exit_status"] != 0:
+            words.append(f"{step['name']} ended with {step['exit_status']}")
+    words += [f"{part[key]} {key}" for key in ("passed", "failed", "skipped") if key in part]
+    words += [f"{part['on_gpu']} on the GPU"] if "on_gpu" in part else []
+    words += [f"{part['cases']} cases"] if "cases" in part else []
+    words += [f"{module} left out, needs {package}" for module, package in part.get("left_out", {}).items()]
+    return ", ".join(words + ([part["error"]] if "error" in part else []))
+
+
+def reason_against() -> str | None:
+    """Why nothing can be checked here; None if it can."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return f"{sys.executable} has no {', '.join(missing)}; name another interpreter: make device-check PYTHON=..."
+    from bench import harness
+
+    return harness.no_gpu()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.device_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of report and logs")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds that a part may take")
+    workers = min(8, (os.cpu_count() or 1) // 2)
+    parser.add_argument("--workers", type=int, default=workers, help="processes of the tests")
+    parser.add_argument("--quick", action="store_true", help="benchmarks of few rounds")
+    parser.add_argument("--import-tests", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts, writes the report, prints the summary."""
+    arguments = parse(argv)
+    if arguments.import_tests:
+        print(json.dumps(import_tests(TESTS)))
+        return 0
+    if (reason := reason_against()) is not None:
+        print(f"device-check: {reason}", file=sys.stderr)
+        return 2
+    from bench import harness
+
+    gpu = harness.gpu()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    name_of_gpu = harness.slug(gpu["gpu"])
+    path = arguments.out / f"device_check-{name_of_gpu}.json"
+    report: dict[str, Any] = {"benchmark": "device_check", "machine": harness.machine() | gpu, "parts": {}}
+    with tempfile.TemporaryDirectory() as scratch, triton_kernels_importable():
+        settings = Settings(
+            arguments.out.resolve(),
+            name_of_gpu,
+            gpu["capability"],
+            arguments.limit,
+            arguments.workers,
+            arguments.quick,
+            Path(scratch),
+        )
+        for name in arguments.only:
+            report["parts"][name] = run_part(name, settings)
+            harness.write_json(path, merged(path, report))
+    print(f"\n{gpu['gpu']}, driver {gpu['driver']}: {path}\n{summary(report)}")
+    return int(any(part["result"] == "failed" for part in report["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
