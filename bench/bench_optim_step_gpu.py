@@ -22,7 +22,7 @@ import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -357,12 +357,13 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_optim_step_gpu", description=__doc__.splitlines()[0])
-    for name, choices in {
+    options: dict[str, Collection[str]] = {
         "networks": shapes.GPU_NETWORKS,
         "rules": RULES,
         "dtypes": DTYPES,
         "modes": MODES,
-    }.items():
+    }
+    for name, choices in options.items():
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/optim_step_gpu-<gpu>.json")
@@ -372,7 +373,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def is_full(arguments: argparse.Namespace) -> bool:
     """Whether everything is measured, and long enough; only then the committed file is written by default."""
     asked = (arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)
-    everything = (shapes.GPU_NETWORKS, RULES, DTYPES, MODES)
+    everything: tuple[Collection[str], ...] = (shapes.GPU_NETWORKS, RULES, DTYPES, MODES)
     return not arguments.quick and all(set(a) == set(b) for a, b in zip(asked, everything, strict=True))
 
 

@@ -85,8 +85,8 @@ def ratios(report: dict[str, Any]) -> Table:
         for record in report["results"]
     ]
     title = (
-        "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours with "
-        "the map, uniform: ours without"
+        "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours "
+        "with the map, uniform: ours without"
     )
     return Table(title, ["network", "rule", "threads", *names], rows)
 

@@ -19,4 +19,5 @@ def check_capture(rule: Rule, batch: Batch) -> None:
     if batch.created:
         raise RuntimeError("step: expected the optimizer to have made a step before a CUDA graph captures one")
     if rule.seed is not None:
-        raise RuntimeError("stochastic_rounding: expected None while a CUDA graph is captured: replays would round alike")
+        message = "stochastic_rounding: expected None while a CUDA graph is captured, replays would round alike"
+        raise RuntimeError(message)
