@@ -347,7 +347,7 @@ def test_checkpoints_with_step_counts_on_the_cpu_are_continued(backend, name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_group_may_have_parameters_of_several_devices(name):
     params = make_params()
-    placed = [nn.Parameter(p.detach().to("cuda" if i % 2 else "cpu")) for i, p in enumerate(params)]
+    placed = [nn.Parameter(p.detach().to("cuda" if i % 2 else "cpu", copy=True)) for i, p in enumerate(params)]
     options = {**RICH[name], "locality": LOCALITY}
     make = getattr(optim, name)
     ours, reference = make(placed, **options), make(params, **options, fused=False)

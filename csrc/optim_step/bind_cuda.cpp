@@ -25,7 +25,10 @@ class DeviceTable {
       memory_ = torch::stable::new_empty(like, {std::max<int64_t>(size + scratch, 1)},
                                          torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt, std::nullopt);
       upload(bytes.data(), data(), size, stream);
-    } else if (const auto [begin, end] = difference(bytes); begin < end) {
+    } else if (bytes == bytes_) {
+      return data();
+    } else {
+      const auto [begin, end] = difference(bytes);
       upload(bytes.data() + begin, data() + begin, end - begin, stream);
     }
     bytes_ = bytes;

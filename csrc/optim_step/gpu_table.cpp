@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <utility>
 
 namespace loco::optim_step {
 namespace {
@@ -72,37 +71,31 @@ bool same(const Nest& a, const Nest& b) {
 
 class Builder {
  public:
-  explicit Builder(GpuTable& table) : table_(table) {}
+  explicit Builder(GpuTable& table) : table_(table), s_(table.sections) { s_.clear(); }
 
   void add(const std::vector<TensorStep>& tensors) {
-    entries_.reserve(tensors.size());
+    s_.entries.reserve(tensors.size());
     for (const TensorStep& t : tensors) {
-      entries_.push_back(entry_of(t));
-      grads_.push_back(t.g.data);
+      s_.entries.push_back(entry_of(t));
+      s_.grads.push_back(t.g.data);
     }
     add_chunks(tensors);
   }
 
   void write(const double* hyper, int64_t groups, int columns, const std::vector<DeviceScalar>& lrs) {
     table_.bytes.clear();
-    table_.grads = append(grads_.data(), static_cast<int64_t>(grads_.size()));
+    table_.grads = append(s_.grads.data(), static_cast<int64_t>(s_.grads.size()));
     table_.hyper = append(hyper, groups * columns);
     table_.has_lrs = !lrs.empty();
     table_.lrs = append(lrs.data(), static_cast<int64_t>(lrs.size()));
-    table_.entries = append(entries_.data(), static_cast<int64_t>(entries_.size()));
-    table_.nests = append(nests_.data(), static_cast<int64_t>(nests_.size()));
-    table_.maps = append(maps_.data(), static_cast<int64_t>(maps_.size()));
-    table_.chunks = append(chunks_.data(), static_cast<int64_t>(chunks_.size()));
-    table_.entry_count = static_cast<int64_t>(entries_.size());
+    table_.entries = append(s_.entries.data(), static_cast<int64_t>(s_.entries.size()));
+    table_.nests = append(s_.nests.data(), static_cast<int64_t>(s_.nests.size()));
+    table_.maps = append(s_.maps.data(), static_cast<int64_t>(s_.maps.size()));
+    table_.chunks = append(s_.chunks.data(), static_cast<int64_t>(s_.chunks.size()));
+    table_.entry_count = static_cast<int64_t>(s_.entries.size());
   }
 
  private:
-  struct KnownMap {
-    const double* map;
-    Nest source;
-    int64_t begin;
-  };
-
   Entry entry_of(const TensorStep& t) {
     Entry e;
     // Padding is compared with the last step's bytes, too.
@@ -160,14 +153,14 @@ class Builder {
   }
 
   int64_t keep_map(const double* map, const Nest& source) {
-    for (const KnownMap& known : known_maps_) {
-      if (known.map == map && same(known.source, source)) return known.begin;
+    for (const Sections::Map& known : s_.known_maps) {
+      if (known.values == map && same(known.source, source)) return known.begin;
     }
-    const auto begin = static_cast<int64_t>(maps_.size());
+    const auto begin = static_cast<int64_t>(s_.maps.size());
     for_runs(source, 0, length(source), [&](int64_t, int64_t offset, int64_t stride, int64_t run) {
-      for (int64_t i = 0; i < run; ++i) maps_.push_back(map[offset + i * stride]);
+      for (int64_t i = 0; i < run; ++i) s_.maps.push_back(map[offset + i * stride]);
     });
-    known_maps_.push_back({map, source, begin});
+    s_.known_maps.push_back({map, source, begin});
     return begin;
   }
 
@@ -177,24 +170,23 @@ class Builder {
     std::memset(&copy, 0, sizeof copy);
     copy.count = nest->count;
     std::copy(nest->axes, nest->axes + nest->count, copy.axes);
-    nests_.push_back(copy);
-    return static_cast<int32_t>(nests_.size() - 1);
+    s_.nests.push_back(copy);
+    return static_cast<int32_t>(s_.nests.size() - 1);
   }
 
   void add_chunks(const std::vector<TensorStep>& tensors) {
     table_.works.clear();
-    std::vector<std::pair<Types, int32_t>> order;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      if (tensors[i].numel > 0) order.emplace_back(entries_[i].types, static_cast<int32_t>(i));
+      if (tensors[i].numel > 0) s_.order.emplace_back(s_.entries[i].types, static_cast<int32_t>(i));
     }
-    std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (const auto& [types, entry] : order) {
-      const int64_t body = tensors[entry].numel - entries_[entry].head;
+    std::stable_sort(s_.order.begin(), s_.order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (const auto& [types, entry] : s_.order) {
+      const int64_t body = tensors[entry].numel - s_.entries[entry].head;
       const int64_t count = std::max<int64_t>(1, (body + kChunk - 1) / kChunk);
       if (table_.works.empty() || table_.works.back().types != types) {
-        table_.works.push_back({types, static_cast<int64_t>(chunks_.size()), 0});
+        table_.works.push_back({types, static_cast<int64_t>(s_.chunks.size()), 0});
       }
-      for (int64_t k = 0; k < count; ++k) chunks_.push_back({entry, static_cast<int32_t>(k)});
+      for (int64_t k = 0; k < count; ++k) s_.chunks.push_back({entry, static_cast<int32_t>(k)});
       table_.works.back().count += count;
     }
   }
@@ -209,12 +201,7 @@ class Builder {
   }
 
   GpuTable& table_;
-  std::vector<void*> grads_;
-  std::vector<Entry> entries_;
-  std::vector<Nest> nests_;
-  std::vector<double> maps_;
-  std::vector<KnownMap> known_maps_;
-  std::vector<Chunk> chunks_;
+  Sections& s_;
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "optim_step/tensor_step.h"
@@ -60,13 +61,36 @@ struct Work {
   int64_t first, count;
 };
 
+// The sections of a table while it is built; their memory serves the next table, too.
+struct Sections {
+  // Distinct values of a decay map, from number begin of all maps' on.
+  struct Map {
+    const double* values;
+    Nest source;
+    int64_t begin;
+  };
+
+  std::vector<void*> grads;
+  std::vector<Entry> entries;
+  std::vector<Nest> nests;
+  std::vector<double> maps;
+  std::vector<Map> known_maps;
+  std::vector<Chunk> chunks;
+  std::vector<std::pair<Types, int32_t>> order;  // of entries that have elements
+
+  void clear() {
+    grads.clear(), entries.clear(), nests.clear(), maps.clear(), known_maps.clear(), chunks.clear(), order.clear();
+  }
+};
+
 struct GpuTable {
   std::vector<unsigned char> bytes;
   std::vector<Work> works;
   int64_t entry_count = 0;
-  // Where things begin among the bytes. Those that change most come first.
+  // Where sections begin among the bytes. Those that change most come first.
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;
   bool has_lrs = false;
+  Sections sections;
 };
 
 // lrs: as many as hyper has rows, or none.

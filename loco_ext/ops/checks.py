@@ -29,8 +29,11 @@ _COLUMNS = {"optim_step_sgd": SGD_COLUMNS, "optim_step_adam": ADAM_COLUMNS}
 _STATES = ("momentum_buffers", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
-def check_step(name: str, arguments: tuple[Any, ...]) -> None:
-    """Raises TypeError or ValueError if the operator ``name`` cannot take ``arguments``."""
+def check_step(name: str, arguments: tuple[Any, ...], by_kernels: bool = True) -> None:
+    """Raises TypeError or ValueError if the operator ``name`` cannot take ``arguments``.
+
+    Kernels read scalars on the parameters' device; the reference, ``by_kernels=False``, takes them from anywhere.
+    """
     named = dict(zip(ARGUMENTS[name], arguments, strict=True))
     params = named["params"]
     _check_lengths(named)
@@ -42,12 +45,13 @@ def check_step(name: str, arguments: tuple[Any, ...]) -> None:
     if named["lr_index"]:
         _check_length("lr_index", named["lr_index"], named["hyper"].shape[0])
     _check_maps(named["maps"], named["map_index"], params)
+    device = params[0].device if by_kernels else None
     for key in ("steps", "lrs"):
         for i, scalar in enumerate(named.get(key, ())):
-            _check_scalar(f"{key}[{i}]", scalar)
+            _check_scalar(f"{key}[{i}]", scalar, device)
     for key in ("grad_scale", "found_inf"):
         if named[key] is not None:
-            _check_scalar(key, named[key])
+            _check_scalar(key, named[key], device)
     scale = named["grad_scale"]
     if scale is not None and scale.is_cpu and scale.item() == 0:
         raise ValueError("grad_scale: expected a number other than 0, got 0")
@@ -119,6 +123,8 @@ def _check_index(name: str, index: Sequence[int], count: int) -> None:
             raise ValueError(f"{name}[{i}]: expected -1 to {count - 1}, got {which}")
 
 
-def _check_scalar(name: str, value: Tensor) -> None:
+def _check_scalar(name: str, value: Tensor, device: torch.device | None) -> None:
+    if device is not None and value.device != device:
+        raise TypeError(f"{name}: expected device {device} as params[0], got {value.device}")
     if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name}: expected one float32 or float64 element, got {value.dtype} of {tuple(value.shape)}")

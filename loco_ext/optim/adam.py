@@ -10,6 +10,7 @@ from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, uses_kernels
+from loco_ext.optim.capture import check_states
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
@@ -47,6 +48,7 @@ class _FusedAdam(LocalityOptimizer):
 
     def _bring_steps(self, params: list[Tensor], batch: Batch) -> None:
         """Moves the group's step counts, the last of the batch, to the GPU: checkpoints may bring them on the CPU."""
+        check_states(params[0])
         base = len(batch.steps) - len(params)
         for i, param in enumerate(params, start=base):
             batch.steps[i] = batch.steps[i].to(param.device)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from loco_ext.optim.plan import Batch, Rule
+
+
+def is_captured(param: Tensor) -> bool:
+    """Whether a CUDA graph captures what is done to the parameter now."""
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_states(param: Tensor) -> None:
+    """Raises where states are about to be made or moved, which every replay of a graph would do anew.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and the optimizer has not stepped the parameter before.
+    """
+    if is_captured(param):
+        raise RuntimeError("step: expected the optimizer to have made a step before a CUDA graph captures one")
 
 
 def check_capture(rule: Rule, batch: Batch) -> None:
     """Raises if a CUDA graph is being captured that would not replay this step as it is meant.
 
     Raises:
-        RuntimeError: the optimizer has not stepped these parameters before, so that every replay would make their
-            states anew; or it rounds stochastically, where every replay would draw the same numbers.
+        RuntimeError: see :func:`check_states`; or the rule rounds stochastically, where every replay would draw the
+            same numbers.
     """
-    if not batch.params[0].is_cuda or not torch.cuda.is_current_stream_capturing():
-        return
     if batch.created:
-        raise RuntimeError("step: expected the optimizer to have made a step before a CUDA graph captures one")
-    if rule.seed is not None:
-        message = "stochastic_rounding: expected None while a CUDA graph is captured, replays would round alike"
-        raise RuntimeError(message)
+        check_states(batch.params[0])
+    if rule.seed is not None and is_captured(batch.params[0]):
+        raise RuntimeError("stochastic_rounding: expected None while a CUDA graph is captured, as replays round alike")

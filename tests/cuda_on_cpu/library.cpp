@@ -1,5 +1,5 @@
-// The CUDA operators as torch.ops.loco_ext_on_cpu, on CPU tensors: the glue and the kernels as they are, the GPU and what
-// torch knows of it replaced.
+// The CUDA operators as torch.ops.loco_ext_on_cpu, on CPU tensors: the glue and the kernels as they are, the GPU and
+// what torch knows of it replaced.
 
 #include "optim_step/bind_cuda.h"
 #include "schemas.h"
