@@ -60,8 +60,8 @@ class Timing:
 class Effort:
     """How long to measure: the candidates are built ``builds`` times, and each time rounds reach both minima."""
 
-    min_rounds: int = 40
-    min_seconds: float = 6.0
+    min_rounds: int = 24
+    min_seconds: float = 5.0
     warmup: int = 3
     builds: int = 3
 
