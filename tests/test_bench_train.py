@@ -18,13 +18,16 @@ TINY = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1)
 def test_training_report(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_train, "STEPS", {"small": 1})
     monkeypatch.setattr(harness, "Effort", lambda **arguments: TINY)
+    compared: list[harness.Comparison] = []
+    compare = harness.compare
+    monkeypatch.setattr(harness, "compare", lambda *arguments: compared.append(compare(*arguments)) or compared[-1])
     path = tmp_path / "train-tiny.json"
     assert bench_train.main(["--quick", "--models", "small", "--threads", "1", "--out", str(path)]) == 0
     (record,) = json.loads(path.read_text())["results"]
     medians = {name: timing["median"] for name, timing in record["candidates"].items()}
     assert list(medians) == ["loader alone", "plain torch loop", "ours"]
     assert record["samples_per_second"] == {name: 128 / median for name, median in medians.items()}
-    assert -1 < record["overhead"] < 1
+    assert record["overhead"] == compared[0].ratio("ours", "plain torch loop") - 1
     assert "| small | 1 |" in tables.section("train", tmp_path)
 
 

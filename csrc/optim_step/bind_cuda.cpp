@@ -94,6 +94,7 @@ struct Cuda {
     call.memory = table.update(memory.table.bytes, scratch_bytes<Rule>(memory.table), lists.params[0], call.stream);
     step_cuda<Rule>(call);
     const char* error = launch_error();
+    if (error != nullptr) table = DeviceTable{};  // who knows what has been copied
     STD_TORCH_CHECK(error == nullptr, "optim_step: the GPU refused a kernel: ", error);
   }
 
