@@ -71,6 +71,17 @@ def cuda_sources() -> list[str]:
     return [f"csrc/{name}" for name in CUDA_SOURCES] + kernels
 
 
+def missing_for_cuda() -> list[str]:
+    """What the CUDA library cannot be built without and is not here."""
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(f"a CUDA build of torch (torch {torch.__version__} has none; see pytorch.org)")
+    if CUDA_HOME is None or not (Path(CUDA_HOME) / "include" / "cuda_runtime.h").exists():
+        place = "was not found" if CUDA_HOME is None else f"is not in {CUDA_HOME}, where torch looks for it"
+        missing.append(f"the CUDA toolkit (it {place}; set CUDA_HOME to its folder)")
+    return missing
+
+
 def wants_cuda() -> bool:
     """Whether to build the CUDA library; stops if it is asked for and cannot be."""
     wish = os.environ.get("LOCO_CUDA", "")
@@ -78,13 +89,11 @@ def wants_cuda() -> bool:
         sys.exit(f"loco_ext: LOCO_CUDA: expected 0 or 1, got {wish!r}")
     if wish == "0":
         return False
-    missing = []
-    if torch.version.cuda is None:
-        missing.append(f"a CUDA build of torch (torch {torch.__version__} has none; see pytorch.org)")
-    if CUDA_HOME is None:
-        missing.append("the CUDA toolkit (set CUDA_HOME to its folder, or put nvcc on the PATH)")
+    missing = missing_for_cuda()
     if missing and wish == "1":
         sys.exit(f"loco_ext: LOCO_CUDA=1 needs {' and '.join(missing)}")
+    if missing and torch.version.cuda is not None:
+        print(f"loco_ext: building without the CUDA library, which needs {missing[0]}", file=sys.stderr)
     return not missing
 
 

@@ -100,3 +100,25 @@ def test_pip_without_torch_passes_on_what_to_do(tmp_path):
     done = run(environment / "bin" / "python", "-m", "pip", "install", *OFFLINE, copy_of_sources(tmp_path), check=False)
     assert done.returncode != 0
     assert "pip install --no-build-isolation ." in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wish", "missing", "message"),
+    [
+        ("1", "torch", "LOCO_CUDA=1 needs a CUDA build of torch"),
+        ("1", "toolkit", "LOCO_CUDA=1 needs the CUDA toolkit (it is not in /nowhere"),
+        ("", "toolkit", "building without the CUDA library, which needs the CUDA toolkit"),
+        ("yes", "nothing", "LOCO_CUDA: expected 0 or 1, got 'yes'"),
+    ],
+)
+def test_what_the_cuda_library_lacks_is_said(wish, missing, message):
+    version = "None" if missing == "torch" else "'13.0'"
+    home = "'/nowhere'" if missing == "toolkit" else "None"
+    program = (
+        f"import runpy, sys, torch, torch.utils.cpp_extension as e; torch.version.cuda = {version}; e.CUDA_HOME = {home}; "
+        "sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    environment = os.environ | {"LOCO_CUDA": wish}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert message in done.stderr
+    assert (done.returncode == 0) == (wish == "")
