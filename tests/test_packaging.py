@@ -115,7 +115,8 @@ def test_what_the_cuda_library_lacks_is_said(wish, missing, message):
     version = "None" if missing == "torch" else "'13.0'"
     home = "'/nowhere'" if missing == "toolkit" else "None"
     program = (
-        f"import runpy, sys, torch, torch.utils.cpp_extension as e; torch.version.cuda = {version}; e.CUDA_HOME = {home}; "
+        "import runpy, sys, torch, torch.utils.cpp_extension as e; "
+        f"torch.version.cuda = {version}; e.CUDA_HOME = {home}; "
         "sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py', run_name='__main__')"
     )
     environment = os.environ | {"LOCO_CUDA": wish}
