@@ -2,7 +2,8 @@
 
 Everything random is drawn on the CPU from (seed, epoch) alone, so a resumed run and another device see the same images
 in the same order, and several processes share the batches that one would have. Crops are read through a view of all
-windows of the padded images and of their mirror images: one gather per batch, on the device.
+windows of the padded images and of their mirror images, on the device: one ``index_select`` per batch, which on the CPU
+copies whole rows at once and not, as a gather does, byte after byte.
 """
 
 from collections.abc import Iterator
@@ -74,9 +75,12 @@ class Loader:
         rank: int = 0,
         processes: int = 1,
     ) -> None:
-        images = samples.images.to(device)
-        self.images = _windows(images) if augmented else images.contiguous(memory_format=torch.channels_last)
         self.augmented = augmented
+        images = samples.images.to(device).permute(0, 2, 3, 1)
+        _, height, width, self.channels = images.shape
+        padded = _padded_and_mirrored(images) if augmented else images.contiguous()
+        self.padded_height, self.padded_width = padded.shape[1:3]
+        self.windows = _windows(padded, height, width)
         self.labels = samples.labels.to(device)
         self.normalization = normalization.to(device)
         self.device = device
@@ -93,34 +97,45 @@ class Loader:
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yields ``(images, labels, share)`` of every batch: float32, int64, and this process's share of the samples
         times the number of processes, by which its mean loss counts."""
+        order, windows = (values.to(self.device) for values in self._draw(number))
+        for batch, wanted in zip(order.split(self.batch_size), windows.split(self.batch_size), strict=True):
+            if len(batch) < 2 * self.processes:
+                return
+            own, wanted = (values[self.rank :: self.processes] for values in (batch, wanted))
+            pixels = self.windows.index_select(0, wanted).unflatten(2, (-1, self.channels))
+            share = len(own) * self.processes / len(batch)
+            yield self.normalization(pixels.permute(0, 3, 1, 2)), self.labels[own], share
+
+    def _draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """The samples in the epoch's order, and the window that each is read from."""
         count = len(self.labels)
-        (state,) = np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)
+        (state,) = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state))
         order = torch.randperm(count, generator=generator)
-        places = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
+        if not self.augmented:
+            return order, order * (self.padded_height * self.padded_width)
+        y, x = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
         flips = torch.rand(count, generator=generator) < 0.5
-        order, places, flips = order.to(self.device), places.to(self.device), flips.to(self.device)
-        for step in range(len(self)):
-            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-            own = batch[self.rank :: self.processes]
-            images = self._crop(own, places[:, own], flips[own]) if self.augmented else self.images[own]
-            share = len(own) * self.processes / len(batch)
-            yield self.normalization(images), self.labels[own], share
-
-    def _crop(self, own: Tensor, places: Tensor, flips: Tensor) -> Tensor:
-        y, x = places
         # A crop that is then flipped is a crop of the mirror image, as far from its other side.
-        return self.images[own + flips * len(self.labels), y, torch.where(flips, 2 * PADDING - x, x)]
+        x = torch.where(flips, 2 * PADDING - x, x)
+        images = torch.arange(count) + flips * count
+        return order, ((images * self.padded_height + y) * self.padded_width + x)[order]
 
 
-def _windows(images: Tensor) -> Tensor:
-    """A view ``(2 * N, 9, 9, C, H, W)`` of the crops that padding by 4 on each side with zeros allows.
-
-    The second half is that of the mirror images. Memory is channels_last, so that crops come out in it.
-    """
-    count, channels, height, width = images.shape
+def _padded_and_mirrored(images: Tensor) -> Tensor:
+    """``(N, H, W, C)`` to ``(2 * N, H + 8, W + 8, C)``: with zeros around, then once more from right to left."""
+    count, height, width, channels = images.shape
     padded = images.new_zeros(2 * count, height + 2 * PADDING, width + 2 * PADDING, channels)
-    inside = slice(PADDING, PADDING + height), slice(PADDING, PADDING + width)
-    padded[:count, *inside] = images.permute(0, 2, 3, 1)
+    padded[:count, PADDING : PADDING + height, PADDING : PADDING + width] = images
     padded[count:] = padded[:count].flip(2)
-    return padded.unfold(1, height, 1).unfold(2, width, 1)
+    return padded
+
+
+def _windows(images: Tensor, height: int, width: int) -> Tensor:
+    """A view ``(windows, height, width * C)`` of ``(N, H, W, C)``: the window that begins at each pixel in turn.
+
+    One that begins where it would not fit in its image is made up of parts of several rows or images.
+    """
+    count, rows, columns, channels = images.shape
+    windows = count * rows * columns - (height - 1) * columns - width + 1
+    return images.as_strided((windows, height, width * channels), (channels, columns * channels, 1))
