@@ -20,12 +20,13 @@ def make_samples(count=50, channels=3, height=8, width=8, dtype=torch.uint8):
 class Unchanged(Normalization):
     """Leaves pixels as they are, so that they can be found again."""
 
-    def __init__(self, channels):
-        self.scale, self.shift = torch.ones(channels), torch.zeros(channels)
+    def __init__(self, images):
+        row = images.shape[1] * images.shape[3]
+        self.scale, self.shift = torch.ones(row), torch.zeros(row)
 
 
 def make_loader(samples, batch_size=16, seed=5, augmented=False, **others):
-    unchanged = Unchanged(samples.images.shape[1])
+    unchanged = Unchanged(samples.images)
     return Loader(samples, unchanged, CPU, batch_size=batch_size, seed=seed, augmented=augmented, **others)
 
 

@@ -18,7 +18,7 @@ PADDING = 4  # LOCO-REG, section 7: random cropping by up to 8 pixels
 
 
 class Normalization:
-    """Per channel, ``(x - mean) / deviation`` over all pixels of the images it is made from."""
+    """Per channel, ``(x - mean) / deviation`` over all pixels of the images it is made from; for images as wide."""
 
     def __init__(self, samples: Samples) -> None:
         pixels = samples.images.transpose(0, 1).flatten(1)  # [channels, pixels]
@@ -34,8 +34,10 @@ class Normalization:
             deviation = max(squares / count - mean**2, 0.0) ** 0.5
             means.append(mean)
             scales.append(1 / deviation if deviation > 0 else 1.0)
-        self.shift = torch.tensor([-mean * scale for mean, scale in zip(means, scales, strict=True)])
-        self.scale = torch.tensor(scales)
+        # Of a whole row, so that the arithmetic runs along rows instead of three channels at a time.
+        width = samples.images.shape[-1]
+        self.shift = torch.tensor([-mean * scale for mean, scale in zip(means, scales, strict=True)]).repeat(width)
+        self.scale = torch.tensor(scales).repeat(width)
 
     def to(self, device: torch.device) -> "Normalization":
         self.shift, self.scale = self.shift.to(device), self.scale.to(device)
@@ -44,10 +46,8 @@ class Normalization:
     def __call__(self, images: Tensor) -> Tensor:
         """Images of the samples' type, ``(N, C, H, W)``, as float32 in channels_last, which convolutions prefer."""
         pixels = images.permute(0, 2, 3, 1)
-        # Row by row, so that the arithmetic runs along whole rows instead of three channels at a time.
-        rows = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True).flatten(2)
-        scale, shift = (values.repeat(pixels.shape[2]) for values in (self.scale, self.shift))
-        return torch.addcmul(shift, rows, scale, out=rows).view(pixels.shape).permute(0, 3, 1, 2)
+        rows = torch.addcmul(self.shift, pixels.flatten(2), self.scale)
+        return rows.view(pixels.shape).permute(0, 3, 1, 2)
 
 
 class Loader:
@@ -98,13 +98,16 @@ class Loader:
         """Yields ``(images, labels, share)`` of every batch: float32, int64, and this process's share of the samples
         times the number of processes, by which its mean loss counts."""
         order, windows = (values.to(self.device) for values in self._draw(number))
-        for batch, wanted in zip(order.split(self.batch_size), windows.split(self.batch_size), strict=True):
-            if len(batch) < 2 * self.processes:
+        labels = self.labels[order].split(self.batch_size)
+        for expected, wanted in zip(labels, windows.split(self.batch_size), strict=True):
+            count = len(expected)
+            if count < 2 * self.processes:
                 return
-            own, wanted = (values[self.rank :: self.processes] for values in (batch, wanted))
+            if self.processes > 1:
+                expected, wanted = (values[self.rank :: self.processes] for values in (expected, wanted))
             pixels = self.windows.index_select(0, wanted).unflatten(2, (-1, self.channels))
-            share = len(own) * self.processes / len(batch)
-            yield self.normalization(pixels.permute(0, 3, 1, 2)), self.labels[own], share
+            share = len(expected) * self.processes / count
+            yield self.normalization(pixels.permute(0, 3, 1, 2)), expected, share
 
     def _draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The samples in the epoch's order, and the window that each is read from."""
