@@ -6,7 +6,7 @@ import subprocess
 import sysconfig
 
 import pytest
-from cuda_on_cpu import ptxas
+from cuda_on_cpu import ptx, ptxas
 from cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need_nvcc
 from torch.utils.cpp_extension import include_paths
 
@@ -113,3 +113,108 @@ def test_a_report_is_parsed():
 def test_a_report_of_another_form_is_an_error():
     with pytest.raises(ValueError, match="registers"):
         ptxas.parse(REPORT.replace("Used 42 registers", "42 registers are used"))
+
+
+# Of DType, by its number.
+BYTES = (8, 4, 2, 2)
+STATES = {"Sgd": 1, "Adam": 3}
+# The calls of std::fma for one element in optim_step/math.h.
+FUSED = {"Sgd": 4, "Adam": 3}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ptx") / "kernels.ptx"
+    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "optim_step" / "cuda.cu", "90", out, [CSRC]))
+
+
+def kernels_named(kernels, name):
+    found = {kernel: instructions for kernel, instructions in kernels.items() if kernel.startswith(name)}
+    assert found, f"no kernel begins with {name!r}: {sorted(kernels)}"
+    return found
+
+
+def types_of(kernel):
+    """The bytes of an element of the parameter and of a state."""
+    return [BYTES[int(number)] for number in re.findall(r"\(DType\)(\d)", kernel)]
+
+
+@pytest.mark.parametrize("rule", STATES)
+def test_vectors_are_moved_16_bytes_at_a_time(kernels, rule):
+    for kernel, instructions in kernels_named(kernels, f"step_vectors<{rule},").items():
+        of_w, of_state = types_of(kernel)
+        # The parameter and the gradient, which is written back if it is scaled; states may need several for each.
+        operands = 2 + STATES[rule] * (of_state // of_w)
+        for kind in ("ld", "st"):
+            found = ptx.wide(instructions, kind)
+            assert found >= operands, f"{kernel}: {found} {kind} of 16 bytes, expected {operands} or more"
+
+
+def test_step_kernels_name_the_memory_they_access(kernels):
+    for kernel, instructions in kernels_named(kernels, "step_").items():
+        assert "ld.global.u64" in instructions, kernel
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+
+
+def test_step_kernels_round_as_ieee_arithmetic_does(kernels):
+    for kernel, instructions in kernels_named(kernels, "step_").items():
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
+
+
+@pytest.mark.parametrize("rule", FUSED)
+def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
+    for kernel, instructions in kernels_named(kernels, "step_").items():
+        if f"<{rule}," not in kernel:
+            continue
+        # A thread steps one element at an end of a chunk, too.
+        elements = 1 + 16 // types_of(kernel)[0] if kernel.startswith("step_vectors") else 1
+        fused = sum(one.startswith("fma.") for one in instructions)
+        assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
+
+
+def test_payload_is_read_where_it_was_passed(kernels):
+    for kernel, instructions in kernels_named(kernels, "write_payload<").items():
+        assert "ld.param.v4.u32" in instructions, kernel
+        assert ptx.wide(instructions, "st") > 0, kernel
+        assert ptx.spaces(instructions) == {"param", "global"}, kernel
+
+
+PTX = """
+.visible .entry _Z4stepPf(
+	.param .u64 _Z4stepPf_param_0
+)
+{
+	.reg .pred 	%p<2>;
+	ld.param.u64 	%rd1, [_Z4stepPf_param_0];
+$L__BB0_1:
+	ld.v4.f32 	{%f1, %f2, %f3, %f4}, [%rd1];
+	ld.global.nc.v2.f64 	{%fd1, %fd2}, [%rd1+16];
+	// ld.local.f32 	%f9, [%rd2];
+	{  div.full.f32 %f5, %f1, %f2;}
+	mul.f32 	%f6, %f5, %f3;
+	fma.rn.f32 	%f7, %f6, %f3, %f4;
+	@%p1 bra 	$L__BB0_1;
+	@!%p1 st.global.v4.f32 	[%rd1], {%f1, %f2, %f3, %f7};
+	call.uni (retval0),
+	other,
+	(
+	param0
+	);
+	ret;
+}
+.func other()
+{
+	st.local.f32 	[%rd1], %f1;
+}
+"""
+
+
+def test_ptx_is_parsed():
+    ((kernel, instructions),) = ptx.parse(PTX).items()
+    assert kernel in ("step(float*)", "_Z4stepPf")
+    loads, arithmetic = ["ld.param.u64", "ld.v4.f32", "ld.global.nc.v2.f64"], ["div.full.f32", "mul.f32", "fma.rn.f32"]
+    assert instructions == [*loads, *arithmetic, "bra", "st.global.v4.f32", "call.uni", "ret"]
+    assert (ptx.wide(instructions, "ld"), ptx.wide(instructions, "st")) == (1, 1)
+    assert ptx.spaces(instructions) == {"param", "generic", "global"}
+    assert ptx.inexact(instructions) == {"div.full.f32", "mul.f32"}

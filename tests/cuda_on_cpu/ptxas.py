@@ -1,5 +1,6 @@
 """What ptxas says of kernels (registers, stack, spills, shared memory), held to budgets."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -8,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
+_SETUP = (Path(__file__).parents[2] / "setup.py").read_text()
+# What kernels are built with.
+FLAGS = ast.literal_eval(re.search(r"^NVCC_FLAGS = (\[.*?\])", _SETUP, re.MULTILINE | re.DOTALL)[1])
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, in
     """Compiles a source for all targets (``"80"``, ``"90"``, ...) at once; returns what ptxas reported."""
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
     folders = [f"-I{folder}" for folder in include]
-    flags = ["-O3", "-std=c++17", "--fmad=false", "-Xptxas", "-v", "--threads", "0"]
+    flags = [*FLAGS, "-Xptxas", "-v", "--threads", "0"]
     command = [nvcc, *flags, *codes, *folders, "--fatbin", str(source), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"

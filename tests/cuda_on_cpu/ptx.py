@@ -1,0 +1,55 @@
+"""The instructions of kernels as nvcc hands them to ptxas, without their operands: ``ld.global.v4.f32``."""
+
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cuda_on_cpu.ptxas import FLAGS, demangled
+
+_KERNEL = re.compile(r"\.entry\s+(\w+)\s*\(.*?^\{(.*?)^\}", re.MULTILINE | re.DOTALL)
+# Inline assembly may stand in braces. Nothing else but instructions begins with a letter and goes on with these.
+_INSTRUCTION = re.compile(r"^[\t {]*(?:@!?%\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)[ \t;]", re.MULTILINE)
+_ARITHMETIC = re.compile(r"(add|sub|mul|mad|fma|div|rcp|sqrt|rsqrt)\.(.*\.)?b?f\d+(x2)?")
+_WIDE = re.compile(r"(ld|st)\.global(\.\w+)*?\.(v4\.[bfsu]32|v2\.[bfsu]64)")
+
+
+def compile_ptx(nvcc: str, source: Path, target: str, out: Path, include: Sequence[Path]) -> str:
+    """Compiles a source as ``setup.py`` does, for one target (``"90"``); returns the PTX."""
+    folders = [f"-I{folder}" for folder in include]
+    command = [nvcc, *FLAGS, f"-arch=compute_{target}", "-ptx", *folders, str(source), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return out.read_text()
+
+
+def parse(text: str) -> dict[str, list[str]]:
+    """The instructions of every kernel."""
+    found = _KERNEL.findall(text)
+    names = demangled([symbol for symbol, _ in found])
+    return {name: _INSTRUCTION.findall(body) for name, (_, body) in zip(names, found, strict=True)}
+
+
+def wide(instructions: Iterable[str], kind: str) -> int:
+    """How many loads (kind ``"ld"``) or stores (``"st"``) take 16 bytes of global memory at a time."""
+    return sum(bool((match := _WIDE.fullmatch(one)) and match[1] == kind) for one in instructions)
+
+
+def spaces(instructions: Iterable[str]) -> set[str]:
+    """The kinds of memory that loads and stores name; ``"generic"`` where one names none."""
+    known = {"const", "global", "local", "param", "shared"}
+    words = [one.split("::")[0].split(".") for one in instructions if re.match(r"(ld|ldu|st)\.", one)]
+    return {next((word for word in parts if word in known), "generic") for parts in words}
+
+
+def inexact(instructions: Iterable[str]) -> set[str]:
+    """Instructions whose results may be other than those of IEEE arithmetic.
+
+    ptxas is free to fuse additions and multiplications that do not say ``.rn``.
+    """
+    return {
+        one
+        for one in instructions
+        if {"approx", "ftz", "full"} & set(one.split("."))
+        or (_ARITHMETIC.fullmatch(one) and not re.fullmatch(r"\w+\.rn\.f(32|64)", one))
+    }
