@@ -22,6 +22,10 @@ SHOWN = {"loco_ext.geometry", "loco_ext.info", "loco_ext.optim.adam", "loco_ext.
 SHOWN |= {
     "loco_ext.ops.backends",
     "loco_ext.ops.optim_step",
+    "loco_ext.ops.ring_prox",
+    "loco_ext.sparsity.kkt",
+    "loco_ext.sparsity.penalties",
+    "loco_ext.sparsity.prox",
     "loco_ext.analysis.locality",
     "loco_ext.analysis.cohesion",
 }

@@ -33,12 +33,6 @@ void unscale(double* g, int64_t count, double scale);
 void negate(float* g, int64_t count);
 void negate(double* g, int64_t count);
 
-// Conversions between an operand's contiguous elements (bfloat16 and float16 as bits) and the arithmetic type.
-void load(DType dtype, const void* from, float* to, int64_t count);
-void load(DType dtype, const void* from, double* to, int64_t count);
-void store(DType dtype, const float* from, void* to, int64_t count);
-void store(DType dtype, const double* from, void* to, int64_t count);
-
 // Four random words for each of `count` elements, whose logical indices stand in `elements`.
 void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]);
 void store_stochastic(const float* from, const uint32_t* random, uint16_t* to, int64_t count);

@@ -225,17 +225,11 @@ template <class Rule>
 void step_cpu(const Call& call) {
   const Step<Rule> step(call);
   const std::vector<Share> shares = make_shares(call.tensors, call.count, call.threads);
-  struct Context {
-    const Step<Rule>& step;
-    const std::vector<Share>& shares;
-  } context{step, shares};
-  const auto body = [](int64_t begin, int64_t end, void* pointer) {
-    const Context& c = *static_cast<const Context*>(pointer);
+  run_parallel(call.parallel_for, static_cast<int64_t>(shares.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
-      for (const Segment& segment : c.shares[k]) c.step.run_segment(segment);
+      for (const Segment& segment : shares[k]) step.run_segment(segment);
     }
-  };
-  call.parallel_for(0, static_cast<int64_t>(shares.size()), 1, body, &context);
+  });
 }
 
 template void step_cpu<Sgd>(const Call& call);

@@ -3,13 +3,10 @@
 
 #include <cstdint>
 
+#include "common/parallel.h"
 #include "optim_step/tensor_step.h"
 
 namespace loco::optim_step {
-
-// Runs body(begin, end, context) over pieces of [begin, end), in parallel if that is longer than grain.
-using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
-                             void* context);
 
 struct Call {
   const TensorStep* tensors;

@@ -8,50 +8,13 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/convert.h"
 #include "optim_step/blocks.h"
 #include "optim_step/cpu.h"
 
 namespace loco::optim_step {
 
 constexpr int64_t kBlock = 1024;  // elements of a staged block
-
-template <typename T>
-constexpr DType dtype_of = std::is_same_v<T, double> ? DType::f64 : DType::f32;
-
-template <typename T>
-inline bool in_place(const Operand& operand) {
-  return operand.dtype == dtype_of<T> && operand.flat();
-}
-
-inline char* element(const Operand& operand, int64_t offset) {
-  return static_cast<char*>(operand.data) + offset * element_size(operand.dtype);
-}
-
-template <typename Bits, bool to_memory>
-void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block) {
-  Bits* memory = static_cast<Bits*>(operand.data);
-  for_runs(*operand.nest, begin, count, [&](int64_t position, int64_t offset, int64_t stride, int64_t run) {
-    for (int64_t i = 0; i < run; ++i) {
-      if (to_memory) {
-        memory[offset + i * stride] = block[position + i];
-      } else {
-        block[position + i] = memory[offset + i * stride];
-      }
-    }
-  });
-}
-
-template <bool to_memory>
-void copy_block(const Operand& operand, int64_t begin, int64_t count, void* block) {
-  switch (element_size(operand.dtype)) {
-    case 8:
-      return copy_runs<uint64_t, to_memory>(operand, begin, count, static_cast<uint64_t*>(block));
-    case 4:
-      return copy_runs<uint32_t, to_memory>(operand, begin, count, static_cast<uint32_t*>(block));
-    default:
-      return copy_runs<uint16_t, to_memory>(operand, begin, count, static_cast<uint16_t*>(block));
-  }
-}
 
 struct alignas(64) RawBlock {
   unsigned char bytes[kBlock * 8];

@@ -3,19 +3,10 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/strided.h"
+#include "common/operand.h"
 #include "optim_step/rules.h"
 
 namespace loco::optim_step {
-
-struct Operand {
-  void* data;  // null: absent
-  DType dtype;
-  const Nest* nest;  // null: flat
-
-  bool flat() const { return nest == nullptr; }
-};
 
 // A parameter and everything that steps with it. All nests, which the caller owns, walk the elements in the parameter's
 // memory order.

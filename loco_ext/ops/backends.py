@@ -28,7 +28,10 @@ cuda_library, cuda_library_error = _load("loco_ext._C_cuda") if library else (No
 
 NAMES = ("reference", "native", "triton")
 # Device types that each family's kernels serve; the reference serves all.
-KERNELS: dict[str, dict[str, tuple[str, ...]]] = {"optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)}}
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
+    "ring_prox": {"native": ("cpu",), "triton": ()},
+}
 
 
 class _Choice(threading.local):

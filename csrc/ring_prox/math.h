@@ -1,0 +1,203 @@
+// The exact prox of a chain of nested groups, for one kernel (one output channel), from sums over its rings.
+//
+//   minimise  1/2 sum_i d_i (x_i - u_i)^2 + sum_n t_n ||x(G_n)|| + (sum_n q_n ||x(G_n)||)^2
+//
+// where G_n = rings 0..n, ring 0 the outermost. Without q:
+//
+// l2    Groups are shrunk one after the other, smallest first: a = sqrt(b^2 + rho_n^2), f_n = 1 - t_n/a, or 0 where
+//       a <= t_n, b = f_n a. Ring r is multiplied by the product of f_n over n >= r (Jenatton et al. 2010).
+// l2 in a metric d   Which groups vanish is told by that chain on d*u. On the others x = u d / (d + c_r) with
+//       c_r - c_(r+1) = t_r / ||x(G_r)|| and c = 0 beyond the last ring; c of the first ring alive is found by
+//       shooting: c beyond the last ring rises with it as long as no c on the way is negative, which tells that it is
+//       too small.
+// linf  Groups are clipped one after the other, smallest first, at the level where sum d max(|x| - level, 0) = t_n.
+// With q, x is the prox without it and with thresholds t + f q, where f = 2 sum_n q_n ||x(G_n)|| at x: f is the root of
+// a rising function.
+//
+// Everything here is scalar and in float64. Sums over the weights are asked of the caller, who knows how they lie.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/platform.h"
+
+namespace loco::ring_prox {
+
+constexpr int kMaxRings = 64;
+constexpr double kInfinity = __builtin_huge_val();
+
+LOCO_HD bool is_nan(double value) { return value != value; }
+
+// Of one kernel, for each group.
+struct Thresholds {
+  const double *plain, *squared;  // t and q; squared may be null: zeros
+};
+
+// out = scale * (t + factor q); what is 0 stays 0 where the factor is infinite.
+LOCO_HD void merge(const Thresholds& thresholds, int rings, double factor, double scale, double* out) {
+  for (int n = 0; n < rings; ++n) {
+    const double q = thresholds.squared && thresholds.squared[n] != 0 ? factor * thresholds.squared[n] : 0;
+    out[n] = (thresholds.plain[n] + q) * scale;
+  }
+}
+
+// factors[r]: of ring r, from squares[r], its sum of squares. Returns the first ring that does not vanish.
+LOCO_HD int chain(const double* squares, const double* t, int rings, double* factors) {
+  double b = 0;
+  int first = 0;
+  for (int n = 0; n < rings; ++n) {
+    const double a = std::sqrt(b * b + squares[n]);
+    if (t[n] == 0 || a == kInfinity) {
+      b = a;
+      factors[n] = 1;
+    } else if (a <= t[n]) {
+      b = 0;
+      factors[n] = 0;
+      first = n + 1;
+    } else {
+      b = a - t[n];
+      factors[n] = b / a;
+    }
+  }
+  for (int n = rings - 2; n >= 0; --n) factors[n] *= factors[n + 1];
+  return first;
+}
+
+// sum_n q_n ||x(G_n)|| where ring r of x has the sum of squares factors[r]^2 squares[r]; factors may be null: ones.
+LOCO_HD double l2_penalty(const double* squares, const double* factors, const double* q, int rings) {
+  double sum = 0, penalty = 0;
+  for (int n = 0; n < rings; ++n) {
+    const double factor = factors ? factors[n] : 1;
+    if (factor != 0) sum += factor * factor * squares[n];
+    if (q[n] != 0) penalty += q[n] * std::sqrt(sum);
+  }
+  return penalty;
+}
+
+// Where a continuous function changes its sign between lower and upper: bisection, and inverse quadratic interpolation
+// where that is safe (Chandrupatla 1997).
+template <class F>
+LOCO_HD double find_root(const F& f, double lower, double f_lower, double upper, double f_upper, double tolerance) {
+  double x1 = upper, f1 = f_upper, x2 = lower, f2 = f_lower, part = 0.5;
+  for (int i = 0; i < 200; ++i) {
+    const double x = x1 + part * (x2 - x1), f_x = f(x);
+    double x3 = x1, f3 = f1;
+    if ((f_x > 0) != (f1 > 0)) {
+      x3 = x2, f3 = f2;
+      x2 = x1, f2 = f1;
+    }
+    x1 = x, f1 = f_x;
+    const double best = std::fabs(f2) < std::fabs(f1) ? x2 : x1;
+    const double least = tolerance * std::fabs(best) / std::fabs(x2 - x1);
+    if (f_x == 0) return x;
+    if (!(least <= 0.5)) return best;
+    const double xi = (x1 - x2) / (x3 - x2), phi = (f1 - f2) / (f3 - f2);
+    part = 0.5;
+    if (phi * phi < xi && (1 - phi) * (1 - phi) < 1 - xi) {
+      part = f1 / (f2 - f1) * (f3 / (f2 - f3)) + (x3 - x1) / (x2 - x1) * (f1 / (f3 - f1)) * (f2 / (f3 - f2));
+    }
+    part = part < least ? least : part > 1 - least ? 1 - least : part;
+  }
+  return x1;
+}
+
+// c beyond the last ring, from that of ring `first`; negative as soon as one on the way is. squares(r, c): sum over
+// ring r of (u d / (d + c))^2. Rings before `first` vanish.
+template <class Squares>
+LOCO_HD double shoot(const Squares& squares, const double* t, int first, int rings, double c) {
+  double sum = 0;
+  for (int r = first; r < rings && c >= 0; ++r) {
+    sum += squares(r, c);
+    if (t[r] != 0) c -= t[r] / std::sqrt(sum);
+  }
+  return c;
+}
+
+// Writes c of every ring from `first` on. norms[r]: of u on rings 0..r.
+template <class Squares>
+LOCO_HD void solve_metric(const Squares& squares, const double* norms, const double* t, int first, int rings,
+                          double tolerance, double* coefficients) {
+  double lower = 0;  // every ||x(G_r)|| is at most that of u
+  for (int r = first; r < rings; ++r) lower += t[r] == 0 ? 0 : t[r] / norms[r];
+  const auto beyond = [&](double c) { return shoot(squares, t, first, rings, c); };
+  double c = lower;
+  if (lower > 0 && lower < kInfinity) {
+    double f_lower = beyond(lower);
+    if (f_lower < 0) {
+      double upper = 2 * lower, f_upper = beyond(upper);
+      while (f_upper < 0 && upper < kInfinity) {
+        lower = upper, f_lower = f_upper;
+        upper *= 2;
+        f_upper = beyond(upper);
+      }
+      c = find_root(beyond, lower, f_lower, upper, f_upper, tolerance);
+    }
+  }
+  double sum = 0;
+  for (int r = first; r < rings; ++r) {
+    coefficients[r] = c = c < 0 ? 0 : c;
+    sum += squares(r, c);
+    if (t[r] != 0) c -= t[r] / std::sqrt(sum);
+  }
+}
+
+// sum_n q_n ||x(G_n)|| of what solve_metric has found.
+template <class Squares>
+LOCO_HD double metric_penalty(const Squares& squares, const double* coefficients, const double* q, int first,
+                              int rings) {
+  double sum = 0, penalty = 0;
+  for (int r = first; r < rings; ++r) {
+    sum += squares(r, coefficients[r]);
+    if (q[r] != 0) penalty += q[r] * std::sqrt(sum);
+  }
+  return penalty;
+}
+
+// Of the weights that exceed a level: the sums of d |x| and of d, and their number.
+struct Above {
+  double mass, weight, count;
+};
+
+// caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.
+template <class Sums>
+LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, double* caps) {
+  for (int n = 0; n < rings; ++n) {
+    caps[n] = kInfinity;
+    if (t[n] == 0) continue;
+    // From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
+    Above over = above(n, caps, -1.0);
+    double level = over.mass <= t[n] ? 0 : (over.mass - t[n]) / over.weight;
+    while (level > 0 && level < kInfinity) {
+      const Above next = above(n, caps, level);
+      if (!(next.count < over.count) || next.count == 0) break;
+      over = next;
+      level = (over.mass - t[n]) / over.weight;
+    }
+    for (int r = 0; r <= n; ++r) caps[r] = level < caps[r] || is_nan(level) ? level : caps[r];
+  }
+}
+
+// sum_n q_n ||x(G_n)||_inf where ring r of u, whose largest size is sizes[r], is clipped at caps[r]; caps may be null:
+// none is.
+LOCO_HD double linf_penalty(const double* sizes, const double* caps, const double* q, int rings) {
+  double largest = 0, penalty = 0;
+  for (int n = 0; n < rings; ++n) {
+    const double size = caps && sizes[n] > caps[n] ? caps[n] : sizes[n];
+    largest = size > largest || is_nan(size) ? size : largest;
+    if (q[n] != 0) penalty += q[n] * largest;
+  }
+  return penalty;
+}
+
+// f of the squared part. penalty_at(f): sum_n q_n ||x(G_n)|| of the prox with thresholds t + f q.
+template <class Penalty>
+LOCO_HD double squared_factor(const Penalty& penalty_at, double penalty_of_u) {
+  const double upper = 2 * penalty_of_u;
+  if (!(upper > 0) || upper == kInfinity) return upper;
+  const auto balance = [&](double factor) { return factor - 2 * penalty_at(factor); };
+  const double f_upper = balance(upper);
+  return f_upper <= 0 ? upper : find_root(balance, 0, -upper, upper, f_upper, 4e-16);
+}
+
+}  // namespace loco::ring_prox

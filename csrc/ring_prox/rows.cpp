@@ -1,0 +1,208 @@
+#include "ring_prox/rows.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace loco::ring_prox {
+namespace {
+
+constexpr int kLanes = 16;
+
+LOCO_HD double total(const double (&lanes)[kLanes]) {
+  double parts[kLanes];
+  for (int l = 0; l < kLanes; ++l) parts[l] = lanes[l];
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) parts[l] += parts[l + width];
+  }
+  return parts[0];
+}
+
+// sum term(i): term i goes to lane i modulo 16.
+template <typename Term>
+LOCO_HD double sum_of(int64_t count, const Term& term) {
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] += term(i + l);
+  }
+  for (int l = 0; i + l < count; ++l) lanes[l] += term(i + l);
+  return total(lanes);
+}
+
+template <typename T>
+LOCO_HD double squares_of(const T* x, int64_t count) {
+  return sum_of(count, [=](int64_t i) LOCO_INLINE {
+    const double value = x[i];
+    return value * value;
+  });
+}
+
+// With few taps, those of 16 channels have 16 parts of the sums.
+template <typename T>
+LOCO_HD void tap_squares_of(const T* x, int64_t channels, int taps, double* by_tap) {
+  constexpr int kFewTaps = 64;
+  double parts[kFewTaps * kLanes];
+  const bool few = taps <= kFewTaps && channels >= kLanes;
+  double* sums = few ? parts : by_tap;
+  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
+  for (int64_t k = 0; k < period; ++k) sums[k] = 0;
+  for (int64_t begin = 0; begin < count; begin += period) {
+    const int64_t end = std::min(period, count - begin);
+    for (int64_t k = 0; k < end; ++k) {
+      const double value = x[begin + k];
+      sums[k] += value * value;
+    }
+  }
+  for (int k = 0; few && k < taps; ++k) {
+    by_tap[k] = 0;
+    for (int64_t l = k; l < period; l += taps) by_tap[k] += parts[l];
+  }
+}
+
+template <typename T>
+LOCO_HD double weighed_squares_of(const T* u, const T* d, int64_t count) {
+  return sum_of(count, [=](int64_t i) LOCO_INLINE {
+    const double value = static_cast<double>(u[i]) * static_cast<double>(d[i]);
+    return value * value;
+  });
+}
+
+template <typename T>
+LOCO_HD double damped(T u, T d, double c) {
+  const double weight = d;
+  return static_cast<double>(u) * (weight / (weight + c));
+}
+
+template <typename T>
+LOCO_HD double damped_squares_of(const T* u, const T* d, int64_t count, double c) {
+  return sum_of(count, [=](int64_t i) LOCO_INLINE {
+    const double value = damped(u[i], d[i], c);
+    return value * value;
+  });
+}
+
+template <bool weighed, typename T>
+LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double level) {
+  double mass[kLanes] = {}, weight[kLanes] = {}, number[kLanes] = {};
+  const auto add = [&](int64_t i, int l) LOCO_INLINE {
+    const double size = std::fabs(static_cast<double>(u[i]));
+    const double clipped = size > cap ? cap : size;
+    const bool over = !(clipped <= level);
+    const double w = weighed ? static_cast<double>(d[i]) : 1.0;
+    mass[l] += over ? w * clipped : 0.0;
+    weight[l] += over ? w : 0.0;
+    number[l] += over ? 1.0 : 0.0;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i + l, l);
+  }
+  for (int l = 0; i + l < count; ++l) add(i + l, l);
+  return {total(mass), total(weight), total(number)};
+}
+
+template <typename T>
+LOCO_HD double largest_of(const T* x, int64_t count) {
+  T lanes[kLanes] = {};
+  bool nan = false;
+  for (int64_t i = 0; i < count; ++i) {
+    const T size = std::fabs(x[i]);
+    nan |= size != size;
+    lanes[i % kLanes] = size > lanes[i % kLanes] ? size : lanes[i % kLanes];
+  }
+  return nan ? static_cast<double>(NAN) : static_cast<double>(*std::max_element(lanes, lanes + kLanes));
+}
+
+template <typename T>
+LOCO_HD void multiply_of(const T* x, int64_t count, T factor, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
+}
+
+template <typename T>
+LOCO_HD void multiply_taps_of(const T* x, int64_t channels, int taps, const T* by_tap, T* out) {
+  constexpr int kFewTaps = 64;
+  T factors[kFewTaps * kLanes];
+  const bool few = taps <= kFewTaps && channels >= kLanes;
+  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
+  for (int64_t k = 0; few && k < period; ++k) factors[k] = by_tap[k % taps];
+  const T* cycle = few ? factors : by_tap;
+  for (int64_t begin = 0; begin < count; begin += period) {
+    const int64_t end = std::min(period, count - begin);
+    for (int64_t k = 0; k < end; ++k) out[begin + k] = x[begin + k] * cycle[k];
+  }
+}
+
+template <typename T>
+LOCO_HD void damp_of(const T* u, const T* d, int64_t count, double c, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(damped(u[i], d[i], c));
+}
+
+template <typename T>
+LOCO_HD void clip_of(const T* u, int64_t count, T cap, T* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T size = std::fabs(u[i]);
+    out[i] = std::copysign(size > cap || cap != cap ? cap : size, u[i]);
+  }
+}
+
+}  // namespace
+
+LOCO_CLONES double squares(const float* x, int64_t count) { return squares_of(x, count); }
+LOCO_CLONES double squares(const double* x, int64_t count) { return squares_of(x, count); }
+
+LOCO_CLONES void tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
+  tap_squares_of(x, channels, taps, by_tap);
+}
+LOCO_CLONES void tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
+  tap_squares_of(x, channels, taps, by_tap);
+}
+
+LOCO_CLONES double weighed_squares(const float* u, const float* d, int64_t count) {
+  return weighed_squares_of(u, d, count);
+}
+LOCO_CLONES double weighed_squares(const double* u, const double* d, int64_t count) {
+  return weighed_squares_of(u, d, count);
+}
+
+LOCO_CLONES double damped_squares(const float* u, const float* d, int64_t count, double c) {
+  return damped_squares_of(u, d, count, c);
+}
+LOCO_CLONES double damped_squares(const double* u, const double* d, int64_t count, double c) {
+  return damped_squares_of(u, d, count, c);
+}
+
+LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double cap, double level) {
+  return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
+}
+LOCO_CLONES Above above(const double* u, const double* d, int64_t count, double cap, double level) {
+  return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
+}
+
+LOCO_CLONES double largest(const float* x, int64_t count) { return largest_of(x, count); }
+LOCO_CLONES double largest(const double* x, int64_t count) { return largest_of(x, count); }
+
+LOCO_CLONES void multiply(const float* x, int64_t count, float factor, float* out) {
+  multiply_of(x, count, factor, out);
+}
+LOCO_CLONES void multiply(const double* x, int64_t count, double factor, double* out) {
+  multiply_of(x, count, factor, out);
+}
+
+LOCO_CLONES void multiply_taps(const float* x, int64_t channels, int taps, const float* by_tap, float* out) {
+  multiply_taps_of(x, channels, taps, by_tap, out);
+}
+LOCO_CLONES void multiply_taps(const double* x, int64_t channels, int taps, const double* by_tap, double* out) {
+  multiply_taps_of(x, channels, taps, by_tap, out);
+}
+
+LOCO_CLONES void damp(const float* u, const float* d, int64_t count, double c, float* out) {
+  damp_of(u, d, count, c, out);
+}
+LOCO_CLONES void damp(const double* u, const double* d, int64_t count, double c, double* out) {
+  damp_of(u, d, count, c, out);
+}
+
+LOCO_CLONES void clip(const float* u, int64_t count, float cap, float* out) { clip_of(u, count, cap, out); }
+LOCO_CLONES void clip(const double* u, int64_t count, double cap, double* out) { clip_of(u, count, cap, out); }
+
+}  // namespace loco::ring_prox

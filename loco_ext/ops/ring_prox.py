@@ -1,0 +1,176 @@
+"""Nested rings of a convolution's weights: their norms, and the exact prox of penalties on their norms.
+
+A *kernel* is what one output channel has: ``weight[o]``, of shape ``(channels, *taps)``. ``rings`` gives the ring of
+every tap, in the order of a contiguous kernel, counted from 0, the outermost, as :func:`loco_ext.geometry.ring_index`
+does. Group n is made of the rings 0 to n, so that groups are nested and the last is the whole kernel.
+
+Sums and everything made of them are in float64; weights are float32, float64, bfloat16 or float16, of any strides.
+
+All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, counts or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loco_ext.ops import backends
+from loco_ext.ops.checks import DTYPES
+from loco_ext.reference import ring_prox as _reference
+
+MOST_RINGS = 64
+_FAMILY = "ring_prox"
+
+
+def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
+    """Euclidean norm of each ring of each kernel, differentiable any number of times (0 where a norm is 0).
+
+    Args:
+        weight: ``(C_out, channels, *taps)``.
+        rings: one for each tap, below ``count``, which is at most 64.
+
+    Returns:
+        ``(C_out, count)``, float64 for float64 weights, else float32.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import ops
+        >>> ops.ring_norms(torch.tensor([[[3.0, 5.0, 4.0]]]), [0, 1, 0], 2)
+        tensor([[5., 5.]])
+    """
+    _check_weight("weight", weight)
+    _check_rings(weight, rings, count)
+    return _RingNorms.apply(weight, list(rings), count)
+
+
+class _RingNorms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rings: list[int], count: int) -> Tensor:
+        if backends.choose(_FAMILY, weight.device) == "reference":
+            norms = _reference.ring_norms(weight, rings, count)
+        else:
+            norms = backends.operators().ring_norms(weight, rings, count)
+        ctx.rings = rings
+        ctx.save_for_backward(weight, norms)
+        return norms
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weight, norms = ctx.saved_tensors
+        share = torch.where(norms > 0, grads[0] / torch.where(norms > 0, norms, 1), 0)  # [C_out, rings]
+        by_tap = share[:, ctx.rings].view(weight.shape[0], 1, *weight.shape[2:])
+        return (weight.to(norms.dtype) * by_tap).to(weight.dtype), None, None
+
+
+def ring_prox(
+    weight: Tensor,
+    rings: Sequence[int],
+    thresholds: Tensor,
+    squared: Tensor | None = None,
+    metric: Tensor | None = None,
+    *,
+    linf: bool = False,
+) -> Tensor:
+    """The exact minimiser, for each kernel and with t = thresholds, q = squared, d = metric, over x of
+
+    ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
+
+    Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
+    spreads in its kernel; infinite weights stay.
+
+    Args:
+        weight: ``(C_out, channels, *taps)``; left alone.
+        rings: one for each tap, below ``thresholds.shape[-1]``.
+        thresholds: finite, at least 0, float64 on the CPU: one for each group, ``(groups,)``, or ``(C_out, groups)``.
+        squared: as ``thresholds``, and of their shape; None: zeros.
+        metric: of weight's shape and device and any of the four dtypes, positive; None: ones.
+        linf: groups are measured by their largest weight, not by the Euclidean norm.
+
+    Returns:
+        A tensor like ``weight``.
+
+    Source:
+        Groups: the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", eqs. 17-22, 33.
+        The order that makes shrinking group by group exact: Jenatton, Mairal, Obozinski, Bach, "Proximal methods for
+        sparse hierarchical dictionary learning" (2010).
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import ops
+        >>> ops.ring_prox(torch.tensor([[[3.0, 5.0, 4.0]]]), [0, 1, 0], torch.tensor([5.0, 1.0], dtype=torch.float64))
+        tensor([[[0., 4., 0.]]])
+    """
+    _check_weight("weight", weight)
+    _check_thresholds("thresholds", thresholds, weight)
+    _check_rings(weight, rings, thresholds.shape[-1])
+    if squared is not None:
+        _check_thresholds("squared", squared, weight)
+        if squared.shape != thresholds.shape:
+            raise ValueError(f"squared: expected shape {tuple(thresholds.shape)}, got {tuple(squared.shape)}")
+        squared = squared.contiguous()
+    if metric is not None:
+        _check_metric(metric, weight)
+    arguments = (weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
+    if backends.choose(_FAMILY, weight.device) == "reference":
+        return _reference.ring_prox(*arguments)
+    return backends.operators().ring_prox(*arguments)
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if weight.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {weight.layout}")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
+    if weight.dim() < 2 or weight.shape[1:].numel() == 0:
+        raise ValueError(
+            f"{name}: expected shape (C_out, channels, *taps) with at least one weight a kernel, "
+            f"got {tuple(weight.shape)}"
+        )
+
+
+def _check_rings(weight: Tensor, rings: Sequence[int], count: int) -> None:
+    if not 1 <= count <= MOST_RINGS:
+        raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {count}")
+    taps = weight.shape[2:].numel()
+    if len(rings) != taps:
+        raise ValueError(f"rings: expected one entry for each of the {taps} taps of weight, got {len(rings)}")
+    if any(not 0 <= ring < count for ring in rings):
+        raise ValueError(f"rings: expected entries from 0 to {count - 1}, got {list(rings)}")
+
+
+def _check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
+    if thresholds.dtype != torch.float64 or not thresholds.is_cpu:
+        raise TypeError(f"{name}: expected a float64 tensor on the CPU, got {thresholds.dtype} on {thresholds.device}")
+    if thresholds.dim() not in (1, 2) or (thresholds.dim() == 2 and len(thresholds) != len(weight)):
+        raise ValueError(f"{name}: expected shape (groups,) or ({len(weight)}, groups), got {tuple(thresholds.shape)}")
+    if not ((thresholds >= 0) & (thresholds < torch.inf)).all():
+        raise ValueError(f"{name}: expected finite numbers of at least 0, got {thresholds.tolist()}")
+
+
+def _check_metric(metric: Tensor, weight: Tensor) -> None:
+    _check_weight("metric", metric)
+    if metric.device != weight.device:
+        raise TypeError(f"metric: expected device {weight.device} as weight, got {metric.device}")
+    if metric.shape != weight.shape:
+        raise ValueError(f"metric: expected weight's shape {tuple(weight.shape)}, got {tuple(metric.shape)}")
+
+
+if backends.library is not None:
+
+    @torch.library.register_fake("loco_ext::ring_norms")
+    def _(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
+        return weight.new_empty((weight.shape[0], count), dtype=_reference.norm_dtype(weight.dtype))
+
+    @torch.library.register_fake("loco_ext::ring_prox")
+    def _(
+        weight: Tensor,
+        rings: Sequence[int],
+        thresholds: Tensor,
+        squared: Tensor | None,
+        metric: Tensor | None,
+        linf: bool,
+    ) -> Tensor:
+        return torch.empty_like(weight)

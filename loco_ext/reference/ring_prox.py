@@ -1,0 +1,188 @@
+"""Ring norms and the exact prox of nested ring penalties, in plain PyTorch and float64.
+
+The functions take the arguments of the operators ``ring_norms`` and ``ring_prox``, described in
+:mod:`loco_ext.ops.ring_prox`. Every scalar equation is solved by sorting or by plain bisection, where the kernels use
+faster searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_BISECTIONS = 64  # leave less than the spacing of float64 of a bracket that is not wider than its upper end
+
+
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the norms of weights: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
+    """Euclidean norm of each ring of each kernel; see :func:`loco_ext.ops.ring_norms`."""
+    scale, scaled = _scaled(_kernels(weight))
+    norms = _norms_by_ring(scaled, _index(rings, weight), count) / scale[:, None]
+    return norms.to(norm_dtype(weight.dtype))
+
+
+def ring_prox(
+    weight: Tensor,
+    rings: Sequence[int],
+    thresholds: Tensor,
+    squared: Tensor | None,
+    metric: Tensor | None,
+    linf: bool,
+) -> Tensor:
+    """The prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
+    u, index = _kernels(weight), _index(rings, weight)
+    d = None if metric is None else _kernels(metric)
+    t = thresholds.to(u).expand(len(u), -1)
+    q = torch.zeros_like(t) if squared is None else squared.to(u).expand(len(u), -1)
+
+    def solve(factor: Tensor) -> Tensor:
+        merged = t + torch.where(q == 0, 0.0, q * factor[:, None])
+        if linf:
+            return _prox_linf(u, index, merged, d)
+        return _prox_l2(u, index, merged) if d is None else _prox_l2_metric(u, index, merged, d)
+
+    def balance(factor: Tensor) -> Tensor:
+        return factor - 2 * _penalty(solve(factor), index, q, linf)
+
+    factor = torch.zeros_like(t[:, 0])
+    if squared is not None:
+        # The plain prox has thresholds t + factor*q, the factor being twice what the result's groups weigh with q.
+        factor = _root(balance, 2 * _penalty(u, index, q, linf))
+    x = solve(factor).view(weight.shape).to(weight.dtype)
+    return torch.empty_like(weight).copy_(x)
+
+
+def _kernels(weight: Tensor) -> Tensor:
+    """float64 ``[C_out, C_in, taps]``."""
+    return weight.detach().double().reshape(weight.shape[0], weight.shape[1], -1)
+
+
+def _index(rings: Sequence[int], weight: Tensor) -> Tensor:
+    return torch.tensor(rings, device=weight.device)
+
+
+def _scaled(u: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels times powers of two that bring their largest weights near 1, so that squares neither vanish nor overflow.
+
+    Infinite and NaN weights leave their kernel as it is.
+    """
+    largest = u.abs().amax((1, 2))
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1020, 1020)
+    scale = torch.ldexp(torch.ones_like(largest), -exponent)
+    return scale, u * scale[:, None, None]
+
+
+def _norms_by_ring(u: Tensor, index: Tensor, count: int) -> Tensor:
+    """``[C_out, rings]``."""
+    squares = u.square().sum(1)  # [C_out, taps]
+    return u.new_zeros(len(u), count).index_add_(1, index, squares).sqrt()
+
+
+def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
+    """``sum_n q_n ||x(G_n)||`` of each kernel."""
+    if linf:
+        largest = x.abs().amax(1)  # [C_out, taps]
+        rings = torch.stack([largest[:, index == n].amax(1) for n in range(q.shape[1])], 1)
+        groups = rings.cummax(1).values
+    else:
+        scale, scaled = _scaled(x)
+        groups = _norms_by_ring(scaled, index, q.shape[1]).square().cumsum(1).sqrt() / scale[:, None]
+    return torch.where(q == 0, 0.0, q * groups).sum(1)
+
+
+def _chain(norms: Tensor, t: Tensor) -> Tensor:
+    """What each ring is multiplied by, from the norms of the rings alone: ``[C_out, rings]``.
+
+    Groups are shrunk one after the other, smallest first (Jenatton et al. 2010): ring r is in all groups from r on.
+    """
+    b = torch.zeros_like(norms[:, 0])
+    factors = []
+    for n in range(norms.shape[1]):
+        a, t_n = torch.hypot(b, norms[:, n]), t[:, n]
+        b = torch.where((a <= t_n) & (t_n > 0), 0.0, a - t_n)
+        factors.append(torch.where((t_n == 0) | a.isinf(), 1.0, b / a))
+    return torch.stack(factors, 1).flip(1).cumprod(1).flip(1)
+
+
+def _prox_l2(u: Tensor, index: Tensor, t: Tensor) -> Tensor:
+    return u * _prox_l2_factors(u, index, t)[:, None, index]
+
+
+def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
+    """In the metric ``d``: ``x = u * d / (d + c_r)`` on the rings that remain, where ``c_r - c_(r+1) = t_r /
+    ||x(G_r)||`` and ``c`` is 0 beyond the last ring. Which remain is told by the chain without a metric, of ``d*u``."""
+    scale, scaled = _scaled(u)
+    t = t * scale[:, None]
+    factors = _prox_l2_factors(scaled * d, index, t)
+    alive = factors != 0  # [C_out, rings]; NaN is alive
+    rings = [index == n for n in range(t.shape[1])]
+
+    def coefficients(first: Tensor) -> tuple[Tensor, Tensor]:
+        """c of every ring and beyond the last, from that of the first ring alive; -1 from where it is negative."""
+        c, negative = first, torch.zeros_like(first, dtype=torch.bool)
+        squares, found = torch.zeros_like(first), []
+        for n, ring in enumerate(rings):
+            found.append(c)
+            x = scaled[:, :, ring] * (d[:, :, ring] / (d[:, :, ring] + c[:, None, None]))
+            squares = torch.where(alive[:, n], squares + x.square().sum((1, 2)), squares)
+            step = torch.where(alive[:, n] & (t[:, n] > 0), t[:, n] / squares.sqrt(), 0.0)
+            negative |= c < 0
+            c = torch.where(negative, -1.0, c - step)
+        return torch.stack(found, 1), c
+
+    upper = torch.where(alive & (t > 0), t / _group_norms(scaled, index, t.shape[1]), 0.0).sum(1)
+    for _ in range(2100):
+        short = coefficients(upper)[1] < 0
+        if not short.any():
+            break
+        upper = torch.where(short, upper * 2, upper)
+    c = coefficients(_root(lambda first: coefficients(first)[1], upper))[0]
+    x = u * (d / (d + c[:, None, index]))
+    return torch.where(alive[:, None, index], torch.where(c[:, None, index] == 0, u, x), u * 0.0)
+
+
+def _prox_l2_factors(u: Tensor, index: Tensor, t: Tensor) -> Tensor:
+    scale, scaled = _scaled(u)
+    return _chain(_norms_by_ring(scaled, index, t.shape[1]), t * scale[:, None])
+
+
+def _group_norms(u: Tensor, index: Tensor, count: int) -> Tensor:
+    return _norms_by_ring(u, index, count).square().cumsum(1).sqrt()
+
+
+def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
+    """Group after group, smallest first, is clipped at the level that takes off ``t_n`` in all, weighed by ``d``."""
+    d = torch.ones_like(u) if d is None else d
+    sizes, cap = u.abs(), torch.full_like(t, torch.inf)
+    for n in range(t.shape[1]):
+        group = index <= n
+        inside = torch.minimum(sizes, cap[:, None, index])[:, :, group]
+        level = _water_level(inside.flatten(1), d[:, :, group].flatten(1), t[:, n])
+        cap[:, : n + 1] = torch.minimum(cap[:, : n + 1], level[:, None])
+    return torch.copysign(torch.minimum(sizes, cap[:, None, index]), u)
+
+
+def _water_level(v: Tensor, d: Tensor, t: Tensor) -> Tensor:
+    """The level at which ``sum d * max(v - level, 0) = t``: 0 where all of ``v`` is less than that, inf for t = 0."""
+    v, order = v.sort(1, descending=True)
+    d = d.gather(1, order)
+    levels = ((d * v).cumsum(1) - t[:, None]) / d.cumsum(1)
+    count = (v > levels).sum(1, keepdim=True)
+    level = levels.gather(1, (count - 1).clamp(min=0)).squeeze(1).clamp(min=0)
+    return torch.where((t == 0) | v.isinf().any(1), torch.inf, level)
+
+
+def _root(rising: Callable[[Tensor], Tensor], upper: Tensor) -> Tensor:
+    """Where a rising function of each entry becomes positive, between 0 and ``upper``."""
+    lower = torch.zeros_like(upper)
+    for _ in range(_BISECTIONS):
+        middle = (lower + upper) / 2
+        positive = rising(middle) > 0
+        lower, upper = torch.where(positive, lower, middle), torch.where(positive, middle, upper)
+    return upper

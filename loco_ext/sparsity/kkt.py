@@ -1,0 +1,109 @@
+"""How far a result is from the optimum of the prox: the residual of its optimality (KKT) conditions, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loco_ext.reference.ring_prox import ring_prox as reference_prox
+from loco_ext.sparsity.prox import check_metric, check_norm, rings_of, thresholds_of
+
+
+def kkt_residual(
+    weight: Tensor,
+    result: Tensor,
+    thresholds: Sequence[float] | Tensor,
+    kind: str = "half",
+    norm: str = "l2",
+    metric: Tensor | None = None,
+    *,
+    squared: Sequence[float] | Tensor | None = None,
+    first: str = "auto",
+) -> Tensor:
+    """Distance of ``d*(weight - result)`` from the penalty's subdifferential at ``result``, over the norm of
+    ``d*weight``: 0 if ``result`` is the optimum that :func:`ring_prox` is asked for. It does not look at how that is
+    found, and so can judge any method's result.
+
+    Args:
+        weight, thresholds, kind, norm, metric, squared, first: as for :func:`ring_prox`.
+        result: of weight's shape.
+
+    Returns:
+        float64 ``(C_out,)``. ``norm="l2"`` measures in the Euclidean norm, ``"linf"`` in the sum of sizes, its dual.
+
+    Raises:
+        TypeError, ValueError: as :func:`ring_prox`, and for a ``result`` of another shape.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> weight, thresholds = torch.randn(4, 8, 3, 3, dtype=torch.float64), [0.5, 0.1, 0.2]
+        >>> result = sparsity.ring_prox(weight, thresholds)
+        >>> bool((sparsity.kkt_residual(weight, result, thresholds) < 1e-12).all())
+        True
+    """
+    rings, count = rings_of(weight, kind, first)
+    check_norm(norm)
+    if metric is not None:
+        check_metric(metric)
+    if result.shape != weight.shape:
+        raise ValueError(f"result: expected weight's shape {tuple(weight.shape)}, got {tuple(result.shape)}")
+    t = thresholds_of("thresholds", thresholds, count, len(weight)).to(weight.device)
+    index = torch.tensor(rings, device=weight.device)
+    u, x = (tensor.detach().double().flatten(2) for tensor in (weight, result))
+    d = torch.ones_like(u) if metric is None else metric.detach().double().flatten(2)
+    groups = torch.stack([_group_norm(x, index <= n, norm) for n in range(count)], 1)  # [C_out, groups]
+    t = t.expand_as(groups)
+    if squared is not None:
+        q = thresholds_of("squared", squared, count, len(weight)).to(weight.device)
+        t = t + 2 * (q * groups).sum(1, keepdim=True) * q
+    forces = d * (u - x)  # to be made up of one subgradient for each group
+    distance = (_distance_l2 if norm == "l2" else _distance_linf)(forces, x, index, t, groups)
+    size = (d * u).flatten(1).norm(dim=1) if norm == "l2" else (d * u).abs().sum((1, 2))
+    return torch.where(distance == 0, 0.0, distance / size)
+
+
+def _group_norm(x: Tensor, taps: Tensor, norm: str) -> Tensor:
+    part = x[:, :, taps].flatten(1)
+    return part.abs().amax(1) if norm == "linf" else torch.linalg.vector_norm(part, dim=1)
+
+
+def _distance_l2(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: Tensor) -> Tensor:
+    """A group that is not zero has one subgradient, ``t x / ||x||``; those that are have all of norm up to t. Their
+    sum set is what the prox takes off: its result is what is left over."""
+    live = groups > 0
+    pull = torch.where(live, t / torch.where(live, groups, 1.0), 0.0)
+    of_ring = pull.flip(1).cumsum(1).flip(1)  # ring r is in all groups from r on
+    rest = forces - of_ring[:, None, index] * x
+    dead = ~live[:, None, index]  # rings of the groups that are zero
+    kept = torch.where(live, 0.0, t)
+    inside = reference_prox(torch.where(dead, rest, 0.0), index.tolist(), kept, None, None, False)
+    outside = torch.where(dead, 0.0, rest)
+    return torch.hypot(inside.flatten(1).norm(dim=1), outside.flatten(1).norm(dim=1))
+
+
+def _distance_linf(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: Tensor) -> Tensor:
+    """Group n pulls its largest weights towards 0 with forces of sum ``t_n``; groups with the same largest size form a
+    plateau. The largest weights of ring r can be pulled by the plateau's groups from r on: what they take must not
+    exceed what those have, and the whole plateau's must be used up unless it is at 0."""
+    count = t.shape[1]
+    size, sign = x.abs(), torch.where(x == 0, forces.sign(), x.sign())
+    along = forces * sign  # at least 0 where the weight is pulled towards 0
+    at_top = size >= groups[:, None, index]
+    tops = along.clamp(min=0) * at_top
+    taken = torch.zeros_like(t).index_add_(1, index, tops.sum(1))  # by ring
+    wrong = (along.clamp(max=0).abs() + along.clamp(min=0) * ~at_top).sum((1, 2))
+    # From the last group of each plateau to its first, what is taken must stay within what there is.
+    surplus = torch.zeros_like(wrong)
+    for n in range(count - 1, -1, -1):
+        if n + 1 < count:
+            begins = groups[:, n] < groups[:, n + 1]  # another plateau
+            unused = torch.where(begins & (groups[:, n + 1] > 0), surplus, 0.0)
+            wrong = wrong + unused
+            surplus = torch.where(begins, 0.0, surplus)
+        surplus = surplus + t[:, n] - taken[:, n]
+        wrong = wrong + (-surplus).clamp(min=0)
+        surplus = surplus.clamp(min=0)
+    return wrong + torch.where(groups[:, 0] > 0, surplus, 0.0)

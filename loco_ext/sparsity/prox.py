@@ -1,0 +1,169 @@
+"""Rings of convolution weights: their norms, the sizes that they leave, and the exact prox of their penalties.
+
+Half rings and rings as :func:`loco_ext.geometry.ring_index` numbers them, 0 the outermost. Group ``G_(n+1)`` is made of
+the rings 0 to n: the groups are nested, the last is the whole kernel. A kernel is what one output channel has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from loco_ext import geometry, ops
+from loco_ext.ops.checks import DTYPES
+
+NORMS = ("l2", "linf")
+
+
+def ring_norms(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:
+    """Euclidean norm of each ring (not group) of each kernel; differentiable.
+
+    Args:
+        weight: of a convolution, ``(C_out, C_in/groups, *kernel_size)`` with 1 to 3 spatial axes.
+        kind, first: as for :func:`loco_ext.geometry.ring_index`.
+
+    Returns:
+        ``(C_out, rings)``, ring 0 the outermost; float64 for float64 weights, else float32.
+
+    Raises:
+        TypeError, ValueError: no such weight, an unknown ``kind`` or ``first``, or even sizes with ``kind="full"``.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> sparsity.ring_norms(torch.ones(1, 1, 3, 3), kind="full").round(decimals=4)
+        tensor([[2.8284, 1.0000]])
+    """
+    rings, count = rings_of(weight, kind, first)
+    return ops.ring_norms(weight, rings, count)
+
+
+def ring_prox(
+    weight: Tensor,
+    thresholds: Sequence[float] | Tensor,
+    kind: str = "half",
+    norm: str = "l2",
+    metric: Tensor | None = None,
+    *,
+    squared: Sequence[float] | Tensor | None = None,
+    first: str = "auto",
+) -> Tensor:
+    """The exact minimiser, kernel by kernel, with t = thresholds, q = squared, d = metric, over x of
+
+    ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(G_(n+1))|| + (sum_n q_n ||x(G_(n+1))||)^2``.
+
+    Args:
+        weight: of a convolution, ``(C_out, C_in/groups, *kernel_size)``; left alone.
+        thresholds: ``thresholds[n]`` for group ``G_(n+1)``, or one such row per output channel; finite, at least 0.
+        kind, first: as for :func:`loco_ext.geometry.ring_index`.
+        norm: of the groups, ``"l2"`` or ``"linf"``.
+        metric: of weight's shape and device, positive; None: ones.
+        squared: as ``thresholds`` and of the same shape (eq. 33 of the draft); None: zeros.
+
+    Returns:
+        A tensor like ``weight``. Rings that vanish are exactly zero.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Source:
+        Jenatton, Mairal, Obozinski, Bach, "Proximal methods for sparse hierarchical dictionary learning" (2010); the
+        draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", eqs. 17-22 and 33.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> sparsity.ring_prox(torch.ones(1, 1, 3, 3), [3.0, 0.0], kind="full")[0, 0]
+        tensor([[0., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 0.]])
+    """
+    rings, count = rings_of(weight, kind, first)
+    check_norm(norm)
+    if metric is not None:
+        check_metric(metric)
+    t = thresholds_of("thresholds", thresholds, count, len(weight))
+    q = None if squared is None else thresholds_of("squared", squared, count, len(weight))
+    return ops.ring_prox(weight, rings, t, q, metric, linf=norm == "linf")
+
+
+def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:
+    """Size that is left of each kernel, along its longest axis: ``m`` non-zero groups leave size ``m`` for half rings
+    (eq. 20 of the draft) and ``2m - 1`` for rings; 0 where the whole kernel is zero.
+
+    Args:
+        weight: of a convolution, ``(C_out, C_in/groups, *kernel_size)``. NaN counts as not zero.
+        kind, first: as for :func:`loco_ext.geometry.ring_index`.
+
+    Returns:
+        int64 ``(C_out,)``.
+
+    Raises:
+        TypeError, ValueError: as :func:`ring_norms`.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> weight = torch.ones(2, 1, 5, 5)
+        >>> weight[0, :, 0] = weight[0, :, :, 0] = 0
+        >>> sparsity.kernel_sizes(weight)
+        tensor([4, 5])
+    """
+    rings, count = rings_of(weight, kind, first)
+    live = (weight.detach() != 0).flatten(2).any(1)  # [C_out, taps]
+    live_rings = torch.stack([live[:, [ring == n for ring in rings]].any(1) for n in range(count)], 1)
+    groups = live_rings.cummax(1).values.sum(1)
+    return groups if kind == "half" else (2 * groups - 1).clamp(min=0)
+
+
+def rings_of(weight: Tensor, kind: str, first: str) -> tuple[list[int], int]:
+    """The ring of each tap of a convolution's weight, in order, and their number, after checks."""
+    check_convolution("weight", weight)
+    return _rings_of_size(tuple(weight.shape[2:]), kind, first)
+
+
+@lru_cache(maxsize=256)
+def _rings_of_size(kernel_size: tuple[int, ...], kind: str, first: str) -> tuple[list[int], int]:
+    rings = geometry.ring_index(kernel_size, kind, first).flatten().tolist()
+    return rings, max(rings) + 1
+
+
+def check_convolution(name: str, weight: Tensor) -> None:
+    """Raises TypeError or ValueError unless ``weight`` may be a convolution's, with at least one weight a kernel."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
+    if not 3 <= weight.dim() <= 5:
+        raise ValueError(
+            f"{name}: expected a convolution's weight of 3 to 5 dimensions, (C_out, C_in/groups, *kernel_size), "
+            f"got shape {tuple(weight.shape)}"
+        )
+    if weight.shape[1:].numel() == 0:
+        raise ValueError(f"{name}: expected at least one weight a kernel, got shape {tuple(weight.shape)}")
+
+
+def check_norm(norm: str) -> None:
+    if norm not in NORMS:
+        raise ValueError(f"norm: expected 'l2' or 'linf', got {norm!r}")
+
+
+def check_metric(metric: Tensor) -> None:
+    if not isinstance(metric, Tensor):
+        raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
+    if (metric <= 0).any():
+        raise ValueError(f"metric: expected positive numbers, got {metric.min().item()}")
+
+
+def thresholds_of(name: str, values: Sequence[float] | Tensor, count: int, kernels: int) -> Tensor:
+    """float64, on the CPU, of shape ``(count,)`` or ``(kernels, count)``; ValueError for any other."""
+    t = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+    if t.shape not in ((count,), (kernels, count)):
+        raise ValueError(
+            f"{name}: expected {count} numbers, one for each group, or a row of them for each of {kernels} kernels, "
+            f"got shape {tuple(t.shape)}"
+        )
+    return t
