@@ -34,8 +34,10 @@ struct Reader {
       STD_TORCH_CHECK(ring >= 0 && ring < count, "rings: expected entries from 0 to ", count - 1, ", got ", ring);
       ring_of_tap.push_back(static_cast<int>(ring));
     }
-    shape = {view.sizes[0], view.sizes[1], static_cast<int>(taps), static_cast<int>(count), ring_of_tap.data(), false};
+    shape = {view.sizes[1], static_cast<int>(taps), static_cast<int>(count), ring_of_tap.data(), false};
   }
+
+  int64_t kernel_count() const { return view.sizes[0]; }
 
   // Whether a kernel's channels lie side by side and its taps do not.
   bool lies_channels_last() const { return shape.channels > 1 && view.strides[1] == 1; }
@@ -63,11 +65,12 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   reader.shape.channels_fastest = reader.lies_channels_last();
   const bool is_double = reader.view.dtype == DType::f64;
   const auto dtype = is_double ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
-  const std::array<int64_t, 2> sizes{reader.shape.kernels, count};
+  const std::array<int64_t, 2> sizes{reader.kernel_count(), count};
   Tensor out = torch::stable::new_empty(weight, sizes, dtype);
-  std::vector<double> norms(reader.shape.kernels * count);
+  std::vector<double> norms(reader.kernel_count() * count);
   Nest nest;
-  const NormsCall call{reader.shape, reader.kernels(reader.view, nest), norms.data(), parallel_for};
+  const NormsCall call{reader.kernel_count(), reader.shape, reader.kernels(reader.view, nest), norms.data(),
+                       parallel_for};
   is_double ? norms_cpu<double>(call) : norms_cpu<float>(call);
   const View to = view_of(out, "out", 0);
   store(to.dtype, norms.data(), to.data, to.numel);
@@ -90,8 +93,8 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
   const int64_t count = t.sizes[t.ndim - 1];
   Reader reader(weight, rings, count);
   const Shape& shape = reader.shape;
-  STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == shape.kernels, "thresholds: expected ", shape.kernels, " rows, got ",
-                  t.sizes[0]);
+  STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == reader.kernel_count(), "thresholds: expected ", reader.kernel_count(),
+                  " rows, got ", t.sizes[0]);
   const double* q = nullptr;
   if (squared) {
     const View view = view_of(*squared, "squared", 0);
@@ -99,10 +102,11 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
                     "squared: expected a contiguous float64 tensor of the thresholds' shape");
     q = static_cast<const double*>(view.data);
   }
-  reader.shape.channels_fastest = metric || linf || reader.lies_channels_last();
+  reader.shape.channels_fastest = reader.lies_channels_last();
   Tensor out = torch::stable::empty_like(weight);
   Nest nests[3];
-  ProxCall call{shape,
+  ProxCall call{reader.kernel_count(),
+                shape,
                 reader.kernels(reader.view, nests[0]),
                 {},
                 reader.kernels(view_of(out, "out", 0), nests[1]),

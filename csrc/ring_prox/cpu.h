@@ -5,6 +5,7 @@
 
 #include "common/operand.h"
 #include "common/parallel.h"
+#include "ring_prox/kernel.h"
 
 namespace loco::ring_prox {
 
@@ -14,17 +15,8 @@ struct Kernels {
   int64_t stride;   // in elements
 };
 
-// Which ring each weight of a kernel belongs to, as all nests walk it: taps fastest, or channels fastest.
-struct Shape {
-  int64_t kernels, channels;
-  int taps, rings;
-  const int* ring_of_tap;
-  bool channels_fastest;
-
-  int64_t numel() const { return channels * taps; }
-};
-
 struct NormsCall {
+  int64_t kernels;
   Shape shape;
   Kernels weight;
   double* norms;  // [kernels, rings]
@@ -32,7 +24,8 @@ struct NormsCall {
 };
 
 struct ProxCall {
-  Shape shape;  // channels fastest where there is a metric or linf
+  int64_t kernels;
+  Shape shape;
   Kernels weight, metric, out;
   const double *thresholds, *squared;  // t and q of math.h, [kernels, rings], or [rings] with a stride of 0; q or null
   int64_t thresholds_stride;

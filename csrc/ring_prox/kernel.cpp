@@ -1,0 +1,220 @@
+// A metric and the largest norm need the channels of each tap side by side; a kernel whose taps are fastest is turned
+// for them, and its result turned back.
+#include "ring_prox/kernel.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ring_prox/rows.h"
+
+namespace loco::ring_prox {
+namespace {
+
+// Of the metric's coefficients, relative.
+template <typename T>
+constexpr double kTolerance = sizeof(T) == 4 ? 1e-11 : 2e-16;
+
+// [rows, columns] to [columns, rows]
+template <typename T>
+void turn(const T* from, int64_t rows, int64_t columns, T* to) {
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
+  }
+}
+
+// solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
+// ||x(G_n)|| there, penalty(null): of u.
+template <typename Solve, typename Penalty>
+void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty, double* found) {
+  double factor = 0;
+  if (thresholds.squared) {
+    const auto penalty_at = [&](double value) {
+      solve(value);
+      return penalty(found);
+    };
+    factor = squared_factor(penalty_at, penalty(nullptr));
+  }
+  solve(factor);
+}
+
+}  // namespace
+
+template <typename T>
+KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape), by_tap_(shape.taps), factors_(shape.taps) {}
+
+template <typename T>
+void KernelSolver<T>::norms(const T* u, double* norms) {
+  u_ = u;
+  const double scale = scaled_squares(nullptr);
+  for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(squares_[r]) / scale;
+}
+
+template <typename T>
+void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out) {
+  u_ = u;
+  d_ = d;
+  out_ = out;
+  const bool turned = !shape_.channels_fastest && shape_.taps > 1 && (d != nullptr || linf);
+  if (!turned) return solve(thresholds, linf);
+  turned_u_.resize(shape_.numel());
+  turn(u, shape_.channels, shape_.taps, turned_u_.data());
+  u_ = out_ = turned_u_.data();
+  if (d != nullptr) {
+    turned_d_.resize(shape_.numel());
+    turn(d, shape_.channels, shape_.taps, turned_d_.data());
+    d_ = turned_d_.data();
+  }
+  shape_.channels_fastest = true;
+  solve(thresholds, linf);
+  shape_.channels_fastest = false;
+  turn(turned_u_.data(), shape_.taps, shape_.channels, out);
+}
+
+template <typename T>
+void KernelSolver<T>::solve(const Thresholds& thresholds, bool linf) {
+  if (linf) return solve_linf(thresholds);
+  return d_ != nullptr ? solve_metric(thresholds) : solve_l2(thresholds);
+}
+
+template <typename T>
+void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
+  double t[kMaxRings], factors[kMaxRings];
+  const int rings = shape_.rings;
+  const double scale = scaled_squares(nullptr);
+  const auto solve = [&](double factor) {
+    merge(thresholds, rings, factor, scale, t);
+    chain(squares_, t, rings, factors);
+  };
+  const auto penalty = [&](const double* of) { return l2_penalty(squares_, of, thresholds.squared, rings) / scale; };
+  solve_squared(thresholds, solve, penalty, factors);
+  if (shape_.channels_fastest) {
+    for_taps([&](int64_t at, int r) { multiply(u_ + at, shape_.channels, static_cast<T>(factors[r]), out_ + at); });
+  } else {
+    for (int k = 0; k < shape_.taps; ++k) factors_[k] = static_cast<T>(factors[shape_.ring_of_tap[k]]);
+    multiply_taps(u_, shape_.channels, shape_.taps, factors_.data(), out_);
+  }
+}
+
+template <typename T>
+void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
+  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings], coefficients[kMaxRings];
+  const int rings = shape_.rings;
+  const double scale = scaled_squares(weighed);
+  double sum = 0;
+  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares_[r]);
+  int first = 0;
+  const auto squares = [&](int ring, double c) {
+    double sum = 0;
+    for_taps([&](int64_t at, int r) {
+      if (r == ring) sum += damped_squares(scaled_ + at, d_ + at, shape_.channels, c);
+    });
+    return sum;
+  };
+  const auto solve = [&](double factor) {
+    merge(thresholds, rings, factor, scale, t);
+    first = chain(weighed, t, rings, factors);
+    ring_prox::solve_metric(squares, norms, t, first, rings, kTolerance<T>, coefficients);
+  };
+  const auto penalty = [&](const double* of) {
+    return (of ? metric_penalty(squares, of, thresholds.squared, first, rings)
+               : l2_penalty(squares_, nullptr, thresholds.squared, rings)) /
+           scale;
+  };
+  solve_squared(thresholds, solve, penalty, coefficients);
+  for_taps([&](int64_t at, int r) {
+    if (r < first || coefficients[r] == 0) {
+      multiply(u_ + at, shape_.channels, static_cast<T>(r >= first), out_ + at);
+    } else {
+      damp(u_ + at, d_ + at, shape_.channels, coefficients[r], out_ + at);
+    }
+  });
+}
+
+template <typename T>
+void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
+  double t[kMaxRings], caps[kMaxRings], sizes[kMaxRings];
+  const int rings = shape_.rings;
+  const auto sums = [&](int n, const double* of, double level) {
+    Above all{0, 0, 0};
+    for_taps([&](int64_t at, int r) {
+      if (r > n) return;
+      const T* d = d_ ? d_ + at : nullptr;
+      const Above part = above(u_ + at, d, shape_.channels, r == n ? kInfinity : of[r], level);
+      all = {all.mass + part.mass, all.weight + part.weight, all.count + part.count};
+    });
+    return all;
+  };
+  const auto solve = [&](double factor) {
+    merge(thresholds, rings, factor, 1, t);
+    ring_prox::solve_linf(sums, t, rings, caps);
+  };
+  if (thresholds.squared) measure(sizes);
+  const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
+  solve_squared(thresholds, solve, penalty, caps);
+  for_taps([&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r]), out_ + at); });
+}
+
+// The largest size in each ring.
+template <typename T>
+void KernelSolver<T>::measure(double* sizes) const {
+  for (int r = 0; r < shape_.rings; ++r) sizes[r] = 0;
+  for_taps([&](int64_t at, int r) {
+    const double size = largest(u_ + at, shape_.channels);
+    if (size > sizes[r] || is_nan(size)) sizes[r] = size;
+  });
+}
+
+// visit(offset of the tap's first channel, its ring), channels fastest.
+template <typename T>
+template <typename Visit>
+void KernelSolver<T>::for_taps(const Visit& visit) const {
+  for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
+}
+
+// Sums the squares of each ring, and of the weights times the metric, if asked for, times a power of two that keeps
+// them within float64, and returns that.
+template <typename T>
+double KernelSolver<T>::scaled_squares(double* weighed) {
+  scaled_ = u_;
+  sum_squares(weighed);
+  if constexpr (sizeof(T) == 4) return 1;  // their squares are within float64
+  bool safe = true;
+  for (int r = 0; r < shape_.rings; ++r) safe = safe && squares_[r] > 1e-280 && squares_[r] < 1e280;
+  const double size = safe ? 1 : largest(u_, shape_.numel());
+  if (safe || !(size > 0) || size == kInfinity) return 1;
+  int exponent;
+  std::frexp(size, &exponent);
+  const double scale = std::ldexp(1.0, -std::max(-1020, std::min(1020, exponent)));
+  scaled_copy_.resize(shape_.numel());
+  multiply(u_, shape_.numel(), static_cast<T>(scale), scaled_copy_.data());
+  scaled_ = scaled_copy_.data();
+  sum_squares(weighed);
+  return scale;
+}
+
+template <typename T>
+void KernelSolver<T>::sum_squares(double* weighed) {
+  if (shape_.channels_fastest) {
+    for (int k = 0; k < shape_.taps; ++k) by_tap_[k] = squares(scaled_ + k * shape_.channels, shape_.channels);
+  } else {
+    tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
+  }
+  add_by_ring(squares_);
+  if (weighed == nullptr) return;
+  for (int k = 0; k < shape_.taps; ++k) {
+    const int64_t at = k * shape_.channels;
+    by_tap_[k] = weighed_squares(scaled_ + at, d_ + at, shape_.channels);
+  }
+  add_by_ring(weighed);
+}
+
+template <typename T>
+void KernelSolver<T>::add_by_ring(double* sums) const {
+  for (int r = 0; r < shape_.rings; ++r) sums[r] = 0;
+  for (int k = 0; k < shape_.taps; ++k) sums[shape_.ring_of_tap[k]] += by_tap_[k];
+}
+
+template class KernelSolver<float>;
+template class KernelSolver<double>;
+
+}  // namespace loco::ring_prox
