@@ -173,7 +173,9 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
         assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
 
 
-def test_payload_is_read_where_it_was_passed(kernels):
+def test_payload_is_read_where_it_was_passed(tmp_path):
+    source = CSRC / "common" / "cuda_upload.cu"
+    kernels = ptx.parse(ptx.compile_ptx(need_nvcc(), source, "90", tmp_path / "kernels.ptx", [CSRC]))
     for kernel, instructions in kernels_named(kernels, "write_payload<").items():
         assert "ld.param.v4.u32" in instructions, kernel
         assert ptx.wide(instructions, "st") > 0, kernel
