@@ -1,8 +1,7 @@
 // A kernel's arguments are copied when it is launched, so that host memory may change at once. One block writes them.
-#include "common/cuda_upload.h"
-
 #include <algorithm>
 
+#include "common/cuda_upload.h"
 #include "common/launch.h"
 #include "common/platform.h"
 

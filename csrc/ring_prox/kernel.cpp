@@ -10,31 +10,12 @@
 namespace loco::ring_prox {
 namespace {
 
-// Of the metric's coefficients, relative.
-template <typename T>
-constexpr double kTolerance = sizeof(T) == 4 ? 1e-11 : 2e-16;
-
 // [rows, columns] to [columns, rows]
 template <typename T>
 void turn(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
   }
-}
-
-// solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
-// ||x(G_n)|| there, penalty(null): of u.
-template <typename Solve, typename Penalty>
-void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty, double* found) {
-  double factor = 0;
-  if (thresholds.squared) {
-    const auto penalty_at = [&](double value) {
-      solve(value);
-      return penalty(found);
-    };
-    factor = squared_factor(penalty_at, penalty(nullptr));
-  }
-  solve(factor);
 }
 
 }  // namespace

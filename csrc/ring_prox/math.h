@@ -14,7 +14,8 @@
 // With q, x is the prox without it and with thresholds t + f q, where f = 2 sum_n q_n ||x(G_n)|| at x: f is the root of
 // a rising function.
 //
-// Everything here is scalar and in float64. Sums over the weights are asked of the caller, who knows how they lie.
+// Everything here is scalar and in float64. Sums over the weights are asked of the caller, who knows how they lie, and
+// who may give something else than a pointer for an array that results are written to.
 #pragma once
 
 #include <cmath>
@@ -27,7 +28,18 @@ namespace loco::ring_prox {
 constexpr int kMaxRings = 64;
 constexpr double kInfinity = __builtin_huge_val();
 
+// Of the metric's coefficients, relative, where weights are held in T.
+template <typename T>
+constexpr double kTolerance = sizeof(T) == 4 ? 1e-11 : 2e-16;
+
 LOCO_HD bool is_nan(double value) { return value != value; }
+
+// u d / (d + c)
+template <typename T>
+LOCO_HD double damped(T u, T d, double c) {
+  const double weight = d;
+  return static_cast<double>(u) * (weight / (weight + c));
+}
 
 // Of one kernel, for each group.
 struct Thresholds {
@@ -115,9 +127,9 @@ LOCO_HD double shoot(const Squares& squares, const double* t, int first, int rin
 }
 
 // Writes c of every ring from `first` on. norms[r]: of u on rings 0..r.
-template <class Squares>
+template <class Squares, class Array>
 LOCO_HD void solve_metric(const Squares& squares, const double* norms, const double* t, int first, int rings,
-                          double tolerance, double* coefficients) {
+                          double tolerance, Array coefficients) {
   double lower = 0;  // every ||x(G_r)|| is at most that of u
   for (int r = first; r < rings; ++r) lower += t[r] == 0 ? 0 : t[r] / norms[r];
   const auto beyond = [&](double c) { return shoot(squares, t, first, rings, c); };
@@ -160,8 +172,8 @@ struct Above {
 };
 
 // caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.
-template <class Sums>
-LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, double* caps) {
+template <class Sums, class Array>
+LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array caps) {
   for (int n = 0; n < rings; ++n) {
     caps[n] = kInfinity;
     if (t[n] == 0) continue;
@@ -198,6 +210,22 @@ LOCO_HD double squared_factor(const Penalty& penalty_at, double penalty_of_u) {
   const auto balance = [&](double factor) { return factor - 2 * penalty_at(factor); };
   const double f_upper = balance(upper);
   return f_upper <= 0 ? upper : find_root(balance, 0, -upper, upper, f_upper, 4e-16);
+}
+
+// solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
+// ||x(G_n)|| there, penalty(null): of u.
+template <class Solve, class Penalty>
+LOCO_HD void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty,
+                           const double* found) {
+  double factor = 0;
+  if (thresholds.squared) {
+    const auto penalty_at = [&](double value) {
+      solve(value);
+      return penalty(found);
+    };
+    factor = squared_factor(penalty_at, penalty(nullptr));
+  }
+  solve(factor);
 }
 
 }  // namespace loco::ring_prox

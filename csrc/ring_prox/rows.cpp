@@ -68,12 +68,6 @@ LOCO_HD double weighed_squares_of(const T* u, const T* d, int64_t count) {
 }
 
 template <typename T>
-LOCO_HD double damped(T u, T d, double c) {
-  const double weight = d;
-  return static_cast<double>(u) * (weight / (weight + c));
-}
-
-template <typename T>
 LOCO_HD double damped_squares_of(const T* u, const T* d, int64_t count, double c) {
   return sum_of(count, [=](int64_t i) LOCO_INLINE {
     const double value = damped(u[i], d[i], c);
