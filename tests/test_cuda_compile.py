@@ -182,6 +182,27 @@ def test_payload_is_read_where_it_was_passed(tmp_path):
         assert ptx.spaces(instructions) == {"param", "global"}, kernel
 
 
+@pytest.fixture(scope="module")
+def ring_kernels(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ptx") / "ring_kernels.ptx"
+    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "ring_prox" / "cuda.cu", "90", out, [CSRC]))
+
+
+def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):
+    for kernel, instructions in ring_kernels.items():
+        staged = re.search(r"<\w+, true>", kernel)
+        # A load for each of four dtypes of weights and of metrics, a store for each of the results.
+        assert ptx.wide(instructions, "ld") >= (8 if staged else 0), kernel
+        assert ptx.wide(instructions, "st") >= (0 if kernel.startswith("norms<") else 4), kernel
+
+
+def test_ring_kernels_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(ring_kernels):
+    for kernel, instructions in ring_kernels.items():
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith(("call", "fma.")) for one in instructions), kernel
+
+
 PTX = """
 .visible .entry _Z4stepPf(
 	.param .u64 _Z4stepPf_param_0

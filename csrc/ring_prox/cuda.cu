@@ -17,7 +17,7 @@ namespace loco::ring_prox {
 namespace {
 
 constexpr int kBlocks = 2;                 // on a multiprocessor, at least; more would leave too few registers
-constexpr int kShare = 16;                 // weights; a block has the fewest warps whose threads have no more
+constexpr int kShare = 32;                 // weights; a block has the fewest warps whose threads have no more
 constexpr int64_t kMostStaged = 40 << 10;  // bytes
 
 // An array for thread 0; what other threads do with theirs goes nowhere.

@@ -35,9 +35,11 @@ inline int64_t launches = 0;  // since the start, refused ones left out
 inline Order parse_order(const char* text) {
   if (text == nullptr || std::strcmp(text, "forward") == 0) return {Order::forward, 0};
   if (std::strcmp(text, "reverse") == 0) return {Order::reverse, 0};
+  if (std::strcmp(text, "eager") == 0) return {Order::eager, 0};
   char* end = nullptr;
   const uint64_t seed = std::strtoull(text, &end, 10);
-  if (end == text || *end != '\0') fail("CUDA_ON_CPU_ORDER: expected forward, reverse or a number, got %s", text);
+  if (end == text || *end != '\0')
+    fail("CUDA_ON_CPU_ORDER: expected forward, reverse, eager or a number, got %s", text);
   return {Order::shuffled, seed};
 }
 
