@@ -123,7 +123,7 @@ class Kernel {
     }
   }
 
-  // What op makes of all threads' values, one after the other.
+  // What op makes of all threads' values, in an order that never varies; every thread gets it.
   template <int count, class Op>
   LOCO_DEVICE void reduce(double (&values)[count], const Op& op) {
     turn_ ^= 1;
