@@ -133,6 +133,11 @@ LOCO_HD void multiply_taps_of(const T* x, int64_t channels, int taps, const T* b
 }
 
 template <typename T>
+LOCO_HD void adam_metric_of(const T* v, int64_t count, T correction, T eps, T lr, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = (std::sqrt(v[i]) / correction + eps) / lr;
+}
+
+template <typename T>
 LOCO_HD void damp_of(const T* u, const T* d, int64_t count, double c, T* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(damped(u[i], d[i], c));
 }
@@ -193,6 +198,13 @@ LOCO_CLONES void multiply_taps(const float* x, int64_t channels, int taps, const
 }
 LOCO_CLONES void multiply_taps(const double* x, int64_t channels, int taps, const double* by_tap, double* out) {
   multiply_taps_of(x, channels, taps, by_tap, out);
+}
+
+LOCO_CLONES void adam_metric(const float* v, int64_t count, float correction, float eps, float lr, float* out) {
+  adam_metric_of(v, count, correction, eps, lr, out);
+}
+LOCO_CLONES void adam_metric(const double* v, int64_t count, double correction, double eps, double lr, double* out) {
+  adam_metric_of(v, count, correction, eps, lr, out);
 }
 
 LOCO_CLONES void damp(const float* u, const float* d, int64_t count, double c, float* out) {

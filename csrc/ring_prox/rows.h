@@ -32,6 +32,9 @@ void multiply(const double* x, int64_t count, double factor, double* out);
 // out[channel * taps + k] = x[channel * taps + k] * by_tap[k]
 void multiply_taps(const float* x, int64_t channels, int taps, const float* by_tap, float* out);
 void multiply_taps(const double* x, int64_t channels, int taps, const double* by_tap, double* out);
+// out = (sqrt(v) / correction + eps) / lr, Adam's metric; out may be v.
+void adam_metric(const float* v, int64_t count, float correction, float eps, float lr, float* out);
+void adam_metric(const double* v, int64_t count, double correction, double eps, double lr, double* out);
 // out = u d / (d + c)
 void damp(const float* u, const float* d, int64_t count, double c, float* out);
 void damp(const double* u, const double* d, int64_t count, double c, double* out);
