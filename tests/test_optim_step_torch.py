@@ -168,7 +168,8 @@ def hold(case: Case) -> Held:
     states += [[]] * (3 - len(states))
     maps, count = case.options.get("maps", []), len(case.params)
     map_index = case.options.get("map_index", [-1] * count)
-    return Held((case.params, *states, case.lists.get("steps", []), maps), ([0] * count, map_index, list(range(count))))
+    indices = ([0] * count, map_index, [], list(range(count)))
+    return Held((case.params, *states, case.lists.get("steps", []), maps), indices)
 
 
 @RULES
