@@ -105,7 +105,7 @@ def operator_arguments(case: Case) -> tuple:
     """All arguments of torch.ops.loco_ext.optim_step_*, in the schema's order."""
     count = len(case.params)
     o = case.options
-    maps = (o.get("lrs", []), o.get("lr_index", []), o.get("maps", []), o.get("map_index", [-1] * count))
+    maps = (o.get("lrs", []), o.get("lr_index", []), o.get("maps", []), o.get("map_index", [-1] * count), [])
     tail = (o.get("grad_scale"), o.get("found_inf"), list(range(count)), o.get("seed"), 0)
     if case.rule == "sgd":
         return (*case.lists.values(), o.get("first", []), [0] * count, case.hyper, *maps, False, False, False, *tail)
