@@ -7,14 +7,14 @@ namespace loco::ring_prox {
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int kFewTaps = 64;
 
-LOCO_HD double total(const double (&lanes)[kLanes]) {
-  double parts[kLanes];
-  for (int l = 0; l < kLanes; ++l) parts[l] = lanes[l];
+// Adds up the lanes in a fixed order; what they held is lost.
+LOCO_HD double total(double (&lanes)[kLanes]) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) parts[l] += parts[l + width];
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
   }
-  return parts[0];
+  return lanes[0];
 }
 
 // sum term(i): term i goes to lane i modulo 16.
@@ -29,33 +29,57 @@ LOCO_HD double sum_of(int64_t count, const Term& term) {
   return total(lanes);
 }
 
-template <typename T>
-LOCO_HD double squares_of(const T* x, int64_t count) {
-  return sum_of(count, [=](int64_t i) LOCO_INLINE {
-    const double value = x[i];
-    return value * value;
-  });
+// As many squares as are summed in their own type at a time.
+constexpr int kShortSum = 4;
+
+// Part: of short sums; their total is in float64.
+template <typename Part, typename T>
+LOCO_HD Part square(T x) {
+  const Part value = static_cast<Part>(x);
+  return value * value;
 }
 
-// With few taps, those of 16 channels have 16 parts of the sums.
-template <typename T>
-LOCO_HD void tap_squares_of(const T* x, int64_t channels, int taps, double* by_tap) {
-  constexpr int kFewTaps = 64;
-  double parts[kFewTaps * kLanes];
-  const bool few = taps <= kFewTaps && channels >= kLanes;
-  double* sums = few ? parts : by_tap;
-  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
-  for (int64_t k = 0; k < period; ++k) sums[k] = 0;
-  for (int64_t begin = 0; begin < count; begin += period) {
-    const int64_t end = std::min(period, count - begin);
-    for (int64_t k = 0; k < end; ++k) {
-      const double value = x[begin + k];
-      sums[k] += value * value;
+template <typename Part, typename T>
+LOCO_HD double squares_of(const T* x, int64_t count) {
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= count; i += kShortSum * kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      Part part = 0;
+      for (int k = 0; k < kShortSum; ++k) part += square<Part>(x[i + k * kLanes + l]);
+      lanes[l] += static_cast<double>(part);
     }
   }
-  for (int k = 0; few && k < taps; ++k) {
-    by_tap[k] = 0;
-    for (int64_t l = k; l < period; l += taps) by_tap[k] += parts[l];
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] += square<double>(x[i + l]);
+  }
+  for (int l = 0; i + l < count; ++l) lanes[l] += square<double>(x[i + l]);
+  return total(lanes);
+}
+
+// With few taps, those of 16 channels have 16 lanes of the sums.
+template <typename Part, typename T>
+LOCO_HD void tap_squares_of(const T* x, int64_t channels, int taps, double* by_tap) {
+  double near[kFewTaps * kLanes];
+  const bool few = taps <= kFewTaps && channels >= kLanes;
+  double* lanes = few ? near : by_tap;
+  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
+  for (int64_t k = 0; k < period; ++k) lanes[k] = 0;
+  int64_t i = 0;
+  for (; i + kShortSum * period <= count; i += kShortSum * period) {
+    for (int64_t k = 0; k < period; ++k) {
+      Part part = 0;
+      for (int s = 0; s < kShortSum; ++s) part += square<Part>(x[i + s * period + k]);
+      lanes[k] += static_cast<double>(part);
+    }
+  }
+  for (; i < count; i += period) {
+    const int64_t rest = std::min(period, count - i);
+    for (int64_t k = 0; k < rest; ++k) lanes[k] += square<double>(x[i + k]);
+  }
+  for (int k = 0; few && k < taps; ++k) by_tap[k] = 0;
+  for (int64_t l = 0; few && l < period; l += taps) {
+    for (int k = 0; k < taps; ++k) by_tap[k] += lanes[l + k];
   }
 }
 
@@ -120,11 +144,12 @@ LOCO_HD void multiply_of(const T* x, int64_t count, T factor, T* out) {
 
 template <typename T>
 LOCO_HD void multiply_taps_of(const T* x, int64_t channels, int taps, const T* by_tap, T* out) {
-  constexpr int kFewTaps = 64;
   T factors[kFewTaps * kLanes];
   const bool few = taps <= kFewTaps && channels >= kLanes;
   const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
-  for (int64_t k = 0; few && k < period; ++k) factors[k] = by_tap[k % taps];
+  for (int64_t l = 0; few && l < period; l += taps) {
+    for (int k = 0; k < taps; ++k) factors[l + k] = by_tap[k];
+  }
   const T* cycle = few ? factors : by_tap;
   for (int64_t begin = 0; begin < count; begin += period) {
     const int64_t end = std::min(period, count - begin);
@@ -152,14 +177,22 @@ LOCO_HD void clip_of(const T* u, int64_t count, T cap, T* out) {
 
 }  // namespace
 
-LOCO_CLONES double squares(const float* x, int64_t count) { return squares_of(x, count); }
-LOCO_CLONES double squares(const double* x, int64_t count) { return squares_of(x, count); }
+LOCO_CLONES double squares(const float* x, int64_t count) { return squares_of<float>(x, count); }
+LOCO_CLONES double squares(const double* x, int64_t count) { return squares_of<double>(x, count); }
+LOCO_CLONES double wide_squares(const float* x, int64_t count) { return squares_of<double>(x, count); }
+double wide_squares(const double* x, int64_t count) { return squares(x, count); }
 
 LOCO_CLONES void tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of(x, channels, taps, by_tap);
+  tap_squares_of<float>(x, channels, taps, by_tap);
 }
 LOCO_CLONES void tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of(x, channels, taps, by_tap);
+  tap_squares_of<double>(x, channels, taps, by_tap);
+}
+LOCO_CLONES void wide_tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
+  tap_squares_of<double>(x, channels, taps, by_tap);
+}
+void wide_tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
+  tap_squares(x, channels, taps, by_tap);
 }
 
 LOCO_CLONES double weighed_squares(const float* u, const float* d, int64_t count) {

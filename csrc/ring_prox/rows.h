@@ -8,12 +8,17 @@
 
 namespace loco::ring_prox {
 
-// sum x^2
+// sum x^2. Floats are summed in float64 four by four: a vector holds twice as many, but their squares must neither
+// vanish nor overflow. Those of the wide sum may.
 double squares(const float* x, int64_t count);
 double squares(const double* x, int64_t count);
-// by_tap[k] = sum over channels of x[channel * taps + k]^2
+double wide_squares(const float* x, int64_t count);
+double wide_squares(const double* x, int64_t count);
+// The same for each tap: by_tap[k] = sum over channels of x[channel * taps + k]^2
 void tap_squares(const float* x, int64_t channels, int taps, double* by_tap);
 void tap_squares(const double* x, int64_t channels, int taps, double* by_tap);
+void wide_tap_squares(const float* x, int64_t channels, int taps, double* by_tap);
+void wide_tap_squares(const double* x, int64_t channels, int taps, double* by_tap);
 // sum (d u)^2
 double weighed_squares(const float* u, const float* d, int64_t count);
 double weighed_squares(const double* u, const double* d, int64_t count);
