@@ -10,9 +10,41 @@
 namespace loco::ring_prox {
 namespace {
 
-// Of the metric's coefficients, relative.
+// Sums over the rings of a kernel whose channels lie side by side, for solve_metric. Floats are summed as floats while
+// c of the first ring is not much larger than the metric: else its rounding would drown that of the last.
 template <typename T>
-constexpr double kTolerance = sizeof(T) == 4 ? 1e-11 : 2e-16;
+class RingSums {
+ public:
+  RingSums(const Shape& shape, const T* u, const T* d, double least) : shape_(shape), u_(u), d_(d), least_(least) {}
+
+  void begin(int first) {
+    first_ = first;
+    wide_ = sizeof(T) == 8;
+  }
+
+  double tolerance() const { return wide_ ? 1e-9 : 1e-5; }
+
+  Damped operator()(int ring, double c) {
+    if (ring == first_ && !(c <= kModerate * least_)) wide_ = true;
+    Damped all{0, 0};
+    for (int k = 0; k < shape_.taps; ++k) {
+      if (shape_.ring_of_tap[k] != ring) continue;
+      const T *u = u_ + k * shape_.channels, *d = d_ + k * shape_.channels;
+      const Damped part = wide_ ? wide_damped(u, d, shape_.channels, c) : damped(u, d, shape_.channels, c);
+      all = {all.squares + part.squares, all.slope + part.slope};
+    }
+    return all;
+  }
+
+ private:
+  static constexpr double kModerate = 8;
+
+  const Shape& shape_;
+  const T *u_, *d_;
+  double least_;  // of the metric
+  int first_ = 0;
+  bool wide_ = true;
+};
 
 // [rows, columns] to [columns, rows]
 template <typename T>
@@ -99,26 +131,22 @@ void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
 
 template <typename T>
 void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
-  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings], coefficients[kMaxRings];
+  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings];
+  double coefficients[kMaxRings], derivatives[kMaxRings];
   const int rings = shape_.rings;
   const double scale = scaled_squares(weighed);
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares_[r]);
   int first = 0;
-  const auto squares = [&](int ring, double c) {
-    double sum = 0;
-    for_taps([&](int64_t at, int r) {
-      if (r == ring) sum += damped_squares(scaled_ + at, d_ + at, shape_.channels, c);
-    });
-    return sum;
-  };
+  RingSums<T> sums{shape_, scaled_, d_, smallest(d_, shape_.numel())};
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
     first = chain(weighed, t, rings, factors);
-    ring_prox::solve_metric(squares, norms, t, first, rings, kTolerance<T>, coefficients);
+    sums.begin(first);
+    ring_prox::solve_metric(sums, norms, t, first, rings, coefficients, derivatives);
   };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(squares, of, thresholds.squared, first, rings)
+    return (of ? metric_penalty(sums, of, thresholds.squared, first, rings)
                : l2_penalty(squares_, nullptr, thresholds.squared, rings)) /
            scale;
   };

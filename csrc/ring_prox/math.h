@@ -102,53 +102,84 @@ LOCO_HD double find_root(const F& f, double lower, double f_lower, double upper,
   return x1;
 }
 
-// c beyond the last ring, from that of ring `first`; negative as soon as one on the way is. squares(r, c): sum over
-// ring r of (u d / (d + c))^2. Rings before `first` vanish.
-template <class Squares>
-LOCO_HD double shoot(const Squares& squares, const double* t, int first, int rings, double c) {
-  double sum = 0;
-  for (int r = first; r < rings && c >= 0; ++r) {
-    sum += squares(r, c);
-    if (t[r] != 0) c -= t[r] / std::sqrt(sum);
-  }
-  return c;
+// Sums over a ring for x = u d / (d + c): of x^2, and of x^2 / (d + c), of which -2 is the first one's derivative by c.
+struct Damped {
+  double squares, slope;
+};
+
+// How far c beyond the last ring is from 0, and the derivative of that by c of ring `first`.
+struct Shot {
+  double miss, derivative;
+};
+
+// What c of a ring must be at least, since no ||x(G_r)|| is larger than that of u; norms[r]: of u on rings 0..r.
+LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
+  double least = 0;
+  for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
+  return least;
 }
 
-// Writes c of every ring from `first` on. norms[r]: of u on rings 0..r.
-template <class Squares>
-LOCO_HD void solve_metric(const Squares& squares, const double* norms, const double* t, int first, int rings,
-                          double tolerance, double* coefficients) {
-  double lower = 0;  // every ||x(G_r)|| is at most that of u
-  for (int r = first; r < rings; ++r) lower += t[r] == 0 ? 0 : t[r] / norms[r];
-  const auto beyond = [&](double c) { return shoot(squares, t, first, rings, c); };
-  double c = lower;
-  if (lower > 0 && lower < kInfinity) {
-    double f_lower = beyond(lower);
-    if (f_lower < 0) {
-      double upper = 2 * lower, f_upper = beyond(upper);
-      while (f_upper < 0 && upper < kInfinity) {
-        lower = upper, f_lower = f_upper;
-        upper *= 2;
-        f_upper = beyond(upper);
-      }
-      c = find_root(beyond, lower, f_lower, upper, f_upper, tolerance);
-    }
-  }
-  double sum = 0;
+// sums(r, c): Damped of ring r. Where c of a ring is less than it must be, that is missed, and the rest goes on from
+// what it must be. Writes down c of each ring and its derivative.
+template <class Sums>
+LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c,
+                   double* coefficients, double* derivatives) {
+  double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
+  Shot lacking{0, 0};
   for (int r = first; r < rings; ++r) {
-    coefficients[r] = c = c < 0 ? 0 : c;
-    sum += squares(r, c);
-    if (t[r] != 0) c -= t[r] / std::sqrt(sum);
+    if (c < least) {
+      lacking = {lacking.miss + (c - least), lacking.derivative + derivative};
+      c = least;
+      derivative = 0;
+    }
+    coefficients[r] = c;
+    derivatives[r] = derivative;
+    const Damped ring = sums(r, c);
+    squares += ring.squares;
+    slope += ring.slope * derivative;
+    if (t[r] == 0) continue;
+    const double pull = t[r] / std::sqrt(squares);
+    c -= pull;
+    derivative -= pull * slope / squares;
+    least -= t[r] / norms[r];
+  }
+  return {c + lacking.miss, derivative + lacking.derivative};
+}
+
+// Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
+// beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
+// is the error; derivatives: [rings], for use meanwhile.
+template <class Sums>
+LOCO_HD void solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, double* coefficients,
+                          double* derivatives) {
+  double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
+  if (!(c > 0 && c < kInfinity)) {
+    for (int r = first; r < rings; ++r) coefficients[r] = c;
+    return;
+  }
+  double step = kInfinity;
+  for (int i = 0; i < 200 && std::fabs(step) > sums.tolerance() * c; ++i) {
+    const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
+    (shot.miss < 0 ? lower : upper) = c;
+    double next = c - shot.miss / shot.derivative;
+    if (!(shot.derivative > 0 && next >= lower && next <= upper)) {
+      next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
+    }
+    step = next - c;
+    c = next;
+  }
+  for (int r = first; r < rings; ++r) {
+    const double found = coefficients[r] + derivatives[r] * step;
+    coefficients[r] = found < 0 ? 0 : found;
   }
 }
 
 // sum_n q_n ||x(G_n)|| of what solve_metric has found.
-template <class Squares>
-LOCO_HD double metric_penalty(const Squares& squares, const double* coefficients, const double* q, int first,
-                              int rings) {
+template <class Sums>
+LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const double* q, int first, int rings) {
   double sum = 0, penalty = 0;
   for (int r = first; r < rings; ++r) {
-    sum += squares(r, coefficients[r]);
+    sum += sums(r, coefficients[r]).squares;
     if (q[r] != 0) penalty += q[r] * std::sqrt(sum);
   }
   return penalty;

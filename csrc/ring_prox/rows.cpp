@@ -92,17 +92,56 @@ LOCO_HD double weighed_squares_of(const T* u, const T* d, int64_t count) {
 }
 
 template <typename T>
-LOCO_HD double damped(T u, T d, double c) {
-  const double weight = d;
-  return static_cast<double>(u) * (weight / (weight + c));
+LOCO_HD Damped damped_of(const T* u, const T* d, int64_t count, T c) {
+  double squares[kLanes] = {}, slopes[kLanes] = {};
+  const auto add = [&](int64_t i, T& square, T& slope) LOCO_INLINE {
+    const T inverse = T(1) / (d[i] + c), x = u[i] * d[i] * inverse;
+    square += x * x;
+    slope += x * x * inverse;
+  };
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= count; i += kShortSum * kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      T square = 0, slope = 0;
+      for (int k = 0; k < kShortSum; ++k) add(i + k * kLanes + l, square, slope);
+      squares[l] += static_cast<double>(square);
+      slopes[l] += static_cast<double>(slope);
+    }
+  }
+  for (; i < count; ++i) {
+    T square = 0, slope = 0;
+    add(i, square, slope);
+    squares[i % kLanes] += static_cast<double>(square);
+    slopes[i % kLanes] += static_cast<double>(slope);
+  }
+  return {total(squares), total(slopes)};
+}
+
+LOCO_HD Damped wide_damped_of(const float* u, const float* d, int64_t count, double c) {
+  double squares[kLanes] = {}, slopes[kLanes] = {};
+  const auto add = [&](int64_t i, int l) LOCO_INLINE {
+    const double weight = d[i], inverse = 1 / (weight + c), x = u[i] * (weight * inverse);
+    squares[l] += x * x;
+    slopes[l] += x * x * inverse;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i + l, l);
+  }
+  for (int l = 0; i + l < count; ++l) add(i + l, l);
+  return {total(squares), total(slopes)};
 }
 
 template <typename T>
-LOCO_HD double damped_squares_of(const T* u, const T* d, int64_t count, double c) {
-  return sum_of(count, [=](int64_t i) LOCO_INLINE {
-    const double value = damped(u[i], d[i], c);
-    return value * value;
-  });
+LOCO_HD double smallest_of(const T* x, int64_t count) {
+  T lanes[kLanes];
+  for (T& lane : lanes) lane = x[0];
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] = x[i + l] < lanes[l] ? x[i + l] : lanes[l];
+  }
+  for (; i < count; ++i) lanes[0] = x[i] < lanes[0] ? x[i] : lanes[0];
+  return static_cast<double>(*std::min_element(lanes, lanes + kLanes));
 }
 
 template <bool weighed, typename T>
@@ -163,8 +202,8 @@ LOCO_HD void adam_metric_of(const T* v, int64_t count, T correction, T eps, T lr
 }
 
 template <typename T>
-LOCO_HD void damp_of(const T* u, const T* d, int64_t count, double c, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(damped(u[i], d[i], c));
+LOCO_HD void damp_of(const T* u, const T* d, int64_t count, T c, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = u[i] * (d[i] / (d[i] + c));
 }
 
 template <typename T>
@@ -202,12 +241,22 @@ LOCO_CLONES double weighed_squares(const double* u, const double* d, int64_t cou
   return weighed_squares_of(u, d, count);
 }
 
-LOCO_CLONES double damped_squares(const float* u, const float* d, int64_t count, double c) {
-  return damped_squares_of(u, d, count, c);
+LOCO_CLONES Damped damped(const float* u, const float* d, int64_t count, double c) {
+  const Damped sums = damped_of(u, d, count, static_cast<float>(c));
+  const bool safe = sums.squares > 1e-28 && sums.slope > 1e-28 && sums.squares < 1e28 && sums.slope < 1e28;
+  return safe ? sums : wide_damped_of(u, d, count, c);
 }
-LOCO_CLONES double damped_squares(const double* u, const double* d, int64_t count, double c) {
-  return damped_squares_of(u, d, count, c);
+LOCO_CLONES Damped damped(const double* u, const double* d, int64_t count, double c) {
+  return damped_of(u, d, count, c);
 }
+
+LOCO_CLONES Damped wide_damped(const float* u, const float* d, int64_t count, double c) {
+  return wide_damped_of(u, d, count, c);
+}
+Damped wide_damped(const double* u, const double* d, int64_t count, double c) { return damped(u, d, count, c); }
+
+LOCO_CLONES double smallest(const float* x, int64_t count) { return smallest_of(x, count); }
+LOCO_CLONES double smallest(const double* x, int64_t count) { return smallest_of(x, count); }
 
 LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double cap, double level) {
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
@@ -241,7 +290,7 @@ LOCO_CLONES void adam_metric(const double* v, int64_t count, double correction, 
 }
 
 LOCO_CLONES void damp(const float* u, const float* d, int64_t count, double c, float* out) {
-  damp_of(u, d, count, c, out);
+  damp_of(u, d, count, static_cast<float>(c), out);
 }
 LOCO_CLONES void damp(const double* u, const double* d, int64_t count, double c, double* out) {
   damp_of(u, d, count, c, out);

@@ -22,12 +22,17 @@ void wide_tap_squares(const double* x, int64_t channels, int taps, double* by_ta
 // sum (d u)^2
 double weighed_squares(const float* u, const float* d, int64_t count);
 double weighed_squares(const double* u, const double* d, int64_t count);
-// sum (u d / (d + c))^2
-double damped_squares(const float* u, const float* d, int64_t count, double c);
-double damped_squares(const double* u, const double* d, int64_t count, double c);
+// See Damped. The terms of the narrow sums are in the type of the weights, and four of them are summed in it.
+Damped damped(const float* u, const float* d, int64_t count, double c);
+Damped damped(const double* u, const double* d, int64_t count, double c);
+Damped wide_damped(const float* u, const float* d, int64_t count, double c);
+Damped wide_damped(const double* u, const double* d, int64_t count, double c);
 // Of min(|u|, cap) where that exceeds level; d may be null: ones.
 Above above(const float* u, const float* d, int64_t count, double cap, double level);
 Above above(const double* u, const double* d, int64_t count, double cap, double level);
+// min x, of which none is NaN
+double smallest(const float* x, int64_t count);
+double smallest(const double* x, int64_t count);
 // max |x|; NaN if any is
 double largest(const float* x, int64_t count);
 double largest(const double* x, int64_t count);
