@@ -25,8 +25,8 @@ def by_spams(case: Case) -> Tensor:
 
 
 def _spams(u: Array, rings: list[int], thresholds: Array, norm: str) -> Array:
-    """``u``: float64 ``[kernels, channels, taps]``. SPAMS wants the variables of each group side by side and the root's,
-    the innermost ring, first: from the centre outwards."""
+    """``u``: float64 ``[kernels, channels, taps]``. SPAMS wants the variables of each group side by side, and the root's
+    own, the innermost ring, first: from the centre outwards."""
     kernels, channels, taps = u.shape
     order = np.argsort(-np.asarray(rings), kind="stable")
     columns = np.asfortranarray(u[:, :, order].transpose(2, 1, 0).reshape(taps * channels, kernels))

@@ -44,6 +44,7 @@ def assert_within_ulps(actual: Tensor, expected: Tensor, ulps: int | None = None
     worst = error.max().item() if error.numel() else 0.0
     assert worst <= ulps, f"{worst:.3g} ulp off, {ulps} allowed"
 
+
 # Of the prox of nested rings, in units of its kernel's largest weight: against SPAMS, whose arithmetic is the same but
 # for its order; the same for results in float32; proximal gradient steps until nothing changes, amplified by the
 # condition number of the metric; and interior points.

@@ -79,7 +79,7 @@ def ring_prox(
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
     Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its kernel; infinite weights stay.
+    spreads in its kernel; infinite weights stay, and ``squared`` does nothing to their kernel.
 
     Args:
         weight: ``(C_out, channels, *taps)``; left alone.
