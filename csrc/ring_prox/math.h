@@ -221,11 +221,13 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   return penalty;
 }
 
-// f of the squared part. penalty_at(f): sum_n q_n ||x(G_n)|| of the prox with thresholds t + f q.
+// f of the squared part. penalty_at(f): sum_n q_n ||x(G_n)|| of the prox with thresholds t + f q. 0 where that of u is
+// infinite: what infinite weights, which stay, would ask of all others is not to be had.
 template <class Penalty>
 LOCO_HD double squared_factor(const Penalty& penalty_at, double penalty_of_u) {
   const double upper = 2 * penalty_of_u;
-  if (!(upper > 0) || upper == kInfinity) return upper;
+  if (upper == kInfinity) return 0;
+  if (!(upper > 0)) return upper;
   const auto balance = [&](double factor) { return factor - 2 * penalty_at(factor); };
   const double f_upper = balance(upper);
   return f_upper <= 0 ? upper : find_root(balance, 0, -upper, upper, f_upper, 4e-16);

@@ -79,7 +79,7 @@ def ring_prox(
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
     Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its kernel; infinite weights stay.
+    spreads in its kernel; infinite weights stay, and ``squared`` does nothing to their kernel.
 
     Args:
         weight: ``(C_out, channels, *taps)``; left alone.
@@ -146,7 +146,7 @@ def _check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
         raise TypeError(f"{name}: expected a float64 tensor on the CPU, got {thresholds.dtype} on {thresholds.device}")
     if thresholds.dim() not in (1, 2) or (thresholds.dim() == 2 and len(thresholds) != len(weight)):
         raise ValueError(f"{name}: expected shape (groups,) or ({len(weight)}, groups), got {tuple(thresholds.shape)}")
-    if not ((thresholds >= 0) & (thresholds < torch.inf)).all():
+    if not torch.compiler.is_compiling() and not ((thresholds >= 0) & (thresholds < torch.inf)).all():
         raise ValueError(f"{name}: expected finite numbers of at least 0, got {thresholds.tolist()}")
 
 

@@ -7,6 +7,7 @@ weight instead of the Euclidean norm.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,8 +46,9 @@ class _Penalty:
     def group_weights(self, weight: Tensor) -> Tensor:
         """``w_n`` of each group, float64: 1, or the group's number of weights to the power -1/2 or 1/2."""
         rings, count = self.rings(weight)
-        taps = torch.bincount(torch.tensor(rings), minlength=count).cumsum(0)
-        return (taps * weight.shape[1]).double() ** WEIGHTINGS[self.weighting]
+        taps = itertools.accumulate(rings.count(n) for n in range(count))
+        sizes = torch.tensor([weight.shape[1] * number for number in taps], dtype=torch.float64, device="cpu")
+        return sizes ** WEIGHTINGS[self.weighting]
 
     def _kernel_values(self, weight: Tensor) -> Tensor:
         """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""

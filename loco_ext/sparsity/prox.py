@@ -122,13 +122,16 @@ def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> 
 def rings_of(weight: Tensor, kind: str, first: str) -> tuple[list[int], int]:
     """The ring of each tap of a convolution's weight, in order, and their number, after checks."""
     check_convolution("weight", weight)
-    return _rings_of_size(tuple(weight.shape[2:]), kind, first)
+    divide = _divide if torch.compiler.is_compiling() else _divide_once  # a compiler warns of caches
+    return divide(tuple(weight.shape[2:]), kind, first)
 
 
-@lru_cache(maxsize=256)
-def _rings_of_size(kernel_size: tuple[int, ...], kind: str, first: str) -> tuple[list[int], int]:
-    rings = geometry.ring_index(kernel_size, kind, first).flatten().tolist()
+def _divide(kernel_size: tuple[int, ...], kind: str, first: str) -> tuple[list[int], int]:
+    rings = geometry.ring_list(kernel_size, kind, first)
     return rings, max(rings) + 1
+
+
+_divide_once = lru_cache(maxsize=256)(_divide)
 
 
 def check_convolution(name: str, weight: Tensor) -> None:
@@ -154,7 +157,7 @@ def check_norm(norm: str) -> None:
 def check_metric(metric: Tensor) -> None:
     if not isinstance(metric, Tensor):
         raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
-    if (metric <= 0).any():
+    if not torch.compiler.is_compiling() and (metric <= 0).any():
         raise ValueError(f"metric: expected positive numbers, got {metric.min().item()}")
 
 
