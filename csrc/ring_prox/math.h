@@ -190,6 +190,9 @@ struct Above {
   double mass, weight, count;
 };
 
+// At which weights, all of them above it, have to be clipped to lose t.
+LOCO_HD double level_of(const Above& over, double t) { return over.mass <= t ? 0 : (over.mass - t) / over.weight; }
+
 // caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.
 template <class Sums>
 LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, double* caps) {
@@ -198,12 +201,12 @@ LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, double* c
     if (t[n] == 0) continue;
     // From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
     Above over = above(n, caps, -1.0);
-    double level = over.mass <= t[n] ? 0 : (over.mass - t[n]) / over.weight;
+    double level = level_of(over, t[n]);
     while (level > 0 && level < kInfinity) {
       const Above next = above(n, caps, level);
       if (!(next.count < over.count) || next.count == 0) break;
       over = next;
-      level = (over.mass - t[n]) / over.weight;
+      level = level_of(over, t[n]);
     }
     for (int r = 0; r <= n; ++r) caps[r] = level < caps[r] || is_nan(level) ? level : caps[r];
   }
