@@ -127,45 +127,58 @@ class Step {
     run_blocks<T>(job, segment.begin, segment.end);
   }
 
-  // Steps kernel after kernel, each followed by its prox while it lies in the caches. Parameters of another type or
-  // layout are held in the arithmetic type meanwhile, so that they are rounded once.
+  // Steps kernel after kernel, each followed by its prox while it lies in the caches. What the prox reads is held in
+  // the arithmetic type meanwhile if it is of another or not flat, so that it is rounded once, afterwards.
   template <typename T>
   void run_kernels(const Job<Rule>& job, int64_t begin, int64_t end) const {
     const TensorStep& t = *job.tensor;
     const int64_t numel = t.numel / t.kernels;
-    Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr, job.scalars, job.flags);
-    if (in_place<T>(t.w)) {
-      for (int64_t at = begin; at < end; at += numel) {
-        run_blocks<T>(job, at, at + numel);
-        shrinkage.apply(at, static_cast<T*>(t.w.data) + at);
-      }
-      return;
-    }
-    std::vector<T> held(numel);
     TensorStep held_tensor = t;
     Job<Rule> held_job = job;
     held_job.tensor = &held_tensor;
+    Held<T> w{t.w, held_tensor.w, 0, {}};
+    const int k = Rule::metric_state(job.flags);
+    Held<T> v{t.state[k < 0 ? 0 : k], held_tensor.state[k < 0 ? 0 : k], 1 + k, {}};
+    Shrinkage<Rule, T> shrinkage(held_tensor, call_.hyper + t.group * Rule::columns, job.lr, job.scalars, job.flags);
     for (int64_t at = begin; at < end; at += numel) {
-      held_tensor.w = {held.data() - at, dtype_of<T>, nullptr};
-      copy_kernel<false>(job, at, numel, held.data());
+      fetch(w, at, numel);
+      if (k >= 0) fetch(v, at, numel);
       run_blocks<T>(held_job, at, at + numel);
-      shrinkage.apply(at, held.data());
-      copy_kernel<true>(job, at, numel, held.data());
+      shrinkage.apply(at);
+      put_back(job, w, at, numel);
+      if (k >= 0) put_back(job, v, at, numel);
     }
   }
 
-  // Between the parameter's memory and the arithmetic type.
-  template <bool to_memory, typename T>
-  void copy_kernel(const Job<Rule>& job, int64_t begin, int64_t numel, T* held) const {
+  // An operand of a kernel, and what the step sees in its place.
+  template <typename T>
+  struct Held {
+    const Operand& operand;
+    Operand& seen;
+    int word;  // of those for random rounding
+    std::vector<T> values;
+  };
+
+  template <typename T>
+  static void fetch(Held<T>& held, int64_t begin, int64_t numel) {
+    if (in_place<T>(held.operand)) return;
+    held.values.resize(numel);
+    held.seen = {held.values.data() - begin, dtype_of<T>, nullptr};
+    RawBlock raw;
+    for (int64_t i = 0; i < numel; i += kBlock) {
+      stage_in(held.operand, begin + i, std::min(kBlock, numel - i), held.values.data() + i, raw);
+    }
+  }
+
+  template <typename T>
+  void put_back(const Job<Rule>& job, const Held<T>& held, int64_t begin, int64_t numel) const {
+    if (in_place<T>(held.operand)) return;
     Workspace<T> space;
-    for (int64_t at = 0; at < numel; at += kBlock) {
-      const int64_t count = std::min(kBlock, numel - at);
-      if (!to_memory) {
-        stage_in(job.tensor->w, begin + at, count, held + at, space.raw);
-        continue;
-      }
-      if (job.stochastic) draw(*job.tensor, begin + at, count, space);
-      stage_out(job.tensor->w, begin + at, count, held + at, job.stochastic ? space.words[0] : nullptr, space.raw);
+    for (int64_t i = 0; i < numel; i += kBlock) {
+      const int64_t count = std::min(kBlock, numel - i);
+      if (job.stochastic) draw(*job.tensor, begin + i, count, space);
+      const uint32_t* random = job.stochastic ? space.words[held.word] : nullptr;
+      stage_out(held.operand, begin + i, count, held.values.data() + i, random, space.raw);
     }
   }
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "optim_step/staging.h"
 #include "optim_step/tensor_step.h"
 #include "ring_prox/kernel.h"
 #include "ring_prox/rows.h"
@@ -27,10 +26,11 @@ class Shrinkage {
     }
   }
 
-  // w: the weights of the kernel that begins at element `at`; they are replaced.
-  void apply(int64_t at, T* w) {
+  // Of the kernel that begins at element `at`, whose parameter and metric's state are flat and of type T.
+  void apply(int64_t at) {
     const ring_prox::Penalty& penalty = *tensor_.penalty;
     const ring_prox::Thresholds thresholds{plain_, penalty.squared.empty() ? nullptr : squared_};
+    T* w = static_cast<T*>(tensor_.w.data) + at;
     solver_.prox(w, metric(at), thresholds, penalty.linf, w);
   }
 
@@ -42,25 +42,18 @@ class Shrinkage {
   }
 
   const T* metric(int64_t at) {
-    if constexpr (Rule::has_metric) {
-      const int64_t numel = tensor_.numel / tensor_.kernels;
-      const Operand& v = tensor_.state[flags_.amsgrad ? 2 : 1];
-      metric_.resize(numel);
-      const T* values = metric_.data();
-      if (in_place<T>(v)) {
-        values = static_cast<const T*>(v.data) + at;
-      } else {
-        RawBlock raw;
-        for (int64_t i = 0; i < numel; i += kBlock) {
-          stage_in(v, at + i, std::min(kBlock, numel - i), metric_.data() + i, raw);
-        }
-      }
-      const auto s = Rule::template as<T>(scalars_);
-      ring_prox::adam_metric(values, numel, s.bias_correction2_sqrt, s.eps, static_cast<T>(lr_), metric_.data());
-      return metric_.data();
-    }
-    return nullptr;
+    const int k = Rule::metric_state(flags_);
+    if (k < 0) return nullptr;
+    const int64_t numel = tensor_.numel / tensor_.kernels;
+    metric_.resize(numel);
+    fill_metric(static_cast<const T*>(tensor_.state[k].data) + at, numel, Rule::template as<T>(scalars_));
+    return metric_.data();
   }
+
+  void fill_metric(const T* v, int64_t count, const AdamScalars<T>& s) {
+    ring_prox::adam_metric(v, count, s.bias_correction2_sqrt, s.eps, static_cast<T>(lr_), metric_.data());
+  }
+  void fill_metric(const T*, int64_t, const SgdScalars<T>&) {}
 
   const TensorStep& tensor_;
   double lr_;

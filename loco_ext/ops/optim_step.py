@@ -227,7 +227,7 @@ def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> N
         numbers = [0 if penalty is None else penalty.number for penalty in named["penalties"]]
         step_on_copies(named, lambda params: step({"params": params, "penalties": numbers}))
     else:
-        step_then_shrink(name, named, lambda params: step({"params": params, "penalties": []}))
+        step_then_shrink(name, named, lambda held: step({**held, "penalties": []}))
 
 
 def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...], held: Held | None) -> None:

@@ -43,12 +43,12 @@ def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor
     return ring_prox(w, penalty.rings, size * penalty.thresholds, squared, metric, linf=penalty.linf)
 
 
-def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[list[Tensor]], None]) -> None:
+def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:
     """The step by kernels that know no penalties, then the prox of each penalised parameter.
 
     Args:
         name: of the operator. named: its arguments by name.
-        step: makes the step of the parameters that it is given, without penalties.
+        step: makes the step without penalties, these lists in place of those of the same names.
 
     Raises:
         NotImplementedError: parameters would be rounded stochastically before the prox.
@@ -57,14 +57,19 @@ def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[list[Tens
     chosen = [i for i, penalty in enumerate(penalties) if penalty is not None]
     if named["seed"] is not None and any(named["params"][i].dtype == torch.bfloat16 for i in chosen):
         raise NotImplementedError("stochastic_rounding: expected None for bfloat16 parameters with a penalty on a GPU")
-    # In the type that arithmetic is done in, so that parameters are rounded once.
-    params = list(named["params"])
-    for i in chosen:
-        params[i] = params[i].to(arithmetic_dtype(params[i]))
-    step(params)
+    # What the prox reads is held in the type that arithmetic is done in, so that it is rounded once, afterwards.
+    names = ["params", *(key for key in ("exp_avg_sqs", "max_exp_avg_sqs") if named.get(key))]
+    held = {key: list(named[key]) for key in names}
+    for key in names:
+        for i in chosen:
+            held[key][i] = held[key][i].to(arithmetic_dtype(named["params"][i]))
+    step(held)
     found_inf = named["found_inf"]
     for i in chosen:
-        shrunk = shrink(name, named, i, params[i])
+        shrunk = shrink(name, {**named, **held}, i, held["params"][i])
         if found_inf is not None:
             shrunk = torch.where(found_inf.to(shrunk.device) == 0, shrunk, named["params"][i].to(shrunk.dtype))
         named["params"][i].copy_(shrunk)
+        for key in names[1:]:
+            if held[key][i] is not named[key][i]:
+                named[key][i].copy_(held[key][i])

@@ -29,7 +29,7 @@ def from_plain(penalty: Any) -> Any:
     if penalty and isinstance(penalty[0], str):
         name, *settings = penalty
         if name not in _CLASSES:
-            raise ValueError(f"penalty: expected one of {', '.join(_CLASSES)} in a checkpoint, got {name!r}")
+            return penalty
         if name == "RingPenalty":
             return RingPenalty(*settings[:-1], first=settings[-1])
         return KernelPenalty(*settings)
