@@ -29,7 +29,11 @@ def test_norms_are_those_of_each_rings_weights(rings, dtype):
     index = torch.tensor(rings.of_taps)
     for channels in (1, 5, 33):
         weight = torch.randn(7, channels, *rings.kernel_size, dtype=torch.float64).to(dtype)
-        for laid_out in (weight, weight.transpose(0, 1).contiguous().transpose(0, 1), weight.repeat_interleave(2, 0)[::2]):
+        for laid_out in (
+            weight,
+            weight.transpose(0, 1).contiguous().transpose(0, 1),
+            weight.repeat_interleave(2, 0)[::2],
+        ):
             norms = sparsity.ring_norms(laid_out, rings.kind, first=rings.first)
             parts = [weight.double().flatten(2)[:, :, index == r].flatten(1) for r in range(rings.count)]
             expected = torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts], 1)

@@ -26,7 +26,7 @@ class _Penalty:
 
     def __init__(self, strength: float, weighting: str, norm: str, power: int) -> None:
         self.strength = _check_number("strength", strength)
-        if weighting not in WEIGHTINGS:
+        if weighting not in tuple(WEIGHTINGS):
             raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {weighting!r}")
         check_norm(norm)
         if isinstance(power, bool) or power not in (1, 2):
@@ -62,7 +62,7 @@ class _Penalty:
     def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
         rings, _ = self.rings(weight)
         if metric is not None:
-            check_metric(metric)
+            check_metric(metric, weight)
         return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=self.norm == "linf")
 
 
