@@ -1,5 +1,7 @@
 """The size that is left of a kernel."""
 
+import itertools
+
 import pytest
 import torch
 from ring_prox_cases import Rings, make_case, square_rings
@@ -60,4 +62,4 @@ def test_stronger_thresholds_leave_smaller_kernels():
     ]
     assert sizes[0].tolist() == [7] * 50
     assert sizes[-1].tolist() == [0] * 50
-    assert all((after <= before).all() for before, after in zip(sizes[:-1], sizes[1:], strict=True))
+    assert all((after <= before).all() for before, after in itertools.pairwise(sizes))

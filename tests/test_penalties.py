@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ring_prox_cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
+from ring_prox_solvers import clarabel
 from scipy.optimize import minimize
 from tolerances import BY_INTERIOR_POINTS, BY_PROXIMAL_GRADIENT, assert_near_by_kernel, assert_within_ulps, same_bits
 
@@ -151,9 +152,7 @@ def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, wi
     total = sum(cvxpy.norm(x[o], 2 if norm == "l2" else "inf") for o in range(5))
     fit = cvxpy.sum_squares(cvxpy.multiply(np.sqrt(d / 2), x - u))
     for strength in (0.01, 0.3, 10.0):
-        options = {f"tol_{name}": 1e-11 for name in ("gap_abs", "gap_rel", "feas", "ktratio")}
-        options |= {"max_step_fraction": 0.6, "static_regularization_enable": False}
-        cvxpy.Problem(cvxpy.Minimize(fit + 0.5 * strength * cvxpy.square(total))).solve(solver="CLARABEL", **options)
+        clarabel(cvxpy.Problem(cvxpy.Minimize(fit + 0.5 * strength * cvxpy.square(total))))
         expected = torch.from_numpy(x.value).view_as(weight)
         found = KernelPenalty(strength, norm=norm, power=2).prox(weight, 0.5, metric)
         assert ((found - expected).abs().max() / weight.abs().max()) <= BY_INTERIOR_POINTS

@@ -132,7 +132,7 @@ def test_metrics_that_cannot_be(bad, error, came, function):
 def test_results_of_another_shape(result):
     with pytest.raises(ValueError, match=r"^result: expected weight's shape \(4, 2, 3, 3\), got"):
         sparsity.kkt_residual(WEIGHT, result, T)
-    with pytest.raises(TypeError, match="^result: expected a tensor, got list"):
+    with pytest.raises(TypeError, match=r"^result: expected a tensor, got list"):
         sparsity.kkt_residual(WEIGHT, [1.0], T)
 
 
@@ -159,9 +159,9 @@ def test_penalties_that_cannot_be(options, error, message, penalty):
 
 
 def test_ring_penalties_of_unknown_rings():
-    with pytest.raises(ValueError, match="^kind: expected 'half' or 'full', got 'quarter'"):
+    with pytest.raises(ValueError, match=r"^kind: expected 'half' or 'full', got 'quarter'"):
         RingPenalty(0.1, "quarter")
-    with pytest.raises(ValueError, match="^first: expected .*'left'"):
+    with pytest.raises(ValueError, match=r"^first: expected .*'left'"):
         RingPenalty(0.1, first="left")
 
 
@@ -224,6 +224,6 @@ def test_torchs_operator_reads_no_memory_that_is_not_there(arguments, message):
 def test_nothing_is_written():
     before = WEIGHT.clone()
     for bad in ([0.1, -0.2, 0.3], [0.1]):
-        with pytest.raises(ValueError, match="^thresholds"):
+        with pytest.raises(ValueError, match=r"^thresholds"):
             sparsity.ring_prox(WEIGHT, bad)
     assert torch.equal(WEIGHT, before)

@@ -166,13 +166,15 @@ LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, double* c
     caps[n] = kInfinity;
     if (t[n] == 0) continue;
     // From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
+    // Rounding must not take the last level below 0.
+    const auto level_of = [&](const Above& over) { return over.mass <= t[n] ? 0 : (over.mass - t[n]) / over.weight; };
     Above over = above(n, caps, -1.0);
-    double level = over.mass <= t[n] ? 0 : (over.mass - t[n]) / over.weight;
+    double level = level_of(over);
     while (level > 0 && level < kInfinity) {
       const Above next = above(n, caps, level);
       if (!(next.count < over.count) || next.count == 0) break;
       over = next;
-      level = (over.mass - t[n]) / over.weight;
+      level = level_of(over);
     }
     for (int r = 0; r <= n; ++r) caps[r] = level < caps[r] || is_nan(level) ? level : caps[r];
   }
