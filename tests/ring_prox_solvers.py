@@ -25,8 +25,8 @@ def by_spams(case: Case) -> Tensor:
 
 
 def _spams(u: Array, rings: list[int], thresholds: Array, norm: str) -> Array:
-    """``u``: float64 ``[kernels, channels, taps]``. SPAMS wants the variables of each group side by side, and the root's
-    own, the innermost ring, first: from the centre outwards."""
+    """``u``: float64 ``[kernels, channels, taps]``. SPAMS wants the variables of each group together, and the root's
+    the innermost ring first: from the centre outwards."""
     kernels, channels, taps = u.shape
     order = np.argsort(-np.asarray(rings), kind="stable")
     columns = np.asfortranarray(u[:, :, order].transpose(2, 1, 0).reshape(taps * channels, kernels))
@@ -64,14 +64,17 @@ def by_proximal_gradient(case: Case, steps: int = 20_000) -> Tensor:
     return torch.from_numpy(x).view_as(case.weight)
 
 
-def by_cvxpy(case: Case) -> Tensor:
-    """CLARABEL's minimum, kernel by kernel, each divided by its largest weight, for tolerances are absolute.
-
-    Short steps and no regularisation make it find minima at the apex of a cone to 1e-8 instead of 1e-5; it then often
-    warns that it has not come as close as it was asked to, which is closer than it needs to be here.
-    """
+def clarabel(problem: cvxpy.Problem) -> None:
+    """Short steps and no regularisation find minima at the apex of a cone to 1e-8, not 1e-5. It then often warns
+    that it is not as close as it was asked to come, which is closer than it needs to be here."""
     options = {f"tol_{name}": 1e-11 for name in ("gap_abs", "gap_rel", "feas", "ktratio")}
-    options |= {"max_step_fraction": 0.6, "static_regularization_enable": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Solution may be inaccurate")
+        problem.solve(solver="CLARABEL", max_step_fraction=0.6, static_regularization_enable=False, **options)
+
+
+def by_cvxpy(case: Case) -> Tensor:
+    """CLARABEL's minimum, kernel by kernel, each divided by its largest weight, for tolerances are absolute."""
     index = np.asarray(case.rings.of_taps)
     found = []
     for o, kernel in enumerate(case.weight):
@@ -84,9 +87,7 @@ def by_cvxpy(case: Case) -> Tensor:
         objective = cvxpy.sum_squares(cvxpy.multiply(np.sqrt(d / 2), x - u)) + _row(case.thresholds, o) / size @ norms
         if case.squared is not None:
             objective += cvxpy.square(_row(case.squared, o) @ norms)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Solution may be inaccurate")
-            cvxpy.Problem(cvxpy.Minimize(objective)).solve(solver="CLARABEL", **options)
+        clarabel(cvxpy.Problem(cvxpy.Minimize(objective)))
         found.append(torch.from_numpy(x.value * size).view_as(kernel))
     return torch.stack(found)
 

@@ -36,7 +36,7 @@ def test_what_the_kernels_find_is_optimal(mode, dtype):
 @ALL_MODES
 def test_what_the_reference_finds_is_optimal(mode, dtype):
     slow = mode["metric"] and mode["norm"] == "l2" and mode["power"] in SLOW_REFERENCE
-    for seed, rings in enumerate(ALL_RINGS[3:5] if slow else ALL_RINGS):
+    for seed, rings in enumerate(ALL_RINGS[3:4] if slow else ALL_RINGS):
         case = make_case(rings, 24, seed=seed, **mode).to(dtype)
         assert case.residual(case.prox("reference")).max() <= RESIDUAL[dtype], rings
 

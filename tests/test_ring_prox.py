@@ -83,8 +83,7 @@ def test_rings_may_be_any_division_of_the_taps(metric, power, linf):
 
     weight = torch.randn(5, 3, 9, dtype=torch.float64)
     thresholds = torch.linspace(0.0, 0.3, 6, dtype=torch.float64)
-    for rings in ([5, 1, 3, 3, 4, 4, 1, 1, 5], [2] * 9):
-        assert_near(*both(weight, rings, thresholds), weight)
+    assert_near(*both(weight, [5, 1, 3, 3, 4, 4, 1, 1, 5], thresholds), weight)
     flat = torch.randn(5, 70)
     assert_near(*both(flat, [0], thresholds[3:4]), flat)
 
@@ -92,11 +91,12 @@ def test_rings_may_be_any_division_of_the_taps(metric, power, linf):
 def test_there_may_be_64_rings():
     weight = torch.randn(5, 3, 9, dtype=torch.float64)
     thresholds = torch.linspace(0.0, 0.3, 64, dtype=torch.float64)
-    found = []
-    for backend in ("native", "reference"):
-        with loco_ext.backend(backend):
-            found.append(ops.ring_prox(weight, [63, 0, 5, 5, 9, 62, 1, 0, 63], thresholds))
-    assert_near(*found, weight)
+    for rings in ([63, 0, 5, 5, 9, 62, 1, 0, 63], [7] * 9):
+        found = []
+        for backend in ("native", "reference"):
+            with loco_ext.backend(backend):
+                found.append(ops.ring_prox(weight, rings, thresholds))
+        assert_near(*found, weight)
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
@@ -222,3 +222,16 @@ def test_nothing_that_is_given_is_written_nor_part_of_the_result(mode, backend):
 def test_the_result_of_a_parameter_needs_no_gradient():
     weight = torch.nn.Parameter(torch.randn(4, 2, 3, 3))
     assert not sparsity.ring_prox(weight, [0.1, 0.1, 0.1]).requires_grad
+
+
+def test_rounding_takes_no_level_below_0():
+    """Thresholds that take away all but the last bits of a group."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(4000, 3, 3, dtype=torch.float64, generator=generator)
+    weight[:, 0] *= 1e-17
+    rows = weight.flatten(1).sum(1, keepdim=True) * (1 - 2.0**-53 * torch.randint(0, 4, (4000, 1), generator=generator))
+    for metric in (None, torch.ones_like(weight)):
+        x = sparsity.ring_prox(weight, rows * torch.tensor([0.0, 0.0, 1.0]), norm="linf", metric=metric)
+        assert (x <= weight).all()
+        assert (x >= 0).all()
+        assert (x <= 1e-14).all()

@@ -190,7 +190,7 @@ struct Above {
   double mass, weight, count;
 };
 
-// At which weights, all of them above it, have to be clipped to lose t.
+// At which weights, all of them above it, have to be clipped to lose t. Rounding must not take it below 0.
 LOCO_HD double level_of(const Above& over, double t) { return over.mass <= t ? 0 : (over.mass - t) / over.weight; }
 
 // caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.

@@ -104,15 +104,15 @@ def ring_prox(
         tensor([[[0., 4., 0.]]])
     """
     _check_weight("weight", weight)
-    _check_thresholds("thresholds", thresholds, weight)
+    check_thresholds("thresholds", thresholds, weight)
     _check_rings(weight, rings, thresholds.shape[-1])
     if squared is not None:
-        _check_thresholds("squared", squared, weight)
+        check_thresholds("squared", squared, weight)
         if squared.shape != thresholds.shape:
             raise ValueError(f"squared: expected shape {tuple(thresholds.shape)}, got {tuple(squared.shape)}")
         squared = squared.contiguous()
     if metric is not None:
-        _check_metric(metric, weight)
+        check_metric(metric, weight)
     arguments = (weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
     if backends.choose(_FAMILY, weight.device) == "reference":
         return _reference.ring_prox(*arguments)
@@ -141,7 +141,8 @@ def _check_rings(weight: Tensor, rings: Sequence[int], count: int) -> None:
         raise ValueError(f"rings: expected entries from 0 to {count - 1}, got {list(rings)}")
 
 
-def _check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
+def check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
+    """Raises TypeError or ValueError; of values only in eager calls."""
     if thresholds.dtype != torch.float64 or not thresholds.is_cpu:
         raise TypeError(f"{name}: expected a float64 tensor on the CPU, got {thresholds.dtype} on {thresholds.device}")
     if thresholds.dim() not in (1, 2) or (thresholds.dim() == 2 and len(thresholds) != len(weight)):
@@ -150,7 +151,8 @@ def _check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{name}: expected finite numbers of at least 0, got {thresholds.tolist()}")
 
 
-def _check_metric(metric: Tensor, weight: Tensor) -> None:
+def check_metric(metric: Tensor, weight: Tensor) -> None:
+    """Of all but its values. Raises TypeError or ValueError."""
     _check_weight("metric", metric)
     if metric.device != weight.device:
         raise TypeError(f"metric: expected device {weight.device} as weight, got {metric.device}")

@@ -33,7 +33,7 @@ class _Penalty:
 
     def __post_init__(self) -> None:
         _check_number("strength", self.strength)
-        if self.weighting not in WEIGHTINGS:
+        if self.weighting not in tuple(WEIGHTINGS):
             raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {self.weighting!r}")
         check_norm(self.norm)
         if isinstance(self.power, bool) or self.power not in (1, 2):
@@ -79,7 +79,7 @@ class _Penalty:
     def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
         rings, _ = self.rings(weight)
         if metric is not None:
-            check_metric(metric)
+            check_metric(metric, weight)
         return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=self.norm == "linf")
 
 
@@ -194,18 +194,23 @@ class KernelPenalty(_Penalty):
             return self._prox(weight, size * weights, None, metric)
         # All kernels have one threshold, in which the sum over the kernels of the result stands.
         factor = 2 * size * float(weights)
-        total = self._kernel_values(weight.detach()).sum().item()
+        values = self._finite_values(weight)
         if metric is None and self.norm == "l2":
-            norms = self._kernel_values(weight.detach()) / weights.to(weight.device)
+            norms = values / weights.to(weight.device)
             threshold = _shared_threshold(norms.sort(descending=True).values, factor * float(weights))
         else:
 
             def falling(t: float) -> float:
-                shrunk = self._prox(weight, torch.tensor([t], dtype=torch.float64), None, metric)
-                return factor * self._kernel_values(shrunk).sum().item()
+                shrunk = self._prox(weight, torch.tensor([t], dtype=torch.float64, device="cpu"), None, metric)
+                return factor * self._finite_values(shrunk).sum().item()
 
-            threshold = _balance(falling, factor * total)
-        return self._prox(weight, torch.tensor([threshold], dtype=torch.float64), None, metric)
+            threshold = _balance(falling, factor * values.sum().item())
+        return self._prox(weight, torch.tensor([threshold], dtype=torch.float64, device="cpu"), None, metric)
+
+    def _finite_values(self, weight: Tensor) -> Tensor:
+        """``w ||k||`` of each kernel, 0 where that is no number: such kernels have no part in the layer's sum."""
+        values = self._kernel_values(weight.detach())
+        return torch.where(values.isfinite(), values, 0.0)
 
 
 Penalty = RingPenalty | KernelPenalty
@@ -214,19 +219,18 @@ Penalty = RingPenalty | KernelPenalty
 def _shared_threshold(norms: Tensor, factor: float) -> float:
     """``t = factor * sum max(norms - t, 0)``; norms descend (eq. 32). The K largest exceed it."""
     sums = norms.cumsum(0)
-    thresholds = factor * sums / (1 + factor * torch.arange(1, len(norms) + 1, device=norms.device))
+    counts = torch.arange(1, len(norms) + 1, dtype=norms.dtype, device=norms.device)
+    thresholds = factor * sums / (1 + factor * counts)
     exceeding = int((norms > thresholds).sum())
     return thresholds[exceeding - 1].item() if exceeding else 0.0
 
 
 def _balance(falling: Callable[[float], float], upper: float) -> float:
     """Where ``falling(t) = t``, between 0 and ``upper``, by bisection."""
-    lower = 0.0
-    for _ in range(64):
-        middle = (lower + upper) / 2
-        if middle in (lower, upper):
-            break
+    lower, middle = 0.0, upper / 2
+    while lower < middle < upper:
         lower, upper = (middle, upper) if falling(middle) > middle else (lower, middle)
+        middle = (lower + upper) / 2
     return upper
 
 
