@@ -105,8 +105,9 @@ def _chain(norms: Tensor, t: Tensor) -> Tensor:
     factors = []
     for n in range(norms.shape[1]):
         a, t_n = torch.hypot(b, norms[:, n]), t[:, n]
-        b = torch.where((a <= t_n) & (t_n > 0), 0.0, a - t_n)
-        factors.append(torch.where((t_n == 0) | a.isinf(), 1.0, b / a))
+        dead = (a <= t_n) & (t_n > 0)
+        b = torch.where(dead, 0.0, a - t_n)
+        factors.append(torch.where((t_n == 0) | a.isinf(), 1.0, torch.where(dead, 0.0, b / a)))
     return torch.stack(factors, 1).flip(1).cumprod(1).flip(1)
 
 
