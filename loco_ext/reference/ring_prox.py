@@ -88,7 +88,8 @@ def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
     """``sum_n q_n ||x(G_n)||`` of each kernel."""
     if linf:
         largest = x.abs().amax(1)  # [C_out, taps]
-        rings = torch.stack([largest[:, index == n].amax(1) for n in range(q.shape[1])], 1)
+        inside = [largest[:, index == n] for n in range(q.shape[1])]
+        rings = torch.stack([ring.amax(1) if ring.shape[1] else ring.new_zeros(len(ring)) for ring in inside], 1)
         groups = rings.cummax(1).values
     else:
         scale, scaled = _scaled(x)
@@ -163,6 +164,8 @@ def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
     sizes, cap = u.abs(), torch.full_like(t, torch.inf)
     for n in range(t.shape[1]):
         group = index <= n
+        if not group.any():
+            continue
         inside = torch.minimum(sizes, cap[:, None, index])[:, :, group]
         level = _water_level(inside.flatten(1), d[:, :, group].flatten(1), t[:, n])
         cap[:, : n + 1] = torch.minimum(cap[:, : n + 1], level[:, None])
