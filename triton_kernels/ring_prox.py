@@ -21,8 +21,8 @@ from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
 DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-BLOCKS = (32, 2048)  # weights that a program works on at a time, least and most
-PER_THREAD = 8  # of them
+BLOCKS = (32, 1024)  # weights that a program works on at a time, least and most
+PER_THREAD = 4  # of them
 NARROW = 2**31 - BLOCKS[1]  # up to so many weights of a kernel their numbers fit into 32 bits
 ALIGNED = 16  # elements
 

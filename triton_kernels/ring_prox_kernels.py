@@ -248,7 +248,7 @@ def _prox_linf(kernel, FORM: tl.constexpr):
 # ---- what is launched
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["taps", "rings"])
 def norms_kernel(
     weight,
     norms,  # float64 for float64 weights, else float32, [kernels, rings]
@@ -268,7 +268,7 @@ def norms_kernel(
     tl.store(norms + tl.program_id(0).to(tl.int64) * rings + ring, result, mask=ring < rings)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["taps", "rings", "thresholds_stride"])
 def prox_kernel(
     weight,
     metric,  # or None
