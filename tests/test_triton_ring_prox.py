@@ -329,11 +329,20 @@ def test_thresholds_of_0_change_nothing_and_large_ones_leave_nothing(interpreter
 @pytest.mark.parametrize(("linf", "metric"), list(itertools.product([False, True], repeat=2)))
 def test_nan_and_infinity_stay_in_their_kernels(interpreter, linf, metric, value):
     calls = []
-    for dtype, place in itertools.product([F64, F16], [0, 4, 8]):
+    for dtype, place in [(F64, 0), (F16, 4), (F64, 4), (F32, 8)]:
         call = make((2, 1, 3, 3), dtype, linf, metric=F32 if metric else None, strength=0.3)
         call.weight[1, 0].view(-1)[place] = value
-        calls.append(call)
+        calls += [call, with_thresholds(call, 0.1, 0, 0)]
     assert_is_reference(interpreter, *calls)
+
+
+def test_nan_spreads_in_its_kernel_where_thresholds_are_squared(interpreter):
+    calls = []
+    for linf, metric, place in itertools.product([False, True], [False, True], [0, 2]):
+        calls.append(make((1, 2, 3), F32, linf, True, F32 if metric else None))
+        calls[-1].weight[0, 1, place] = torch.nan
+    for result, _norms in interpreter.results(calls):
+        assert result.isnan().all()
 
 
 @pytest.mark.parametrize("size", [1e-320, 1e-310, 1e-200, 1e150, 1e200, 1e307])
