@@ -11,6 +11,7 @@ All functions here raise TypeError for a wrong dtype, layout or device, ValueErr
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,10 +50,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
 class _RingNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rings: list[int], count: int) -> Tensor:
-        if backends.choose(_FAMILY, weight.device) == "reference":
-            norms = _reference.ring_norms(weight, rings, count)
-        else:
-            norms = backends.operators().ring_norms(weight, rings, count)
+        norms = _run("ring_norms", weight, rings, count)
         ctx.rings = rings
         ctx.save_for_backward(weight, norms)
         return norms
@@ -113,10 +111,16 @@ def ring_prox(
         squared = squared.contiguous()
     if metric is not None:
         check_metric(metric, weight)
-    arguments = (weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
-    if backends.choose(_FAMILY, weight.device) == "reference":
-        return _reference.ring_prox(*arguments)
-    return backends.operators().ring_prox(*arguments)
+    return _run("ring_prox", weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
+
+
+def _run(name: str, weight: Tensor, *arguments: Any) -> Tensor:
+    chosen = backends.choose(_FAMILY, weight.device)
+    if chosen == "reference":
+        return getattr(_reference, name)(weight, *arguments)
+    if chosen == "triton":
+        return getattr(importlib.import_module("loco_ext.triton_kernels.ring_prox"), name)(weight, *arguments)
+    return getattr(backends.operators(), name)(weight, *arguments)
 
 
 def _check_weight(name: str, weight: Tensor) -> None:
