@@ -247,4 +247,4 @@ def test_a_layer_without_kernels_is_left():
 def test_penalties_tell_how_they_were_made():
     for penalty in (RingPenalty(1e-3, "full", "scaled", "linf", 2, first="top_left"), KernelPenalty(2, "normalized")):
         assert repr(eval(repr(penalty))) == repr(penalty)
-    assert repr(KernelPenalty(2)) == "KernelPenalty(2.0, weighting='plain', norm='l2', power=1)"
+    assert repr(KernelPenalty(2)) == "KernelPenalty(strength=2, weighting='plain', norm='l2', power=1)"

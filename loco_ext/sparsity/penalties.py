@@ -22,14 +22,13 @@ from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, 
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 
 
-@dataclass(frozen=True)
 class _Penalty:
     """What both penalties share: checks of their settings, and the norms of nested groups."""
 
     strength: float
-    weighting: str = "plain"
-    norm: str = "l2"
-    power: int = 1
+    weighting: str
+    norm: str
+    power: int
 
     def __post_init__(self) -> None:
         _check_number("strength", self.strength)
@@ -163,6 +162,11 @@ class KernelPenalty(_Penalty):
         >>> sparsity.KernelPenalty(1.0).prox(weight, step=2.0).flatten(1).norm(dim=1)
         tensor([0., 2.])
     """
+
+    strength: float
+    weighting: str = "plain"
+    norm: str = "l2"
+    power: int = 1
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
         check_convolution("weight", weight)
