@@ -173,11 +173,34 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
         assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
 
 
-def test_payload_is_read_where_it_was_passed(kernels):
+def test_payload_is_read_where_it_was_passed(tmp_path):
+    source = CSRC / "common" / "cuda_upload.cu"
+    kernels = ptx.parse(ptx.compile_ptx(need_nvcc(), source, "90", tmp_path / "kernels.ptx", [CSRC]))
     for kernel, instructions in kernels_named(kernels, "write_payload<").items():
         assert "ld.param.v4.u32" in instructions, kernel
         assert ptx.wide(instructions, "st") > 0, kernel
         assert ptx.spaces(instructions) == {"param", "global"}, kernel
+
+
+@pytest.fixture(scope="module")
+def ring_kernels(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ptx") / "ring_kernels.ptx"
+    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "ring_prox" / "cuda.cu", "90", out, [CSRC]))
+
+
+def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):
+    for kernel, instructions in ring_kernels.items():
+        staged = re.search(r"<\w+, true>", kernel)
+        # A load for each of four dtypes of weights and of metrics, a store for each of the results.
+        assert ptx.wide(instructions, "ld") >= (8 if staged else 0), kernel
+        assert ptx.wide(instructions, "st") >= (0 if kernel.startswith("norms<") else 4), kernel
+
+
+def test_ring_kernels_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(ring_kernels):
+    for kernel, instructions in ring_kernels.items():
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith(("call", "fma.")) for one in instructions), kernel
 
 
 PTX = """

@@ -25,6 +25,8 @@ CLEAN = [
     "dimensions",
     "parameters",
     "returns_early",
+    "reverse",
+    "repeat",
     "host_threads",
     "limits",
 ]
@@ -57,7 +59,7 @@ def test_unwritten_shared_memory_and_wrong_tails_give_wrong_results(plain, case,
     assert (done.returncode, done.stdout) == (1, f"{case} wrong\n"), done.stderr
 
 
-@pytest.mark.parametrize("case", ["sum_missing_barrier", "histogram_missing_barrier"])
+@pytest.mark.parametrize("case", [f"{name}_missing_barrier" for name in ("sum", "histogram", "reverse", "repeat")])
 def test_a_missing_barrier_shows_in_some_order(plain, case):
     codes = {order: run_program(plain, case, order=order, timeout=TIMEOUT).returncode for order in ORDERS}
     assert set(codes.values()) <= {0, 1}
@@ -71,6 +73,7 @@ def test_a_missing_barrier_shows_in_some_order(plain, case):
         ("sum_missing_lanes", "128 at __shfl_down_sync"),
         ("sum_wrong_mask", "calls __shfl_xor_sync with the mask 0000ffff, which leaves it out"),
         ("shared_limit", "more than 49152 bytes of shared memory"),
+        ("requested_limit", "more than 49152 bytes of shared memory"),
     ],
 )
 @pytest.mark.parametrize("order", ["forward", "reverse", "1"])
@@ -86,6 +89,7 @@ def test_what_would_hang_or_be_refused_is_reported(plain, case, message, order):
         ("copy_out_of_bounds", "heap-buffer-overflow"),
         ("copy_misaligned", "misaligned address"),
         ("sum_shared_out_of_bounds", "out of bounds"),
+        ("reverse_out_of_bounds", "heap-buffer-overflow"),
         ("stack_out_of_bounds", "stack-buffer-overflow"),
     ],
 )
@@ -110,7 +114,7 @@ def test_too_many_parameters_do_not_compile(tmp_path):
 
 def test_an_unknown_order_is_an_error(plain):
     done = run_program(plain, "sum", order="sideways", timeout=TIMEOUT)
-    assert "expected forward, reverse or a number, got sideways" in done.stderr
+    assert "expected forward, reverse, eager or a number, got sideways" in done.stderr
     assert done.returncode == -signal.SIGABRT
 
 

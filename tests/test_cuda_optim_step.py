@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from cuda_on_cpu import build
 
-SOURCES = [build.CSRC / "optim_step" / name for name in ("cuda.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp")]
+SOURCES = [
+    *(build.CSRC / "optim_step" / name for name in ("cuda.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp")),
+    *(build.CSRC / "common" / name for name in ("convert.cpp", "cuda_upload.cu")),
+]
 CHECK = build.HERE / "check_optim_step.cpp"
 
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/cuda_upload.h"
 #include "common/device.h"
 #include "optim_step/bind.h"
 #include "optim_step/cuda.h"

@@ -1,8 +1,6 @@
 // One block steps one chunk of a tensor. Elements are numbered in the parameter's memory order. Where all operands are
 // flat and reach a 16-byte boundary together, a thread takes 16 bytes of each at a time; elements before the first
 // boundary, after the last whole vector and in all other tensors are taken one by one.
-#include <algorithm>
-
 #include "common/launch.h"
 #include "optim_step/cuda.h"
 #include "optim_step/gpu_operand.h"
@@ -271,27 +269,6 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
   if (end < head || (end >= tail && end < count)) step_one(task, end);
 }
 
-constexpr int kSmallPayload = 3968, kLargePayload = 32256;
-
-template <int size>
-struct alignas(16) Payload {
-  unsigned char bytes[size];
-};
-
-template <int size>
-__global__ void __launch_bounds__(kThreads)
-    write_payload(const __grid_constant__ Payload<size> payload, unsigned char* to, int count) {
-  const auto* from = reinterpret_cast<const uint4*>(payload.bytes);
-  for (int k = threadIdx.x; k < count / 16; k += kThreads) reinterpret_cast<uint4*>(to)[k] = from[k];
-}
-
-template <int size>
-void upload_part(const unsigned char* from, unsigned char* to, int64_t count, void* stream) {
-  Payload<size> payload;
-  std::copy_n(from, count, payload.bytes);
-  LOCO_LAUNCH(write_payload<size>, 1, kThreads, stream, payload, to, static_cast<int>(count));
-}
-
 template <class Rule>
 Parameters<Rule> parameters_of(const CudaCall& call) {
   const GpuTable& t = *call.table;
@@ -378,19 +355,5 @@ void step_cuda(const CudaCall& call) {
 
 template void step_cuda<Sgd>(const CudaCall& call);
 template void step_cuda<Adam>(const CudaCall& call);
-
-void upload(const unsigned char* from, unsigned char* to, int64_t count, void* stream) {
-  while (count > 0) {
-    const int64_t part = std::min<int64_t>(count, count > kSmallPayload ? kLargePayload : kSmallPayload);
-    part > kSmallPayload ? upload_part<kLargePayload>(from, to, part, stream)
-                         : upload_part<kSmallPayload>(from, to, part, stream);
-    from += part, to += part, count -= part;
-  }
-}
-
-const char* launch_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
 
 }  // namespace loco::optim_step

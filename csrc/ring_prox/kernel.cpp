@@ -30,7 +30,7 @@ class RingSums {
     for (int k = 0; k < shape_.taps; ++k) {
       if (shape_.ring_of_tap[k] != ring) continue;
       const T *u = u_ + k * shape_.channels, *d = d_ + k * shape_.channels;
-      const Damped part = wide_ ? wide_damped(u, d, shape_.channels, c) : damped(u, d, shape_.channels, c);
+      const Damped part = wide_ ? wide_damped_sums(u, d, shape_.channels, c) : damped_sums(u, d, shape_.channels, c);
       all = {all.squares + part.squares, all.slope + part.slope};
     }
     return all;
@@ -52,21 +52,6 @@ void turn(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
   }
-}
-
-// solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
-// ||x(G_n)|| there, penalty(null): of u.
-template <typename Solve, typename Penalty>
-void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty, double* found) {
-  double factor = 0;
-  if (thresholds.squared) {
-    const auto penalty_at = [&](double value) {
-      solve(value);
-      return penalty(found);
-    };
-    factor = squared_factor(penalty_at, penalty(nullptr));
-  }
-  solve(factor);
 }
 
 }  // namespace

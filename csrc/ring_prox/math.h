@@ -14,7 +14,8 @@
 // With q, x is the prox without it and with thresholds t + f q, where f = 2 sum_n q_n ||x(G_n)|| at x: f is the root of
 // a rising function.
 //
-// Everything here is scalar and in float64. Sums over the weights are asked of the caller, who knows how they lie.
+// Everything here is scalar and in float64. Sums over the weights are asked of the caller, who knows how they lie, and
+// who may give something else than a pointer for an array that results are written to.
 #pragma once
 
 #include <cmath>
@@ -28,6 +29,13 @@ constexpr int kMaxRings = 64;
 constexpr double kInfinity = __builtin_huge_val();
 
 LOCO_HD bool is_nan(double value) { return value != value; }
+
+// u d / (d + c)
+template <typename T>
+LOCO_HD double damped(T u, T d, double c) {
+  const double weight = d;
+  return static_cast<double>(u) * (weight / (weight + c));
+}
 
 // Of one kernel, for each group.
 struct Thresholds {
@@ -121,9 +129,9 @@ LOCO_HD double least_coefficient(const double* norms, const double* t, int first
 
 // sums(r, c): Damped of ring r. Where c of a ring is less than it must be, that is missed, and the rest goes on from
 // what it must be. Writes down c of each ring and its derivative.
-template <class Sums>
-LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c,
-                   double* coefficients, double* derivatives) {
+template <class Sums, class Array>
+LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c, Array coefficients,
+                   Array derivatives) {
   double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
   Shot lacking{0, 0};
   for (int r = first; r < rings; ++r) {
@@ -149,9 +157,9 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
 // Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
 // beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
 // is the error; derivatives: [rings], for use meanwhile.
-template <class Sums>
-LOCO_HD void solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, double* coefficients,
-                          double* derivatives) {
+template <class Sums, class Array>
+LOCO_HD void solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
+                          Array derivatives) {
   double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
   if (!(c > 0 && c < kInfinity)) {
     for (int r = first; r < rings; ++r) coefficients[r] = c;
@@ -194,8 +202,8 @@ struct Above {
 LOCO_HD double level_of(const Above& over, double t) { return over.mass <= t ? 0 : (over.mass - t) / over.weight; }
 
 // caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.
-template <class Sums>
-LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, double* caps) {
+template <class Sums, class Array>
+LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array caps) {
   for (int n = 0; n < rings; ++n) {
     caps[n] = kInfinity;
     if (t[n] == 0) continue;
@@ -234,6 +242,22 @@ LOCO_HD double squared_factor(const Penalty& penalty_at, double penalty_of_u) {
   const auto balance = [&](double factor) { return factor - 2 * penalty_at(factor); };
   const double f_upper = balance(upper);
   return f_upper <= 0 ? upper : find_root(balance, 0, -upper, upper, f_upper, 4e-16);
+}
+
+// solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
+// ||x(G_n)|| there, penalty(null): of u.
+template <class Solve, class Penalty>
+LOCO_HD void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty,
+                           const double* found) {
+  double factor = 0;
+  if (thresholds.squared) {
+    const auto penalty_at = [&](double value) {
+      solve(value);
+      return penalty(found);
+    };
+    factor = squared_factor(penalty_at, penalty(nullptr));
+  }
+  solve(factor);
 }
 
 }  // namespace loco::ring_prox

@@ -241,19 +241,21 @@ LOCO_CLONES double weighed_squares(const double* u, const double* d, int64_t cou
   return weighed_squares_of(u, d, count);
 }
 
-LOCO_CLONES Damped damped(const float* u, const float* d, int64_t count, double c) {
+LOCO_CLONES Damped damped_sums(const float* u, const float* d, int64_t count, double c) {
   const Damped sums = damped_of(u, d, count, static_cast<float>(c));
   const bool safe = sums.squares > 1e-28 && sums.slope > 1e-28 && sums.squares < 1e28 && sums.slope < 1e28;
   return safe ? sums : wide_damped_of(u, d, count, c);
 }
-LOCO_CLONES Damped damped(const double* u, const double* d, int64_t count, double c) {
+LOCO_CLONES Damped damped_sums(const double* u, const double* d, int64_t count, double c) {
   return damped_of(u, d, count, c);
 }
 
-LOCO_CLONES Damped wide_damped(const float* u, const float* d, int64_t count, double c) {
+LOCO_CLONES Damped wide_damped_sums(const float* u, const float* d, int64_t count, double c) {
   return wide_damped_of(u, d, count, c);
 }
-Damped wide_damped(const double* u, const double* d, int64_t count, double c) { return damped(u, d, count, c); }
+Damped wide_damped_sums(const double* u, const double* d, int64_t count, double c) {
+  return damped_sums(u, d, count, c);
+}
 
 LOCO_CLONES double smallest(const float* x, int64_t count) { return smallest_of(x, count); }
 LOCO_CLONES double smallest(const double* x, int64_t count) { return smallest_of(x, count); }

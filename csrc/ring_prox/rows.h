@@ -23,10 +23,10 @@ void wide_tap_squares(const double* x, int64_t channels, int taps, double* by_ta
 double weighed_squares(const float* u, const float* d, int64_t count);
 double weighed_squares(const double* u, const double* d, int64_t count);
 // See Damped. The terms of the narrow sums are in the type of the weights, and four of them are summed in it.
-Damped damped(const float* u, const float* d, int64_t count, double c);
-Damped damped(const double* u, const double* d, int64_t count, double c);
-Damped wide_damped(const float* u, const float* d, int64_t count, double c);
-Damped wide_damped(const double* u, const double* d, int64_t count, double c);
+Damped damped_sums(const float* u, const float* d, int64_t count, double c);
+Damped damped_sums(const double* u, const double* d, int64_t count, double c);
+Damped wide_damped_sums(const float* u, const float* d, int64_t count, double c);
+Damped wide_damped_sums(const double* u, const double* d, int64_t count, double c);
 // Of min(|u|, cap) where that exceeds level; d may be null: ones.
 Above above(const float* u, const float* d, int64_t count, double cap, double level);
 Above above(const double* u, const double* d, int64_t count, double cap, double level);

@@ -27,7 +27,8 @@ constexpr int kNone = -1;
 constexpr uint64_t kPoison = ~uint64_t{0};
 
 struct Order {
-  enum Kind { forward, reverse, shuffled } kind;
+  // eager: the thread that was let go last goes on first, so that a warp runs ahead of the others as far as it can.
+  enum Kind { forward, reverse, shuffled, eager } kind;
   uint64_t seed;
 
   // splitmix64
@@ -143,8 +144,9 @@ class Block {
       return kNone;
     }
     if (order_->kind == Order::shuffled) std::swap(ready_.front(), ready_[order_->random() % ready_.size()]);
-    const int thread = ready_.front();
-    ready_.pop_front();
+    const bool last = order_->kind == Order::eager;
+    const int thread = last ? ready_.back() : ready_.front();
+    last ? ready_.pop_back() : ready_.pop_front();
     return thread;
   }
 

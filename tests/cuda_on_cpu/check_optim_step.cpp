@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/cuda_upload.h"
 #include "optim_step/cpu.h"
 #include "optim_step/cuda.h"
 

@@ -4,10 +4,10 @@
 //   g++ -x c++ -std=c++17 -isystem <cuda>/include -include cuda_on_cpu.h kernel.cu
 //
 // Blocks run one after another. A block's threads are fibers (fiber.h): each runs until it waits at a barrier or a warp
-// collective (block.h), then the next one does. In which order is chosen by CUDA_ON_CPU_ORDER=forward|reverse|SEED or
-// set_order() (launch.h), so that a missing barrier shows in one of them. Reported with a message and abort():
-// barriers and collectives that can never be left, lanes that are missing from their own mask, more than 48 KB of
-// shared memory. Launches that a GPU refuses set cudaErrorInvalidConfiguration.
+// collective (block.h), then the next one does. In which order is chosen by
+// CUDA_ON_CPU_ORDER=forward|reverse|eager|SEED or set_order() (launch.h), so that a missing barrier shows in one of
+// them. Reported with a message and abort(): barriers and collectives that can never be left, lanes that are missing
+// from their own mask, more than 48 KB of shared memory. Launches that a GPU refuses set cudaErrorInvalidConfiguration.
 //
 // Not seen: lost updates of plain increments (threads only change places where they wait), weak memory ordering.
 // Static __shared__ variables hold NaN patterns when a block begins; under AddressSanitizer they have its redzones

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <type_traits>
@@ -17,8 +18,11 @@
 #include "block.h"
 #include "intrinsics.h"
 
-// kernel: a __global__ function, in parentheses if its name has commas. Then blocks, threads, stream and its arguments.
-#define LOCO_LAUNCH(kernel, ...) ::cuda_on_cpu::launch(#kernel, kernel, __VA_ARGS__)
+// As in common/launch.h.
+#define LOCO_LAUNCH(kernel, blocks, threads, ...) LOCO_LAUNCH_SHARED(kernel, blocks, threads, 0, __VA_ARGS__)
+#define LOCO_LAUNCH_SHARED(kernel, blocks, threads, bytes, ...) \
+  ::cuda_on_cpu::launch(#kernel, kernel, blocks, threads, bytes, __VA_ARGS__)
+#define LOCO_SHARED(name) unsigned char* const name = ::cuda_on_cpu::requested_memory
 
 namespace cuda_on_cpu {
 
@@ -31,9 +35,11 @@ inline int64_t launches = 0;  // since the start, refused ones left out
 inline Order parse_order(const char* text) {
   if (text == nullptr || std::strcmp(text, "forward") == 0) return {Order::forward, 0};
   if (std::strcmp(text, "reverse") == 0) return {Order::reverse, 0};
+  if (std::strcmp(text, "eager") == 0) return {Order::eager, 0};
   char* end = nullptr;
   const uint64_t seed = std::strtoull(text, &end, 10);
-  if (end == text || *end != '\0') fail("CUDA_ON_CPU_ORDER: expected forward, reverse or a number, got %s", text);
+  if (end == text || *end != '\0')
+    fail("CUDA_ON_CPU_ORDER: expected forward, reverse, eager or a number, got %s", text);
   return {Order::shuffled, seed};
 }
 
@@ -105,16 +111,23 @@ constexpr size_t parameter_bytes() {
   return at;
 }
 
-inline void run_block(const char* kernel, uint64_t index, Block::Body body, void* context, const SharedMemory& shared) {
+// What the running grid's launch asked for beside __shared__ variables.
+inline unsigned char* requested_memory = nullptr;
+
+inline void run_block(const char* kernel, uint64_t index, Block::Body body, void* context, const SharedMemory& shared,
+                      const SharedMemory& requested) {
   const uint64_t x = gridDim.x, y = gridDim.y;
   blockIdx = {static_cast<unsigned>(index % x), static_cast<unsigned>(index / x % y),
               static_cast<unsigned>(index / x / y)};
   shared.poison();
+  requested.poison();
   block().run(kernel, static_cast<int>(blockDim.x * blockDim.y * blockDim.z), body, context, order());
-  if (shared.used() > kMostShared) fail("%s: more than %ld bytes of shared memory", kernel, kMostShared);
+  const int64_t used = shared.used() + static_cast<int64_t>(requested.size);
+  if (used > kMostShared) fail("%s: more than %ld bytes of shared memory", kernel, kMostShared);
 }
 
-inline void run_grid(const char* kernel, const Extent& blocks, const Extent& threads, Block::Body body, void* context) {
+inline void run_grid(const char* kernel, const Extent& blocks, const Extent& threads, size_t bytes, Block::Body body,
+                     void* context) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (!blocks.within(INT32_MAX, 65535, 65535) || !threads.within(1024, 1024, 64) || threads.count() > 1024) {
@@ -127,25 +140,28 @@ inline void run_grid(const char* kernel, const Extent& blocks, const Extent& thr
   gridDim = blocks.size;
   blockDim = threads.size;
   const SharedMemory shared = shared_memory();
+  const std::unique_ptr<unsigned char[]> memory(new unsigned char[bytes]);  // a sanitizer sees what lies beside it
+  const SharedMemory requested{memory.get(), bytes};
+  requested_memory = memory.get();
   const uint64_t count = blocks.count();
   std::vector<uint64_t> shuffled(order().kind == Order::shuffled ? count : 0);
   std::iota(shuffled.begin(), shuffled.end(), uint64_t{0});
   for (uint64_t i = shuffled.size(); i > 1; --i) std::swap(shuffled[i - 1], shuffled[order().random() % i]);
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t index = !shuffled.empty() ? shuffled[i] : order().kind == Order::reverse ? count - 1 - i : i;
-    run_block(kernel, index, body, context, shared);
+    run_block(kernel, index, body, context, shared, requested);
   }
 }
 
 // Arguments are converted and copied at the launch, and once more for each thread, which may write to its own.
 template <class... Params>
-void launch(const char* name, void (*kernel)(Params...), Extent blocks, Extent threads, const void* /*stream*/,
-            SameT<Params>... arguments) {
+void launch(const char* name, void (*kernel)(Params...), Extent blocks, Extent threads, size_t bytes,
+            const void* /*stream*/, SameT<Params>... arguments) {
   static_assert((std::is_trivially_copyable_v<Params> && ...), "kernel parameters must be trivially copyable");
   static_assert(parameter_bytes<Params...>() <= kMostParameters, "kernel parameters take more than 32764 bytes");
   const auto call = [&] { kernel(arguments...); };
   const auto body = [](void* context) { (*static_cast<decltype(call)*>(context))(); };
-  run_grid(name, blocks, threads, body, const_cast<void*>(static_cast<const void*>(&call)));
+  run_grid(name, blocks, threads, bytes, body, const_cast<void*>(static_cast<const void*>(&call)));
 }
 
 }  // namespace cuda_on_cpu

@@ -2,6 +2,7 @@
 // what torch knows of it replaced.
 
 #include "optim_step/bind_cuda.h"
+#include "ring_prox/bind_cuda.h"
 #include "schemas.h"
 
 extern "C" {
@@ -22,4 +23,7 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return AOTI_T
 }
 
 STABLE_TORCH_LIBRARY(loco_ext_on_cpu, m) { loco::define_operators(m); }
-STABLE_TORCH_LIBRARY_IMPL(loco_ext_on_cpu, CPU, m) { loco::optim_step::implement_cuda(m); }
+STABLE_TORCH_LIBRARY_IMPL(loco_ext_on_cpu, CPU, m) {
+  loco::optim_step::implement_cuda(m);
+  loco::ring_prox::implement_cuda(m);
+}

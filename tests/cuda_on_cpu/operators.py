@@ -16,7 +16,8 @@ from loco_ext.ops import backends
 
 SOURCES = (
     *("optim_step/cuda.cu", "optim_step/bind.cpp", "optim_step/bind_cuda.cpp", "optim_step/gather.cpp"),
-    *("optim_step/gpu_table.cpp", "common/device.cpp", "common/overlap.cpp", "common/registry.cpp"),
+    *("optim_step/gpu_table.cpp", "common/cuda_upload.cu", "common/device.cpp", "common/overlap.cpp"),
+    *("common/registry.cpp", "ring_prox/cuda.cu", "ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
 )
 
 

@@ -152,6 +152,31 @@ __global__ void big_shared(float* out) {
   out[threadIdx.x] = big[threadIdx.x];
 }
 
+// Turns a block's values round in memory that the launch has asked for.
+template <Fault fault>
+__global__ void reverse_block(const float* in, float* out) {
+  LOCO_SHARED(memory);
+  auto* values = reinterpret_cast<float*>(memory);
+  values[threadIdx.x + (fault == Fault::shared_out_of_bounds ? 1 : 0)] = in[threadIdx.x];
+  if constexpr (fault != Fault::missing_barrier) __syncthreads();
+  out[threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
+}
+
+// Each sum takes two barriers, or one and two buffers in turn; with one of either a warp that is ahead spoils it.
+template <Fault fault>
+__global__ void repeated_sum(float* out) {
+  __shared__ float sums[2];
+  float total = 0;
+  for (int i = 0; i < 4; ++i) {
+    const float sum = warp_sum(static_cast<float>(i));
+    if (threadIdx.x % warpSize == 0) sums[threadIdx.x / warpSize] = sum;
+    __syncthreads();
+    total += sums[0] + sums[1];
+    if constexpr (fault != Fault::missing_barrier) __syncthreads();
+  }
+  out[threadIdx.x] = total;
+}
+
 struct alignas(16) Arguments {
 #if defined(PLANTED_BIG_PARAMETERS)
   unsigned char bytes[32752];
@@ -226,6 +251,33 @@ bool dimensions() {
   for (const unsigned long long sum : sums) {
     if (sum != 40 * 39 / 2) return false;
   }
+  return true;
+}
+
+template <Fault fault>
+bool reverses() {
+  std::vector<float> in(64), out(64);
+  for (int i = 0; i < 64; ++i) in[i] = static_cast<float>(i);
+  LOCO_LAUNCH_SHARED(reverse_block<fault>, 1, 64, 64 * sizeof(float), nullptr, in.data(), out.data());
+  for (int i = 0; i < 64; ++i) {
+    if (out[i] != in[63 - i]) return false;
+  }
+  return true;
+}
+
+template <Fault fault>
+bool repeats() {
+  std::vector<float> out(64);
+  LOCO_LAUNCH(repeated_sum<fault>, 1, 64, nullptr, out.data());
+  for (const float total : out) {
+    if (total != 64 * (0 + 1 + 2 + 3)) return false;
+  }
+  return true;
+}
+
+bool requested_limit() {
+  std::vector<float> values(64);
+  LOCO_LAUNCH_SHARED(reverse_block<Fault::none>, 1, 64, (48 << 10) + 16, nullptr, values.data(), values.data());
   return true;
 }
 
@@ -305,6 +357,8 @@ const Case kCases[] = {
     {"dimensions", dimensions},
     {"parameters", parameters},
     {"returns_early", returns_early},
+    {"reverse", reverses<Fault::none>},
+    {"repeat", repeats<Fault::none>},
     {"host_threads", host_threads},
     {"limits", limits},
     {"order", prints_order},
@@ -322,6 +376,10 @@ const Case kCases[] = {
     {"histogram_missing_barrier", histograms<Fault::missing_barrier>},
     {"stack_out_of_bounds", stack_out_of_bounds},
     {"shared_limit", shared_limit},
+    {"reverse_out_of_bounds", reverses<Fault::shared_out_of_bounds>},
+    {"reverse_missing_barrier", reverses<Fault::missing_barrier>},
+    {"repeat_missing_barrier", repeats<Fault::missing_barrier>},
+    {"requested_limit", requested_limit},
 };
 
 }  // namespace

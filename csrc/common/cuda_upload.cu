@@ -1,0 +1,49 @@
+// A kernel's arguments are copied when it is launched, so that host memory may change at once. One block writes them.
+#include <algorithm>
+
+#include "common/cuda_upload.h"
+#include "common/launch.h"
+#include "common/platform.h"
+
+namespace loco {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSmallPayload = 3968, kLargePayload = 32256;
+
+template <int size>
+struct alignas(16) Payload {
+  unsigned char bytes[size];
+};
+
+template <int size>
+__global__ void __launch_bounds__(kThreads)
+    write_payload(const __grid_constant__ Payload<size> payload, unsigned char* to, int count) {
+  const auto* from = reinterpret_cast<const uint4*>(payload.bytes);
+  for (int k = threadIdx.x; k < count / 16; k += kThreads) reinterpret_cast<uint4*>(to)[k] = from[k];
+}
+
+template <int size>
+void upload_part(const unsigned char* from, unsigned char* to, int64_t count, void* stream) {
+  Payload<size> payload;
+  std::copy_n(from, count, payload.bytes);
+  LOCO_LAUNCH(write_payload<size>, 1, kThreads, stream, payload, to, static_cast<int>(count));
+}
+
+}  // namespace
+
+void upload(const unsigned char* from, unsigned char* to, int64_t count, void* stream) {
+  while (count > 0) {
+    const int64_t part = std::min<int64_t>(count, count > kSmallPayload ? kLargePayload : kSmallPayload);
+    part > kSmallPayload ? upload_part<kLargePayload>(from, to, part, stream)
+                         : upload_part<kSmallPayload>(from, to, part, stream);
+    from += part, to += part, count -= part;
+  }
+}
+
+const char* launch_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace loco

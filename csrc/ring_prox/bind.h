@@ -1,0 +1,86 @@
+// What the ring operators take, checked and read, the same for every device. Schemas: schemas.h.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "common/stable.h"
+#include "common/strided.h"
+#include "ring_prox/kernel.h"
+
+namespace loco::ring_prox {
+
+using Ints = std::vector<int64_t>;
+
+inline bool same_shape(const View& a, const View& b) {
+  return a.ndim == b.ndim && std::equal(a.sizes, a.sizes + a.ndim, b.sizes);
+}
+
+// A weight's shape as its kernels see it: (kernels, channels, *taps).
+struct Reader {
+  Place place;
+  View view;
+  std::vector<int> ring_of_tap;
+  Shape shape;  // channels are fastest where they lie side by side and taps do not
+
+  Reader(const Tensor& weight, const Ints& rings, int64_t count)
+      : place(place_of(weight)), view(view_of(weight, "weight", 0, place)) {
+    STD_TORCH_CHECK(view.ndim >= 2 && view.ndim < kMaxDims, "weight: expected 2 to ", kMaxDims - 1,
+                    " dimensions, got shape ", shape_text(view.sizes, view.ndim));
+    STD_TORCH_CHECK(count >= 1 && count <= kMaxRings, "rings: expected 1 to ", kMaxRings, " of them, got ", count);
+    int64_t taps = 1;
+    for (int64_t k = 2; k < view.ndim; ++k) taps *= view.sizes[k];
+    STD_TORCH_CHECK(taps == static_cast<int64_t>(rings.size()), "rings: expected one entry for each of the ", taps,
+                    " taps of weight, got ", rings.size());
+    STD_TORCH_CHECK(view.sizes[1] > 0 && taps > 0, "weight: expected kernels of at least one weight, got shape ",
+                    shape_text(view.sizes, view.ndim));
+    for (const int64_t ring : rings) {
+      STD_TORCH_CHECK(ring >= 0 && ring < count, "rings: expected entries from 0 to ", count - 1, ", got ", ring);
+      ring_of_tap.push_back(static_cast<int>(ring));
+    }
+    const bool channels_fastest = view.sizes[1] > 1 && view.strides[1] == 1;
+    shape = {view.sizes[1], static_cast<int>(taps), static_cast<int>(count), ring_of_tap.data(), channels_fastest};
+  }
+
+  int64_t kernel_count() const { return view.sizes[0]; }
+
+  // Of another tensor on the weight's device and of its shape.
+  View view_like(const Tensor& tensor, const char* name) const {
+    const View other = view_of(tensor, name, 0, place);
+    STD_TORCH_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view.sizes, view.ndim),
+                    ", got ", shape_text(other.sizes, other.ndim));
+    return other;
+  }
+};
+
+// t and q of math.h: [kernels, rings], or [rings] with a stride of 0; q may be null.
+struct ThresholdRows {
+  const double *plain, *squared;
+  int64_t stride;
+};
+
+inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t kernels) {
+  const View t = view_of(thresholds, "thresholds", 0);
+  STD_TORCH_CHECK(t.dtype == DType::f64 && (t.ndim == 1 || t.ndim == 2) && thresholds.is_contiguous(),
+                  "thresholds: expected a contiguous float64 tensor of 1 or 2 dimensions");
+  STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == kernels, "thresholds: expected ", kernels, " rows, got ", t.sizes[0]);
+  ThresholdRows rows{static_cast<const double*>(t.data), nullptr, t.ndim == 1 ? 0 : t.sizes[1]};
+  if (squared) {
+    const View q = view_of(*squared, "squared", 0);
+    STD_TORCH_CHECK(q.dtype == DType::f64 && same_shape(q, t) && squared->is_contiguous(),
+                    "squared: expected a contiguous float64 tensor of the thresholds' shape");
+    rows.squared = static_cast<const double*>(q.data);
+  }
+  return rows;
+}
+
+// For the norms of all rings.
+inline Tensor empty_norms(const Tensor& weight, const Reader& reader) {
+  const bool is_double = reader.view.dtype == DType::f64;
+  const auto dtype = is_double ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
+  const int64_t sizes[] = {reader.kernel_count(), reader.shape.rings};
+  return torch::stable::new_empty(weight, sizes, dtype);
+}
+
+}  // namespace loco::ring_prox

@@ -1,0 +1,92 @@
+// torch.ops.loco_ext.ring_norms and ring_prox on tensors of an NVIDIA GPU.
+#include "ring_prox/bind_cuda.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "common/cuda_upload.h"
+#include "common/device.h"
+#include "ring_prox/bind.h"
+#include "ring_prox/cuda.h"
+#include "ring_prox/gpu_table.h"
+
+namespace loco::ring_prox {
+namespace {
+
+Placed placed(const View& view) {
+  Placed result{view.data, view.dtype, view.strides[0], view.strides[1], {0}};
+  for (int64_t d = 2; d < view.ndim; ++d) {
+    std::vector<int64_t> longer;
+    for (const int64_t offset : result.tap_offsets) {
+      for (int64_t k = 0; k < view.sizes[d]; ++k) longer.push_back(offset + k * view.strides[d]);
+    }
+    result.tap_offsets = longer;
+  }
+  return result;
+}
+
+CudaCall call_of(const Reader& reader) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  STD_TORCH_CHECK(reader.kernel_count() <= most && reader.shape.numel() <= most,
+                  "weight: expected at most 2^31 - 1 kernels and as many weights in each, got shape ",
+                  shape_text(reader.view.sizes, reader.view.ndim));
+  return {reader.kernel_count(), reader.shape, placed(reader.view)};
+}
+
+// Brings the call's table to the weight's GPU, and launches: launch(table, its copy, stream). The copy's memory is
+// given back at once; the stream's next user comes after the kernels.
+template <class Launch>
+void run(const CudaCall& call, const Reader& reader, const Tensor& weight, const Launch& launch) {
+  if (call.kernels == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(reader.place.index);
+  void* stream = current_stream(reader.place.index);
+  const GpuTable table = build(call);
+  const auto size = static_cast<int64_t>(table.bytes.size());
+  const Tensor memory = torch::stable::new_empty(weight, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
+                                                 std::nullopt, std::nullopt);
+  auto* bytes = static_cast<unsigned char*>(memory.mutable_data_ptr());
+  upload(table.bytes.data(), bytes, size, stream);
+  launch(table, bytes, stream);
+  const char* error = launch_error();
+  STD_TORCH_CHECK(error == nullptr, "ring_prox: the GPU refused a kernel: ", error);
+}
+
+Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
+  const Reader reader(weight, rings, count);
+  Tensor out = empty_norms(weight, reader);
+  const CudaCall call = call_of(reader);
+  run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
+    norms_cuda(call, table, memory, out.mutable_data_ptr(), stream);
+  });
+  return out;
+}
+
+Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
+                 std::optional<Tensor> metric, bool linf) {
+  const Reader reader(weight, rings, thresholds.size(-1));
+  const ThresholdRows rows = read_thresholds(thresholds, squared, reader.kernel_count());
+  Tensor out = torch::stable::empty_like(weight);
+  CudaCall call = call_of(reader);
+  if (metric) call.metric = placed(reader.view_like(*metric, "metric"));
+  call.out = placed(reader.view_like(out, "out"));
+  call.plain = rows.plain;
+  call.squared = rows.squared;
+  call.thresholds_stride = rows.stride;
+  call.linf = linf;
+  run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
+    prox_cuda(call, table, memory, stream);
+  });
+  return out;
+}
+
+}  // namespace
+
+void implement_cuda(torch::stable::detail::StableLibrary& m) {
+  m.impl("ring_norms", TORCH_BOX(&ring_norms));
+  m.impl("ring_prox", TORCH_BOX(&ring_prox));
+}
+
+}  // namespace loco::ring_prox

@@ -1,0 +1,68 @@
+#include "ring_prox/gpu_table.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace loco::ring_prox {
+namespace {
+
+constexpr int64_t kAlignment = 16;
+
+template <typename T>
+int64_t append(std::vector<unsigned char>& bytes, const T* values, int64_t count) {
+  const auto begin = static_cast<int64_t>(bytes.size());
+  const int64_t size = count * static_cast<int64_t>(sizeof(T));
+  bytes.resize(begin + (size + kAlignment - 1) / kAlignment * kAlignment);
+  std::memcpy(bytes.data() + begin, values, size);
+  return begin;
+}
+
+}  // namespace
+
+GpuTable build(const CudaCall& call) {
+  const Shape& shape = call.shape;
+  std::vector<int> order(shape.taps), rank(shape.taps);
+  for (int k = 0; k < shape.taps; ++k) order[k] = k;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return shape.ring_of_tap[a] < shape.ring_of_tap[b]; });
+  for (int k = 0; k < shape.taps; ++k) rank[order[k]] = k;
+
+  const auto channels = static_cast<uint32_t>(shape.channels);
+  std::vector<uint32_t> begins(shape.rings + 1, 0);
+  for (int k = 0; k < shape.taps; ++k) begins[shape.ring_of_tap[k] + 1] += channels;
+  for (int r = 0; r < shape.rings; ++r) begins[r + 1] += begins[r];
+
+  const Placed* operands[] = {&call.weight, &call.metric, &call.out};
+  std::vector<Tap> taps(shape.taps);
+  for (int k = 0; k < shape.taps; ++k) {
+    const int ring = shape.ring_of_tap[k];
+    const uint32_t first = begins[ring] / channels, of_ring = begins[ring + 1] / channels - first;
+    Tap& tap = taps[k];
+    for (int n = 0; n < kOperands; ++n) {
+      tap.offset[n] = operands[n]->tap_offsets.empty() ? 0 : operands[n]->tap_offsets[k];
+    }
+    tap.begin = shape.channels_fastest ? rank[k] * channels : begins[ring] + (rank[k] - first);
+    tap.step = shape.channels_fastest ? 1 : of_ring;
+    tap.ring = ring;
+    tap.ordered = order[k];
+  }
+
+  GpuTable table{};
+  table.taps = append(table.bytes, taps.data(), shape.taps);
+  table.begins = append(table.bytes, begins.data(), shape.rings + 1);
+  const int64_t rows = call.thresholds_stride == 0 ? 1 : call.kernels;
+  if (call.plain) table.plain = append(table.bytes, call.plain, rows * shape.rings);
+  if (call.squared) table.squared = append(table.bytes, call.squared, rows * shape.rings);
+  return table;
+}
+
+bool is_flat(const Placed& operand, const Shape& shape) {
+  const int64_t tap_step = shape.channels_fastest ? shape.channels : 1;
+  const int64_t channel_step = shape.channels_fastest ? 1 : shape.taps;
+  for (int k = 0; k < shape.taps; ++k) {
+    if (operand.tap_offsets[k] != k * tap_step) return false;
+  }
+  return shape.channels == 1 || operand.channel_stride == channel_step;
+}
+
+}  // namespace loco::ring_prox

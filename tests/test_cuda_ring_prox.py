@@ -1,0 +1,287 @@
+"""The CUDA norms and prox of rings executed on the CPU: the operators against the reference, and random calls under
+sanitizers against the CPU's kernels, with memory of exactly its own for every tensor."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_on_cpu import build, operators
+from tolerances import ULPS, assert_within_ulps, same_bits
+
+from loco_ext import backend, geometry, ops
+from loco_ext.reference import ring_prox as reference
+
+SOURCES = [
+    *(build.CSRC / "ring_prox" / name for name in ("cuda.cu", "gpu_table.cpp", "kernel.cpp", "rows.cpp")),
+    build.CSRC / "common" / "cuda_upload.cu",
+]
+CHECK = build.HERE / "check_ring_prox.cpp"
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# C_out, channels, taps; a kernel of more than 40 KB does not fit into shared memory.
+SIZES = {
+    "one_tap": (3, 5),
+    "one_weight": (4, 1, 1, 1),
+    "3x3": (4, 7, 3, 3),
+    "wide": (3, 20, 1, 15),
+    "many_warps": (2, 480, 3, 3),
+    "3d": (2, 3, 3, 3, 3),
+    "too_large": (2, 1150, 3, 3),
+}
+# All dtypes take the same way but for their loads and stores, which two sizes cover.
+CASES = [(dtype, size) for dtype in DTYPES for size in SIZES if dtype == torch.float32 or size in ("3x3", "too_large")]
+# (with a metric, linf)
+MODES = {"l2": (False, False), "metric": (True, False), "linf": (False, True), "linf_metric": (True, True)}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
+    operators.use(monkeypatch, compiled)
+    with backend("native"):
+        yield
+
+
+def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
+    index = geometry.ring_index(shape[2:]).flatten().tolist() if len(shape) > 2 else [0]
+    return index, max(index) + 1
+
+
+def laid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values: channels side by side, or with gaps in every dimension."""
+    if layout == "channels_last":
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout == "strided":
+        wide = tensor.new_zeros([2 * size for size in tensor.shape])
+        view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
+        view.copy_(tensor)
+        return view
+    return tensor
+
+
+def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, share: float = 1.0) -> torch.Tensor:
+    """Some groups vanish, some do not; one threshold is 0."""
+    kernel = weight.detach().double().flatten(1)
+    size = kernel.abs().sum(1).mean() if linf else kernel.norm(dim=1).mean()
+    t = torch.rand((len(weight), count) if rows else (count,), dtype=torch.float64) * share * size / count
+    t[..., count // 2] *= count == 1
+    return t
+
+
+def expected_prox(weight, rings, t, q, d, linf):
+    return reference.ring_prox(weight.double(), rings, t, q, None if d is None else d.double(), linf)
+
+
+def assert_close(actual, expected, weight):
+    largest = weight.double().abs().flatten(1).amax(1).view(-1, *[1] * (weight.dim() - 1))
+    # In float64, sums may differ as much as a random walk of their roundings.
+    walk = weight[0].numel() ** 0.5 if actual.dtype == torch.float64 else 0
+    assert_within_ulps(actual, expected, ulps=max(ULPS[actual.dtype], walk), scale=largest.expand_as(expected))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dtype", "size"), CASES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_prox_agrees_with_the_reference(dtype, size, mode):
+    has_metric, linf = MODES[mode]
+    weight = torch.randn(SIZES[size], dtype=torch.float64).to(dtype)
+    metric = (torch.rand(SIZES[size], dtype=torch.float64) + 0.25).to(dtype) if has_metric else None
+    rings, count = rings_of(weight.shape)
+    # The squared part solves many times; large kernels would take minutes here.
+    powers = [1] if has_metric and weight[0].numel() > 256 else [1, 2]
+    for rows, power in itertools.product([False, True], powers):
+        t = thresholds_for(weight, count, rows, linf)
+        q = thresholds_for(weight, count, rows, linf, 0.3) if power == 2 else None
+        out = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
+        assert out.dtype == dtype
+        assert_close(out, expected_prox(weight, rings, t, q, metric, linf), weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["channels_last", "strided"])
+@pytest.mark.parametrize("size", ["3x3", "wide", "too_large"])
+@pytest.mark.usefixtures("cuda")
+def test_prox_of_any_layout(size, layout, mode):
+    has_metric, linf = MODES[mode]
+    plain = torch.randn(SIZES[size])
+    rings, count = rings_of(plain.shape)
+    t = thresholds_for(plain, count, True, linf)
+    metrics = [laid(torch.rand(plain.shape) + 0.25, other) for other in ("contiguous", "strided")]
+    for metric in metrics if has_metric else [None]:
+        weight = laid(plain, layout)
+        out = ops.ring_prox(weight, rings, t, None, metric, linf=linf)
+        assert out.stride() == torch.empty_like(weight).stride()
+        assert_close(out, expected_prox(plain, rings, t, None, metric, linf), plain)
+        assert same_bits(laid(plain, layout), weight)
+
+
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_a_metric_may_be_of_another_dtype(dtype, other):
+    weight, metric = torch.randn(3, 9, 3, 3).to(dtype), (torch.rand(3, 9, 3, 3) + 0.5).to(other)
+    rings, count = rings_of(weight.shape)
+    t = thresholds_for(weight, count, False, False)
+    assert_close(
+        ops.ring_prox(weight, rings, t, None, metric), expected_prox(weight, rings, t, None, metric, False), weight
+    )
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_kernels_that_begin_off_a_boundary(dtype, shift):
+    memory = torch.randn(shift + 3 * 11 * 9).to(dtype)
+    weight = memory[shift:].view(3, 11, 3, 3)
+    rings, count = rings_of(weight.shape)
+    t = thresholds_for(weight, count, False, False)
+    assert_close(ops.ring_prox(weight, rings, t), expected_prox(weight, rings, t, None, None, False), weight)
+    assert_within_ulps(ops.ring_norms(weight, rings, count), reference.ring_norms(weight.double(), rings, count))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_norms_agree_with_the_reference(dtype, size, layout):
+    weight = laid(torch.randn(SIZES[size], dtype=torch.float64).to(dtype), layout)
+    rings, count = rings_of(weight.shape)
+    norms = ops.ring_norms(weight, rings, count)
+    assert norms.dtype == reference.norm_dtype(dtype)
+    assert_within_ulps(norms, reference.ring_norms(weight.double(), rings, count))
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """Kernels with a NaN, an infinity, zeros in a ring, nothing but zeros, subnormal, tiny and huge weights."""
+    weight = torch.randn(8, 6, 3, 3, dtype=torch.float64)
+    weight[0, 2, 1, 1] = torch.nan
+    weight[1, 3, 0, 0] = -torch.inf
+    weight[2, :, 0] = 0
+    weight[3] = 0
+    weight[4] *= 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    weight[5] *= 4 * torch.finfo(dtype).tiny
+    weight[6] *= torch.finfo(dtype).max / 8
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
+    has_metric, linf = MODES[mode]
+    weight = special(dtype)
+    metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
+    rings, count = rings_of(weight.shape)
+    finite = weight.double().nan_to_num(0, 0, 0)
+    norms = finite.flatten(1).norm(dim=1, keepdim=True).nan_to_num(posinf=1e300)
+    for share in (0.0, 0.05, 0.5, 20.0):
+        t = (torch.rand(8, count, dtype=torch.float64) * share * norms).clamp(max=1e307)
+        q = torch.rand(8, count, dtype=torch.float64) * share if power == 2 else None
+        ours = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
+        cpus = torch.ops.loco_ext.ring_prox(weight, rings, t, q, metric, linf)
+        for same in (torch.isnan, torch.isinf, torch.signbit, lambda x: x == 0):
+            assert torch.equal(same(ours), same(cpus))
+        assert_close(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0), finite)
+    ours, cpus = ops.ring_norms(weight, rings, count), torch.ops.loco_ext.ring_norms(weight, rings, count)
+    assert torch.equal(ours.isnan(), cpus.isnan())
+    assert torch.equal(ours.isinf(), cpus.isinf())
+    assert_within_ulps(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0))
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize("shape", [(0, 3, 3, 3), (0, 1)])
+@pytest.mark.usefixtures("cuda")
+def test_no_kernels(shape, linf):
+    rings, count = rings_of(shape)
+    t = torch.ones(count, dtype=torch.float64)
+    assert ops.ring_prox(torch.empty(shape), rings, t, linf=linf).shape == shape
+    assert ops.ring_norms(torch.empty(shape), rings, count).shape == (0, count)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_many_rings_some_without_taps():
+    weight = torch.randn(3, 4, 100)
+    rings = [k % 50 for k in range(100)]
+    t = torch.rand(64, dtype=torch.float64) / 8
+    for linf in (False, True):
+        assert_close(
+            ops.ring_prox(weight, rings, t, linf=linf), expected_prox(weight, rings, t, None, None, linf), weight
+        )
+    assert_within_ulps(ops.ring_norms(weight, rings, 64), reference.ring_norms(weight.double(), rings, 64))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_wrong_arguments_are_refused_before_anything_runs():
+    prox, norms = torch.ops.loco_ext_on_cpu.ring_prox, torch.ops.loco_ext_on_cpu.ring_norms
+    weight, t = torch.randn(2, 3, 3, 3), torch.ones(3, dtype=torch.float64)
+    rings, _ = rings_of(weight.shape)
+    wrong = [
+        ("rings: expected one entry", lambda: prox(weight, rings[1:], t, None, None, False)),
+        ("rings: expected entries from 0 to 1", lambda: prox(weight, rings, t[:2], None, None, False)),
+        ("thresholds: expected a contiguous float64", lambda: prox(weight, rings, t.float(), None, None, False)),
+        ("thresholds: expected 2 rows, got 3", lambda: prox(weight, rings, t.expand(3, 3).clone(), None, None, False)),
+        ("squared: expected", lambda: prox(weight, rings, t, t[:2], None, False)),
+        ("metric: expected weight's shape", lambda: prox(weight, rings, t, None, weight[:1], False)),
+        ("rings: expected 1 to 64", lambda: norms(weight, rings, 65)),
+        ("weight: expected kernels of at least one", lambda: norms(weight[:, :0], rings, 3)),
+    ]
+    for message, call in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "sanitized"])
+def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
+    name = f"check_ring_prox_{'sanitized' if request.param else 'plain'}"
+    return build.compile_program([*SOURCES, CHECK], compiled / name, sanitize=request.param)
+
+
+def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
+    outputs = set()
+    for order in build.ORDERS:
+        done = build.run_program(check, 0, 60, order=order, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1, outputs
+    assert outputs.pop().startswith("60 calls, ")
+
+
+@pytest.mark.slow
+def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
+    done = build.run_program(check, 100_000, 1_000, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("gpu_kernel.h", "tail + threadIdx.x - head;", "tail + threadIdx.x - head + 1;"),
+        ("gpu_kernel.h", "turn_ ^= 1;", ""),  # the next sum overwrites the last one's parts
+        ("gpu_kernel.h", "weights.kernel_stride * element_size", "element_size"),
+        ("gpu_kernel.h", "exponent > 1020 ? -1020 : -exponent", "exponent > 1020 ? -1020 : exponent"),
+        ("gpu_kernel.h", "if (p.metric.data) stage(p.metric, kMetric, d_);\n      __syncthreads();",
+         "if (p.metric.data) stage(p.metric, kMetric, d_);"),
+        ("gpu_table.cpp", "shape.ring_of_tap[a] < shape.ring_of_tap[b]", "a < b"),
+        ("gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring > 0 ? ring - 1 : 0;"),
+        ("cuda.cu", "__syncthreads();  // caps have been written", ""),
+        ("cuda.cu", "solve_squared(thresholds, solve, penalty, factors);\n  }\n  __syncthreads();",
+         "solve_squared(thresholds, solve, penalty, factors);\n  }"),
+        ("cuda.cu", "const bool alone = r < first ||", "const bool alone ="),
+    ],
+    ids=["tail", "turn", "kernel", "scale", "staged", "order", "ring", "caps", "factors", "first"],
+)  # fmt: skip
+def test_planted_mistakes_are_found(name: str, right: str, wrong: str, tmp_path: Path) -> None:
+    folder = tmp_path / "ring_prox"
+    folder.mkdir()
+    for file in ("cuda.cu", "gpu_kernel.h", "gpu_table.cpp", "gpu_table.h"):
+        text = (build.CSRC / "ring_prox" / file).read_text()
+        if file == name:
+            assert text.count(right) == 1
+            text = text.replace(right, wrong)
+        (folder / file).write_text(text.replace('"ring_prox/gpu_kernel.h"', '"gpu_kernel.h"'))
+    sources = [folder / "cuda.cu", folder / "gpu_table.cpp", *SOURCES[2:], CHECK]
+    program = build.compile_program(sources, tmp_path / "check", flags=["-Wno-unused"])
+    found = [build.run_program(program, 0, 60, order=order, timeout=300) for order in ("forward", "eager")]
+    assert any(done.returncode for done in found) or len({done.stdout for done in found}) > 1
