@@ -304,7 +304,8 @@ def test_as_many_rings_as_there_may_be(interpreter):
 
 def test_thresholds_of_all_kernels_or_of_each(interpreter):
     calls = [make((3, 2, 3), rows=False), make((3, 2, 3), metric=F32, rows=False)]
-    assert_is_reference(interpreter, *calls, make((1, 2, 3), squared=True, rows=False))
+    calls += [make((1, 2, 3), squared=True, rows=False), make((2, 1, 3), squared=True)]
+    assert_is_reference(interpreter, *calls)
 
 
 def with_thresholds(call: Call, *values: float) -> Call:
@@ -345,6 +346,14 @@ def test_nan_spreads_in_its_kernel_where_thresholds_are_squared(interpreter):
         assert result.isnan().all()
 
 
+def test_infinity_leaves_groups_without_squared_thresholds_alone(interpreter):
+    call = with_thresholds(make((1, 2, 3), F32, rings=[0, 1, 2]), 0.1, 0, 0)
+    call.weight[0, 0, 2] = torch.inf
+    squared = torch.tensor([0, 0, 0.1], dtype=F64)
+    ((result, _norms),) = interpreter.results([replace(call, squared=squared)])
+    assert_same(result, reference.ring_prox(*call.arguments()), call.weight.abs())
+
+
 @pytest.mark.parametrize("size", [1e-320, 1e-310, 1e-200, 1e150, 1e200, 1e307])
 def test_squares_need_not_fit_into_float64(interpreter, size):
     calls = []
@@ -355,14 +364,16 @@ def test_squares_need_not_fit_into_float64(interpreter, size):
     assert_is_reference(interpreter, *calls)
 
 
-def test_kernels_of_zeros_stay(interpreter):
+def test_kernels_and_rings_of_zeros_stay(interpreter):
     calls = [
         make((2, 2, 3), dtype, linf, metric=F32 if metric else None)
         for dtype, linf, metric in itertools.product([F64, F32], [False, True], [False, True])
     ]
     for call in calls:
         call.weight[0] = 0
-    assert_is_reference(interpreter, *calls)
+    rings = with_thresholds(make((1, 2, 3), F32, metric=F32, rings=[0, 1, 2]), 0, 0.1, 0.1)
+    rings.weight[:, :, 0] = 0
+    assert_is_reference(interpreter, *calls, rings)
 
 
 def test_weights_numbered_in_64_bits(interpreter):
