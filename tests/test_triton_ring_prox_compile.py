@@ -188,9 +188,20 @@ def test_weights_that_are_not_aligned_are_accessed_one_by_one(compiler):
     aligned = torch.ones(8, 512)
     moved = torch.ones(8 * 512 + 1)[1:].view(8, 512)
     shifted = torch.ones(8, 3, 3, 528)[..., :512].permute(0, 3, 1, 2)
-    odd = torch.ones(8, 3, 3, 513)[..., :512].permute(0, 3, 1, 2)
+    odd = torch.ones(8, 4, 4, 513)[..., :512].permute(0, 3, 1, 2)  # taps alone lie at odd places
     loads = [vectors(compiler.prox("cuda", 90, weight)[2].asm["ptx"])[0] for weight in (aligned, moved, shifted, odd)]
     assert [bool(number) for number in loads] == [True, False, True, False]
+
+
+def test_weights_are_numbered_in_64_bits_where_32_do_not_hold_their_number(compiler, monkeypatch):
+    from loco_ext.triton_kernels import ring_prox
+
+    wide = []
+    for narrow in (ring_prox.NARROW, 8 * 512):
+        monkeypatch.setattr(ring_prox, "NARROW", narrow)
+        text = compiler.prox("cuda", 90, torch.ones(8, 512, 3, 3))[2].asm["ptx"]
+        wide.append(count(r"(?:div|rem)\.[su]64", text) > 0)
+    assert wide == [False, True]
 
 
 @pytest.mark.parametrize("arch", CUDA)
