@@ -10,27 +10,29 @@ namespace loco {
 // rate). `grads` are written only where `grad_scale` is given; `seed` rounds stochastically.
 //
 // The number that optim_step_hold returns stands for the tensors given to it, which the held variants change in place;
-// release of the library that made it frees them. For eager calls only: a compiler cannot see those tensors.
+// release of the library that made it frees them. For eager calls only: a compiler cannot see those tensors. So does
+// the number of ring_penalty_hold stand for a penalty, of which `penalties` has one for each parameter (0: none), or no
+// entries at all.
 //
 // The ring operators take the ring of every tap, counted from 0, in the order of a contiguous kernel.
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "optim_step_sgd("
       "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, int[] first, int[] group_index, "
-      "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, "
+      "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, int[] penalties, "
       "bool nesterov, bool maximize, bool l1, "
       "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
   m.def(
       "optim_step_adam("
       "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
       "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, int[] group_index, "
-      "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, "
+      "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, int[] penalties, "
       "bool amsgrad, bool maximize, bool decoupled, bool l1, "
       "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
   m.def(
       "optim_step_hold("
       "Tensor[] params, Tensor[] state0, Tensor[] state1, Tensor[] state2, Tensor[] steps, "
-      "int[] group_index, Tensor[] maps, int[] map_index, int[] ordinals) -> int");
+      "int[] group_index, Tensor[] maps, int[] map_index, int[] penalties, int[] ordinals) -> int");
   m.def(
       "optim_step_sgd_held("
       "int hold, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, "
@@ -41,6 +43,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "int hold, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, "
       "bool amsgrad, bool maximize, bool decoupled, bool l1, Tensor? grad_scale, Tensor? found_inf, int? seed, int "
       "rounding_step) -> ()");
+  m.def("ring_penalty_hold(int[] rings, Tensor thresholds, Tensor? squared, bool linf) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

@@ -7,6 +7,7 @@ Sources: LOCO-REG is Schneider, "Locality-Promoting Representation Learning" (20
 "Optimal Convolutional Architectures Via Structured Sparsity Regularizers".
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -130,6 +131,12 @@ def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto")
     [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
     """
     shape = _check_kernel_size(kernel_size)
+    return torch.tensor(ring_list(shape, kind, first), dtype=torch.int64, device="cpu").view(shape)
+
+
+def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> list[int]:
+    """:func:`ring_index` in the order of a contiguous kernel. No tensor is made, so torch.compile can trace it."""
+    shape = _check_kernel_size(kernel_size)
     _check_choice("kind", kind, ("half", "full"))
     _check_choice("first", first, ("auto", "top_left", "bottom_right"))
     any_even = any(size % 2 == 0 for size in shape)
@@ -138,13 +145,19 @@ def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto")
     top_left_first = first == "top_left" or (first == "auto" and not any_even)
     rings = max(shape) if kind == "half" else (max(shape) + 1) // 2
 
-    index = torch.zeros(shape, dtype=torch.int64, device="cpu")
-    box = [(0, size) for size in shape]
+    # The rings of each axis' taps are those of a 1-d kernel of its own; a tap's ring is the outermost of them.
+    by_axis = [_peeled(size, rings, kind, top_left_first) for size in shape]
+    return [min(ring) for ring in itertools.product(*by_axis)]
+
+
+def _peeled(size: int, rings: int, kind: str, top_left_first: bool) -> list[int]:
+    """The last ring that each tap of an axis takes part in: ``rings - 1`` for the one that is never peeled."""
+    start, stop, index = 0, size, [0] * size
     for ring in range(1, rings):
-        take_first = kind == "full" or (ring % 2 == 1) == top_left_first
-        take_last = kind == "full" or not take_first
-        box = [(start + take_first, stop - take_last) if stop - start > 1 else (start, stop) for start, stop in box]
-        index[tuple(slice(start, stop) for start, stop in box)] = ring
+        if stop - start > 1:
+            take_first = kind == "full" or (ring % 2 == 1) == top_left_first
+            start, stop = start + take_first, stop - (kind == "full" or not take_first)
+        index[start:stop] = [ring] * (stop - start)
     return index
 
 

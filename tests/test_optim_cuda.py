@@ -513,7 +513,7 @@ def test_a_group_is_split_by_device():
     params = [nn.Parameter(torch.ones(4, 2, 3, 3, device=d)) for d in ("cpu", "meta", "meta", "cpu", "meta")]
     for i in (0, 1, 3, 4):
         params[i].grad = torch.ones_like(params[i])
-    group = {"params": params, "locality": LOCALITY}
+    group = {"params": params, "locality": LOCALITY, "penalty": None}
     here, there = select(make_plan(group))
     assert (here.device, there.device) == ("cpu", "meta")
     assert (list(here.offsets), list(there.offsets)) == ([0, 3], [1, 4])

@@ -241,6 +241,7 @@ def test_operator_itself_names_the_argument():
         [],
         [],
         [-1],
+        [],
         False,
         False,
         False,

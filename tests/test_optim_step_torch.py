@@ -105,7 +105,7 @@ def operator_arguments(case: Case) -> tuple:
     """All arguments of torch.ops.loco_ext.optim_step_*, in the schema's order."""
     count = len(case.params)
     o = case.options
-    maps = (o.get("lrs", []), o.get("lr_index", []), o.get("maps", []), o.get("map_index", [-1] * count))
+    maps = (o.get("lrs", []), o.get("lr_index", []), o.get("maps", []), o.get("map_index", [-1] * count), [])
     tail = (o.get("grad_scale"), o.get("found_inf"), list(range(count)), o.get("seed"), 0)
     if case.rule == "sgd":
         return (*case.lists.values(), o.get("first", []), [0] * count, case.hyper, *maps, False, False, False, *tail)
@@ -168,7 +168,8 @@ def hold(case: Case) -> Held:
     states += [[]] * (3 - len(states))
     maps, count = case.options.get("maps", []), len(case.params)
     map_index = case.options.get("map_index", [-1] * count)
-    return Held((case.params, *states, case.lists.get("steps", []), maps), ([0] * count, map_index, list(range(count))))
+    indices = ([0] * count, map_index, [], list(range(count)))
+    return Held((case.params, *states, case.lists.get("steps", []), maps), indices)
 
 
 @RULES

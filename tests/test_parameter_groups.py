@@ -105,7 +105,11 @@ def test_layers_have_localities_of_their_own_in_one_group():
     groups = optim.parameter_groups(model, 0.1, locality=LOCALITY, per_layer=per_layer)
     assert groups[0]["locality"] == [LOCALITY, (0.7, 1.3), (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)]
     per_layer = {"0": None}
-    assert optim.parameter_groups(model, 0.1, LOCALITY, per_layer)[0]["locality"] == [None, LOCALITY, LOCALITY]
+    assert optim.parameter_groups(model, 0.1, LOCALITY, per_layer=per_layer)[0]["locality"] == [
+        None,
+        LOCALITY,
+        LOCALITY,
+    ]
 
 
 def test_every_layer_decays_by_its_own_map():

@@ -30,8 +30,8 @@ from loco_ext.reference.rounding import philox
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 ORDER = {
-    "sgd": "first group_index hyper lrs lr_index maps map_index nesterov maximize l1",
-    "adam": "group_index hyper lrs lr_index maps map_index amsgrad maximize decoupled l1",
+    "sgd": "first group_index hyper lrs lr_index maps map_index penalties nesterov maximize l1",
+    "adam": "group_index hyper lrs lr_index maps map_index penalties amsgrad maximize decoupled l1",
 }
 
 
@@ -40,6 +40,7 @@ def arguments(case: Case) -> list:
     count = len(case.params)
     names = [*ORDER[case.rule].split(), "grad_scale", "found_inf", "ordinals", "seed", "rounding_step"]
     values = {"first": [], "group_index": [0] * count, "lrs": [], "lr_index": [], "maps": [], "map_index": [-1] * count}
+    values["penalties"] = []
     values |= {"hyper": case.hyper, "grad_scale": None, "found_inf": None, "seed": None, "rounding_step": 0}
     values |= {"ordinals": list(range(count))} | case.options
     return [*case.lists.values(), *(values.get(name, False) for name in names)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from loco_ext.triton_kernels import optim_step_tables as tables
+from loco_ext.triton_kernels import uploads
 from test_optim_step_layouts import LAYOUTS, OTHER_SHAPES
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_only_the_most_recent_tables_are_kept():
 def test_other_streams_have_tables_of_their_own(monkeypatch):
     made, step = tables.Tables(), make_step()
     first = made.plan(step)
-    monkeypatch.setattr(tables, "_stream", lambda device: 7)
+    monkeypatch.setattr(uploads, "_stream", lambda device: 7)
     assert made.plan(step) is not first
 
 
@@ -141,7 +142,7 @@ def test_tables_that_a_graph_reads_are_kept_for_good_and_shared_with_nothing(mon
     hyper = torch.rand(1, 4, dtype=torch.float64)
     eager = made.plan(step)
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "is_capturing", lambda device: True)
+        patch.setattr(uploads, "is_capturing", lambda device: True)
         captured = [made.plan(step), made.plan(step)]
         rows = made.hyper(hyper, CPU)
     assert len({id(plan) for plan in (eager, *captured)}) == 3
@@ -183,7 +184,7 @@ def test_uploaded_arrays_begin_at_16_bytes(lengths):
         np.arange(lengths[1], dtype=np.float64) / 3,
         np.arange(5, dtype=np.int64),
     ]
-    tensors, host = tables.upload(arrays, CPU)
+    tensors, host = uploads.upload(arrays, CPU)
     for tensor, array in zip(tensors, arrays, strict=True):
         assert tensor.numpy().dtype == array.dtype
         assert tensor.tolist() == array.tolist()

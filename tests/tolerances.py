@@ -43,3 +43,28 @@ def assert_within_ulps(actual: Tensor, expected: Tensor, ulps: int | None = None
     error = (actual64 - expected64).abs() / (size * torch.finfo(actual.dtype).eps)
     worst = error.max().item() if error.numel() else 0.0
     assert worst <= ulps, f"{worst:.3g} ulp off, {ulps} allowed"
+
+
+# Of the prox of nested rings, in units of its kernel's largest weight: against SPAMS, whose arithmetic is the same but
+# for its order; the same for results in float32; proximal gradient steps until nothing changes, amplified by the
+# condition number of the metric; and interior points.
+BY_SPAMS = 1e-12
+BY_SPAMS_FLOAT32 = 2.0**-22
+BY_PROXIMAL_GRADIENT = 1e-10
+BY_INTERIOR_POINTS = 1e-6
+# Between two ways to the same root, kernels and reference, in ulp of the kernel's largest weight.
+ULPS_OF_ROOTS = {torch.float64: 2**12, torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}
+# Residuals of the conditions of optimality: the rounding of what is exact but for it.
+RESIDUAL = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def largest_of_kernels(weight: Tensor) -> Tensor:
+    """The largest size in each kernel, ``weight[o]``, of a shape that broadcasts with ``weight``."""
+    return weight.detach().double().abs().amax(tuple(range(1, weight.dim())), keepdim=True)
+
+
+def assert_near_by_kernel(actual: Tensor, expected: Tensor, weight: Tensor, tolerance: float) -> None:
+    """Asserts that no weight differs by more than the tolerance times the largest of its kernel in ``weight``."""
+    error = (actual.double() - expected.double()).abs() / largest_of_kernels(weight).clamp(min=1e-300)
+    worst = error.max().item() if error.numel() else 0.0
+    assert worst <= tolerance, f"{worst:.3g} of a kernel's largest weight off, {tolerance:.3g} allowed"

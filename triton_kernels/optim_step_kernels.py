@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from loco_ext.triton_kernels.conversions import load, store
 from loco_ext.triton_kernels.optim_step_tables import KINDS, OPERANDS, ROW
 
 
@@ -103,34 +104,7 @@ def _number(address, kind, default):
     return tl.where(kind == DOUBLE, double, tl.where(kind == SINGLE, single, default))
 
 
-# ---- conversions: bfloat16 is held as its bits, every conversion rounds to nearest even and keeps NaN and infinity
-
-
-@triton.jit
-def _load(addresses, mask, dtype: tl.constexpr, T: tl.constexpr):
-    value = tl.load(addresses, mask=mask)
-    if dtype == tl.bfloat16:
-        value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return value.to(T)
-
-
-@triton.jit
-def _bf16_bits(value, random, STOCHASTIC: tl.constexpr):
-    """STOCHASTIC: rounds up with a probability equal to the part that bfloat16 cannot hold; that of infinity is 0."""
-    bits = value.to(tl.uint32, bitcast=True)
-    rounded = bits + (random & 0xFFFF) if STOCHASTIC else bits + 0x7FFF + ((bits >> 16) & 1)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return (tl.where(is_nan, bits | 0x400000, rounded) >> 16).to(tl.uint16)
-
-
-@triton.jit
-def _store(addresses, value, mask, dtype: tl.constexpr, random, STOCHASTIC: tl.constexpr):
-    if dtype == tl.bfloat16:
-        tl.store(addresses, _bf16_bits(value.to(tl.float32), random, STOCHASTIC), mask=mask)
-    elif dtype == tl.float16:
-        tl.store(addresses, value.to(tl.float32).to(tl.float16), mask=mask)
-    else:
-        tl.store(addresses, value.to(dtype), mask=mask)
+# ---- random words
 
 
 @triton.jit
@@ -241,17 +215,17 @@ def _step_block(
     # All that comes from far is asked for first.
     w_at = _addresses(row, axes, 0, start, position, FORM)
     g_at = _addresses(row, axes, 1, start, position, FORM)
-    w, g = _load(w_at, mask, W, T), _load(g_at, mask, G, T)
+    w, g = load(w_at, mask, W, T), load(g_at, mask, G, T)
     s0, s1, s2 = w, w, w
     if S0 is not None:
         s0_at = _addresses(row, axes, 2, start, position, FORM)
-        s0 = _load(s0_at, mask, S0, T)
+        s0 = load(s0_at, mask, S0, T)
     if S1 is not None:
         s1_at = _addresses(row, axes, 3, start, position, FORM)
-        s1 = _load(s1_at, mask, S1, T)
+        s1 = load(s1_at, mask, S1, T)
     if S2 is not None:
         s2_at = _addresses(row, axes, 4, start, position, FORM)
-        s2 = _load(s2_at, mask, S2, T)
+        s2 = load(s2_at, mask, S2, T)
     weight_decay = tl.load(numbers + 1)
     decays = weight_decay != 0
     c = _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM)
@@ -260,20 +234,20 @@ def _step_block(
         r0, r1, r2, r3 = _words(row, axes, position, seed_low, seed_high, rounding_step)
     if grad_scale is not None:
         g = _divide(g, tl.load(grad_scale).to(T))
-        _store(g_at, g, mask, G, None, False)
+        store(g_at, g, mask, G, None, False)
     if FORM.maximize:
         g = g * -1
     if FORM.rule == "sgd":
         w, s0 = _sgd(w, g, s0, c, decays, tl.load(row + FIRST) != 0, numbers, lr, FORM)
     else:
         w, s0, s1, s2 = _adam(w, g, s0, s1, s2, c, decays, numbers, FORM)
-    _store(w_at, w, mask, W, r0, STOCHASTIC)
+    store(w_at, w, mask, W, r0, STOCHASTIC)
     if S0 is not None:
-        _store(s0_at, s0, mask, S0, r1, STOCHASTIC)
+        store(s0_at, s0, mask, S0, r1, STOCHASTIC)
     if S1 is not None:
-        _store(s1_at, s1, mask, S1, r2, STOCHASTIC)
+        store(s1_at, s1, mask, S1, r2, STOCHASTIC)
     if S2 is not None:
-        _store(s2_at, s2, mask, S2, r3, STOCHASTIC)
+        store(s2_at, s2, mask, S2, r3, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "rounding_step"])

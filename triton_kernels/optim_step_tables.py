@@ -4,15 +4,12 @@ A tensor's elements are numbered in the memory order of its parameter. Every ope
 the decay map and the index in a contiguous tensor of the same shape) has a nest of axes (size, stride), fastest first,
 that leads from such a number to the operand's element. A nest of one axis of stride 1 is flat.
 
-A table is never changed: other tensors or numbers get a table of their own. Those of eager steps are kept for the most
-recent steps; device and stream belong to their key, so that memory that is let go is used again only by later work of
-the same stream. Those that a CUDA graph reads are kept for good, with the host memory that the graph copies from.
+A table is never changed: other tensors or numbers get a table of their own (:mod:`loco_ext.triton_kernels.uploads`).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -20,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
 BLOCK = 2048  # elements that one program steps, a power of 2
@@ -231,70 +229,15 @@ class _Builder:
         return Plan(rows, axes, maps, scalars, batches, host)
 
 
-def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Copies arrays to the device in one piece, each to a multiple of 16 bytes, without waiting for the device.
-
-    Returns:
-        The arrays' tensors, and the host memory that they are copied from.
-    """
-    ends = list(accumulate(-(-array.nbytes // 16) * 16 for array in arrays))
-    host = torch.zeros(ends[-1], dtype=torch.uint8)
-    begins = [0, *ends[:-1]]
-    for begin, array in zip(begins, arrays, strict=True):
-        host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)
-    if device.type != "cpu":
-        host = host.pin_memory()
-    there = host.to(device, non_blocking=True)
-    tensors = [
-        there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
-        for begin, array in zip(begins, arrays, strict=True)
-    ]
-    return tensors, host
-
-
-class Tables:
-    """Makes the tables of steps, or finds those of an equal step.
-
-    Args:
-        size: how many of each sort are kept for eager steps.
-    """
-
-    def __init__(self, size: int = 32) -> None:
-        self.size = size
-        self._recent: dict[str, list[tuple[object, Any]]] = {"plan": [], "hyper": []}  # the most recent first
-        self._captured: list[Any] = []
-        self._lock = threading.Lock()
+class Tables(Uploads):
+    """Makes the tables of steps, or finds those of an equal step."""
 
     def plan(self, step: Step) -> Plan:
         device = step.params[0].device
-        return self._find("plan", device, step.key, lambda: _Builder(step).plan(device))
+        return self.find("plan", device, step.key, lambda: _Builder(step).plan(device))
 
     def hyper(self, hyper: Tensor, device: torch.device) -> Tensor:
         """The rows of hyperparameters, float64, in device memory."""
         rows = hyper.contiguous().numpy()
-        tensors, _host = self._find("hyper", device, rows.tobytes, lambda: upload([rows.ravel()], device))
+        tensors, _host = self.find("hyper", device, rows.tobytes, lambda: upload([rows.ravel()], device))
         return tensors[0]
-
-    def _find(self, sort: str, device: torch.device, key: Callable[[], object], make: Callable[[], Any]) -> Any:
-        if is_capturing(device):
-            made = make()
-            self._captured.append(made)
-            return made
-        whole_key = (device, _stream(device), key())
-        recent = self._recent[sort]
-        with self._lock:
-            # Keys are long: comparing them ends at the first difference, hashing them would not.
-            place = next((i for i, (known, _made) in enumerate(recent) if known == whole_key), None)
-            entry = (whole_key, make()) if place is None else recent.pop(place)
-            recent.insert(0, entry)
-            del recent[self.size :]
-            return entry[1]
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream records a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

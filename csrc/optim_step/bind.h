@@ -49,10 +49,10 @@ struct Operators {
   };
 
   static void sgd(Tensors params, Tensors grads, Tensors momentum_buffers, Ints first, Ints group_index, Tensor hyper,
-                  Tensors lrs, Ints lr_index, Tensors maps, Ints map_index, bool nesterov, bool maximize, bool l1,
-                  std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, Ints ordinals,
-                  std::optional<int64_t> seed, int64_t rounding_step) {
-    const Lists lists{params, {momentum_buffers, {}, {}}, {}, group_index, maps, map_index, ordinals};
+                  Tensors lrs, Ints lr_index, Tensors maps, Ints map_index, Ints penalties, bool nesterov,
+                  bool maximize, bool l1, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                  Ints ordinals, std::optional<int64_t> seed, int64_t rounding_step) {
+    const Lists lists{params, {momentum_buffers, {}, {}}, {}, group_index, maps, map_index, penalties, ordinals};
     step_once<Sgd>(lists, grads,
                    {{maximize, l1, nesterov, false, false},
                     hyper,
@@ -67,10 +67,11 @@ struct Operators {
 
   static void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs,
                    Tensors steps, Ints group_index, Tensor hyper, Tensors lrs, Ints lr_index, Tensors maps,
-                   Ints map_index, bool amsgrad, bool maximize, bool decoupled, bool l1,
+                   Ints map_index, Ints penalties, bool amsgrad, bool maximize, bool decoupled, bool l1,
                    std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, Ints ordinals,
                    std::optional<int64_t> seed, int64_t rounding_step) {
-    const Lists lists{params, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}, steps, group_index, maps, map_index, ordinals};
+    const Lists lists{params,  {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}, steps, group_index, maps, map_index, penalties,
+                      ordinals};
     step_once<Adam>(lists, grads,
                     {{maximize, l1, false, amsgrad, decoupled},
                      hyper,
@@ -84,9 +85,9 @@ struct Operators {
   }
 
   static int64_t hold(Tensors params, Tensors state0, Tensors state1, Tensors state2, Tensors steps, Ints group_index,
-                      Tensors maps, Ints map_index, Ints ordinals) {
+                      Tensors maps, Ints map_index, Ints penalties, Ints ordinals) {
     auto held = std::make_shared<Held>();
-    held->lists = {params, {state0, state1, state2}, steps, group_index, maps, map_index, ordinals};
+    held->lists = {params, {state0, state1, state2}, steps, group_index, maps, map_index, penalties, ordinals};
     return keep(std::move(held));
   }
 

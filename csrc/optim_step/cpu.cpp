@@ -9,6 +9,7 @@
 
 #include "optim_step/blocks.h"
 #include "optim_step/decay_table.h"
+#include "optim_step/shrinkage.h"
 #include "optim_step/staging.h"
 
 namespace loco::optim_step {
@@ -45,8 +46,9 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
       add(std::min_element(cost.begin(), cost.end()) - cost.begin(), t, 0, numel);
       continue;
     }
-    const int64_t granules = (numel + kSplitGranularity - 1) / kSplitGranularity;
-    const int64_t slice = (granules + shares - 1) / shares * kSplitGranularity;
+    const int64_t granule = tensors[t].penalty ? numel / tensors[t].kernels : kSplitGranularity;
+    const int64_t granules = (numel + granule - 1) / granule;
+    const int64_t slice = (granules + shares - 1) / shares * granule;
     for (int64_t k = 0; k < shares; ++k) add(k, t, std::min(numel, k * slice), std::min(numel, (k + 1) * slice));
   }
   return result;
@@ -63,6 +65,8 @@ struct Job {
   const void* table;  // T*, or null
   int64_t period;     // the table's length
   bool fill;          // coefficients are filled in block by block
+  bool stochastic;    // what is bfloat16 is rounded so
+  double lr;
 };
 
 template <typename T>
@@ -83,11 +87,7 @@ class Step {
   }
 
   void run_segment(const Segment& segment) const {
-    if (call_.tensors[segment.tensor].w.dtype == DType::f64) {
-      run_blocks<double>(jobs_[segment.tensor], segment.begin, segment.end);
-    } else {
-      run_blocks<float>(jobs_[segment.tensor], segment.begin, segment.end);
-    }
+    call_.tensors[segment.tensor].w.dtype == DType::f64 ? run<double>(segment) : run<float>(segment);
   }
 
  private:
@@ -98,7 +98,8 @@ class Step {
     const bool repeats = !jobs_.empty() && jobs_.back().tensor->group == t.group && jobs_.back().tensor->step == t.step;
     const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
     const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
-    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false};
+    const bool stochastic = call_.rounding.stochastic && t.w.dtype == DType::bf16;
+    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr};
     if (t.map == nullptr || t.numel == 0 || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
@@ -117,6 +118,68 @@ class Step {
   static void set_table(Job<Rule>& job, const std::vector<T>& table) {
     job.table = table.data();
     job.period = static_cast<int64_t>(table.size());
+  }
+
+  template <typename T>
+  void run(const Segment& segment) const {
+    const Job<Rule>& job = jobs_[segment.tensor];
+    if (job.tensor->penalty && job.lr != 0) return run_kernels<T>(job, segment.begin, segment.end);
+    run_blocks<T>(job, segment.begin, segment.end);
+  }
+
+  // Steps kernel after kernel, each followed by its prox while it lies in the caches. What the prox reads is held in
+  // the arithmetic type meanwhile if it is of another or not flat, so that it is rounded once, afterwards.
+  template <typename T>
+  void run_kernels(const Job<Rule>& job, int64_t begin, int64_t end) const {
+    const TensorStep& t = *job.tensor;
+    const int64_t numel = t.numel / t.kernels;
+    TensorStep held_tensor = t;
+    Job<Rule> held_job = job;
+    held_job.tensor = &held_tensor;
+    Held<T> w{t.w, held_tensor.w, 0, {}};
+    const int k = Rule::metric_state(job.flags);
+    Held<T> v{t.state[k < 0 ? 0 : k], held_tensor.state[k < 0 ? 0 : k], 1 + k, {}};
+    Shrinkage<Rule, T> shrinkage(held_tensor, call_.hyper + t.group * Rule::columns, job.lr, job.scalars, job.flags);
+    for (int64_t at = begin; at < end; at += numel) {
+      fetch(w, at, numel);
+      if (k >= 0) fetch(v, at, numel);
+      run_blocks<T>(held_job, at, at + numel);
+      shrinkage.apply(at);
+      put_back(job, w, at, numel);
+      if (k >= 0) put_back(job, v, at, numel);
+    }
+  }
+
+  // An operand of a kernel, and what the step sees in its place.
+  template <typename T>
+  struct Held {
+    const Operand& operand;
+    Operand& seen;
+    int word;  // of those for random rounding
+    std::vector<T> values;
+  };
+
+  template <typename T>
+  static void fetch(Held<T>& held, int64_t begin, int64_t numel) {
+    if (in_place<T>(held.operand)) return;
+    held.values.resize(numel);
+    held.seen = {held.values.data() - begin, dtype_of<T>, nullptr};
+    RawBlock raw;
+    for (int64_t i = 0; i < numel; i += kBlock) {
+      stage_in(held.operand, begin + i, std::min(kBlock, numel - i), held.values.data() + i, raw);
+    }
+  }
+
+  template <typename T>
+  void put_back(const Job<Rule>& job, const Held<T>& held, int64_t begin, int64_t numel) const {
+    if (in_place<T>(held.operand)) return;
+    Workspace<T> space;
+    for (int64_t i = 0; i < numel; i += kBlock) {
+      const int64_t count = std::min(kBlock, numel - i);
+      if (job.stochastic) draw(*job.tensor, begin + i, count, space);
+      const uint32_t* random = job.stochastic ? space.words[held.word] : nullptr;
+      stage_out(held.operand, begin + i, count, held.values.data() + i, random, space.raw);
+    }
   }
 
   template <typename T>
@@ -170,7 +233,7 @@ class Step {
       block.period = count;
     }
     update(block, job.flags, Rule::template as<T>(job.scalars));
-    write_back(t, begin, block, space);
+    write_back(job, begin, block, space);
   }
 
   // The gradient divided by grad_scale (which is written back, as torch's fused optimizers do) and negated to maximize.
@@ -187,8 +250,9 @@ class Step {
   }
 
   template <typename T>
-  void write_back(const TensorStep& t, int64_t begin, const Block<T>& block, Workspace<T>& space) const {
-    const bool random = call_.rounding.stochastic && t.w.dtype == DType::bf16;
+  void write_back(const Job<Rule>& job, int64_t begin, const Block<T>& block, Workspace<T>& space) const {
+    const TensorStep& t = *job.tensor;
+    const bool random = job.stochastic;
     if (random) draw(t, begin, block.count, space);
     const auto write = [&](const Operand& o, const T* values, int word) {
       if (o.data == nullptr || in_place<T>(o)) return;

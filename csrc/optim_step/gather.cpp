@@ -1,5 +1,7 @@
 #include "optim_step/gather.h"
 
+#include "common/registry.h"
+
 namespace loco::optim_step {
 namespace {
 
@@ -35,6 +37,7 @@ void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper,
   check_length("grads", grads.size(), count);
   check_length("group_index", lists.group_index.size(), count);
   check_length("map_index", lists.map_index.size(), count);
+  if (!lists.penalties.empty()) check_length("penalties", lists.penalties.size(), count);
   if (logical) check_length("ordinals", lists.ordinals.size(), count);
   read_hyper(hyper, layout.columns);
   steps_.resize(count);
@@ -42,6 +45,7 @@ void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper,
   regions_.clear();
   names_.clear();
   nests_.clear();
+  penalties_.clear();
   for (size_t i = 0; i < count; ++i) {
     read_param(lists, i, logical);
     add_operand(view_of(grads[i], "grads", i, place_), "grads", i, grads_written, steps_[i].g);
@@ -80,6 +84,8 @@ void Gather::read_param(const Lists& lists, size_t index, bool logical) {
     STD_TORCH_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
     read_map(lists.maps[which], index, which);
   }
+  step.penalty = nullptr;
+  if (!lists.penalties.empty() && lists.penalties[index] != 0) read_penalty(lists.penalties, index);
   step.first = false;
   step.counter = nullptr;
   step.step = 0;
@@ -109,6 +115,39 @@ void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
   TensorStep& step = steps_[index];
   step.map = static_cast<const double*>(view.data);
   step.map_nest = keep_nest(leads_[index], strides, "maps", which);
+}
+
+// Kernels have to lie one after the other, whatever the order within each that KernelSolver knows.
+void Gather::read_penalty(const Ints& penalties, size_t index) {
+  const auto penalty = std::dynamic_pointer_cast<const ring_prox::Penalty>(find_kept(penalties[index]));
+  STD_TORCH_CHECK(penalty, "penalties[", index, "]: expected 0 or a number from ring_penalty_hold, got ",
+                  penalties[index]);
+  const Lead& lead = leads_[index];
+  const View& view = lead.view;
+  int64_t taps = 1;
+  for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
+  STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty->taps(), "penalties[", index, "]: expected params[", index,
+                  "] to have kernels of ", penalty->taps(), " taps, got shape ", text(view));
+  TensorStep& step = steps_[index];
+  if (step.numel == 0) return;
+  int8_t taps_fastest[kMaxDims], channels_fastest[kMaxDims];
+  int count = 0, other = 0;
+  const auto add = [&](int8_t* order, int& at, int64_t d) {
+    if (view.sizes[d] != 1) order[at++] = static_cast<int8_t>(d);
+  };
+  add(channels_fastest, other, 1);
+  for (int64_t d = view.ndim - 1; d >= 0; --d) {
+    add(taps_fastest, count, d);
+    if (d != 1) add(channels_fastest, other, d);
+  }
+  const bool contiguous = std::equal(lead.order, lead.order + lead.axes, taps_fastest);
+  STD_TORCH_CHECK(contiguous || std::equal(lead.order, lead.order + lead.axes, channels_fastest), "params[", index,
+                  "]: expected a contiguous or channels_last weight where there is a penalty, got strides ",
+                  shape_text(view.strides, view.ndim));
+  step.penalty = penalty.get();
+  step.kernels = view.sizes[0];
+  step.channels_fastest = !contiguous;
+  penalties_.push_back(penalty);
 }
 
 void Gather::read_states(const Lists& lists, const Layout& layout) {

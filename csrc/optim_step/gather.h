@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -25,6 +26,7 @@ struct Lists {
   Ints group_index;
   Tensors maps;
   Ints map_index;  // -1: uniform decay
+  Ints penalties;  // numbers of kept penalties, 0: none; may be empty
   Ints ordinals;   // needed for stochastic rounding only
 };
 
@@ -59,6 +61,7 @@ class Gather {
   void read_hyper(const Tensor& hyper, int columns);
   void read_param(const Lists& lists, size_t index, bool logical);
   void read_map(const Tensor& map, size_t index, int64_t which);
+  void read_penalty(const Ints& penalties, size_t index);
   void read_states(const Lists& lists, const Layout& layout);
   void read_steps(const Tensors& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
@@ -72,7 +75,8 @@ class Gather {
   std::vector<Lead> leads_;
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
-  std::deque<Nest> nests_;  // those that steps_ points to
+  std::deque<Nest> nests_;                                            // those that steps_ points to
+  std::vector<std::shared_ptr<const ring_prox::Penalty>> penalties_;  // likewise
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
 };

@@ -5,6 +5,7 @@
 
 #include "common/operand.h"
 #include "optim_step/rules.h"
+#include "ring_prox/penalty.h"
 
 namespace loco::optim_step {
 
@@ -21,7 +22,10 @@ struct TensorStep {
   void* counter;             // Adam: steps made so far, in the device's memory; null: the rule counts none
   DType counter_dtype;       // f32 or f64
   double step;               // Adam: the number of this step, from 1; not set for a GPU, which reads counter itself
-  uint32_t ordinal;          // which parameter this is, for stochastic rounding
+  const ring_prox::Penalty* penalty;  // whose prox ends the step; null: none
+  int64_t kernels;                    // with a penalty: output channels, of numel / kernels consecutive elements each
+  bool channels_fastest;              // with a penalty: within a kernel; else taps are
+  uint32_t ordinal;                   // which parameter this is, for stochastic rounding
 };
 
 struct Rounding {

@@ -1,4 +1,6 @@
 // torch.ops.loco_ext.ring_norms and ring_prox on CPU tensors.
+#include <array>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -7,6 +9,8 @@
 #include "common/strided.h"
 #include "ring_prox/bind.h"
 #include "ring_prox/cpu.h"
+#include "ring_prox/math.h"
+#include "ring_prox/penalty.h"
 
 namespace loco::ring_prox {
 namespace {
@@ -40,6 +44,29 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   return out;
 }
 
+int64_t ring_penalty_hold(Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf) {
+  const auto read = [](const Tensor& tensor, const char* name) {
+    const View view = view_of(tensor, name, 0);
+    STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && view.numel >= 1 && view.numel <= kMaxRings &&
+                        tensor.is_contiguous(),
+                    name, ": expected a contiguous float64 tensor of 1 to ", kMaxRings, " numbers");
+    const auto* values = static_cast<const double*>(view.data);
+    return std::vector<double>(values, values + view.numel);
+  };
+  auto penalty = std::make_shared<Penalty>();
+  penalty->plain = read(thresholds, "thresholds");
+  if (squared) penalty->squared = read(*squared, "squared");
+  STD_TORCH_CHECK(!squared || penalty->squared.size() == penalty->plain.size(), "squared: expected ",
+                  penalty->plain.size(), " numbers, got ", penalty->squared.size());
+  for (const int64_t ring : rings) {
+    STD_TORCH_CHECK(ring >= 0 && ring < penalty->rings(), "rings: expected entries from 0 to ", penalty->rings() - 1,
+                    ", got ", ring);
+    penalty->ring_of_tap.push_back(static_cast<int>(ring));
+  }
+  penalty->linf = linf;
+  return keep(std::move(penalty));
+}
+
 Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
                  std::optional<Tensor> metric, bool linf) {
   const Reader reader(weight, rings, thresholds.size(-1));
@@ -65,6 +92,7 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
 }  // namespace loco::ring_prox
 
 STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) {
+  m.impl("ring_penalty_hold", TORCH_BOX(&loco::ring_prox::ring_penalty_hold));
   m.impl("ring_norms", TORCH_BOX(&loco::ring_prox::ring_norms));
   m.impl("ring_prox", TORCH_BOX(&loco::ring_prox::ring_prox));
 }

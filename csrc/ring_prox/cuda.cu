@@ -66,25 +66,36 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox_l2(const __grid_co
   kernel.write([&](T u, T, int r) { return u * static_cast<T>(factors[r]); });
 }
 
+// What solve_metric asks of a kernel.
+template <typename T, bool staged>
+struct MetricSums {
+  Kernel<T, staged>& kernel;
+
+  LOCO_DEVICE double tolerance() const { return 1e-9; }
+
+  LOCO_DEVICE Damped operator()(int ring, double c) {
+    double sums[2] = {0, 0};
+    kernel.for_ring(ring, [&](T u, T d) {
+      const double value = damped(kernel.scaled(u), d, c);
+      sums[0] += value * value;
+      sums[1] += value * value / (static_cast<double>(d) + c);
+    });
+    kernel.reduce(sums, Add());
+    return {sums[0], sums[1]};
+  }
+};
+
 template <typename T, bool staged>
 __global__ void __launch_bounds__(kMostThreads, kBlocks) prox_metric(const __grid_constant__ Parameters p) {
   __shared__ Scratch scratch;
   __shared__ double squares[kMaxRings], weighed[kMaxRings], norms[kMaxRings], t[kMaxRings], factors[kMaxRings],
-      coefficients[kMaxRings];
+      coefficients[kMaxRings], derivatives[kMaxRings];
   __shared__ int found;
   LOCO_SHARED(memory);
   Kernel<T, staged> kernel(p, memory, scratch);
   const double scale = kernel.scaled_squares({squares, weighed});
   const Thresholds thresholds = p.thresholds();
-  const auto damped_squares = [&](int ring, double c) {
-    double sum[1] = {0};
-    kernel.for_ring(ring, [&](T u, T d) {
-      const double value = damped(kernel.scaled(u), d, c);
-      sum[0] += value * value;
-    });
-    kernel.reduce(sum, Add());
-    return sum[0];
-  };
+  MetricSums<T, staged> sums{kernel};
   if (threadIdx.x == 0) {
     double sum = 0;
     for (int r = 0; r < p.rings; ++r) norms[r] = std::sqrt(sum += squares[r]);
@@ -97,11 +108,11 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox_metric(const __gri
     }
     __syncthreads();
     first = found;
-    solve_metric(damped_squares, norms, t, first, p.rings, kTolerance<T>, OfLeader{coefficients});
+    solve_metric(sums, norms, t, first, p.rings, OfLeader{coefficients}, OfLeader{derivatives});
     __syncthreads();
   };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(damped_squares, of, thresholds.squared, first, p.rings)
+    return (of ? metric_penalty(sums, of, thresholds.squared, first, p.rings)
                : l2_penalty(squares, nullptr, thresholds.squared, p.rings)) /
            scale;
   };

@@ -10,6 +10,42 @@
 namespace loco::ring_prox {
 namespace {
 
+// Sums over the rings of a kernel whose channels lie side by side, for solve_metric. Floats are summed as floats while
+// c of the first ring is not much larger than the metric: else its rounding would drown that of the last.
+template <typename T>
+class RingSums {
+ public:
+  RingSums(const Shape& shape, const T* u, const T* d, double least) : shape_(shape), u_(u), d_(d), least_(least) {}
+
+  void begin(int first) {
+    first_ = first;
+    wide_ = sizeof(T) == 8;
+  }
+
+  double tolerance() const { return wide_ ? 1e-9 : 1e-5; }
+
+  Damped operator()(int ring, double c) {
+    if (ring == first_ && !(c <= kModerate * least_)) wide_ = true;
+    Damped all{0, 0};
+    for (int k = 0; k < shape_.taps; ++k) {
+      if (shape_.ring_of_tap[k] != ring) continue;
+      const T *u = u_ + k * shape_.channels, *d = d_ + k * shape_.channels;
+      const Damped part = wide_ ? wide_damped_sums(u, d, shape_.channels, c) : damped_sums(u, d, shape_.channels, c);
+      all = {all.squares + part.squares, all.slope + part.slope};
+    }
+    return all;
+  }
+
+ private:
+  static constexpr double kModerate = 8;
+
+  const Shape& shape_;
+  const T *u_, *d_;
+  double least_;  // of the metric
+  int first_ = 0;
+  bool wide_ = true;
+};
+
 // [rows, columns] to [columns, rows]
 template <typename T>
 void turn(const T* from, int64_t rows, int64_t columns, T* to) {
@@ -21,7 +57,9 @@ void turn(const T* from, int64_t rows, int64_t columns, T* to) {
 }  // namespace
 
 template <typename T>
-KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape), by_tap_(shape.taps), factors_(shape.taps) {}
+KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape), by_tap_(shape.taps), factors_(shape.taps) {
+  shape_.channels_fastest |= shape.taps == 1;
+}
 
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
@@ -35,7 +73,7 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
   u_ = u;
   d_ = d;
   out_ = out;
-  const bool turned = !shape_.channels_fastest && shape_.taps > 1 && (d != nullptr || linf);
+  const bool turned = !shape_.channels_fastest && (d != nullptr || linf);
   if (!turned) return solve(thresholds, linf);
   turned_u_.resize(shape_.numel());
   turn(u, shape_.channels, shape_.taps, turned_u_.data());
@@ -78,26 +116,22 @@ void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
 
 template <typename T>
 void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
-  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings], coefficients[kMaxRings];
+  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings];
+  double coefficients[kMaxRings], derivatives[kMaxRings];
   const int rings = shape_.rings;
   const double scale = scaled_squares(weighed);
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares_[r]);
   int first = 0;
-  const auto squares = [&](int ring, double c) {
-    double sum = 0;
-    for_taps([&](int64_t at, int r) {
-      if (r == ring) sum += damped_squares(scaled_ + at, d_ + at, shape_.channels, c);
-    });
-    return sum;
-  };
+  RingSums<T> sums{shape_, scaled_, d_, smallest(d_, shape_.numel())};
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
     first = chain(weighed, t, rings, factors);
-    ring_prox::solve_metric(squares, norms, t, first, rings, kTolerance<T>, coefficients);
+    sums.begin(first);
+    ring_prox::solve_metric(sums, norms, t, first, rings, coefficients, derivatives);
   };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(squares, of, thresholds.squared, first, rings)
+    return (of ? metric_penalty(sums, of, thresholds.squared, first, rings)
                : l2_penalty(squares_, nullptr, thresholds.squared, rings)) /
            scale;
   };
@@ -157,36 +191,56 @@ void KernelSolver<T>::for_taps(const Visit& visit) const {
 template <typename T>
 double KernelSolver<T>::scaled_squares(double* weighed) {
   scaled_ = u_;
-  sum_squares(weighed);
-  if constexpr (sizeof(T) == 4) return 1;  // their squares are within float64
-  bool safe = true;
-  for (int r = 0; r < shape_.rings; ++r) safe = safe && squares_[r] > 1e-280 && squares_[r] < 1e280;
-  const double size = safe ? 1 : largest(u_, shape_.numel());
-  if (safe || !(size > 0) || size == kInfinity) return 1;
+  sum_squares(false);
+  double scale = 1;
+  if (!safe()) {
+    if constexpr (sizeof(T) == 8) scale = bring_near_one();
+    sum_squares(true);
+  }
+  if (weighed != nullptr) {
+    for (int k = 0; k < shape_.taps; ++k) {
+      const int64_t at = k * shape_.channels;
+      by_tap_[k] = weighed_squares(scaled_ + at, d_ + at, shape_.channels);
+    }
+    add_by_ring(weighed);
+  }
+  return scale;
+}
+
+// Whether the sums are far from where squares vanish or overflow.
+template <typename T>
+bool KernelSolver<T>::safe() const {
+  constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
+  return std::all_of(squares_, squares_ + shape_.rings, [](double sum) { return sum > kLeast && sum < 1 / kLeast; });
+}
+
+// Lets scaled_ be u times a power of two, which it returns: 1 where u has no largest size.
+template <typename T>
+double KernelSolver<T>::bring_near_one() {
+  const double size = largest(u_, shape_.numel());
+  if (!(size > 0) || size == kInfinity) return 1;
   int exponent;
   std::frexp(size, &exponent);
   const double scale = std::ldexp(1.0, -std::max(-1020, std::min(1020, exponent)));
   scaled_copy_.resize(shape_.numel());
   multiply(u_, shape_.numel(), static_cast<T>(scale), scaled_copy_.data());
   scaled_ = scaled_copy_.data();
-  sum_squares(weighed);
   return scale;
 }
 
 template <typename T>
-void KernelSolver<T>::sum_squares(double* weighed) {
+void KernelSolver<T>::sum_squares(bool wide) {
   if (shape_.channels_fastest) {
-    for (int k = 0; k < shape_.taps; ++k) by_tap_[k] = squares(scaled_ + k * shape_.channels, shape_.channels);
+    for (int k = 0; k < shape_.taps; ++k) {
+      const T* x = scaled_ + k * shape_.channels;
+      by_tap_[k] = wide ? wide_squares(x, shape_.channels) : squares(x, shape_.channels);
+    }
+  } else if (wide) {
+    wide_tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
   } else {
     tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
   }
   add_by_ring(squares_);
-  if (weighed == nullptr) return;
-  for (int k = 0; k < shape_.taps; ++k) {
-    const int64_t at = k * shape_.channels;
-    by_tap_[k] = weighed_squares(scaled_ + at, d_ + at, shape_.channels);
-  }
-  add_by_ring(weighed);
 }
 
 template <typename T>

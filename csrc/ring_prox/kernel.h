@@ -38,7 +38,9 @@ class KernelSolver {
   void for_taps(const Visit& visit) const;
   void measure(double* sizes) const;
   double scaled_squares(double* weighed);
-  void sum_squares(double* weighed);
+  bool safe() const;
+  double bring_near_one();
+  void sum_squares(bool wide);
   void add_by_ring(double* sums) const;
 
   Shape shape_;

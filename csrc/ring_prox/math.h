@@ -28,10 +28,6 @@ namespace loco::ring_prox {
 constexpr int kMaxRings = 64;
 constexpr double kInfinity = __builtin_huge_val();
 
-// Of the metric's coefficients, relative, where weights are held in T.
-template <typename T>
-constexpr double kTolerance = sizeof(T) == 4 ? 1e-11 : 2e-16;
-
 LOCO_HD bool is_nan(double value) { return value != value; }
 
 // u d / (d + c)
@@ -114,53 +110,84 @@ LOCO_HD double find_root(const F& f, double lower, double f_lower, double upper,
   return x1;
 }
 
-// c beyond the last ring, from that of ring `first`; negative as soon as one on the way is. squares(r, c): sum over
-// ring r of (u d / (d + c))^2. Rings before `first` vanish.
-template <class Squares>
-LOCO_HD double shoot(const Squares& squares, const double* t, int first, int rings, double c) {
-  double sum = 0;
-  for (int r = first; r < rings && c >= 0; ++r) {
-    sum += squares(r, c);
-    if (t[r] != 0) c -= t[r] / std::sqrt(sum);
-  }
-  return c;
+// Sums over a ring for x = u d / (d + c): of x^2, and of x^2 / (d + c), of which -2 is the first one's derivative by c.
+struct Damped {
+  double squares, slope;
+};
+
+// How far c beyond the last ring is from 0, and the derivative of that by c of ring `first`.
+struct Shot {
+  double miss, derivative;
+};
+
+// What c of a ring must be at least, since no ||x(G_r)|| is larger than that of u; norms[r]: of u on rings 0..r.
+LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
+  double least = 0;
+  for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
+  return least;
 }
 
-// Writes c of every ring from `first` on. norms[r]: of u on rings 0..r.
-template <class Squares, class Array>
-LOCO_HD void solve_metric(const Squares& squares, const double* norms, const double* t, int first, int rings,
-                          double tolerance, Array coefficients) {
-  double lower = 0;  // every ||x(G_r)|| is at most that of u
-  for (int r = first; r < rings; ++r) lower += t[r] == 0 ? 0 : t[r] / norms[r];
-  const auto beyond = [&](double c) { return shoot(squares, t, first, rings, c); };
-  double c = lower;
-  if (lower > 0 && lower < kInfinity) {
-    double f_lower = beyond(lower);
-    if (f_lower < 0) {
-      double upper = 2 * lower, f_upper = beyond(upper);
-      while (f_upper < 0 && upper < kInfinity) {
-        lower = upper, f_lower = f_upper;
-        upper *= 2;
-        f_upper = beyond(upper);
-      }
-      c = find_root(beyond, lower, f_lower, upper, f_upper, tolerance);
-    }
-  }
-  double sum = 0;
+// sums(r, c): Damped of ring r. Where c of a ring is less than it must be, that is missed, and the rest goes on from
+// what it must be. Writes down c of each ring and its derivative.
+template <class Sums, class Array>
+LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c, Array coefficients,
+                   Array derivatives) {
+  double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
+  Shot lacking{0, 0};
   for (int r = first; r < rings; ++r) {
-    coefficients[r] = c = c < 0 ? 0 : c;
-    sum += squares(r, c);
-    if (t[r] != 0) c -= t[r] / std::sqrt(sum);
+    if (c < least) {
+      lacking = {lacking.miss + (c - least), lacking.derivative + derivative};
+      c = least;
+      derivative = 0;
+    }
+    coefficients[r] = c;
+    derivatives[r] = derivative;
+    const Damped ring = sums(r, c);
+    squares += ring.squares;
+    slope += ring.slope * derivative;
+    if (t[r] == 0) continue;
+    const double pull = t[r] / std::sqrt(squares);
+    c -= pull;
+    derivative -= pull * slope / squares;
+    least -= t[r] / norms[r];
+  }
+  return {c + lacking.miss, derivative + lacking.derivative};
+}
+
+// Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
+// beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
+// is the error; derivatives: [rings], for use meanwhile.
+template <class Sums, class Array>
+LOCO_HD void solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
+                          Array derivatives) {
+  double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
+  if (!(c > 0 && c < kInfinity)) {
+    for (int r = first; r < rings; ++r) coefficients[r] = c;
+    return;
+  }
+  double step = kInfinity;
+  for (int i = 0; i < 200 && std::fabs(step) > sums.tolerance() * c; ++i) {
+    const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
+    (shot.miss < 0 ? lower : upper) = c;
+    double next = c - shot.miss / shot.derivative;
+    if (!(shot.derivative > 0 && next >= lower && next <= upper)) {
+      next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
+    }
+    step = next - c;
+    c = next;
+  }
+  for (int r = first; r < rings; ++r) {
+    const double found = coefficients[r] + derivatives[r] * step;
+    coefficients[r] = found < 0 ? 0 : found;
   }
 }
 
 // sum_n q_n ||x(G_n)|| of what solve_metric has found.
-template <class Squares>
-LOCO_HD double metric_penalty(const Squares& squares, const double* coefficients, const double* q, int first,
-                              int rings) {
+template <class Sums>
+LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const double* q, int first, int rings) {
   double sum = 0, penalty = 0;
   for (int r = first; r < rings; ++r) {
-    sum += squares(r, coefficients[r]);
+    sum += sums(r, coefficients[r]).squares;
     if (q[r] != 0) penalty += q[r] * std::sqrt(sum);
   }
   return penalty;
@@ -171,6 +198,9 @@ struct Above {
   double mass, weight, count;
 };
 
+// At which weights, all of them above it, have to be clipped to lose t. Rounding must not take it below 0.
+LOCO_HD double level_of(const Above& over, double t) { return over.mass <= t ? 0 : (over.mass - t) / over.weight; }
+
 // caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.
 template <class Sums, class Array>
 LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array caps) {
@@ -179,12 +209,12 @@ LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array cap
     if (t[n] == 0) continue;
     // From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
     Above over = above(n, caps, -1.0);
-    double level = over.mass <= t[n] ? 0 : (over.mass - t[n]) / over.weight;
+    double level = level_of(over, t[n]);
     while (level > 0 && level < kInfinity) {
       const Above next = above(n, caps, level);
       if (!(next.count < over.count) || next.count == 0) break;
       over = next;
-      level = (over.mass - t[n]) / over.weight;
+      level = level_of(over, t[n]);
     }
     for (int r = 0; r <= n; ++r) caps[r] = level < caps[r] || is_nan(level) ? level : caps[r];
   }
@@ -202,11 +232,13 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   return penalty;
 }
 
-// f of the squared part. penalty_at(f): sum_n q_n ||x(G_n)|| of the prox with thresholds t + f q.
+// f of the squared part. penalty_at(f): sum_n q_n ||x(G_n)|| of the prox with thresholds t + f q. 0 where that of u is
+// infinite: what infinite weights, which stay, would ask of all others is not to be had.
 template <class Penalty>
 LOCO_HD double squared_factor(const Penalty& penalty_at, double penalty_of_u) {
   const double upper = 2 * penalty_of_u;
-  if (!(upper > 0) || upper == kInfinity) return upper;
+  if (upper == kInfinity) return 0;
+  if (!(upper > 0)) return upper;
   const auto balance = [&](double factor) { return factor - 2 * penalty_at(factor); };
   const double f_upper = balance(upper);
   return f_upper <= 0 ? upper : find_root(balance, 0, -upper, upper, f_upper, 4e-16);

@@ -7,14 +7,14 @@ namespace loco::ring_prox {
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int kFewTaps = 64;
 
-LOCO_HD double total(const double (&lanes)[kLanes]) {
-  double parts[kLanes];
-  for (int l = 0; l < kLanes; ++l) parts[l] = lanes[l];
+// Adds up the lanes in a fixed order; what they held is lost.
+LOCO_HD double total(double (&lanes)[kLanes]) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) parts[l] += parts[l + width];
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
   }
-  return parts[0];
+  return lanes[0];
 }
 
 // sum term(i): term i goes to lane i modulo 16.
@@ -29,33 +29,57 @@ LOCO_HD double sum_of(int64_t count, const Term& term) {
   return total(lanes);
 }
 
-template <typename T>
-LOCO_HD double squares_of(const T* x, int64_t count) {
-  return sum_of(count, [=](int64_t i) LOCO_INLINE {
-    const double value = x[i];
-    return value * value;
-  });
+// As many squares as are summed in their own type at a time.
+constexpr int kShortSum = 4;
+
+// Part: of short sums; their total is in float64.
+template <typename Part, typename T>
+LOCO_HD Part square(T x) {
+  const Part value = static_cast<Part>(x);
+  return value * value;
 }
 
-// With few taps, those of 16 channels have 16 parts of the sums.
-template <typename T>
-LOCO_HD void tap_squares_of(const T* x, int64_t channels, int taps, double* by_tap) {
-  constexpr int kFewTaps = 64;
-  double parts[kFewTaps * kLanes];
-  const bool few = taps <= kFewTaps && channels >= kLanes;
-  double* sums = few ? parts : by_tap;
-  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
-  for (int64_t k = 0; k < period; ++k) sums[k] = 0;
-  for (int64_t begin = 0; begin < count; begin += period) {
-    const int64_t end = std::min(period, count - begin);
-    for (int64_t k = 0; k < end; ++k) {
-      const double value = x[begin + k];
-      sums[k] += value * value;
+template <typename Part, typename T>
+LOCO_HD double squares_of(const T* x, int64_t count) {
+  double lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= count; i += kShortSum * kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      Part part = 0;
+      for (int k = 0; k < kShortSum; ++k) part += square<Part>(x[i + k * kLanes + l]);
+      lanes[l] += static_cast<double>(part);
     }
   }
-  for (int k = 0; few && k < taps; ++k) {
-    by_tap[k] = 0;
-    for (int64_t l = k; l < period; l += taps) by_tap[k] += parts[l];
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] += square<double>(x[i + l]);
+  }
+  for (int l = 0; i + l < count; ++l) lanes[l] += square<double>(x[i + l]);
+  return total(lanes);
+}
+
+// With few taps, those of 16 channels have 16 lanes of the sums.
+template <typename Part, typename T>
+LOCO_HD void tap_squares_of(const T* x, int64_t channels, int taps, double* by_tap) {
+  double near[kFewTaps * kLanes];
+  const bool few = taps <= kFewTaps && channels >= kLanes;
+  double* lanes = few ? near : by_tap;
+  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
+  for (int64_t k = 0; k < period; ++k) lanes[k] = 0;
+  int64_t i = 0;
+  for (; i + kShortSum * period <= count; i += kShortSum * period) {
+    for (int64_t k = 0; k < period; ++k) {
+      Part part = 0;
+      for (int s = 0; s < kShortSum; ++s) part += square<Part>(x[i + s * period + k]);
+      lanes[k] += static_cast<double>(part);
+    }
+  }
+  for (; i < count; i += period) {
+    const int64_t rest = std::min(period, count - i);
+    for (int64_t k = 0; k < rest; ++k) lanes[k] += square<double>(x[i + k]);
+  }
+  for (int k = 0; few && k < taps; ++k) by_tap[k] = 0;
+  for (int64_t l = 0; few && l < period; l += taps) {
+    for (int k = 0; k < taps; ++k) by_tap[k] += lanes[l + k];
   }
 }
 
@@ -68,11 +92,56 @@ LOCO_HD double weighed_squares_of(const T* u, const T* d, int64_t count) {
 }
 
 template <typename T>
-LOCO_HD double damped_squares_of(const T* u, const T* d, int64_t count, double c) {
-  return sum_of(count, [=](int64_t i) LOCO_INLINE {
-    const double value = damped(u[i], d[i], c);
-    return value * value;
-  });
+LOCO_HD Damped damped_of(const T* u, const T* d, int64_t count, T c) {
+  double squares[kLanes] = {}, slopes[kLanes] = {};
+  const auto add = [&](int64_t i, T& square, T& slope) LOCO_INLINE {
+    const T inverse = T(1) / (d[i] + c), x = u[i] * d[i] * inverse;
+    square += x * x;
+    slope += x * x * inverse;
+  };
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= count; i += kShortSum * kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      T square = 0, slope = 0;
+      for (int k = 0; k < kShortSum; ++k) add(i + k * kLanes + l, square, slope);
+      squares[l] += static_cast<double>(square);
+      slopes[l] += static_cast<double>(slope);
+    }
+  }
+  for (; i < count; ++i) {
+    T square = 0, slope = 0;
+    add(i, square, slope);
+    squares[i % kLanes] += static_cast<double>(square);
+    slopes[i % kLanes] += static_cast<double>(slope);
+  }
+  return {total(squares), total(slopes)};
+}
+
+LOCO_HD Damped wide_damped_of(const float* u, const float* d, int64_t count, double c) {
+  double squares[kLanes] = {}, slopes[kLanes] = {};
+  const auto add = [&](int64_t i, int l) LOCO_INLINE {
+    const double weight = d[i], inverse = 1 / (weight + c), x = u[i] * (weight * inverse);
+    squares[l] += x * x;
+    slopes[l] += x * x * inverse;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i + l, l);
+  }
+  for (int l = 0; i + l < count; ++l) add(i + l, l);
+  return {total(squares), total(slopes)};
+}
+
+template <typename T>
+LOCO_HD double smallest_of(const T* x, int64_t count) {
+  T lanes[kLanes];
+  for (T& lane : lanes) lane = x[0];
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] = x[i + l] < lanes[l] ? x[i + l] : lanes[l];
+  }
+  for (; i < count; ++i) lanes[0] = x[i] < lanes[0] ? x[i] : lanes[0];
+  return static_cast<double>(*std::min_element(lanes, lanes + kLanes));
 }
 
 template <bool weighed, typename T>
@@ -114,11 +183,12 @@ LOCO_HD void multiply_of(const T* x, int64_t count, T factor, T* out) {
 
 template <typename T>
 LOCO_HD void multiply_taps_of(const T* x, int64_t channels, int taps, const T* by_tap, T* out) {
-  constexpr int kFewTaps = 64;
   T factors[kFewTaps * kLanes];
   const bool few = taps <= kFewTaps && channels >= kLanes;
   const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
-  for (int64_t k = 0; few && k < period; ++k) factors[k] = by_tap[k % taps];
+  for (int64_t l = 0; few && l < period; l += taps) {
+    for (int k = 0; k < taps; ++k) factors[l + k] = by_tap[k];
+  }
   const T* cycle = few ? factors : by_tap;
   for (int64_t begin = 0; begin < count; begin += period) {
     const int64_t end = std::min(period, count - begin);
@@ -127,8 +197,13 @@ LOCO_HD void multiply_taps_of(const T* x, int64_t channels, int taps, const T* b
 }
 
 template <typename T>
-LOCO_HD void damp_of(const T* u, const T* d, int64_t count, double c, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<T>(damped(u[i], d[i], c));
+LOCO_HD void adam_metric_of(const T* v, int64_t count, T correction, T eps, T lr, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = (std::sqrt(v[i]) / correction + eps) / lr;
+}
+
+template <typename T>
+LOCO_HD void damp_of(const T* u, const T* d, int64_t count, T c, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = u[i] * (d[i] / (d[i] + c));
 }
 
 template <typename T>
@@ -141,14 +216,22 @@ LOCO_HD void clip_of(const T* u, int64_t count, T cap, T* out) {
 
 }  // namespace
 
-LOCO_CLONES double squares(const float* x, int64_t count) { return squares_of(x, count); }
-LOCO_CLONES double squares(const double* x, int64_t count) { return squares_of(x, count); }
+LOCO_CLONES double squares(const float* x, int64_t count) { return squares_of<float>(x, count); }
+LOCO_CLONES double squares(const double* x, int64_t count) { return squares_of<double>(x, count); }
+LOCO_CLONES double wide_squares(const float* x, int64_t count) { return squares_of<double>(x, count); }
+double wide_squares(const double* x, int64_t count) { return squares(x, count); }
 
 LOCO_CLONES void tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of(x, channels, taps, by_tap);
+  tap_squares_of<float>(x, channels, taps, by_tap);
 }
 LOCO_CLONES void tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of(x, channels, taps, by_tap);
+  tap_squares_of<double>(x, channels, taps, by_tap);
+}
+LOCO_CLONES void wide_tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
+  tap_squares_of<double>(x, channels, taps, by_tap);
+}
+void wide_tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
+  tap_squares(x, channels, taps, by_tap);
 }
 
 LOCO_CLONES double weighed_squares(const float* u, const float* d, int64_t count) {
@@ -158,12 +241,24 @@ LOCO_CLONES double weighed_squares(const double* u, const double* d, int64_t cou
   return weighed_squares_of(u, d, count);
 }
 
-LOCO_CLONES double damped_squares(const float* u, const float* d, int64_t count, double c) {
-  return damped_squares_of(u, d, count, c);
+LOCO_CLONES Damped damped_sums(const float* u, const float* d, int64_t count, double c) {
+  const Damped sums = damped_of(u, d, count, static_cast<float>(c));
+  const bool safe = sums.squares > 1e-28 && sums.slope > 1e-28 && sums.squares < 1e28 && sums.slope < 1e28;
+  return safe ? sums : wide_damped_of(u, d, count, c);
 }
-LOCO_CLONES double damped_squares(const double* u, const double* d, int64_t count, double c) {
-  return damped_squares_of(u, d, count, c);
+LOCO_CLONES Damped damped_sums(const double* u, const double* d, int64_t count, double c) {
+  return damped_of(u, d, count, c);
 }
+
+LOCO_CLONES Damped wide_damped_sums(const float* u, const float* d, int64_t count, double c) {
+  return wide_damped_of(u, d, count, c);
+}
+Damped wide_damped_sums(const double* u, const double* d, int64_t count, double c) {
+  return damped_sums(u, d, count, c);
+}
+
+LOCO_CLONES double smallest(const float* x, int64_t count) { return smallest_of(x, count); }
+LOCO_CLONES double smallest(const double* x, int64_t count) { return smallest_of(x, count); }
 
 LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double cap, double level) {
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
@@ -189,8 +284,15 @@ LOCO_CLONES void multiply_taps(const double* x, int64_t channels, int taps, cons
   multiply_taps_of(x, channels, taps, by_tap, out);
 }
 
+LOCO_CLONES void adam_metric(const float* v, int64_t count, float correction, float eps, float lr, float* out) {
+  adam_metric_of(v, count, correction, eps, lr, out);
+}
+LOCO_CLONES void adam_metric(const double* v, int64_t count, double correction, double eps, double lr, double* out) {
+  adam_metric_of(v, count, correction, eps, lr, out);
+}
+
 LOCO_CLONES void damp(const float* u, const float* d, int64_t count, double c, float* out) {
-  damp_of(u, d, count, c, out);
+  damp_of(u, d, count, static_cast<float>(c), out);
 }
 LOCO_CLONES void damp(const double* u, const double* d, int64_t count, double c, double* out) {
   damp_of(u, d, count, c, out);

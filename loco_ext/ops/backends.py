@@ -30,7 +30,7 @@ NAMES = ("reference", "native", "triton")
 # Device types that each family's kernels serve; the reference serves all.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
-    "ring_prox": {"native": ("cpu", "cuda"), "triton": ()},
+    "ring_prox": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops.overlap import check_overlap
+from loco_ext.ops.penalties import StepPenalty
 from loco_ext.reference.optim_step import ADAM_COLUMNS, SGD_COLUMNS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -16,12 +17,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ARGUMENTS = {
     "optim_step_sgd": (
         *("params", "grads", "momentum_buffers", "first", "group_index", "hyper"),
-        *("lrs", "lr_index", "maps", "map_index", "nesterov", "maximize", "l1"),
+        *("lrs", "lr_index", "maps", "map_index", "penalties", "nesterov", "maximize", "l1"),
         *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
     ),
     "optim_step_adam": (
         *("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps", "group_index", "hyper"),
-        *("lrs", "lr_index", "maps", "map_index", "amsgrad", "maximize", "decoupled", "l1"),
+        *("lrs", "lr_index", "maps", "map_index", "penalties", "amsgrad", "maximize", "decoupled", "l1"),
         *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
     ),
 }
@@ -45,6 +46,7 @@ def check_step(name: str, arguments: tuple[Any, ...], by_kernels: bool = True) -
     if named["lr_index"]:
         _check_length("lr_index", named["lr_index"], named["hyper"].shape[0])
     _check_maps(named["maps"], named["map_index"], params)
+    _check_penalties(named["penalties"], params)
     device = params[0].device if by_kernels else None
     for key in ("steps", "lrs"):
         for i, scalar in enumerate(named.get(key, ())):
@@ -114,6 +116,20 @@ def _check_maps(maps: Sequence[Tensor], map_index: Sequence[int], params: Sequen
             raise ValueError(
                 f"maps[{which}]: expected a shape that broadcasts to params[{i}], {tuple(shape)}, "
                 f"got {tuple(decay_map.shape)}"
+            )
+
+
+def _check_penalties(penalties: Sequence[Any], params: Sequence[Tensor]) -> None:
+    if penalties:
+        _check_length("penalties", penalties, len(params))
+    for i, penalty in enumerate(penalties):
+        if not isinstance(penalty, StepPenalty):
+            continue
+        taps = params[i].shape[2:].numel() if params[i].dim() >= 2 else 0
+        if len(penalty.rings) != taps:
+            raise ValueError(
+                f"penalties[{i}]: expected a parameter with kernels of {len(penalty.rings)} taps, "
+                f"got shape {tuple(params[i].shape)}"
             )
 
 

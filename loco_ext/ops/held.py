@@ -20,14 +20,14 @@ class Held:
 
     Args:
         lists: params, three lists of states, steps, maps; as the operators of :mod:`loco_ext.ops.optim_step` take them.
-        indices: group_index, map_index, ordinals.
+        indices: group_index, map_index, the numbers of penalties, ordinals.
     """
 
     def __init__(self, lists: Sequence[list[Tensor]], indices: Sequence[list[int]]) -> None:
         params, state0, state1, state2, steps, maps = lists
-        group_index, map_index, ordinals = indices
+        group_index, map_index, penalties, ordinals = indices
         self.number: int = backends.operators().optim_step_hold(
-            params, state0, state1, state2, steps, group_index, maps, map_index, ordinals
+            params, state0, state1, state2, steps, group_index, maps, map_index, penalties, ordinals
         )
         library = backends.cuda_library if params[0].is_cuda else backends.library
         self._release: Any = library.release if library else None

@@ -4,6 +4,10 @@ Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row
 of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its
 parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is
 the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda there).
+``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's weight
+ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)`` (lr
+without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1 - beta2^t)) +
+eps) / lr``: only so do weights come to rest at the minimum of loss and penalty.
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
 
@@ -30,8 +34,10 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.checks import check_step
+from loco_ext.ops.checks import ARGUMENTS, check_step
 from loco_ext.ops.held import Held
+from loco_ext.ops.penalties import StepPenalty
+from loco_ext.ops.shrink import step_on_copies, step_then_shrink
 from loco_ext.reference import optim_step as _reference
 
 _FAMILY = "optim_step"
@@ -49,6 +55,7 @@ def optim_step_sgd(
     lr_index: Sequence[int] = (),
     maps: Sequence[Tensor] = (),
     map_index: Sequence[int] | None = None,
+    penalties: Sequence[StepPenalty | None] = (),
     nesterov: bool = False,
     maximize: bool = False,
     l1: bool = False,
@@ -92,6 +99,7 @@ def optim_step_sgd(
             lr_index,
             maps,
             [-1] * count if map_index is None else map_index,
+            penalties,
             nesterov,
             maximize,
             l1,
@@ -119,6 +127,7 @@ def optim_step_adam(
     lr_index: Sequence[int] = (),
     maps: Sequence[Tensor] = (),
     map_index: Sequence[int] | None = None,
+    penalties: Sequence[StepPenalty | None] = (),
     amsgrad: bool = False,
     maximize: bool = False,
     decoupled: bool = False,
@@ -166,6 +175,7 @@ def optim_step_adam(
             lr_index,
             maps,
             [-1] * count if map_index is None else map_index,
+            penalties,
             amsgrad,
             maximize,
             decoupled,
@@ -181,7 +191,7 @@ def optim_step_adam(
 
 
 # How many of the arguments, counted from the first, a Held stands for; grads and hyper lie among them.
-_HELD_NAMES = {"optim_step_sgd": ("optim_step_sgd_held", 10), "optim_step_adam": ("optim_step_adam_held", 12)}
+_HELD_NAMES = {"optim_step_sgd": ("optim_step_sgd_held", 11), "optim_step_adam": ("optim_step_adam_held", 13)}
 
 
 def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...], held: Held | None) -> None:
@@ -193,13 +203,39 @@ def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any,
         check_step(name, arguments, by_kernels=False)
         getattr(_reference, name)(*arguments)
         return
+    if held is not None or not any(_named(name, arguments)["penalties"]):
+        _run_kernels(chosen, name, arguments, held)
+    else:
+        _run_with_penalties(chosen, name, arguments)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(chain.from_iterable(written))
+
+
+def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(ARGUMENTS[name], arguments, strict=True))
+
+
+def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
+    """The CPU's kernels end each parameter's step with its prox; others leave it to an operator of its own."""
+    check_step(name, arguments)
+    named = _named(name, arguments)
+
+    def step(changed: dict[str, Any]) -> None:
+        _run_kernels(chosen, name, tuple({**named, **changed}.values()), None)
+
+    if chosen == "native" and named["params"][0].is_cpu:
+        numbers = [0 if penalty is None else penalty.number for penalty in named["penalties"]]
+        step_on_copies(named, lambda params: step({"params": params, "penalties": numbers}))
+    else:
+        step_then_shrink(name, named, lambda held: step({**held, "penalties": []}))
+
+
+def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...], held: Held | None) -> None:
     if chosen == "triton":
         check_step(name, arguments)
         getattr(importlib.import_module("loco_ext.triton_kernels.optim_step"), name)(*arguments)
     else:
         _run_native(name, arguments, held)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(chain.from_iterable(written))
 
 
 def _run_native(name: str, arguments: tuple[Any, ...], held: Held | None) -> None:
@@ -216,7 +252,7 @@ def _run_native(name: str, arguments: tuple[Any, ...], held: Held | None) -> Non
 
 def _run_held(name: str, arguments: tuple[Any, ...], held: Held) -> None:
     held_name, count = _HELD_NAMES[name]
-    grads, hyper, lrs, lr_index = arguments[1], *arguments[count - 5 : count - 2]
+    grads, hyper, lrs, lr_index = arguments[1], *arguments[count - 6 : count - 3]
     *flags, grad_scale, found_inf, _ordinals, seed, rounding_step = arguments[count:]
     operator = getattr(backends.operators(), held_name)
     operator(held.number, grads, hyper, lrs, lr_index, *flags, grad_scale, found_inf, seed, rounding_step)

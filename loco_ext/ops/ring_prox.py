@@ -11,6 +11,7 @@ All functions here raise TypeError for a wrong dtype, layout or device, ValueErr
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,10 +50,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
 class _RingNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rings: list[int], count: int) -> Tensor:
-        if backends.choose(_FAMILY, weight.device) == "reference":
-            norms = _reference.ring_norms(weight, rings, count)
-        else:
-            norms = backends.operators().ring_norms(weight, rings, count)
+        norms = _run("ring_norms", weight, rings, count)
         ctx.rings = rings
         ctx.save_for_backward(weight, norms)
         return norms
@@ -79,7 +77,7 @@ def ring_prox(
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
     Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its kernel; infinite weights stay.
+    spreads in its kernel; infinite weights stay, and ``squared`` does nothing to their kernel.
 
     Args:
         weight: ``(C_out, channels, *taps)``; left alone.
@@ -104,19 +102,25 @@ def ring_prox(
         tensor([[[0., 4., 0.]]])
     """
     _check_weight("weight", weight)
-    _check_thresholds("thresholds", thresholds, weight)
+    check_thresholds("thresholds", thresholds, weight)
     _check_rings(weight, rings, thresholds.shape[-1])
     if squared is not None:
-        _check_thresholds("squared", squared, weight)
+        check_thresholds("squared", squared, weight)
         if squared.shape != thresholds.shape:
             raise ValueError(f"squared: expected shape {tuple(thresholds.shape)}, got {tuple(squared.shape)}")
         squared = squared.contiguous()
     if metric is not None:
-        _check_metric(metric, weight)
-    arguments = (weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
-    if backends.choose(_FAMILY, weight.device) == "reference":
-        return _reference.ring_prox(*arguments)
-    return backends.operators().ring_prox(*arguments)
+        check_metric(metric, weight)
+    return _run("ring_prox", weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
+
+
+def _run(name: str, weight: Tensor, *arguments: Any) -> Tensor:
+    chosen = backends.choose(_FAMILY, weight.device)
+    if chosen == "reference":
+        return getattr(_reference, name)(weight, *arguments)
+    if chosen == "triton":
+        return getattr(importlib.import_module("loco_ext.triton_kernels.ring_prox"), name)(weight, *arguments)
+    return getattr(backends.operators(), name)(weight, *arguments)
 
 
 def _check_weight(name: str, weight: Tensor) -> None:
@@ -141,16 +145,18 @@ def _check_rings(weight: Tensor, rings: Sequence[int], count: int) -> None:
         raise ValueError(f"rings: expected entries from 0 to {count - 1}, got {list(rings)}")
 
 
-def _check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
+def check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
+    """Raises TypeError or ValueError; of values only in eager calls."""
     if thresholds.dtype != torch.float64 or not thresholds.is_cpu:
         raise TypeError(f"{name}: expected a float64 tensor on the CPU, got {thresholds.dtype} on {thresholds.device}")
     if thresholds.dim() not in (1, 2) or (thresholds.dim() == 2 and len(thresholds) != len(weight)):
         raise ValueError(f"{name}: expected shape (groups,) or ({len(weight)}, groups), got {tuple(thresholds.shape)}")
-    if not ((thresholds >= 0) & (thresholds < torch.inf)).all():
+    if not torch.compiler.is_compiling() and not ((thresholds >= 0) & (thresholds < torch.inf)).all():
         raise ValueError(f"{name}: expected finite numbers of at least 0, got {thresholds.tolist()}")
 
 
-def _check_metric(metric: Tensor, weight: Tensor) -> None:
+def check_metric(metric: Tensor, weight: Tensor) -> None:
+    """Of all but its values. Raises TypeError or ValueError."""
     _check_weight("metric", metric)
     if metric.device != weight.device:
         raise TypeError(f"metric: expected device {weight.device} as weight, got {metric.device}")

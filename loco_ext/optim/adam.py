@@ -14,6 +14,7 @@ from loco_ext.optim.capture import check_states
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
+from loco_ext.sparsity import Penalty
 
 
 def _moments(amsgrad: bool) -> tuple[str, ...]:
@@ -22,6 +23,12 @@ def _moments(amsgrad: bool) -> tuple[str, ...]:
 
 class _FusedAdam(LocalityOptimizer):
     """The step that Adam and AdamW share."""
+
+    _operator = "optim_step_adam"
+
+    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
+        lists = {name + "s": [state[name]] for name in _moments(group["amsgrad"])}
+        return {**lists, "steps": [state["step"]], "amsgrad": group["amsgrad"]}
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])
@@ -119,7 +126,8 @@ class _FusedAdam(LocalityOptimizer):
 class Adam(_FusedAdam, torch.optim.Adam):
     """torch.optim.Adam in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. ``locality``,
+    Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. A ``penalty`` is
+    proximal in Adam's own metric ``(sqrt(v_hat) + eps) / lr``, and so leads to the same minimum. ``locality``,
     ``norm``, ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for
     :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
 
@@ -150,12 +158,17 @@ class Adam(_FusedAdam, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         locality: Locality = None,
+        penalty: Penalty | list[Penalty | None] | None = None,
         norm: str = "l2",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
         self._own_arguments(
-            locality=locality, norm=norm, state_dtype=state_dtype, stochastic_rounding=stochastic_rounding
+            locality=locality,
+            penalty=penalty,
+            norm=norm,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,
@@ -177,7 +190,8 @@ class Adam(_FusedAdam, torch.optim.Adam):
 class AdamW(_FusedAdam, torch.optim.AdamW):
     """torch.optim.AdamW in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``. ``locality``, ``state_dtype``,
+    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``, which is not part of the objective
+    that a ``penalty`` (see :class:`Adam`) leads to the minimum of. ``locality``, ``state_dtype``,
     ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all
     other arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
 
@@ -207,12 +221,17 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         locality: Locality = None,
+        penalty: Penalty | list[Penalty | None] | None = None,
         norm: str = "l2",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
         self._own_arguments(
-            locality=locality, norm=norm, state_dtype=state_dtype, stochastic_rounding=stochastic_rounding
+            locality=locality,
+            penalty=penalty,
+            norm=norm,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,

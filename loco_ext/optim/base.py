@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.ops.shrink import shrink
 from loco_ext.optim.capture import check_capture
 from loco_ext.optim.locality import as_tuples, even_kernels
+from loco_ext.optim.penalty import as_plain, from_plain
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, rule_of, select
 from loco_ext.optim.repeat import Repeat
 
@@ -25,6 +27,7 @@ from loco_ext.optim.repeat import Repeat
 OWN_DEFAULTS: Group = {
     "locality": None,
     "norm": "l2",
+    "penalty": None,
     "state_dtype": None,
     "stochastic_rounding": None,
     "rounding_step": 0,
@@ -98,6 +101,11 @@ class LocalityOptimizer(Optimizer):
             raise TypeError(f"stochastic_rounding: expected None or an integer seed, got {seed!r}")
         if uses_torch(group) and (group["state_dtype"] is not None or seed is not None):
             raise ValueError("state_dtype, stochastic_rounding: expected None with foreach=True or differentiable=True")
+        if group["penalty"] is not None and not group.get("momentum", 0) < 1:
+            raise ValueError(f"momentum: expected less than 1 with a penalty, got {group['momentum']}")
+        if group["penalty"] is not None and group["differentiable"]:
+            raise ValueError("penalty: expected None with differentiable=True")
+        group["penalty"] = from_plain(group["penalty"])
         make_plan(group)
         if (shapes := even_kernels(group["params"], group["locality"])) and not self._warned:
             self._warned = True
@@ -169,6 +177,7 @@ class LocalityOptimizer(Optimizer):
                 self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
             self._step_with_torch(group, plan)
+            self._shrink(group, plan)
         for rule, batch in batches.items():
             self._launch_in_backend(rule, batch)
             for param, key, tensor in batch.created:
@@ -233,6 +242,7 @@ class LocalityOptimizer(Optimizer):
             "group_index": batch.group_index,
             "maps": batch.maps,
             "map_index": batch.map_index,
+            "penalties": batch.penalties,
             "maximize": rule.maximize,
             "l1": rule.l1,
             "grad_scale": batch.on_device(getattr(self, "grad_scale", None)),
@@ -254,6 +264,12 @@ class LocalityOptimizer(Optimizer):
         """What the class distinguishes among its rules."""
         raise NotImplementedError
 
+    _operator: str  # its name
+
+    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
+        """What of the operator's arguments decides about the prox, for one parameter."""
+        raise NotImplementedError
+
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         """The group's row of hyper; its learning rate is not looked at if the device reads it from ``lr``."""
         raise NotImplementedError
@@ -273,6 +289,26 @@ class LocalityOptimizer(Optimizer):
     def _step_with_torch(self, group: Group, plan: Plan) -> None:
         """Steps the group by torch's own functions."""
         raise NotImplementedError
+
+    def _shrink(self, group: Group, plan: Plan) -> None:
+        """Ends a step made by torch's own functions with the prox of the group's penalties."""
+        if plan.penalties and not plan.plain:
+            raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")
+        for param, penalty in zip(plan.params, plan.penalties, strict=False):
+            if penalty is None or param.grad is None:
+                continue
+            arguments = {
+                **{"hyper": torch.tensor([self._row(group, None)], dtype=torch.float64), "lrs": (), "lr_index": ()},
+                **{"group_index": [0], "penalties": [penalty], **self._prox_arguments(group, self.state[param])},
+            }
+            param.copy_(shrink(self._operator, arguments, 0, param))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's; penalties are tuples of class name and settings, so that no code is needed to load them."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["penalty"] = as_plain(group["penalty"])
+        return state
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -301,6 +337,7 @@ class LocalityOptimizer(Optimizer):
                 if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
                     group[key] = old.get(key, OWN_DEFAULTS.get(key))
             group["locality"] = as_tuples(group["locality"])
+            group["penalty"] = from_plain(group["penalty"])
         super().__setstate__(state)
         if (loaded := self.__dict__.pop("_loading", None)) is not None:
             self._restore_states(loaded)

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.optim.locality import Factors
+from loco_ext.sparsity import Penalty
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -19,19 +20,22 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     locality: Factors | None = None,
+    penalty: Penalty | None = None,
     per_layer: Mapping[str, Factors | None] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: convolution weights, other decayed weights, and what is not decayed.
 
     Convolution weights (of Conv and ConvTranspose modules) get ``locality``, each layer named in ``per_layer`` its
-    own entry instead; all share one group. Biases, the parameters of normalisation layers and other vectors are not
-    decayed. Everything else is decayed uniformly, position embeddings of whatever shape included. Shared parameters
-    appear once, with their first owner; empty groups are left out.
+    own entry instead; those of Conv modules, 1x1 convolutions included, get ``penalty``; all share one group. Biases,
+    the parameters of normalisation layers and other vectors are not decayed. Everything else is decayed uniformly,
+    position embeddings of whatever shape included. Shared parameters appear once, with their first owner; empty groups
+    are left out.
 
     Args:
         model: its parameters may be frozen, so that they can be unfrozen later.
         weight_decay: of the first two groups, torch's convention (the paper's lambda times 2).
         locality: None, ``(gamma, eta)`` or one factor per distance class.
+        penalty: None, or of every Conv module's weight. (The kernels of a ConvTranspose lie along another axis.)
         per_layer: module name, as in ``model.named_modules()``, to such an entry.
 
     Raises:
@@ -48,6 +52,7 @@ def parameter_groups(
     per_layer = dict(per_layer or {})
     convolutions: list[nn.Parameter] = []
     factors: list[Factors | None] = []
+    penalties: list[Penalty | None] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     unknown = set(per_layer)
@@ -57,16 +62,18 @@ def parameter_groups(
         if isinstance(module, _ConvNd) and name == "weight":
             convolutions.append(parameter)
             factors.append(per_layer.get(module_name, locality))
+            penalties.append(None if isinstance(module, _ConvTransposeNd) else penalty)
         elif isinstance(module, _NORMS) or parameter.dim() < 2 or "bias" in name:
             plain.append(parameter)
         else:
             decayed.append(parameter)
     if unknown:
         raise ValueError(f"per_layer: expected names of convolutions of the model, got {sorted(unknown)}")
+    chosen = penalties if penalty is not None else None
     groups = [
-        {"params": convolutions, "weight_decay": weight_decay, "locality": factors},
-        {"params": decayed, "weight_decay": weight_decay, "locality": None},
-        {"params": plain, "weight_decay": 0.0, "locality": None},
+        {"params": convolutions, "weight_decay": weight_decay, "locality": factors, "penalty": chosen},
+        {"params": decayed, "weight_decay": weight_decay, "locality": None, "penalty": None},
+        {"params": plain, "weight_decay": 0.0, "locality": None, "penalty": None},
     ]
     return [group for group in groups if group["params"]]
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from loco_ext.ops.held import Held
+from loco_ext.ops.penalties import StepPenalty
 from loco_ext.optim.locality import check_locality, decay_maps
+from loco_ext.optim.penalty import step_penalties
 from loco_ext.optim.sharding import local_tensors
 
 Group = dict[str, Any]
@@ -30,10 +32,13 @@ class Plan:
     locality: object
     maps: list[Tensor]  # each once
     map_index: list[int]  # of each parameter's map, -1: uniform
+    penalty: object
+    penalties: list[StepPenalty | None]  # of each parameter; empty: none has one
     plain: bool  # no parameter is of a tensor subclass such as DTensor
 
     def fits(self, group: Group) -> bool:
-        return same_objects(group["params"], self.params) and group["locality"] == self.locality
+        same = group["locality"] == self.locality and group["penalty"] == self.penalty
+        return same and same_objects(group["params"], self.params)
 
     def map_of(self, index: int) -> Tensor | None:
         """The decay map of a parameter, None: uniform."""
@@ -41,8 +46,8 @@ class Plan:
 
 
 def make_plan(group: Group) -> Plan:
-    """Checks the group's locality and lays out its decay maps."""
-    params, locality = group["params"], group["locality"]
+    """Checks the group's locality and penalty and lays out its decay maps."""
+    params, locality, penalty = group["params"], group["locality"], group["penalty"]
     check_locality(locality, len(params))
     maps = decay_maps(params, locality)
     unique = list({id(m): m for m in maps if m is not None}.values())
@@ -52,6 +57,8 @@ def make_plan(group: Group) -> Plan:
         list(locality) if isinstance(locality, list) else locality,
         unique,
         [places.get(id(m), -1) for m in maps],
+        list(penalty) if isinstance(penalty, list) else penalty,
+        step_penalties(params, penalty),
         all(type(p) in (Tensor, Parameter) for p in params),
     )
 
@@ -64,6 +71,7 @@ class Selection:
     params: list[Tensor]
     grads: list[Tensor]
     map_index: list[int]
+    penalties: list[StepPenalty | None]
     offsets: Sequence[int]  # within the group
 
 
@@ -72,15 +80,16 @@ def select(plan: Plan) -> list[Selection]:
     grads = [p.grad for p in plan.params]
     present = [g for g in grads if g is not None]
     if len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
-        return [Selection(device, plan.params, present, plan.map_index, range(len(present)))]
+        return [Selection(device, plan.params, present, plan.map_index, plan.penalties, range(len(present)))]
     selections: dict[str, Selection] = {}
     for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
         if grad is not None:
             device = str(param.device)
-            chosen = selections.setdefault(device, Selection(device, [], [], [], []))
+            chosen = selections.setdefault(device, Selection(device, [], [], [], [], []))
             chosen.params.append(param)
             chosen.grads.append(grad)
             chosen.map_index.append(plan.map_index[offset])
+            chosen.penalties += plan.penalties[offset : offset + 1]
             chosen.offsets.append(offset)  # type: ignore[attr-defined]
     return list(selections.values())
 
@@ -108,6 +117,7 @@ class Batch:
     lrs: list[Tensor | None] = field(default_factory=list)
     maps: list[Tensor] = field(default_factory=list)
     map_index: list[int] = field(default_factory=list)
+    penalties: list[StepPenalty | None] = field(default_factory=list)  # or empty
     ordinals: list[int] = field(default_factory=list)
     # States made for this step: (parameter, key, tensor), kept once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
@@ -117,6 +127,9 @@ class Batch:
     def add(self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None) -> None:
         """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""
         self.plain &= plan.plain
+        if selection.penalties or self.penalties:
+            self.penalties += [None] * (len(self.params) - len(self.penalties))
+            self.penalties += selection.penalties or [None] * len(selection.params)
         self.params += selection.params
         self.grads += selection.grads
         self.group_index += [len(self.rows)] * len(selection.params)
@@ -144,7 +157,8 @@ class Batch:
         """Replaces DTensors by their local shards, which the step updates in place."""
         if not self.plain:
             maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
-            local_tensors(self.params, self.grads, [*self.states, self.steps], maps)
+            penalties = self.penalties or [None] * len(self.params)
+            local_tensors(self.params, self.grads, [*self.states, self.steps], maps, penalties)
 
 
 class Rule(NamedTuple):

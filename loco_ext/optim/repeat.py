@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from loco_ext.ops.held import Held
+from loco_ext.ops.shrink import lies_by_kernels
 from loco_ext.optim.plan import Batch, Plan, Rule, same_objects
 
 
@@ -44,12 +45,17 @@ class Repeat:
         tensors = [*filter(None, batch.states), *filter(None, [batch.steps])]
         self.tensors = list(zip(state_names, tensors, strict=True))
         lists = (batch.params, *batch.states, batch.steps, batch.maps)
-        batch.held = Held(lists, (batch.group_index, batch.map_index, batch.ordinals))
+        numbers = [0 if penalty is None else penalty.number for penalty in batch.penalties]
+        batch.held = Held(lists, (batch.group_index, batch.map_index, numbers, batch.ordinals))
 
     @staticmethod
     def possible(rule: Rule, batch: Batch) -> bool:
         """Whether the step runs in the compiled library, on tensors that are their own storage."""
-        return batch.plain and not rule.reference and Held.possible(batch.params[0])
+        possible = batch.plain and not rule.reference and Held.possible(batch.params[0])
+        return possible and all(
+            penalty is None or (param.is_cpu and lies_by_kernels(param))
+            for param, penalty in zip(batch.params, batch.penalties, strict=False)
+        )
 
     def new_grads(
         self, plans: list[Plan], rules: list[Rule], state: dict[Tensor, dict[str, Any]]

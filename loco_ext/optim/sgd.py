@@ -14,6 +14,7 @@ from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.reference.optim_step import SGD_COLUMNS
+from loco_ext.sparsity import Penalty
 
 
 class SGD(LocalityOptimizer, torch.optim.SGD):
@@ -31,6 +32,10 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
             parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
             and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.
+        penalty: None, a :class:`loco_ext.sparsity.RingPenalty` or ``KernelPenalty``, or a list with one such entry per
+            parameter; a penalty alone applies to the same parameters as a tuple ``locality``. Its exact prox ends every
+            step, so that rings and kernels become exactly zero. Its strength is measured against the loss: the
+            thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
         norm: ``"l2"``, or ``"l1"`` for a decay of constant size (gradient ``weight_decay * map * sign(w)``).
         state_dtype: ``torch.float32`` keeps the states of bfloat16 and float16 parameters in float32.
         stochastic_rounding: a seed; bfloat16 parameters and states are then rounded stochastically.
@@ -60,12 +65,17 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
         locality: Locality = None,
+        penalty: Penalty | list[Penalty | None] | None = None,
         norm: str = "l2",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
         self._own_arguments(
-            locality=locality, norm=norm, state_dtype=state_dtype, stochastic_rounding=stochastic_rounding
+            locality=locality,
+            penalty=penalty,
+            norm=norm,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(
             params,
@@ -80,6 +90,11 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             fused=fused,
         )
         self._finish_init()
+
+    _operator = "optim_step_sgd"
+
+    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
+        return {"momentum_buffers": [state["momentum_buffer"]] if group["momentum"] != 0 else []}
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return group["momentum"] != 0, bool(group["nesterov"])

@@ -14,12 +14,17 @@ from torch.nn import Parameter
 
 
 def local_tensors(
-    params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]], maps: Sequence[Tensor | None]
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[list[Tensor]],
+    maps: Sequence[Tensor | None],
+    penalties: Sequence[object],
 ) -> None:
     """Replaces DTensors in the lists by their local shards; gradients are brought to their parameter's placement first.
 
     Raises:
-        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel.
+        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel, or one with a
+            penalty along anything but its output channels.
     """
     from torch.distributed.tensor import DTensor
 
@@ -27,6 +32,7 @@ def local_tensors(
         if not isinstance(param, DTensor):
             continue
         _check_map(i, param, maps[i])
+        _check_penalty(i, param, penalties[i])
         params[i] = param.to_local()
         for tensors in (grads, *states):
             if tensors:
@@ -61,4 +67,17 @@ def _check_map(index: int, param: Any, decay_map: Tensor | None) -> None:
         if isinstance(placement, Shard) and placement.dim % param.dim() >= param.dim() - decay_map.dim():
             raise NotImplementedError(
                 f"params[{index}]: expected sharding along channels for a parameter with a decay map, got {placement}"
+            )
+
+
+def _check_penalty(index: int, param: Any, penalty: object) -> None:
+    from torch.distributed.tensor import Shard
+
+    if penalty is None:
+        return
+    for placement in param.placements:
+        if isinstance(placement, Shard) and placement.dim % param.dim() != 0:
+            raise NotImplementedError(
+                f"params[{index}]: expected sharding along output channels for a parameter with a penalty, "
+                f"got {placement}"
             )

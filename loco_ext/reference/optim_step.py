@@ -7,11 +7,13 @@ both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from loco_ext.reference.ring_prox import ring_prox
 from loco_ext.reference.rounding import round_stochastically
 
 SGD_COLUMNS = ("lr", "weight_decay", "momentum", "dampening")
@@ -34,6 +36,7 @@ def optim_step_sgd(
     lr_index: Sequence[int],
     maps: Sequence[Tensor],
     map_index: Sequence[int],
+    penalties: Sequence[Any],
     nesterov: bool,
     maximize: bool,
     l1: bool,
@@ -58,7 +61,11 @@ def optim_step_sgd(
             b = d if first and first[i] else _fma(1 - dampening, d, buffer.to(w.dtype) * momentum)
             words.store(buffer, b, 1)
             d = _fma(momentum, b, d) if nesterov else b
-        words.store(param, _fma(-lr, d, w), 0)
+        w = _fma(-lr, d, w)
+        if penalties and penalties[i] is not None:
+            steps = _undamped(momentum, dampening) if momentum_buffers else 1.0
+            w = _prox(w, penalties[i], lr * steps, None)
+        words.store(param, w, 0)
 
 
 def optim_step_adam(
@@ -74,6 +81,7 @@ def optim_step_adam(
     lr_index: Sequence[int],
     maps: Sequence[Tensor],
     map_index: Sequence[int],
+    penalties: Sequence[Any],
     amsgrad: bool,
     maximize: bool,
     decoupled: bool,
@@ -110,7 +118,33 @@ def optim_step_adam(
             v = torch.maximum(max_exp_avg_sqs[i].to(w.dtype), v)
             words.store(max_exp_avg_sqs[i], v, 3)
         denominator = _sqrt(v) / (1 - beta2**step) ** 0.5 + eps
-        words.store(param, w + -(lr / (1 - beta1**step)) * m / denominator, 0)
+        w = w + -(lr / (1 - beta1**step)) * m / denominator
+        if penalties and penalties[i] is not None and lr != 0:
+            w = _prox(w, penalties[i], 1.0, denominator / lr)
+        words.store(param, w, 0)
+
+
+def prox_step(name: str, named: Mapping[str, Any], index: int, dtype: torch.dtype) -> tuple[float, Tensor | None]:
+    """By how much the prox of a parameter's penalty ends a step that has been made: the step size (0: none) and the
+    metric. ``named``: the operator's arguments by name. ``dtype``: of the arithmetic."""
+    lr, *row = _rows(named["hyper"], named["lrs"], named["lr_index"])[named["group_index"][index]]
+    if name == "optim_step_sgd":
+        _, momentum, dampening = row
+        return lr * (_undamped(momentum, dampening) if named["momentum_buffers"] else 1.0), None
+    _, _, beta2, eps = row
+    second = named["max_exp_avg_sqs" if named["amsgrad"] else "exp_avg_sqs"][index].to(dtype)
+    correction = (1 - beta2 ** named["steps"][index].double()).sqrt().to(second)
+    return float(lr != 0), (_sqrt(second) / correction + eps) / lr if lr != 0 else None
+
+
+def _undamped(momentum: float, dampening: float) -> float:
+    """How far gradients that stay the same take a weight in the end, in steps."""
+    return (1 - dampening) / (1 - momentum)
+
+
+def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor:
+    squared = None if penalty.squared is None else step**0.5 * penalty.squared
+    return ring_prox(w, penalty.rings, step * penalty.thresholds, squared, metric, penalty.linf)
 
 
 def _rows(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int]) -> list[list[float]]:

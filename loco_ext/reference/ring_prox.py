@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _BISECTIONS = 64  # leave less than the spacing of float64 of a bracket that is not wider than its upper end
 
@@ -53,14 +54,15 @@ def ring_prox(
     factor = torch.zeros_like(t[:, 0])
     if squared is not None:
         # The plain prox has thresholds t + factor*q, the factor being twice what the result's groups weigh with q.
-        factor = _root(balance, 2 * _penalty(u, index, q, linf))
+        upper = 2 * _penalty(u, index, q, linf)
+        factor = torch.where(upper.isinf(), 0.0, _root(balance, upper))  # infinite weights stay
     x = solve(factor).view(weight.shape).to(weight.dtype)
     return torch.empty_like(weight).copy_(x)
 
 
 def _kernels(weight: Tensor) -> Tensor:
     """float64 ``[C_out, C_in, taps]``."""
-    return weight.detach().double().reshape(weight.shape[0], weight.shape[1], -1)
+    return weight.detach().double().reshape(*weight.shape[:2], weight.shape[2:].numel())
 
 
 def _index(rings: Sequence[int], weight: Tensor) -> Tensor:
@@ -88,8 +90,7 @@ def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
     """``sum_n q_n ||x(G_n)||`` of each kernel."""
     if linf:
         largest = x.abs().amax(1)  # [C_out, taps]
-        rings = torch.stack([largest[:, index == n].amax(1) for n in range(q.shape[1])], 1)
-        groups = rings.cummax(1).values
+        groups = torch.stack([torch.where(index <= n, largest, 0.0).amax(1) for n in range(q.shape[1])], 1)
     else:
         scale, scaled = _scaled(x)
         groups = _norms_by_ring(scaled, index, q.shape[1]).square().cumsum(1).sqrt() / scale[:, None]
@@ -105,8 +106,9 @@ def _chain(norms: Tensor, t: Tensor) -> Tensor:
     factors = []
     for n in range(norms.shape[1]):
         a, t_n = torch.hypot(b, norms[:, n]), t[:, n]
-        b = torch.where((a <= t_n) & (t_n > 0), 0.0, a - t_n)
-        factors.append(torch.where((t_n == 0) | a.isinf(), 1.0, b / a))
+        dead = (a <= t_n) & (t_n > 0)
+        b = torch.where(dead, 0.0, a - t_n)
+        factors.append(torch.where((t_n == 0) | a.isinf(), 1.0, torch.where(dead, 0.0, b / a)))
     return torch.stack(factors, 1).flip(1).cumprod(1).flip(1)
 
 
@@ -163,7 +165,8 @@ def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
     for n in range(t.shape[1]):
         group = index <= n
         inside = torch.minimum(sizes, cap[:, None, index])[:, :, group]
-        level = _water_level(inside.flatten(1), d[:, :, group].flatten(1), t[:, n])
+        # A weight of 0 more that counts for nothing: a group may have none.
+        level = _water_level(pad(inside.flatten(1), (0, 1)), pad(d[:, :, group].flatten(1), (0, 1)), t[:, n])
         cap[:, : n + 1] = torch.minimum(cap[:, : n + 1], level[:, None])
     return torch.copysign(torch.minimum(sizes, cap[:, None, index]), u)
 

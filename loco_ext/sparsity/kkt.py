@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.reference.ring_prox import ring_prox as reference_prox
 from loco_ext.sparsity.prox import check_metric, check_norm, rings_of, thresholds_of
 
@@ -47,22 +48,30 @@ def kkt_residual(
     rings, count = rings_of(weight, kind, first)
     check_norm(norm)
     if metric is not None:
-        check_metric(metric)
+        check_metric(metric, weight)
+    if not isinstance(result, Tensor):
+        raise TypeError(f"result: expected a tensor, got {type(result).__name__}")
     if result.shape != weight.shape:
         raise ValueError(f"result: expected weight's shape {tuple(weight.shape)}, got {tuple(result.shape)}")
-    t = thresholds_of("thresholds", thresholds, count, len(weight)).to(weight.device)
+    t = _thresholds("thresholds", thresholds, count, weight)
     index = torch.tensor(rings, device=weight.device)
     u, x = (tensor.detach().double().flatten(2) for tensor in (weight, result))
     d = torch.ones_like(u) if metric is None else metric.detach().double().flatten(2)
     groups = torch.stack([_group_norm(x, index <= n, norm) for n in range(count)], 1)  # [C_out, groups]
     t = t.expand_as(groups)
     if squared is not None:
-        q = thresholds_of("squared", squared, count, len(weight)).to(weight.device)
+        q = _thresholds("squared", squared, count, weight)
         t = t + 2 * (q * groups).sum(1, keepdim=True) * q
     forces = d * (u - x)  # to be made up of one subgradient for each group
     distance = (_distance_l2 if norm == "l2" else _distance_linf)(forces, x, index, t, groups)
     size = (d * u).flatten(1).norm(dim=1) if norm == "l2" else (d * u).abs().sum((1, 2))
     return torch.where(distance == 0, 0.0, distance / size)
+
+
+def _thresholds(name: str, values: Sequence[float] | Tensor, count: int, weight: Tensor) -> Tensor:
+    t = thresholds_of(name, values, count, len(weight))
+    check_thresholds(name, t, weight)
+    return t.to(weight.device)
 
 
 def _group_norm(x: Tensor, taps: Tensor, norm: str) -> Tensor:

@@ -7,8 +7,10 @@ weight instead of the Euclidean norm.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from numbers import Real
 
 import torch
@@ -21,18 +23,20 @@ WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a
 
 
 class _Penalty:
-    """What both penalties share: ``strength``, ``weighting``, ``norm`` and ``power``, checked; nested groups."""
+    """What both penalties share: checks of their settings, and the norms of nested groups."""
 
-    def __init__(self, strength: float, weighting: str, norm: str, power: int) -> None:
-        self.strength = _check_number("strength", strength)
-        if weighting not in WEIGHTINGS:
-            raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {weighting!r}")
-        check_norm(norm)
-        if isinstance(power, bool) or power not in (1, 2):
-            raise ValueError(f"power: expected 1 or 2, got {power!r}")
-        self.weighting = weighting
-        self.norm = norm
-        self.power = int(power)
+    strength: float
+    weighting: str
+    norm: str
+    power: int
+
+    def __post_init__(self) -> None:
+        _check_number("strength", self.strength)
+        if self.weighting not in tuple(WEIGHTINGS):
+            raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {self.weighting!r}")
+        check_norm(self.norm)
+        if isinstance(self.power, bool) or self.power not in (1, 2):
+            raise ValueError(f"power: expected 1 or 2, got {self.power!r}")
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
         """The ring of each tap, in the order of a contiguous kernel, and their number."""
@@ -41,8 +45,9 @@ class _Penalty:
     def group_weights(self, weight: Tensor) -> Tensor:
         """``w_n`` of each group, float64: 1, or the group's number of weights to the power -1/2 or 1/2."""
         rings, count = self.rings(weight)
-        taps = torch.bincount(torch.tensor(rings), minlength=count).cumsum(0)
-        return (taps * weight.shape[1]).double() ** WEIGHTINGS[self.weighting]
+        taps = itertools.accumulate(rings.count(n) for n in range(count))
+        sizes = torch.tensor([weight.shape[1] * number for number in taps], dtype=torch.float64, device="cpu")
+        return sizes ** WEIGHTINGS[self.weighting]
 
     def _kernel_values(self, weight: Tensor) -> Tensor:
         """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
@@ -57,13 +62,27 @@ class _Penalty:
             groups = torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
         return groups @ self.group_weights(weight).to(weight.device)
 
+    def for_step(self, weight: Tensor) -> ops.StepPenalty:
+        """What the operators of the optimizer step take for this weight.
+
+        Raises:
+            TypeError, ValueError: as for :meth:`prox`.
+            NotImplementedError: the penalty does not fall into one for each kernel.
+        """
+        rings, _ = self.rings(weight)
+        weights, linf = self.group_weights(weight), self.norm == "linf"
+        if self.power == 1:
+            return ops.StepPenalty(rings, self.strength * weights, None, linf)
+        return ops.StepPenalty(rings, torch.zeros_like(weights), math.sqrt(self.strength) * weights, linf)
+
     def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
         rings, _ = self.rings(weight)
         if metric is not None:
-            check_metric(metric)
+            check_metric(metric, weight)
         return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=self.norm == "linf")
 
 
+@dataclass(frozen=True)
 class RingPenalty(_Penalty):
     """``strength * sum_n w_n ||k(G_n)||``, summed over kernels: rings vanish one by one, from the outside in.
 
@@ -89,23 +108,19 @@ class RingPenalty(_Penalty):
         >>> shrunk = penalty.prox(conv.weight, step=0.1)
     """
 
-    def __init__(
-        self,
-        strength: float,
-        kind: str = "half",
-        weighting: str = "plain",
-        norm: str = "l2",
-        power: int = 1,
-        *,
-        first: str = "auto",
-    ) -> None:
-        super().__init__(strength, weighting, norm, power)
-        if kind not in ("half", "full"):
-            raise ValueError(f"kind: expected 'half' or 'full', got {kind!r}")
-        if first not in ("auto", "top_left", "bottom_right"):
-            raise ValueError(f"first: expected 'auto', 'top_left' or 'bottom_right', got {first!r}")
-        self.kind = kind
-        self.first = first
+    strength: float
+    kind: str = "half"
+    weighting: str = "plain"
+    norm: str = "l2"
+    power: int = 1
+    first: str = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in ("half", "full"):
+            raise ValueError(f"kind: expected 'half' or 'full', got {self.kind!r}")
+        if self.first not in ("auto", "top_left", "bottom_right"):
+            raise ValueError(f"first: expected 'auto', 'top_left' or 'bottom_right', got {self.first!r}")
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
         return rings_of(weight, self.kind, self.first)
@@ -128,13 +143,8 @@ class RingPenalty(_Penalty):
             return self._prox(weight, size * weights, None, metric)
         return self._prox(weight, torch.zeros_like(weights), math.sqrt(size) * weights, metric)
 
-    def __repr__(self) -> str:
-        return (
-            f"RingPenalty({self.strength!r}, kind={self.kind!r}, weighting={self.weighting!r}, norm={self.norm!r}, "
-            f"power={self.power!r}, first={self.first!r})"
-        )
 
-
+@dataclass(frozen=True)
 class KernelPenalty(_Penalty):
     """``strength * sum_j w ||k_j||`` over the kernels of a layer: whole kernels vanish (eqs. 12-13).
 
@@ -153,12 +163,22 @@ class KernelPenalty(_Penalty):
         tensor([0., 2.])
     """
 
-    def __init__(self, strength: float, weighting: str = "plain", norm: str = "l2", power: int = 1) -> None:
-        super().__init__(strength, weighting, norm, power)
+    strength: float
+    weighting: str = "plain"
+    norm: str = "l2"
+    power: int = 1
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
         check_convolution("weight", weight)
         return [0] * weight.shape[2:].numel(), 1
+
+    def for_step(self, weight: Tensor) -> ops.StepPenalty:
+        if self.power == 2:
+            raise NotImplementedError(
+                "penalty: expected power=1 for a KernelPenalty in an optimizer, got power=2, which couples the kernels "
+                "of a layer; add its value to the loss, or call its prox after the step"
+            )
+        return super().for_step(weight)
 
     def value(self, weight: Tensor) -> Tensor:
         """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
@@ -178,41 +198,43 @@ class KernelPenalty(_Penalty):
             return self._prox(weight, size * weights, None, metric)
         # All kernels have one threshold, in which the sum over the kernels of the result stands.
         factor = 2 * size * float(weights)
-        total = self._kernel_values(weight.detach()).sum().item()
+        values = self._finite_values(weight)
         if metric is None and self.norm == "l2":
-            norms = self._kernel_values(weight.detach()) / weights.to(weight.device)
+            norms = values / weights.to(weight.device)
             threshold = _shared_threshold(norms.sort(descending=True).values, factor * float(weights))
         else:
 
             def falling(t: float) -> float:
-                shrunk = self._prox(weight, torch.tensor([t], dtype=torch.float64), None, metric)
-                return factor * self._kernel_values(shrunk).sum().item()
+                shrunk = self._prox(weight, torch.tensor([t], dtype=torch.float64, device="cpu"), None, metric)
+                return factor * self._finite_values(shrunk).sum().item()
 
-            threshold = _balance(falling, factor * total)
-        return self._prox(weight, torch.tensor([threshold], dtype=torch.float64), None, metric)
+            threshold = _balance(falling, factor * values.sum().item())
+        return self._prox(weight, torch.tensor([threshold], dtype=torch.float64, device="cpu"), None, metric)
 
-    def __repr__(self) -> str:
-        return (
-            f"KernelPenalty({self.strength!r}, weighting={self.weighting!r}, norm={self.norm!r}, power={self.power!r})"
-        )
+    def _finite_values(self, weight: Tensor) -> Tensor:
+        """``w ||k||`` of each kernel, 0 where that is no number: such kernels have no part in the layer's sum."""
+        values = self._kernel_values(weight.detach())
+        return torch.where(values.isfinite(), values, 0.0)
+
+
+Penalty = RingPenalty | KernelPenalty
 
 
 def _shared_threshold(norms: Tensor, factor: float) -> float:
     """``t = factor * sum max(norms - t, 0)``; norms descend (eq. 32). The K largest exceed it."""
     sums = norms.cumsum(0)
-    thresholds = factor * sums / (1 + factor * torch.arange(1, len(norms) + 1, device=norms.device))
+    counts = torch.arange(1, len(norms) + 1, dtype=norms.dtype, device=norms.device)
+    thresholds = factor * sums / (1 + factor * counts)
     exceeding = int((norms > thresholds).sum())
     return thresholds[exceeding - 1].item() if exceeding else 0.0
 
 
 def _balance(falling: Callable[[float], float], upper: float) -> float:
     """Where ``falling(t) = t``, between 0 and ``upper``, by bisection."""
-    lower = 0.0
-    for _ in range(64):
-        middle = (lower + upper) / 2
-        if middle in (lower, upper):
-            break
+    lower, middle = 0.0, upper / 2
+    while lower < middle < upper:
         lower, upper = (middle, upper) if falling(middle) > middle else (lower, middle)
+        middle = (lower + upper) / 2
     return upper
 
 

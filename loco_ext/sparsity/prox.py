@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loco_ext import geometry, ops
 from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.ring_prox import check_metric as check_like
 
 NORMS = ("l2", "linf")
 
@@ -84,7 +85,7 @@ def ring_prox(
     rings, count = rings_of(weight, kind, first)
     check_norm(norm)
     if metric is not None:
-        check_metric(metric)
+        check_metric(metric, weight)
     t = thresholds_of("thresholds", thresholds, count, len(weight))
     q = None if squared is None else thresholds_of("squared", squared, count, len(weight))
     return ops.ring_prox(weight, rings, t, q, metric, linf=norm == "linf")
@@ -122,19 +123,24 @@ def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> 
 def rings_of(weight: Tensor, kind: str, first: str) -> tuple[list[int], int]:
     """The ring of each tap of a convolution's weight, in order, and their number, after checks."""
     check_convolution("weight", weight)
-    return _rings_of_size(tuple(weight.shape[2:]), kind, first)
+    divide = _divide if torch.compiler.is_compiling() else _divide_once  # a compiler warns of caches
+    return divide(tuple(weight.shape[2:]), kind, first)
 
 
-@lru_cache(maxsize=256)
-def _rings_of_size(kernel_size: tuple[int, ...], kind: str, first: str) -> tuple[list[int], int]:
-    rings = geometry.ring_index(kernel_size, kind, first).flatten().tolist()
+def _divide(kernel_size: tuple[int, ...], kind: str, first: str) -> tuple[list[int], int]:
+    rings = geometry.ring_list(kernel_size, kind, first)
     return rings, max(rings) + 1
+
+
+_divide_once = lru_cache(maxsize=256)(_divide)
 
 
 def check_convolution(name: str, weight: Tensor) -> None:
     """Raises TypeError or ValueError unless ``weight`` may be a convolution's, with at least one weight a kernel."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
+    if weight.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {weight.layout}")
     if weight.dtype not in DTYPES:
         raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
     if not 3 <= weight.dim() <= 5:
@@ -151,16 +157,20 @@ def check_norm(norm: str) -> None:
         raise ValueError(f"norm: expected 'l2' or 'linf', got {norm!r}")
 
 
-def check_metric(metric: Tensor) -> None:
+def check_metric(metric: Tensor, weight: Tensor) -> None:
     if not isinstance(metric, Tensor):
         raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
-    if (metric <= 0).any():
+    check_like(metric, weight)
+    if not torch.compiler.is_compiling() and (metric <= 0).any():
         raise ValueError(f"metric: expected positive numbers, got {metric.min().item()}")
 
 
 def thresholds_of(name: str, values: Sequence[float] | Tensor, count: int, kernels: int) -> Tensor:
-    """float64, on the CPU, of shape ``(count,)`` or ``(kernels, count)``; ValueError for any other."""
-    t = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+    """float64, on the CPU, of shape ``(count,)`` or ``(kernels, count)``; TypeError or ValueError for any other."""
+    try:
+        t = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected a tensor or a sequence of numbers, got {values!r}") from error
     if t.shape not in ((count,), (kernels, count)):
         raise ValueError(
             f"{name}: expected {count} numbers, one for each group, or a row of them for each of {kernels} kernels, "

@@ -1,0 +1,51 @@
+"""Penalties as the optimizer step takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from loco_ext.ops import backends
+
+
+class StepPenalty:
+    """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each kernel.
+
+    Args:
+        rings: of every tap, in the order of a contiguous kernel, below ``len(thresholds)``.
+        thresholds: ``t``, float64 ``(groups,)`` on the CPU, finite, at least 0.
+        squared: ``q``, likewise; None: zeros.
+        linf: groups are measured by their largest weight, not by the Euclidean norm.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import ops
+        >>> penalty = ops.StepPenalty([0, 1, 0], torch.tensor([0.5, 0.25], dtype=torch.float64))
+        >>> w, hyper = torch.ones(1, 1, 3), torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+        >>> ops.optim_step_sgd([w], [torch.zeros_like(w)], [], hyper, penalties=[penalty])
+        >>> bool(w[0, 0, 1] > w[0, 0, 0])
+        True
+    """
+
+    def __init__(
+        self, rings: Sequence[int], thresholds: Tensor, squared: Tensor | None = None, linf: bool = False
+    ) -> None:
+        self.rings = list(rings)
+        self.thresholds = thresholds.contiguous()
+        self.squared = None if squared is None else squared.contiguous()
+        self.linf = linf
+        self._number: int | None = None
+
+    @property
+    def number(self) -> int:
+        """What stands for it in calls of the compiled library, which keeps it until this object is gone."""
+        if self._number is None:
+            self._number = backends.operators().ring_penalty_hold(self.rings, self.thresholds, self.squared, self.linf)
+            self._release: Any = backends.library.release if backends.library else None
+        return self._number
+
+    def __del__(self) -> None:
+        if getattr(self, "_number", None) is not None and self._release:
+            self._release(self._number)

@@ -1,0 +1,82 @@
+"""From the ``penalty`` of a parameter group to what the step takes for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+from torch import Tensor
+
+from loco_ext.ops import StepPenalty
+from loco_ext.optim.locality import looks_like_convolution
+from loco_ext.sparsity.penalties import KernelPenalty, Penalty, RingPenalty
+
+_CLASSES = {"RingPenalty": RingPenalty, "KernelPenalty": KernelPenalty}
+
+
+def as_plain(penalty: Any) -> Any:
+    """A group's penalty as a checkpoint holds it: tuples of a class name and its settings, which are no code."""
+    if isinstance(penalty, list):
+        return [as_plain(entry) for entry in penalty]
+    return penalty if penalty is None else (type(penalty).__name__, *astuple(penalty))
+
+
+def from_plain(penalty: Any) -> Any:
+    """The penalty that :func:`as_plain` was given; tuples may have become lists."""
+    if not isinstance(penalty, list | tuple):
+        return penalty
+    if penalty and isinstance(penalty[0], str):
+        name, *settings = penalty
+        if name not in _CLASSES:
+            return penalty
+        if name == "RingPenalty":
+            return RingPenalty(*settings[:-1], first=settings[-1])
+        return KernelPenalty(*settings)
+    return [from_plain(entry) for entry in penalty]
+
+
+def step_penalties(
+    params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
+) -> list[StepPenalty | None]:
+    """One for each parameter, None without a penalty; empty where no parameter has one.
+
+    A penalty alone applies to the parameters that look like convolution weights, as a locality does; a list names each
+    parameter's own.
+
+    Raises:
+        TypeError, ValueError: ``penalty`` is no such thing, fits no parameter, or not the one that it is given for.
+        NotImplementedError: as :meth:`loco_ext.sparsity.RingPenalty.for_step`.
+    """
+    if penalty is None:
+        return []
+    entries = _entries(params, penalty)
+    result: list[StepPenalty | None] = []
+    for i, (param, entry) in enumerate(zip(params, entries, strict=True)):
+        try:
+            result.append(None if entry is None else entry.for_step(param))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"penalty of parameter {i}: {error}") from None
+    return result if any(entry is not None for entry in entries) else []
+
+
+def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]:
+    if isinstance(penalty, list):
+        if len(penalty) != len(params):
+            raise ValueError(f"penalty: expected a list of {len(params)} entries, one a parameter, got {len(penalty)}")
+        for i, entry in enumerate(penalty):
+            _check_penalty(f"penalty[{i}]", entry)
+        return penalty
+    _check_penalty("penalty", penalty)
+    entries = [penalty if looks_like_convolution(param) else None for param in params]
+    if params and not any(entries):
+        raise ValueError(
+            "penalty: expected a group with convolution weights (3 to 5 dimensions, sizes up to 15, more than one "
+            f"tap), got shapes {[tuple(param.shape) for param in params[:4]]}; a list names each its own"
+        )
+    return entries
+
+
+def _check_penalty(name: str, penalty: object) -> None:
+    if penalty is not None and not isinstance(penalty, RingPenalty | KernelPenalty):
+        raise TypeError(f"{name}: expected None, a RingPenalty or a KernelPenalty, got {penalty!r}")

@@ -1,0 +1,161 @@
+"""Calls of the prox of nested rings for its tests: arguments made from a seed, and the ways to run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+import loco_ext
+from loco_ext import geometry, ops, sparsity
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+BACKENDS = ("native", "reference")
+WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
+HALVES = ("top_left", "bottom_right")
+LARGEST_SIZE = 11
+
+
+@dataclass(frozen=True)
+class Rings:
+    """How a kernel of this size is divided into rings."""
+
+    kernel_size: tuple[int, ...]
+    kind: str
+    first: str
+
+    @property
+    def of_taps(self) -> list[int]:
+        return geometry.ring_index(self.kernel_size, self.kind, self.first).flatten().tolist()
+
+    @property
+    def count(self) -> int:
+        return max(self.of_taps) + 1
+
+
+def square_rings(largest: int = LARGEST_SIZE) -> list[Rings]:
+    """Of all sizes up to the largest, with both kinds and both orders."""
+    halves = [Rings((s, s), "half", first) for s in range(1, largest + 1) for first in HALVES]
+    return halves + [Rings((s, s), "full", "auto") for s in range(1, largest + 1, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of ``sparsity.ring_prox``."""
+
+    rings: Rings
+    weight: Tensor
+    thresholds: Tensor
+    squared: Tensor | None = None
+    metric: Tensor | None = None
+    norm: str = "l2"
+
+    def prox(self, backend: str = "native") -> Tensor:
+        with loco_ext.backend(backend):
+            return sparsity.ring_prox(
+                self.weight,
+                self.thresholds,
+                self.rings.kind,
+                self.norm,
+                self.metric,
+                squared=self.squared,
+                first=self.rings.first,
+            )
+
+    def residual(self, result: Tensor) -> Tensor:
+        return sparsity.kkt_residual(
+            self.weight,
+            result,
+            self.thresholds,
+            self.rings.kind,
+            self.norm,
+            self.metric,
+            squared=self.squared,
+            first=self.rings.first,
+        )
+
+    def objective(self, x: Tensor) -> Tensor:
+        """What the prox minimises, of each kernel; written with torch alone."""
+        d = torch.ones_like(self.weight) if self.metric is None else self.metric
+        fit = (d.double() * (x.double() - self.weight.double()).square()).flatten(1).sum(1) / 2
+        norms = group_norms(x, self.rings, self.norm)
+        value = fit + (self.thresholds * norms).sum(1)
+        return value if self.squared is None else value + (self.squared * norms).sum(1).square()
+
+    def sizes_left(self, result: Tensor) -> Tensor:
+        return sparsity.kernel_sizes(result, self.rings.kind, first=self.rings.first)
+
+    def to(self, dtype: torch.dtype) -> Case:
+        metric = None if self.metric is None else self.metric.to(dtype)
+        return replace(self, weight=self.weight.to(dtype), metric=metric)
+
+
+def group_norms(x: Tensor, rings: Rings, norm: str = "l2") -> Tensor:
+    """``(C_out, groups)``, float64."""
+    index = torch.tensor(rings.of_taps)
+    order = torch.inf if norm == "linf" else 2
+    parts = [x.double().flatten(2)[:, :, index <= n].flatten(1) for n in range(rings.count)]
+    return torch.stack([torch.linalg.vector_norm(part, order, dim=1) for part in parts], 1)
+
+
+def group_weights(rings: Rings, channels: int, weighting: str) -> Tensor:
+    sizes = torch.bincount(torch.tensor(rings.of_taps)).cumsum(0) * channels
+    return sizes.double() ** WEIGHTINGS[weighting]
+
+
+def make_case(
+    rings: Rings,
+    kernels: int = 8,
+    channels: int = 3,
+    *,
+    weighting: str = "plain",
+    norm: str = "l2",
+    metric: bool = False,
+    power: str = "plain",
+    seed: int = 0,
+) -> Case:
+    """Random arguments in float64. The sizes of kernels and of their rings vary by orders of magnitude, so that from
+    none to all of the rings vanish, whatever the thresholds.
+
+    ``power``: "plain" thresholds, "squared" ones or "both".
+    """
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.tensor(rings.of_taps)
+
+    def powers_of_ten(lowest: float, highest: float, *shape: int) -> Tensor:
+        return 10.0 ** (lowest + (highest - lowest) * torch.rand(shape, dtype=torch.float64, generator=generator))
+
+    shape = (kernels, channels, *rings.kernel_size)
+    weight = torch.randn(shape, dtype=torch.float64, generator=generator).flatten(2)
+    weight *= powers_of_ten(-1.5, 1.5, kernels, 1, 1) * powers_of_ten(-1, 0.5, kernels, 1, rings.count)[:, :, index]
+    d = powers_of_ten(-1, 1, *shape) if metric else None
+    strengths = group_weights(rings, channels, weighting) * powers_of_ten(-0.5, 0.5, rings.count)
+    strengths /= strengths.mean() * rings.count
+    # About what takes standard normal weights to zero.
+    counts = torch.bincount(index).cumsum(0) * channels
+    t = strengths * (counts.double() if norm == "linf" else counts.double().sqrt()).mean()
+    if power == "plain":
+        return Case(rings, weight.view(shape), t, None, d, norm)
+    q = strengths.roll(1) * powers_of_ten(-1.5, 1, kernels, 1)
+    return Case(rings, weight.view(shape), t.expand_as(q) if power == "both" else torch.zeros_like(q), q, d, norm)
+
+
+# All that the prox can be asked for.
+MODES = [
+    {"norm": norm, "metric": metric, "power": power}
+    for norm, metric, power in product(("l2", "linf"), (False, True), ("plain", "squared", "both"))
+]
+
+
+def mode_id(mode: dict[str, object]) -> str:
+    return f"{mode['norm']}{'-metric' if mode['metric'] else ''}-{mode['power']}"
+
+
+def ring_prox_of_taps(case: Case, backend: str) -> Tensor:
+    """The same call of the operator below, which takes each tap's ring."""
+    with loco_ext.backend(backend):
+        return ops.ring_prox(
+            case.weight, case.rings.of_taps, case.thresholds, case.squared, case.metric, linf=case.norm == "linf"
+        )

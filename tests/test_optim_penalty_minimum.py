@@ -1,0 +1,98 @@
+"""All optimizers come to rest at the minimum of loss and penalty, which SPAMS' FISTA finds; naive thresholds do not."""
+
+import numpy as np
+import pytest
+import spams
+import torch
+from scipy import sparse
+from torch import Tensor, nn
+
+from loco_ext import geometry, optim, sparsity
+
+KERNELS, CHANNELS, SIZE = 6, 3, 3
+STRENGTH = 0.25
+RINGS = geometry.ring_index((SIZE, SIZE)).flatten().tolist()
+# What the minimum is asked for; the optimizers' last steps are smaller by far.
+CLOSE = 1e-4
+
+CASES = {
+    "SGD": ("SGD", {"lr": 0.3}),
+    "momentum": ("SGD", {"lr": 0.05, "momentum": 0.9}),
+    "nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "dampening": ("SGD", {"lr": 0.2, "momentum": 0.8, "dampening": 0.5}),
+    "Adam": ("Adam", {"lr": 0.02}),
+    "amsgrad": ("Adam", {"lr": 0.02, "amsgrad": True}),
+    "AdamW": ("AdamW", {"lr": 0.02, "weight_decay": 0.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Tensor, Tensor]:
+    """Inputs ``[samples, weights of a kernel]`` of different sizes, and answers ``[samples, kernels]`` that a kernel's
+    outer weights have less to do with."""
+    generator = torch.Generator().manual_seed(3)
+    width = CHANNELS * SIZE * SIZE
+    inputs = torch.randn(200, width, generator=generator, dtype=torch.float64)
+    inputs *= torch.rand(width, generator=generator, dtype=torch.float64) + 0.5
+    decay = torch.tensor([0.02, 0.3, 1.0], dtype=torch.float64)[RINGS]
+    truth = torch.randn(KERNELS, CHANNELS, SIZE * SIZE, generator=generator, dtype=torch.float64) * decay
+    truth *= torch.tensor([1.0, 1.0, 0.5, 0.5, 0.1, 0.02], dtype=torch.float64)[:, None, None]
+    noise = torch.randn(200, KERNELS, generator=generator, dtype=torch.float64)
+    return inputs, inputs @ truth.flatten(1).T + 0.1 * noise
+
+
+@pytest.fixture(scope="module")
+def minimum(problem: tuple[Tensor, Tensor]) -> Tensor:
+    """``1/2 ||inputs w - answers||^2 / samples + strength * sum_n ||k(G_n)||``, by SPAMS."""
+    inputs, answers = (part.numpy() / len(part) ** 0.5 for part in problem)
+    order = np.argsort(-np.asarray(RINGS), kind="stable")  # from the centre outwards, the root's own variables first
+    columns = inputs.reshape(-1, CHANNELS, SIZE * SIZE)[:, :, order].transpose(0, 2, 1).reshape(len(inputs), -1)
+    own = np.bincount(RINGS)[::-1].astype(np.int32) * CHANNELS
+    tree = {
+        "eta_g": np.ones(len(own)),
+        "groups": sparse.csc_matrix(np.asfortranarray(np.eye(len(own), k=-1, dtype=bool))),
+        "own_variables": (np.cumsum(own) - own).astype(np.int32),
+        "N_own_variables": own.astype(np.int32),
+    }
+    start = np.zeros((columns.shape[1], KERNELS), order="F")
+    options = {"loss": "square", "regul": "tree-l2", "lambda1": STRENGTH, "max_it": 1000, "tol": 1e-12}
+    found = spams.fistaTree(
+        np.asfortranarray(answers), np.asfortranarray(columns), start, tree, False, numThreads=1, **options
+    )
+    weight = np.empty((KERNELS, CHANNELS, SIZE * SIZE))
+    weight[:, :, order] = found.T.reshape(KERNELS, SIZE * SIZE, CHANNELS).transpose(0, 2, 1)
+    return torch.from_numpy(weight).view(KERNELS, CHANNELS, SIZE, SIZE)
+
+
+def trained(problem: tuple[Tensor, Tensor], name: str, strength: float = STRENGTH, **options: object) -> Tensor:
+    """The weights after full-batch training with a learning rate that falls to nothing."""
+    inputs, answers = problem
+    weight = nn.Parameter(torch.full((KERNELS, CHANNELS, SIZE, SIZE), 0.1, dtype=torch.float64))
+    optimizer = getattr(optim, name)([weight], penalty=sparsity.RingPenalty(strength), **options)
+    steps = 1500
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 30 ** (1 - 2 * step / steps)))
+    for _ in range(steps):
+        with torch.no_grad():
+            errors = inputs @ weight.flatten(1).T - answers
+            weight.grad = (errors.T @ inputs / len(inputs)).view_as(weight)
+        optimizer.step()
+        schedule.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_optimizer_reaches_the_minimum_and_its_support(problem, minimum, case):
+    name, options = CASES[case]
+    weight = trained(problem, name, **options)
+    sizes = sparsity.kernel_sizes(minimum)
+    assert len(set(sizes.tolist())) >= 3  # some kernels are gone, some whole, some in between
+    assert (weight - minimum).abs().max() < CLOSE
+    assert torch.equal(weight != 0, minimum != 0)
+
+
+@pytest.mark.parametrize("case", ["momentum", "nesterov", "dampening"])
+def test_thresholds_that_ignore_momentum_miss_it(problem, minimum, case):
+    name, options = CASES[case]
+    kappa = (1 - options.get("dampening", 0)) / (1 - options["momentum"])
+    weight = trained(problem, name, strength=STRENGTH / kappa, **options)
+    assert (weight - minimum).abs().max() > 100 * CLOSE

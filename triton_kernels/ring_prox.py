@@ -1,0 +1,158 @@
+"""Ring norms and the exact prox of nested rings in Triton, for GPUs that the compiled library is not built for.
+
+One launch handles all kernels of a weight. Weights of any strides are read and written where they lie: a table in
+device memory tells where the taps of each ring are. Nothing waits for the device, and a CUDA graph can record a call;
+it repeats the thresholds that it was recorded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from loco_ext.triton_kernels.ring_prox_kernels import norms_kernel, prox_kernel
+from loco_ext.triton_kernels.ring_prox_weights import Form
+from loco_ext.triton_kernels.uploads import Uploads, upload
+from torch import Tensor
+
+DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+BLOCKS = (32, 1024)  # weights that a program works on at a time, least and most
+PER_THREAD = 4  # of them
+NARROW = 2**31 - BLOCKS[1]  # up to so many weights of a kernel their numbers fit into 32 bits
+ALIGNED = 16  # elements
+
+# Tables and thresholds of more layers than networks have.
+_UPLOADS = Uploads(size=512)
+
+
+def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
+    """Euclidean norm of each ring of each kernel; see :func:`loco_ext.ops.ring_norms`, whose checks are passed."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    norms = torch.empty((weight.shape[0], count), dtype=dtype, device=weight.device)
+    weight = weight.resolve_neg()  # kernels see the memory as it is
+    if weight.shape[0] == 0:
+        return norms
+    with _device(weight):
+        table, options = _plan([weight], rings, count)
+        sizes = (weight.shape[1], len(rings), count)
+        norms_kernel[(weight.shape[0],)](weight, norms, table, *sizes, weight.stride()[:2], **options)
+    return norms
+
+
+def ring_prox(
+    weight: Tensor,
+    rings: Sequence[int],
+    thresholds: Tensor,
+    squared: Tensor | None,
+    metric: Tensor | None,
+    linf: bool,
+) -> Tensor:
+    """The prox of nested groups; see :func:`loco_ext.ops.ring_prox`, whose checks the arguments have passed.
+
+    Args:
+        thresholds, squared: contiguous, in host memory.
+    """
+    weight = weight.resolve_neg()  # kernels see the memory as it is
+    metric = None if metric is None else metric.resolve_neg()
+    out = torch.empty_like(weight)
+    if weight.shape[0] == 0:
+        return out
+    count = thresholds.shape[-1]
+    operands = [weight, out, weight if metric is None else metric]
+    with _device(weight):
+        t, q = _thresholds(thresholds, squared, weight.device)
+        table, options = _plan(operands, rings, count, metric=metric, linf=linf, squared=squared is not None)
+        prox_kernel[(weight.shape[0],)](
+            weight,
+            metric,
+            out,
+            t,
+            q,
+            table,
+            weight.shape[1],
+            len(rings),
+            count,
+            0 if thresholds.dim() == 1 else count,
+            *(operand.stride()[:2] for operand in operands),
+            **options,
+        )
+    return out
+
+
+def _thresholds(t: Tensor, q: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """In device memory."""
+    host = [each.detach().numpy().ravel() for each in (t, q) if each is not None]
+    uploaded, _host = _UPLOADS.find(
+        "thresholds", device, lambda: [array.tobytes() for array in host], lambda: upload(host, device)
+    )
+    return uploaded[0], uploaded[1] if q is not None else None
+
+
+def _plan(operands: Sequence[Tensor], rings: Sequence[int], count: int, **mode: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The table of the taps, and what the kernel is compiled for and launched with."""
+    taps = tuple(operands[0].shape[2:])
+    strides = tuple(operand.stride()[2:] for operand in operands)
+    device = operands[0].device
+    (uploaded, _host), aligned, most = _UPLOADS.find(
+        "table",
+        device,
+        lambda: (taps, strides, tuple(rings), count),
+        lambda: _table(taps, strides, rings, count, device),
+    )
+    form = form_of(operands[0], most, count, aligned, **mode)
+    warps = max(1, form.block // (PER_THREAD * (64 if torch.version.hip else 32)))
+    return uploaded[0], {"FORM": form, "num_warps": warps, "enable_fp_fusion": False}
+
+
+def _table(
+    taps: tuple[int, ...],
+    strides: Sequence[tuple[int, ...]],
+    rings: Sequence[int],
+    count: int,
+    device: torch.device,
+) -> tuple[Any, bool, int]:
+    """The table in device memory, whether all taps lie at multiples of 16, and the most taps of a ring.
+
+    Rows are offsets of each operand's taps, sorted by ring; behind them the first tap of each ring, and their number.
+    """
+    order = np.argsort(np.asarray(rings, dtype=np.int64), kind="stable")
+    steps = np.stack([axis.ravel() for axis in np.indices(taps)]) if taps else np.zeros((0, 1), dtype=np.int64)
+    offsets = np.asarray(strides, dtype=np.int64).reshape(len(strides), len(taps)) @ steps
+    sizes = np.bincount(rings, minlength=count)
+    begins = np.concatenate([[0], np.cumsum(sizes)])
+    table = np.concatenate([offsets[:, order].ravel(), begins]).astype(np.int64)
+    return upload([table], device), not (offsets % ALIGNED).any(), int(sizes.max())
+
+
+def form_of(
+    weight: Tensor,
+    most: int,
+    count: int,
+    aligned: bool,
+    metric: Tensor | None = None,
+    linf: bool = False,
+    squared: bool = False,
+) -> Form:
+    """What a kernel is compiled for; most: taps of a ring."""
+    channels, taps = weight.shape[1], weight.shape[2:].numel()
+    block = triton.next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
+    return Form(
+        weight=DTYPES[weight.dtype],
+        metric=None if metric is None else DTYPES[metric.dtype],
+        linf=linf,
+        squared=squared,
+        block=block,
+        padded_rings=triton.next_power_of_2(count),
+        taps_fastest=channels == 1 or weight.stride(1) != 1,
+        aligned=aligned,
+        wide=channels * taps > NARROW,
+    )
+
+
+def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()

@@ -1,0 +1,304 @@
+"""The kernels of ring norms and of the prox of nested rings in Triton.
+
+The maths, and what becomes of NaN, infinity and thresholds of 0, is that of ``csrc/ring_prox/math.h``. As there, sums
+and what is made of them are in float64, and nothing is fused (to be launched with ``enable_fp_fusion=False``).
+
+One program handles one kernel (output channel) from its first sum to its last weight.
+"""
+
+# mypy: disallow-incomplete-defs=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from loco_ext.triton_kernels.ring_prox_search import DONE, LAST, narrow, search_above, search_at
+from loco_ext.triton_kernels.ring_prox_weights import (
+    INFINITY,
+    Kernel,
+    fill,
+    get,
+    operand_of,
+    put,
+    ring_sizes,
+    ring_squares,
+    ring_sums_of_squares,
+    scalar,
+    scaled_squares,
+    sums_above,
+    write,
+)
+
+# Relative, of the squared part's factor and of the metric's coefficients for float64 weights and others.
+FACTOR_TOLERANCE, DOUBLE_TOLERANCE, SINGLE_TOLERANCE = tl.constexpr(4e-16), tl.constexpr(2e-16), tl.constexpr(1e-11)
+
+
+@triton.jit
+def _threshold(kernel, ring, factor, scale, FORM: tl.constexpr):
+    """scale * (t + factor q); what is 0 stays 0 where the factor is infinite."""
+    t = tl.load(kernel.t + ring)
+    if FORM.squared:
+        q = tl.load(kernel.q + ring)
+        t += tl.where(q != 0, factor * q, 0.0)
+    return t * scale
+
+
+@triton.jit
+def _weighed_by_q(kernel, ring, norm):
+    q = tl.load(kernel.q + ring)
+    return tl.where(q != 0, q * norm, 0.0)
+
+
+# ---- l2
+
+
+@triton.jit
+def _chain(squares, kernel, factor, scale, FORM: tl.constexpr):
+    """What each ring is multiplied by, from its sum of squares, and the first ring that does not vanish."""
+    factors = fill(1.0, FORM)
+    b, first, n = scalar(0.0), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    while n < kernel.rings:
+        t = _threshold(kernel, n, factor, scale, FORM)
+        a = tl.sqrt(b * b + get(squares, n, FORM))
+        stays = (t == 0) | (a == INFINITY)
+        vanishes = (a <= t) & (stays == 0)
+        b = tl.where(stays, a, tl.where(vanishes, 0.0, a - t))
+        f = tl.where(stays, 1.0, tl.where(vanishes, 0.0, b / a))
+        factors = tl.where(tl.arange(0, FORM.padded_rings) <= n, factors * f, factors)
+        first = tl.where(vanishes, n + 1, first)
+        n += 1
+    return factors, first
+
+
+@triton.jit
+def _l2_penalty(squares, factors, kernel, FORM: tl.constexpr):
+    """sum_n q_n ||x(G_n)|| where ring r of x has the sum of squares factors[r]^2 squares[r]."""
+    kept = tl.where(factors != 0, factors * factors * squares, 0.0)
+    total, penalty, n = scalar(0.0), scalar(0.0), tl.full((), 0, tl.int32)
+    while n < kernel.rings:
+        total += get(kept, n, FORM)
+        penalty += _weighed_by_q(kernel, n, tl.sqrt(total))
+        n += 1
+    return penalty
+
+
+@triton.jit
+def _squared_search(penalty_of_u):
+    """For the root f of f - 2 sum_n q_n ||x(G_n)||, where x is the prox with thresholds t + f q."""
+    upper = 2 * penalty_of_u
+    known = ((upper > 0) & (upper < INFINITY)) == 0
+    return search_above(scalar(0.0), upper * -1, upper, known)
+
+
+@triton.jit
+def _prox_l2(kernel, FORM: tl.constexpr):
+    scale, squares = scaled_squares(kernel, FORM)
+    factors = fill(1.0, FORM)
+    search = search_at(scalar(0.0))
+    if FORM.squared:
+        search = _squared_search(_l2_penalty(squares, factors, kernel, FORM) / scale)
+    while search.phase != DONE:
+        factors, _first = _chain(squares, kernel, search.x, scale, FORM)
+        balance = scalar(0.0)
+        if FORM.squared:
+            balance = search.x - 2 * _l2_penalty(squares, factors, kernel, FORM) / scale
+        search = narrow(search, balance, FACTOR_TOLERANCE)
+    ring = tl.full((), 0, tl.int32)
+    while ring < kernel.rings:
+        write(kernel, ring, get(factors, ring, FORM), "scaled", FORM)
+        ring += 1
+
+
+# ---- l2 in a metric
+
+
+@triton.jit
+def _shoot(kernel, first, c, factor, scale, last, FORM: tl.constexpr):
+    """From c of ring ``first``: c beyond the last ring, c of all rings, and sum_n q_n ||x(G_n)||.
+
+    Ends at the first c that is negative; last: takes it for 0.
+    """
+    coefficients = fill(0.0, FORM)
+    total, penalty, ring = scalar(0.0), scalar(0.0), first
+    while (ring < kernel.rings) & (((c < 0) == 0) | last):
+        c = tl.where(c < 0, 0.0, c)
+        coefficients = put(coefficients, ring, c, FORM)
+        total += ring_squares(kernel, ring, c, scale, "damped", FORM)
+        t = _threshold(kernel, ring, factor, scale, FORM)
+        c = tl.where(t == 0, c, c - t / tl.sqrt(total))
+        if FORM.squared:
+            penalty += _weighed_by_q(kernel, ring, tl.sqrt(total))
+        ring += 1
+    return c, coefficients, penalty
+
+
+@triton.jit
+def _lower_coefficient(kernel, squares, first, factor, scale, FORM: tl.constexpr):
+    """A lower bound of c of ring ``first``: every ||x(G_n)|| is at most that of u."""
+    lower, total, n = scalar(0.0), scalar(0.0), tl.full((), 0, tl.int32)
+    while n < kernel.rings:
+        total += get(squares, n, FORM)
+        t = _threshold(kernel, n, factor, scale, FORM)
+        lower += tl.where((n < first) | (t == 0), 0.0, t / tl.sqrt(total))
+        n += 1
+    return lower
+
+
+@triton.jit
+def _solve_metric(kernel, squares, first, factor, scale, FORM: tl.constexpr):
+    """c of all rings from ``first`` on, and sum_n q_n ||x(G_n)||."""
+    tolerance: tl.constexpr = DOUBLE_TOLERANCE if FORM.weight == tl.float64 else SINGLE_TOLERANCE
+    lower = _lower_coefficient(kernel, squares, first, factor, scale, FORM)
+    known = ((lower > 0) & (lower < INFINITY)) == 0
+    search = search_above(lower, scalar(0.0), lower, known)
+    coefficients, penalty = fill(0.0, FORM), scalar(0.0)
+    while search.phase != DONE:
+        beyond, coefficients, penalty = _shoot(kernel, first, search.x, factor, scale, search.phase == LAST, FORM)
+        search = narrow(search, beyond, tolerance)
+    return coefficients, penalty
+
+
+@triton.jit
+def _prox_metric(kernel, FORM: tl.constexpr):
+    scale, squares = scaled_squares(kernel, FORM)
+    weighed = ring_sums_of_squares(kernel, scale, "weighed", FORM)
+    coefficients, first = fill(0.0, FORM), tl.full((), 0, tl.int32)
+    search = search_at(scalar(0.0))
+    if FORM.squared:
+        search = _squared_search(_l2_penalty(squares, fill(1.0, FORM), kernel, FORM) / scale)
+    while search.phase != DONE:
+        _factors, first = _chain(weighed, kernel, search.x, scale, FORM)
+        coefficients, penalty = _solve_metric(kernel, squares, first, search.x, scale, FORM)
+        search = narrow(search, search.x - 2 * penalty / scale, FACTOR_TOLERANCE)
+    ring = tl.full((), 0, tl.int32)
+    while ring < kernel.rings:
+        c = get(coefficients, ring, FORM)
+        if (ring < first) | (c == 0):
+            write(kernel, ring, tl.where(ring < first, scalar(0.0), 1.0), "scaled", FORM)
+        else:
+            write(kernel, ring, c, "damped", FORM)
+        ring += 1
+
+
+# ---- linf
+
+
+@triton.jit
+def _level(kernel, n, caps, t, FORM: tl.constexpr):
+    """Where rings 0..n, clipped at caps, are to be clipped, so that t is taken off in all.
+
+    From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
+    """
+    level, number, goes_on = scalar(-1.0), scalar(INFINITY), tl.full((), 1, tl.int32)
+    while goes_on != 0:
+        mass, weight, over = sums_above(kernel, n, caps, level, FORM)
+        fewer = (over < number) & ((over > 0) | (level < 0))
+        level = tl.where(fewer, tl.where(mass <= t, 0.0, (mass - t) / weight), level)
+        number = over
+        goes_on = (fewer & (level > 0) & (level < INFINITY)).to(tl.int32)
+    return level
+
+
+@triton.jit
+def _solve_linf(kernel, factor, FORM: tl.constexpr):
+    """At which size each ring is clipped."""
+    caps = fill(INFINITY, FORM)
+    n = tl.full((), 0, tl.int32)
+    while n < kernel.rings:
+        t = _threshold(kernel, n, factor, 1.0, FORM)
+        if t != 0:
+            level = _level(kernel, n, caps, t, FORM)
+            stays = (tl.arange(0, FORM.padded_rings) > n) | (caps <= level) | (caps != caps)
+            caps = tl.where(stays, caps, level)
+        n += 1
+    return caps
+
+
+@triton.jit
+def _linf_penalty(sizes, caps, kernel, FORM: tl.constexpr):
+    """sum_n q_n ||x(G_n)||_inf where ring r of u, whose largest size is sizes[r], is clipped at caps[r]."""
+    clipped = tl.where(sizes > caps, caps, sizes)
+    largest, penalty, n = scalar(0.0), scalar(0.0), tl.full((), 0, tl.int32)
+    while n < kernel.rings:
+        size = get(clipped, n, FORM)
+        largest = tl.where((size > largest) | (size != size), size, largest)
+        penalty += _weighed_by_q(kernel, n, largest)
+        n += 1
+    return penalty
+
+
+@triton.jit
+def _prox_linf(kernel, FORM: tl.constexpr):
+    caps, sizes = fill(INFINITY, FORM), fill(0.0, FORM)
+    search = search_at(scalar(0.0))
+    if FORM.squared:
+        sizes = ring_sizes(kernel, FORM)
+        search = _squared_search(_linf_penalty(sizes, caps, kernel, FORM))
+    while search.phase != DONE:
+        caps = _solve_linf(kernel, search.x, FORM)
+        balance = scalar(0.0)
+        if FORM.squared:
+            balance = search.x - 2 * _linf_penalty(sizes, caps, kernel, FORM)
+        search = narrow(search, balance, FACTOR_TOLERANCE)
+    ring = tl.full((), 0, tl.int32)
+    while ring < kernel.rings:
+        write(kernel, ring, get(caps, ring, FORM), "clipped", FORM)
+        ring += 1
+
+
+# ---- what is launched
+
+
+@triton.jit(do_not_specialize=["taps", "rings"])
+def norms_kernel(
+    weight,
+    norms,  # float64 for float64 weights, else float32, [kernels, rings]
+    table,  # int64: offsets of the weight's taps, [taps], and begins, [rings + 1]
+    channels,
+    taps,
+    rings,
+    weight_strides,  # of kernels and of channels, in elements
+    FORM: tl.constexpr,
+):
+    """The Euclidean norm of each ring."""
+    u = operand_of(weight, weight_strides, FORM.weight, table)
+    kernel = Kernel(u, u, u, channels, rings, table + taps, norms, norms)
+    scale, squares = scaled_squares(kernel, FORM)
+    ring = tl.arange(0, FORM.padded_rings)
+    result = (tl.sqrt(squares) / scale).to(FORM.arithmetic)
+    tl.store(norms + tl.program_id(0).to(tl.int64) * rings + ring, result, mask=ring < rings)
+
+
+@triton.jit(do_not_specialize=["taps", "rings", "thresholds_stride"])
+def prox_kernel(
+    weight,
+    metric,  # or None
+    out,
+    thresholds,  # float64, [kernels, rings] or [rings]
+    squared,  # the same, or None
+    table,  # int64: offsets of the taps of weight, out and metric, [3, taps], and begins, [rings + 1]
+    channels,
+    taps,
+    rings,
+    thresholds_stride,  # between kernels, in elements
+    weight_strides,  # of kernels and of channels, in elements
+    out_strides,
+    metric_strides,
+    FORM: tl.constexpr,
+):
+    """The prox of nested groups."""
+    u = operand_of(weight, weight_strides, FORM.weight, table)
+    x = operand_of(out, out_strides, FORM.weight, table + taps)
+    d = u
+    if FORM.metric is not None:
+        d = operand_of(metric, metric_strides, FORM.metric, table + 2 * taps)
+    t = thresholds + tl.program_id(0).to(tl.int64) * thresholds_stride
+    q = t
+    if FORM.squared:
+        q = squared + tl.program_id(0).to(tl.int64) * thresholds_stride
+    kernel = Kernel(u, d, x, channels, rings, table + 3 * taps, t, q)
+    if FORM.linf:
+        _prox_linf(kernel, FORM)
+    elif FORM.metric is not None:
+        _prox_metric(kernel, FORM)
+    else:
+        _prox_l2(kernel, FORM)

@@ -1,0 +1,260 @@
+"""The weights of one kernel (output channel) in Triton: where they lie, sums over its rings, and writing them.
+
+One program handles one kernel. It goes through it ring after ring, each in blocks, since most sums are of one ring and
+a later ring's need the earlier's. Where the taps of a ring lie is told by a table of
+:mod:`loco_ext.triton_kernels.ring_prox`. Sums are in float64; weights are multiplied and clipped in their type of
+arithmetic. Scalars of a kernel's rings are a tensor, one entry a ring.
+"""
+
+# mypy: disallow-incomplete-defs=False
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from loco_ext.triton_kernels.conversions import load, store
+
+INFINITY = tl.constexpr(float("inf"))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is decided when a kernel is compiled."""
+
+    weight: tl.dtype
+    metric: tl.dtype | None
+    linf: bool
+    squared: bool
+    block: int  # weights at a time, a power of 2
+    padded_rings: int  # a power of 2
+    taps_fastest: bool  # the order in which a ring's weights are walked: else channels fastest
+    aligned: bool  # the taps of all operands lie at multiples of 16 elements
+    wide: bool  # weights are numbered in 64 bits
+
+    @property
+    def arithmetic(self) -> tl.dtype:
+        return tl.float64 if self.weight == tl.float64 else tl.float32
+
+
+class Operand(NamedTuple):
+    """The weights of one kernel in memory."""
+
+    data: tl.tensor  # the first
+    stride: tl.tensor  # between channels, in elements
+    offsets: tl.tensor  # of the taps, in elements, by ring: int64, [taps]
+
+
+class Kernel(NamedTuple):
+    """What a program works on."""
+
+    u: Operand
+    d: Operand
+    out: Operand
+    channels: tl.tensor
+    rings: tl.tensor
+    begins: tl.tensor  # the first tap of each ring, and the number of taps: int64, [rings + 1]
+    t: tl.tensor  # float64, [rings]
+    q: tl.tensor  # the same
+
+
+# ---- scalars of rings
+
+
+@triton.jit
+def fill(value, FORM: tl.constexpr):
+    return tl.full([FORM.padded_rings], value, tl.float64)
+
+
+@triton.jit
+def get(values, ring, FORM: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, FORM.padded_rings) == ring, values, 0.0))
+
+
+@triton.jit
+def put(values, ring, value, FORM: tl.constexpr):
+    return tl.where(tl.arange(0, FORM.padded_rings) == ring, value, values)
+
+
+@triton.jit
+def scalar(value):
+    return tl.full((), value, tl.float64)
+
+
+# ---- the weights of a ring
+
+
+@triton.jit
+def _ring(kernel, ring, FORM: tl.constexpr):
+    """Its first tap, its number of taps and of weights."""
+    number: tl.constexpr = tl.int64 if FORM.wide else tl.int32
+    begin = tl.load(kernel.begins + ring)
+    taps = (tl.load(kernel.begins + ring + 1) - begin).to(number)
+    return begin, taps, taps * kernel.channels
+
+
+@triton.jit
+def _block(kernel, begin, taps, count, block, FORM: tl.constexpr):
+    """Of a block of a ring's weights: which there are, their channels and taps."""
+    number = (block * FORM.block).to(count.dtype) + tl.arange(0, FORM.block)
+    if FORM.taps_fastest:
+        channel, tap = number // taps, number % taps
+    else:
+        channel, tap = number % kernel.channels, number // kernel.channels
+    return number < count, channel, begin + tap
+
+
+@triton.jit
+def _addresses(operand, channel, tap, mask, FORM: tl.constexpr):
+    offsets = tl.load(operand.offsets + tap, mask=mask, other=0)
+    if FORM.aligned:
+        offsets = tl.multiple_of(offsets, 16)
+    return operand.data + (offsets + channel.to(tl.int64) * operand.stride)
+
+
+@triton.jit
+def _load_u(kernel, channel, tap, mask, T: tl.constexpr, FORM: tl.constexpr):
+    return load(_addresses(kernel.u, channel, tap, mask, FORM), mask, FORM.weight, T)
+
+
+@triton.jit
+def _load_d(kernel, channel, tap, mask, FORM: tl.constexpr):
+    return load(_addresses(kernel.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
+
+
+@triton.jit
+def _damped(u, d, c):
+    return u * (d / (d + c))
+
+
+@triton.jit
+def ring_squares(kernel, ring, c, scale, OF: tl.constexpr, FORM: tl.constexpr):
+    """Sums over a ring the squares of scale * u ("plain"), with a factor of d ("weighed") or of d / (d + c)
+    ("damped")."""
+    sums = tl.full([FORM.block], 0.0, tl.float64)
+    begin, taps, count = _ring(kernel, ring, FORM)
+    block = tl.full((), 0, tl.int64)
+    while block * FORM.block < count:
+        mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
+        value = _load_u(kernel, channel, tap, mask, tl.float64, FORM) * scale
+        if OF == "weighed":
+            value = value * _load_d(kernel, channel, tap, mask, FORM)
+        elif OF == "damped":
+            value = _damped(value, _load_d(kernel, channel, tap, mask, FORM), c)
+        sums += tl.where(mask, value * value, 0.0)
+        block += 1
+    return tl.sum(sums)
+
+
+@triton.jit
+def ring_sums_of_squares(kernel, scale, OF: tl.constexpr, FORM: tl.constexpr):
+    """Those of every ring."""
+    squares = fill(0.0, FORM)
+    ring = tl.full((), 0, tl.int32)
+    while ring < kernel.rings:
+        squares = put(squares, ring, ring_squares(kernel, ring, 0.0, scale, OF, FORM), FORM)
+        ring += 1
+    return squares
+
+
+@triton.jit
+def _largest(kernel, ring, FORM: tl.constexpr):
+    """The largest size in a ring; NaN if any weight is."""
+    largest = tl.full([FORM.block], 0.0, tl.float64)
+    begin, taps, count = _ring(kernel, ring, FORM)
+    block = tl.full((), 0, tl.int64)
+    while block * FORM.block < count:
+        mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
+        size = tl.abs(_load_u(kernel, channel, tap, mask, tl.float64, FORM))
+        largest = tl.where(mask & ((size > largest) | (size != size)), size, largest)
+        block += 1
+    total = tl.sum(largest)  # of sizes: NaN if one is
+    return tl.where(total != total, total, tl.max(largest, 0))
+
+
+@triton.jit
+def ring_sizes(kernel, FORM: tl.constexpr):
+    sizes = fill(0.0, FORM)
+    ring = tl.full((), 0, tl.int32)
+    while ring < kernel.rings:
+        sizes = put(sizes, ring, _largest(kernel, ring, FORM), FORM)
+        ring += 1
+    return sizes
+
+
+@triton.jit
+def scaled_squares(kernel, FORM: tl.constexpr):
+    """A power of two that keeps the squares within float64, and the sums of squares of each ring times it."""
+    scale = scalar(1.0)
+    squares = ring_sums_of_squares(kernel, scale, "plain", FORM)
+    if FORM.weight == tl.float64:  # the squares of others are within float64
+        is_ring = tl.arange(0, FORM.padded_rings) < kernel.rings
+        unsafe = is_ring & ~((squares > 1e-280) & (squares < 1e280))
+        if tl.max(unsafe.to(tl.int32), 0) != 0:
+            sizes = ring_sizes(kernel, FORM)
+            is_finite = tl.min((sizes < INFINITY).to(tl.int32), 0) != 0
+            size = tl.where(is_finite, tl.max(sizes, 0), 0.0)
+            # 2^-e, where size is from 2^(e-1) up to 2^e, and e within 1020 of 0
+            exponent = ((size.to(tl.int64, bitcast=True) >> 52) - 1022).to(tl.int32)
+            exponent = tl.minimum(tl.maximum(exponent, -1020), 1020)
+            scale = ((1023 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+            scale = tl.where(size > 0, scale, 1.0)
+            squares = ring_sums_of_squares(kernel, scale, "plain", FORM)
+    return scale, squares
+
+
+@triton.jit
+def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
+    """Over the weights of rings 0..n, clipped at caps, that exceed a level: the sums of d |x| and of d, and their
+    number."""
+    mass = tl.full([FORM.block], 0.0, tl.float64)
+    weight, number = mass, mass
+    ring = tl.full((), 0, tl.int32)
+    while ring <= n:
+        cap = get(caps, ring, FORM)
+        begin, taps, count = _ring(kernel, ring, FORM)
+        block = tl.full((), 0, tl.int64)
+        while block * FORM.block < count:
+            mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
+            size = tl.abs(_load_u(kernel, channel, tap, mask, tl.float64, FORM))
+            size = tl.where(size > cap, cap, size)
+            over = mask & ((size <= level) == 0)
+            d = tl.full([FORM.block], 1.0, tl.float64)
+            if FORM.metric is not None:
+                d = _load_d(kernel, channel, tap, mask, FORM)
+            mass += tl.where(over, d * size, 0.0)
+            weight += tl.where(over, d, 0.0)
+            number += over.to(tl.float64)
+            block += 1
+        ring += 1
+    return tl.sum(mass), tl.sum(weight), tl.sum(number)
+
+
+@triton.jit
+def write(kernel, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
+    """Writes a ring's weights times a value ("scaled"), clipped at it ("clipped"), or u d / (d + it) ("damped")."""
+    T: tl.constexpr = FORM.arithmetic
+    begin, taps, count = _ring(kernel, ring, FORM)
+    block = tl.full((), 0, tl.int64)
+    while block * FORM.block < count:
+        mask, channel, tap = _block(kernel, begin, taps, count, block, FORM)
+        u = _load_u(kernel, channel, tap, mask, T, FORM)
+        if HOW == "scaled":
+            x = u * value.to(T)
+        elif HOW == "clipped":
+            cap = value.to(T)
+            stays = (tl.abs(u) <= cap) | (u != u)
+            x = tl.where(stays, u, tl.where(u < 0, cap * -1, cap))
+        else:
+            x = _damped(u.to(tl.float64), _load_d(kernel, channel, tap, mask, FORM), value).to(T)
+        store(_addresses(kernel.out, channel, tap, mask, FORM), x, mask, FORM.weight, None, False)
+        block += 1
+
+
+@triton.jit
+def operand_of(data, strides, dtype: tl.constexpr, offsets):
+    """What program_id works on; strides: between kernels and between channels, in elements."""
+    held_as: tl.constexpr = tl.uint16 if dtype == tl.bfloat16 else dtype
+    data = data.to(tl.pointer_type(held_as), bitcast=True)
+    return Operand(data + tl.program_id(0).to(tl.int64) * strides[0], strides[1], offsets)

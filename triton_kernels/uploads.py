@@ -1,0 +1,77 @@
+"""Small arrays in device memory that kernels read: copied there without waiting, and kept while they may be used.
+
+What was uploaded is never changed. That of eager calls is kept for the most recent ones; device and stream belong to
+its key, so that memory that is let go is used again only by later work of the same stream. What a CUDA graph reads is
+kept for good, with the host memory that the graph copies from.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Copies arrays to the device in one piece, each to a multiple of 16 bytes, without waiting for the device.
+
+    Returns:
+        The arrays' tensors, and the host memory that they are copied from.
+    """
+    ends = list(accumulate(-(-array.nbytes // 16) * 16 for array in arrays))
+    host = torch.zeros(ends[-1], dtype=torch.uint8)
+    begins = [0, *ends[:-1]]
+    for begin, array in zip(begins, arrays, strict=True):
+        host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)
+    if device.type != "cpu":
+        host = host.pin_memory()
+    there = host.to(device, non_blocking=True)
+    tensors = [
+        there[begin : begin + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        for begin, array in zip(begins, arrays, strict=True)
+    ]
+    return tensors, host
+
+
+class Uploads:
+    """Makes what is asked for, or finds what an equal key has made.
+
+    Args:
+        size: how many of each sort are kept for eager calls.
+    """
+
+    def __init__(self, size: int = 32) -> None:
+        self.size = size
+        self._recent: dict[str, list[tuple[object, Any]]] = {}  # the most recent first
+        self._captured: list[Any] = []
+        self._lock = threading.Lock()
+
+    def find(self, sort: str, device: torch.device, key: Callable[[], object], make: Callable[[], Any]) -> Any:
+        """What an equal key has made before, or what ``make`` returns; ``sort`` tells apart what is kept."""
+        if is_capturing(device):
+            made = make()
+            self._captured.append(made)
+            return made
+        whole_key = (device, _stream(device), key())
+        recent = self._recent.setdefault(sort, [])
+        with self._lock:
+            # Keys are long: comparing them ends at the first difference, hashing them would not.
+            place = next((i for i, (known, _made) in enumerate(recent) if known == whole_key), None)
+            entry = (whole_key, make()) if place is None else recent.pop(place)
+            recent.insert(0, entry)
+            del recent[self.size :]
+            return entry[1]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream records a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
