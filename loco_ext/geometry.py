@@ -135,7 +135,14 @@ def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto")
 
 
 def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> list[int]:
-    """:func:`ring_index` in the order of a contiguous kernel. No tensor is made, so torch.compile can trace it."""
+    """:func:`ring_index` in the order of a contiguous kernel. No tensor is made, so torch.compile can trace it.
+
+    Args, Raises:
+        As :func:`ring_index`.
+
+    >>> ring_list((3, 3))
+    [0, 0, 0, 0, 2, 1, 0, 1, 1]
+    """
     shape = _check_kernel_size(kernel_size)
     _check_choice("kind", kind, ("half", "full"))
     _check_choice("first", first, ("auto", "top_left", "bottom_right"))

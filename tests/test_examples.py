@@ -45,7 +45,7 @@ def test_examples_in_docstrings_run(name):
     assert result.attempted > 0 or name not in SHOWN
 
 
-@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis"])
+@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis", "sparsity"])
 def test_everything_public_has_an_example(kind):
     module = importlib.import_module(f"loco_ext.{kind}")
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
