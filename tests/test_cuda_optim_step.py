@@ -11,6 +11,7 @@ from cuda_on_cpu import build
 SOURCES = [
     *(build.CSRC / "optim_step" / name for name in ("cuda.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp")),
     *(build.CSRC / "common" / name for name in ("convert.cpp", "cuda_upload.cu")),
+    *(build.CSRC / "ring_prox" / name for name in ("kernel.cpp", "rows.cpp")),
 ]
 CHECK = build.HERE / "check_optim_step.cpp"
 
