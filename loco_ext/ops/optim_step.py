@@ -223,11 +223,16 @@ def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> N
     def step(changed: dict[str, Any]) -> None:
         _run_kernels(chosen, name, tuple({**named, **changed}.values()), None)
 
-    if chosen == "native" and named["params"][0].is_cpu:
+    if _ends_with_prox(chosen, named["params"][0]):
         numbers = [0 if penalty is None else penalty.number for penalty in named["penalties"]]
         step_on_copies(named, lambda params: step({"params": params, "penalties": numbers}))
     else:
         step_then_shrink(name, named, lambda held: step({**held, "penalties": []}))
+
+
+def _ends_with_prox(chosen: str, param: Tensor) -> bool:
+    """Whether the step's own kernels can end with the prox of a penalty."""
+    return chosen == "native" and param.is_cpu
 
 
 def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...], held: Held | None) -> None:
