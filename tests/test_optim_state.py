@@ -59,7 +59,7 @@ def test_the_state_dict_has_torchs_keys_and_our_group_options(name):
         for key, value in mine["state"][index].items():
             assert (value.dtype, value.shape, value.device) == (state[key].dtype, state[key].shape, state[key].device)
     extra = mine["param_groups"][0].keys() - other["param_groups"][0].keys()
-    assert extra == {"locality", "norm", "state_dtype", "stochastic_rounding", "rounding_step"}
+    assert extra == {"locality", "norm", "penalty", "state_dtype", "stochastic_rounding", "rounding_step"}
     assert not other["param_groups"][0].keys() - mine["param_groups"][0].keys()
 
 

@@ -155,7 +155,8 @@ def test_cuda_kernels_round_as_ieee_asks_and_keep_their_numbers_in_registers(com
         assert count(r"div\.rn\.f64", text) > 0
         used = resources(kernel.asm["cubin"], tmp_path / "kernel.cubin")
         assert used["REG"] <= 128  # two programs of 256 threads
-        assert used["STACK"] <= 32
+        # The search within the search of linf keeps the most numbers at hand.
+        assert used["STACK"] <= (64 if mode == "linf_squared" else 32)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -85,9 +85,9 @@ def _l2_penalty(squares, factors, kernel, FORM: tl.constexpr):
 def _squared_search(penalty_of_u):
     """For the root f of f - 2 sum_n q_n ||x(G_n)||, where x is the prox with thresholds t + f q; 0 where that of u is
     infinite: what infinite weights, which stay, would ask of all others is not to be had."""
-    upper = tl.where(2 * penalty_of_u == INFINITY, 0.0, 2 * penalty_of_u)
+    upper = 2 * penalty_of_u
     known = ((upper > 0) & (upper < INFINITY)) == 0
-    return search_above(scalar(0.0), upper * -1, upper, known)
+    return search_above(scalar(0.0), upper * -1, tl.where(upper == INFINITY, 0.0, upper), known)
 
 
 @triton.jit
