@@ -15,7 +15,8 @@ def step():
     tensors = [torch.ones(5_000_000) for _ in range(4)]
     tensors.pop(1)
 
-step()
+for _ in range(3):  # memory grows until it holds what a step needs, wherever that comes to lie
+    step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
     step()
@@ -35,4 +36,4 @@ def test_freed_memory_serves_the_next_step() -> None:
     if not kept:
         pytest.skip("this system's malloc takes no options")
     _, without = faults()
-    assert count < without / 4
+    assert count < without / 5

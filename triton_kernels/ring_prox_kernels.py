@@ -34,11 +34,12 @@ FACTOR_TOLERANCE, DOUBLE_TOLERANCE, SINGLE_TOLERANCE = tl.constexpr(4e-16), tl.c
 
 @triton.jit
 def _threshold(kernel, ring, factor, scale, FORM: tl.constexpr):
-    """scale * (t + factor q); what is 0 stays 0 where the factor is infinite."""
+    """scale * (t + factor q); t alone where the factor is infinite: what infinite weights, which stay, would ask of all
+    others is not to be had."""
     t = tl.load(kernel.t + ring)
     if FORM.squared:
         q = tl.load(kernel.q + ring)
-        t += tl.where(q != 0, factor * q, 0.0)
+        t += tl.where((q != 0) & (factor != INFINITY), factor * q, 0.0)
     return t * scale
 
 
@@ -83,11 +84,10 @@ def _l2_penalty(squares, factors, kernel, FORM: tl.constexpr):
 
 @triton.jit
 def _squared_search(penalty_of_u):
-    """For the root f of f - 2 sum_n q_n ||x(G_n)||, where x is the prox with thresholds t + f q; 0 where that of u is
-    infinite: what infinite weights, which stay, would ask of all others is not to be had."""
+    """For the root f of f - 2 sum_n q_n ||x(G_n)||, where x is the prox with thresholds t + f q."""
     upper = 2 * penalty_of_u
     known = ((upper > 0) & (upper < INFINITY)) == 0
-    return search_above(scalar(0.0), upper * -1, tl.where(upper == INFINITY, 0.0, upper), known)
+    return search_above(scalar(0.0), upper * -1, upper, known)
 
 
 @triton.jit

@@ -153,11 +153,13 @@ def check_convolution(name: str, weight: Tensor) -> None:
 
 
 def check_norm(norm: str) -> None:
+    """Raises ValueError unless ``norm`` is one of groups."""
     if norm not in NORMS:
         raise ValueError(f"norm: expected 'l2' or 'linf', got {norm!r}")
 
 
 def check_metric(metric: Tensor, weight: Tensor) -> None:
+    """Raises TypeError or ValueError unless ``metric`` is like ``weight`` and positive; a compiler sees no numbers."""
     if not isinstance(metric, Tensor):
         raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
     check_like(metric, weight)
