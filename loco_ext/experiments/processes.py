@@ -1,5 +1,6 @@
 """The processes that train together, as torchrun starts them; one process alone is the simplest case."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,8 @@ def joined(device: str) -> Iterator[Processes]:
         yield Processes(own, dist.get_rank(), dist.get_world_size())
         dist.barrier()  # torchrun takes all processes down with the first that fails: none leaves while another writes
     finally:
+        # DDP's reference cycles hold the group, whose threads abort a process that they outlive.
+        gc.collect()
         dist.destroy_process_group()
 
 
