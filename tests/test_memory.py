@@ -36,4 +36,6 @@ def test_freed_memory_serves_the_next_step() -> None:
     if not kept:
         pytest.skip("this system's malloc takes no options")
     _, without = faults()
+    if not without:
+        pytest.skip("this system counts no page faults")
     assert count < without / 5
