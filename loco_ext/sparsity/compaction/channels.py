@@ -1,0 +1,359 @@
+"""Which channels of every value in a graph vary, which are the same number everywhere, and which are needed.
+
+Channels that must stay or go together are *atoms* of one class (union-find): the operands of a sum, the two sides of a
+depthwise convolution. A class is needed when something reads one of its atoms for more than a number that it can take
+into its own bias.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from loco_ext.sparsity.compaction.convolution import paddings
+from loco_ext.sparsity.compaction.roles import (
+    BATCH_NORMS,
+    Reader,
+    Role,
+    arithmetic,
+    is_depthwise,
+    is_resampling,
+    keeps_constants,
+)
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+_NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+_RATHER = 1e-3  # a constant that is there anyway serves others that are larger by its inverse at most
+
+
+@dataclass
+class Value:
+    """The channels of a node's result: their atoms, and the number that each is everywhere (NaN: it varies)."""
+
+    atoms: Integers
+    constants: Floats
+
+    @property
+    def varies(self) -> NDArray[np.bool_]:
+        return np.isnan(self.constants)
+
+
+class Atoms:
+    """Classes of channels that stay or go together, and why those that stay do."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._reasons: dict[int, str] = {}
+        self.ordered: set[int] = set()  # read by something that knows nothing of other orders
+
+    def new(self, count: int) -> Integers:
+        first = len(self._parent)
+        self._parent.extend(range(first, first + count))
+        return np.arange(first, first + count)
+
+    def find(self, atom: int) -> int:
+        while self._parent[atom] != atom:
+            self._parent[atom] = self._parent[self._parent[atom]]
+            atom = self._parent[atom]
+        return atom
+
+    def unite(self, some: Iterable[int], others: Iterable[int]) -> None:
+        for one, other in zip(some, others, strict=True):
+            one, other = self.find(one), self.find(other)
+            if one != other:
+                self._parent[other] = one
+                if other in self._reasons:
+                    self._reasons.setdefault(one, self._reasons.pop(other))
+
+    def need(self, atoms: Iterable[int], reason: str) -> bool:
+        """Marks the atoms as needed; whether one of them was not before."""
+        fresh = {root for atom in atoms if (root := self.find(atom)) not in self._reasons}
+        self._reasons.update(dict.fromkeys(fresh, reason))
+        return bool(fresh)
+
+    def needed(self, atoms: Integers) -> NDArray[np.bool_]:
+        return np.array([self.find(atom) in self._reasons for atom in atoms], dtype=bool)
+
+    def reason(self, atom: int) -> str:
+        return self._reasons[self.find(atom)]
+
+    def alone(self, atoms: Integers) -> bool:
+        """Whether each of the atoms is the only one of its class."""
+        sizes = np.bincount([self.find(atom) for atom in range(len(self._parent))], minlength=len(self._parent))
+        return all(sizes[self.find(atom)] == 1 for atom in atoms)
+
+
+@dataclass
+class Layer:
+    """A convolution or linear layer as numbers, its groups written out where they make a difference."""
+
+    node: fx.Node
+    module: Any
+    live: NDArray[np.bool_]  # [C_out, C_in/groups]: any weight that is not zero
+    foldable: NDArray[np.bool_]  # likewise: what it reads is constant, padding or not, so that a bias can stand for it
+    drops: NDArray[np.bool_]  # likewise: what it reads is not read by the smaller network
+
+    @property
+    def groups(self) -> int:
+        return getattr(self.module, "groups", 1)
+
+
+class Channels:
+    """The analysis of one graph.
+
+    Args:
+        traced: by :func:`loco_ext.sparsity.compaction.trace.trace`.
+        scatter: names of sums, with the operand (0 or 1) that is added into the other, so that its constant channels
+            can go.
+        keep_all: every channel stays.
+        fixed_size: constants go into a map of biases where zero padding makes them visible.
+    """
+
+    def __init__(
+        self,
+        traced: fx.GraphModule,
+        scatter: Mapping[str, int] | None = None,
+        fixed_size: bool = False,
+        keep_all: bool = False,
+    ) -> None:
+        self.reader = Reader(traced)
+        self.readings = {node: self.reader.read(node) for node in traced.graph.nodes}
+        self.atoms = Atoms()
+        self.values: dict[fx.Node, Value] = {}
+        self.layers: dict[fx.Node, Layer] = {}
+        self.scatter = scatter or {}
+        self.fixed_size, self.keep_all = fixed_size, keep_all
+        for node in traced.graph.nodes:
+            value = self._value(node)
+            if value is not None:
+                self.values[node] = value
+                if keep_all:
+                    self.atoms.need(value.atoms, "all stay")
+        self._find_needs()
+
+    def kept(self, node: fx.Node) -> Integers:
+        """Channels of the node's result that the smaller network still has, by their numbers in this one."""
+        return np.flatnonzero(self.atoms.needed(self.values[node].atoms))
+
+    def constant_operand(self, node: fx.Node) -> int | None:
+        """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it."""
+        if self.readings[node].role is not Role.JOIN:
+            return None
+        sources = self.readings[node].sources
+        constant = [not self.values[source].varies.any() for source in sources]
+        if self.keep_all or sum(constant) != 1 or sources[constant.index(False)].meta["shape"] != node.meta["shape"]:
+            return None
+        return constant.index(True)
+
+    def free(self, node: fx.Node) -> bool:
+        """Whether the channels may come in any order, because all readers are rewritten along with the node."""
+        atoms = self.values[node].atoms
+        return self.atoms.alone(atoms) and self.atoms.ordered.isdisjoint(atoms.tolist())
+
+    def scatterable(self) -> dict[str, int]:
+        """The sums with an operand that has constant channels and is read by nothing else, and which operand it is."""
+        found = {}
+        for node, reading in self.readings.items():
+            if reading.role is not Role.JOIN or arithmetic(node) != "add" or self.constant_operand(node) is not None:
+                continue
+            constant = [int((~self.values[source].varies).sum()) for source in reading.sources]
+            whole = all(source.meta["shape"] == node.meta["shape"] for source in reading.sources)
+            operand = 0 if constant[0] > constant[1] else 1
+            if whole and constant[operand] and len(reading.sources[operand].users) == 1:
+                found[node.name] = operand
+        return found
+
+    # Forward: atoms and constants.
+
+    def _value(self, node: fx.Node) -> Value | None:
+        reading = self.readings[node]
+        if reading.role is Role.SIZE:
+            self._keep_for_size(node)
+            return None
+        sources = [self.values[source] for source in reading.sources if source in self.values]
+        if reading.role is Role.OTHER:
+            for source in sources:
+                self.atoms.need(source.atoms, "the network's output" if node.op == "output" else f"read by {node.name}")
+                self.atoms.ordered.update(source.atoms.tolist())
+            return self._unknown(node)
+        if reading.role is Role.CONVOLUTION:
+            return self._convolution(node, sources[0])
+        if reading.role is Role.PER_CHANNEL:
+            return Value(sources[0].atoms, self._per_channel(node, sources[0]))
+        if reading.role is Role.JOIN:
+            return self._join(node, sources)
+        if reading.role is Role.CAT:
+            parts = [self.values[part] for part in node.args[0]]  # type: ignore[union-attr,index]
+            return Value(np.concatenate([p.atoms for p in parts]), np.concatenate([p.constants for p in parts]))
+        pixels = node.meta["shape"][1] // reading.sources[0].meta["shape"][1]
+        return Value(np.repeat(sources[0].atoms, pixels), np.repeat(sources[0].constants, pixels))
+
+    def _keep_for_size(self, node: fx.Node) -> None:
+        """One channel at least where something but a flattening, which is written anew, asks for a size."""
+        users = [
+            reader for user in node.users for reader in (user.users if user.target is operator.getitem else [user])
+        ]
+        if any(self.readings[user].role is not Role.FLATTEN for user in users):
+            source = self.values[self.readings[node].sources[0]]
+            self.atoms.need(source.atoms[:1], f"{node.name} asks for its size")
+
+    def _unknown(self, node: fx.Node) -> Value | None:
+        shape = node.meta.get("shape", ())
+        if len(shape) < 2:
+            return None
+        value = Value(self.atoms.new(shape[1]), np.full(shape[1], np.nan))
+        self.atoms.need(value.atoms, f"made by {node.name}")
+        return value
+
+    def _convolution(self, node: fx.Node, source: Value) -> Value:
+        module = self.reader.module(node)
+        weight = module.weight.detach()
+        live, groups, width = _live(weight), getattr(module, "groups", 1), weight.shape[1]
+        constants = source.constants.reshape(groups, 1, width)
+        known = np.broadcast_to(np.isfinite(constants), (groups, len(weight) // groups, width)).reshape(live.shape)
+        zero = np.broadcast_to(constants == 0, (groups, len(weight) // groups, width)).reshape(live.shape)
+        foldable = known & (zero | self._inside(module))
+        self.layers[node] = Layer(node, module, live, foldable, known if self.fixed_size else foldable)
+        value = Value(self.atoms.new(len(weight)), _outputs(module, constants, live, foldable))
+        if groups > 1:  # a group stays or goes as a whole
+            for inputs, outputs in zip(np.split(source.atoms, groups), np.split(value.atoms, groups), strict=True):
+                together = np.concatenate([inputs, outputs])
+                self.atoms.unite([together[0]] * len(together), together)
+        return value
+
+    def _inside(self, module: Any) -> NDArray[np.bool_]:
+        """[C_out, C_in/groups]: no weight that is not zero ever meets zero padding, whatever the input's size."""
+        weight = module.weight.detach()
+        if weight.dim() == 2 or module.padding_mode != "zeros":
+            return np.ones(tuple(weight.shape[:2]), dtype=bool)
+        never = torch.ones(weight.shape[2:], dtype=torch.bool)
+        for axis, (lower, upper) in enumerate(paddings(module)):
+            taps, step = weight.shape[2 + axis], module.dilation[axis]
+            place = torch.arange(taps).reshape([-1 if i == axis else 1 for i in range(never.dim())])
+            never = never & (place * step >= lower) & ((taps - 1 - place) * step >= upper)
+        return ((weight.cpu() == 0) | never).flatten(2).all(2).numpy()
+
+    def _per_channel(self, node: fx.Node, source: Value) -> Floats:
+        module = self.reader.module(node)
+        if module is not None and is_depthwise(module):
+            constants = source.constants[:, None]
+            foldable = np.isfinite(constants) & ((constants == 0) | self._inside(module))
+            live = _live(module.weight.detach())
+            return _outputs(module, constants.reshape(-1, 1, 1), live, foldable.reshape(-1, 1, 1))
+        if is_resampling(node, module):
+            kept = source.constants if keeps_constants(module) else np.where(source.constants == 0, 0.0, np.nan)
+            return kept.copy()
+        if type(module) in BATCH_NORMS and module.running_mean is None:
+            return np.full_like(source.constants, np.nan)
+        return _evaluate(node, module, source.constants)
+
+    def _join(self, node: fx.Node, sources: list[Value]) -> Value:
+        one, other = sources
+        operate = getattr(
+            np, {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}[str(arithmetic(node))]
+        )
+        with np.errstate(all="ignore"):
+            constants = _finite(operate(one.constants, other.constants))
+        constant = self.constant_operand(node)
+        if constant is not None:
+            return Value(sources[1 - constant].atoms, constants)
+        if node.name in self.scatter:
+            return Value(sources[1 - self.scatter[node.name]].atoms, constants)
+        self.atoms.unite(one.atoms, other.atoms)
+        return Value(one.atoms, constants)
+
+    # Backward: needs.
+
+    def _find_needs(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for node in reversed(self.values):
+                changed |= self._ask(node)
+
+    def _ask(self, node: fx.Node) -> bool:
+        """Marks what the node must read of its sources; whether anything was new."""
+        reading = self.readings[node]
+        if reading.role is Role.JOIN and node.name in self.scatter and self.constant_operand(node) is None:
+            other = self.values[reading.sources[self.scatter[node.name]]]
+            wanted = self.atoms.needed(self.values[node].atoms) & other.varies
+            return self.atoms.need(other.atoms[wanted], f"read by {node.name}")
+        layer = self.layers.get(node)
+        if layer is None:
+            return False
+        source = self.values[reading.sources[0]]
+        present = self.atoms.needed(self.values[node].atoms)
+        wanted = self._wanted(layer, present)
+        by = f"read by {node.target}"
+        changed = self.atoms.need(source.atoms[wanted & source.varies], by)
+        changed |= self._ask_for_constant(layer, source, np.flatnonzero(wanted & ~source.varies))
+        if present.any() and not self.atoms.needed(source.atoms).any():
+            changed |= self.atoms.need(source.atoms[:1], f"{node.target} needs one channel at least")
+        return changed
+
+    def _ask_for_constant(self, layer: Layer, source: Value, wanted: Integers) -> bool:
+        """One constant channel stands for all: seen through the same padding, they differ by factors alone."""
+        why = f"a constant that the padding of {layer.node.target} makes visible"
+        if layer.groups > 1:
+            return self.atoms.need(source.atoms[wanted], why)
+        if not len(wanted):
+            return False
+        sizes = np.abs(np.nan_to_num(source.constants))
+        largest = wanted[sizes[wanted].argmax()]
+        enough = self.atoms.needed(source.atoms) & (sizes >= _RATHER * sizes[largest])
+        return not enough.any() and self.atoms.need(source.atoms[[largest]], why)
+
+    def _wanted(self, layer: Layer, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[C_in]: read by a kernel that stays, and not taken into its bias."""
+        reads = layer.live & ~layer.drops & present[:, None]
+        return reads.reshape(layer.groups, -1, reads.shape[1]).any(1).reshape(-1)
+
+
+def _live(weight: Tensor) -> NDArray[np.bool_]:
+    return (weight != 0).flatten(2).any(2).cpu().numpy() if weight.dim() > 2 else (weight != 0).cpu().numpy()
+
+
+def _outputs(module: Any, constants: Floats, live: NDArray[np.bool_], foldable: NDArray[np.bool_]) -> Floats:
+    """The number that each kernel gives everywhere; NaN where it varies. Shapes: [groups, 1, C_in/groups] and so on."""
+    groups, _, width = constants.shape
+    live, foldable = live.reshape(groups, -1, width), foldable.reshape(groups, -1, width)
+    sums = (
+        module.weight.detach().double().flatten(2).sum(2)
+        if module.weight.dim() > 2
+        else module.weight.detach().double()
+    )
+    read = np.where(live & foldable, constants, 0.0)
+    outputs = (sums.cpu().numpy().reshape(live.shape) * read).sum(2).reshape(-1)
+    if module.bias is not None:
+        outputs = outputs + module.bias.detach().double().cpu().numpy()
+    return _finite(np.where((live & ~foldable).any(2).reshape(-1), np.nan, outputs))
+
+
+def _evaluate(node: fx.Node, module: Any, constants: Floats) -> Floats:
+    """What a pointwise operation makes of constants, in float64, by running it."""
+    dims = len(node.meta["shape"])
+    x = torch.from_numpy(np.nan_to_num(constants)).reshape(1, -1, *[1] * (dims - 2))
+    with torch.no_grad():
+        if module is not None:
+            y = copy.deepcopy(module).double().cpu().eval()(x.clone())
+        else:
+            args = [x.clone() if isinstance(arg, fx.Node) else arg for arg in node.args]
+            operation: Any = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target))
+            y = operation(*args, **node.kwargs)
+    return np.where(np.isnan(constants), np.nan, _finite(y.reshape(-1).numpy()))
+
+
+def _finite(constants: Floats) -> Floats:
+    """NaN for what is not finite: such channels count as varying, so that nothing hides them."""
+    return np.where(np.isfinite(constants), constants, np.nan)

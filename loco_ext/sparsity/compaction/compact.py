@@ -1,0 +1,170 @@
+"""The smaller network that gives the same outputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree
+
+from loco_ext.sparsity.compaction import cost as costs
+from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.describe import describe
+from loco_ext.sparsity.compaction.report import Report
+from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
+from loco_ext.sparsity.compaction.trace import UntraceableError, trace
+from loco_ext.sparsity.compaction.untraced import crop_modules
+
+COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
+# Of the largest output: the two networks round differently.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+def compact(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Any],
+    *,
+    cost: str = "measured",
+    fixed_size: bool = False,
+) -> tuple[nn.Module, Report]:
+    """A network without the kernels, rings and channels of ``model`` that are zero, with the same outputs in eval mode.
+
+    Kernels are cropped to the block of taps that is not zero; channels that nothing reads, or that are the same number
+    everywhere, are taken out of all layers that they go through, their numbers folded into the next layer's bias where
+    that is exact at every size of the input; a residual block that adds nothing becomes the identity. What cannot be
+    made smaller safely stays as it is, and the report says why. Gradients flow: the result can be trained on.
+
+    Args:
+        model: any module; left alone. Taken as in eval mode: what depends on ``training`` inside its own code (not
+            inside modules of torch.nn) stays as in eval mode.
+        example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast.
+        cost: "measured": kernels of several sizes in one layer become several convolutions where this is measured to
+            be faster on the example, and the model itself is returned if all this makes it slower; "multiply_adds":
+            one convolution for each size, nothing is measured, the result is the same on every machine.
+        fixed_size: constants that zero padding makes visible at borders become a map of biases, and the result takes
+            inputs of the example's size alone.
+
+    Returns:
+        The network, a :class:`torch.fx.GraphModule`, and the report. A model that torch.fx cannot trace keeps its
+        channels and its class; its kernels are cropped alone.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Source:
+        The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", sections 3.2 and 3.3.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from loco_ext import sparsity
+        >>> model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3)).eval()
+        >>> _ = model[0].weight.data[:6].zero_(), model[0].bias.data.zero_()
+        >>> x = torch.randn(2, 1, 8, 8)
+        >>> smaller, report = sparsity.compact(model, x, cost="multiply_adds")
+        >>> smaller.get_submodule("0").weight.shape, torch.allclose(smaller(x), model(x), atol=1e-6)
+        (torch.Size([2, 1, 3, 3]), True)
+    """
+    inputs = _check(model, example_inputs, cost)
+    dense = copy.deepcopy(_unwrapped(model)).eval()
+    try:
+        traced = trace(dense, inputs)
+    except UntraceableError as error:
+        results = _untraced(dense, inputs, COSTS[cost], str(error))
+    else:
+        results = _rewritten(traced, COSTS[cost], fixed_size)
+    network, report = _select(dense, results, inputs, measured=cost == "measured")
+    report.parameters_before = sum(p.numel() for p in model.parameters())
+    report.parameters_after = sum(p.numel() for p in network.parameters())
+    return network.train(model.training), report
+
+
+Result = tuple[nn.Module, Report]
+
+
+def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool) -> list[Result]:
+    """The smaller network, perhaps in two versions, and last the model as it is."""
+    plain = Channels(traced, fixed_size=fixed_size)
+    versions = [(plain, choose), (Channels(traced, keep_all=True), costs.as_it_is)]
+    scatter = plain.scatterable()
+    if scatter:
+        versions.insert(0, (Channels(traced, scatter, fixed_size), choose))
+    results: list[Result] = []
+    for channels, choice in versions:
+        rewriter = Rewriter(traced, channels, choice)
+        results.append((rewriter.build(), describe(channels, rewriter)))
+    return results
+
+
+def _untraced(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> list[Result]:
+    return [crop_modules(dense, inputs, choice, why) for choice in (choose, costs.as_it_is)]
+
+
+def _select(dense: nn.Module, results: list[Result], inputs: Sequence[Any], measured: bool) -> Result:
+    """The smaller network that is fastest or comes first; the model as it is where none is right and fast enough."""
+    *smaller, same = results
+    with torch.no_grad():
+        expected = dense(*_copies(inputs))
+        right = [(network, report) for network, report in smaller if _agree(network(*_copies(inputs)), expected)]
+    if not right:
+        return _kept(same, "the outputs of a smaller network would differ on the example")
+    if not measured:
+        return right[0]
+    networks = [dense, *(network for network, _ in right)]
+    first, *times = costs.latencies([partial(network, *inputs) for network in networks], _device(dense))
+    latency, (network, report) = min(zip(times, right, strict=True), key=lambda pair: pair[0])
+    if latency > first:
+        network, report = _kept(same, f"a smaller network takes {latency / first:.3f} times as long on the example")
+    report.latency_before, report.latency_after = first, min(latency, first)
+    return network, report
+
+
+def _kept(same: Result, why: str) -> Result:
+    same[1].notes["model"] = f"it stays as it is: {why}"
+    return same
+
+
+def _agree(results: Any, expected: Any) -> bool:
+    """Whether all tensors are equal but for rounding, which grows with the largest of a tensor's numbers."""
+    pairs = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(expected), strict=True)
+    return all(_equal(x, y) for x, y in pairs if isinstance(y, Tensor))
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if y.dtype not in _TOLERANCES:
+        return torch.equal(x, y)
+    scale = y[y.isfinite()].abs().max().item() if y.isfinite().any() else 0.0
+    return torch.allclose(x, y, rtol=0, atol=_TOLERANCES[y.dtype] * scale, equal_nan=True)
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside what torch.compile or a parallel wrapper has made of it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return _unwrapped(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return model if inner is None else _unwrapped(inner)
+
+
+def _check(model: nn.Module, example_inputs: Any, cost: str) -> Sequence[Any]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    if cost not in tuple(COSTS):
+        raise ValueError(f"cost: expected 'measured' or 'multiply_adds', got {cost!r}")
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    if not isinstance(inputs, tuple | list) or not any(isinstance(x, Tensor) for x in inputs):
+        raise TypeError(f"example_inputs: expected a tensor, or a tuple with one, got {type(example_inputs).__name__}")
+    return inputs

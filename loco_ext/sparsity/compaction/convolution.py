@@ -1,0 +1,267 @@
+"""One convolution with smaller kernels: which taps are left, and the graph that gives the same outputs.
+
+A kernel's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
+each axis. Kernels of one box become one convolution; its padding shrinks by what was cropped, and may differ between
+the sides of an axis, or be negative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from loco_ext.sparsity.compaction.trace import is_channels_last
+
+Box = tuple[tuple[int, int], ...]
+Pads = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution as numbers: ``weight`` of shape ``(C_out, C_in/groups, *kernel_size)``, pads before and after."""
+
+    weight: Tensor
+    bias: Tensor | None
+    stride: tuple[int, ...]
+    pads: Pads
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    trained: bool
+
+    @property
+    def axes(self) -> int:
+        return self.weight.dim() - 2
+
+
+def as_convolution(module: Any, weight: Tensor, bias: Tensor | None) -> Convolution:
+    """The module with these kernels, which may be fewer; of a grouped convolution whole groups."""
+    return Convolution(
+        weight=weight,
+        bias=bias,
+        stride=module.stride,
+        pads=paddings(module),
+        dilation=module.dilation,
+        groups=len(weight) * module.groups // module.out_channels if module.groups > 1 else 1,
+        padding_mode=module.padding_mode,
+        trained=module.weight.requires_grad,
+    )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Kernels that are computed together, with the taps of ``box``."""
+
+    kernels: tuple[int, ...]
+    box: Box
+    style: str = "pad"  # "pad" the input unevenly, or "crop" the output of an evenly padded convolution
+
+
+def paddings(module: Any) -> Pads:
+    """The padding of a convolution module, before and after each axis."""
+    if module.padding == "valid":
+        return ((0, 0),) * len(module.kernel_size)
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((p, p) for p in module.padding)
+
+
+def boxes(weight: Tensor) -> list[Box | None]:
+    """The box of each kernel; None where all weights are zero."""
+    live = (weight.detach() != 0).any(1).cpu()  # [C_out, *kernel_size]
+    spans = []
+    for axis in range(live.dim() - 1):
+        others = [1 + other for other in range(live.dim() - 1) if other != axis]
+        along = live.amax(others) if others else live  # [C_out, taps]
+        first = along.int().argmax(1)
+        past = along.shape[1] - along.flip(1).int().argmax(1)
+        spans.append(list(zip(first.tolist(), past.tolist(), strict=True)))
+    alive = live.flatten(1).any(1).tolist()
+    return [tuple(span[k] for span in spans) if alive[k] else None for k in range(len(weight))]
+
+
+def union(some: Sequence[Box]) -> Box:
+    """The smallest box that holds all of them."""
+    return tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*some, strict=True))
+
+
+def taps(box: Box) -> int:
+    return prod(b - a for a, b in box)
+
+
+def even(box: Box, convolution: Convolution) -> Box:
+    """The box grown until what is cropped from both ends of each axis leaves equal pads of at least 0, if it can be."""
+    grown = []
+    for (a, b), size, (lower, upper), step in zip(
+        box, convolution.weight.shape[2:], convolution.pads, convolution.dilation, strict=True
+    ):
+        first, last = a, size - b
+        while first and (lower - first * step < 0 or lower - first * step < upper - last * step):
+            first -= 1
+        while last and (upper - last * step < 0 or upper - last * step < lower - first * step):
+            last -= 1
+        grown.append((first, size - last))
+    return tuple(grown)
+
+
+def pads_of(box: Box, convolution: Convolution) -> Pads:
+    """The padding that the cropped kernels need."""
+    return tuple(
+        (lower - a * step, upper - (size - b) * step)
+        for (a, b), size, (lower, upper), step in zip(
+            box, convolution.weight.shape[2:], convolution.pads, convolution.dilation, strict=True
+        )
+    )
+
+
+def is_even(pads: Pads) -> bool:
+    return all(lower == upper >= 0 for lower, upper in pads)
+
+
+def partitions(convolution: Convolution, most: int = 4) -> Iterator[list[tuple[tuple[int, ...], Box]]]:
+    """Ways to compute the kernels by size: all together first; each group with the box that holds its kernels.
+
+    Kernels without a live weight go with the smallest. Beyond ``most`` sizes, the rarest are joined with the next.
+    """
+    by_box: dict[Box, list[int]] = {}
+    dead: list[int] = []
+    for kernel, box in enumerate(boxes(convolution.weight)):
+        (dead if box is None else by_box.setdefault(box, [])).append(kernel)
+    if not by_box:
+        yield [(tuple(dead), tuple((0, 1) for _ in range(convolution.axes)))]
+        return
+    ranked = sorted(by_box.items(), key=lambda item: (taps(item[0]), item[0]))
+    groups = [(kernels, box) for box, kernels in ranked]
+    groups[0] = (groups[0][0] + dead, groups[0][1])
+    while len(groups) > most:
+        rarest = min(range(len(groups) - 1), key=lambda i: len(groups[i][0]))
+        (some, one), (others, other) = groups[rarest : rarest + 2]
+        groups[rarest : rarest + 2] = [(some + others, union([one, other]))]
+    for cuts in range(len(groups)):
+        for places in itertools.combinations(range(1, len(groups)), cuts):
+            edges = [0, *places, len(groups)]
+            parts = [groups[a:b] for a, b in itertools.pairwise(edges)]
+            yield [
+                (tuple(sorted(k for kernels, _ in part for k in kernels)), union([box for _, box in part]))
+                for part in parts
+            ]
+
+
+def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:
+    """Ways to compute kernels with the taps of a box: as it is where its padding is even, else in three ways."""
+    if is_even(pads_of(box, convolution)):
+        return [(box, "pad")]
+    ways = [(box, "pad")]
+    if convolution.padding_mode == "zeros" and all(step == 1 for step in convolution.stride):
+        ways.append((box, "crop"))
+    if is_even(pads_of(even(box, convolution), convolution)):
+        ways.append((even(box, convolution), "pad"))
+    return ways
+
+
+def emit(
+    owner: nn.Module, graph: fx.Graph, source: fx.Node, name: str, convolution: Convolution, buckets: Sequence[Bucket]
+) -> fx.Node:
+    """Adds the nodes that compute the buckets, one after the other along the channels, from ``source``.
+
+    Modules are put into ``owner`` under ``name``, a number appended where there are several buckets.
+    """
+    parts = []
+    padded: dict[Pads, fx.Node] = {}
+    for number, bucket in enumerate(buckets):
+        pads = pads_of(bucket.box, convolution)
+        target = name if len(buckets) == 1 else f"{name}_{number}"
+        if is_even(pads):
+            put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
+            parts.append(graph.call_module(target, (source,)))
+        elif bucket.style == "crop":
+            same = [max(lower, upper, 0) for lower, upper in pads]
+            put(owner, target, _module(convolution, bucket, same))
+            extra = tuple((p - lower, p - upper) for p, (lower, upper) in zip(same, pads, strict=True))
+            parts.append(_crop(graph, graph.call_module(target, (source,)), extra))
+        else:
+            if pads not in padded:
+                padded[pads] = _pad(graph, source, pads, convolution.padding_mode)
+            put(owner, target, _module(convolution, bucket, [0] * convolution.axes))
+            parts.append(graph.call_module(target, (padded[pads],)))
+    return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, 1))
+
+
+def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
+    """A network of nothing but these buckets; its channels come in the kernels' order unless they are ``free``."""
+    owner, graph = nn.Module(), fx.Graph()
+    result = emit(owner, graph, graph.placeholder("x"), "convolution", convolution, buckets)
+    back = None if free else restoring(buckets, convolution.weight.device)
+    if back is not None:
+        owner.register_buffer("order", back)
+        result = graph.call_function(torch.index_select, (result, 1, graph.get_attr("order")))
+    graph.output(result)
+    return fx.GraphModule(owner, graph)
+
+
+def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
+    """Indices that bring the buckets' kernels back to their order; None where they are in it."""
+    order = torch.tensor([kernel for bucket in buckets for kernel in bucket.kernels], device=device)
+    back = order.argsort()
+    return None if torch.equal(order, back) and torch.equal(order, order.sort().values) else back
+
+
+def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
+    kernels = list(bucket.kernels)
+    place: Any = (kernels, slice(None), *(slice(a, b) for a, b in bucket.box))
+    weight = convolution.weight[place].detach()
+    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
+    module = nn.utils.skip_init(
+        kind,
+        weight.shape[1] * convolution.groups,
+        len(kernels),
+        tuple(weight.shape[2:]),
+        stride=convolution.stride,
+        padding=tuple(padding),
+        dilation=convolution.dilation,
+        groups=convolution.groups,
+        bias=convolution.bias is not None,
+        padding_mode=convolution.padding_mode if any(padding) else "zeros",
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    memory_format = torch.contiguous_format
+    if is_channels_last(convolution.weight):
+        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
+    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
+    if convolution.bias is not None:
+        module.bias = nn.Parameter(convolution.bias[kernels].detach().clone(), requires_grad=convolution.trained)
+    return module
+
+
+def _pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
+    """Pads, then crops where a number is negative: that order is right in every mode and for the smallest inputs."""
+    outward = [max(p, 0) for axis in reversed(pads) for p in axis]
+    if any(outward):
+        source = graph.call_function(F.pad, (source, outward), {"mode": "constant" if mode == "zeros" else mode})
+    if any(p < 0 for axis in pads for p in axis):
+        source = _crop(graph, source, tuple((max(-lower, 0), max(-upper, 0)) for lower, upper in pads))
+    return source
+
+
+def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
+    """A view without so many places at the beginning and at the end of each axis."""
+    spans = [slice(lower or None, -upper or None) for lower, upper in margins]
+    return graph.call_function(operator.getitem, (source, (slice(None), slice(None), *spans)))
+
+
+def put(owner: nn.Module, target: str, module: nn.Module) -> None:
+    """Sets a submodule of the owner by its dotted name."""
+    *path, name = target.split(".")
+    for step in path:
+        owner = getattr(owner, step)
+    setattr(owner, name, module)

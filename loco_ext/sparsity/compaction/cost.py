@@ -1,0 +1,92 @@
+"""How to compute a convolution: by counting multiply-adds, or by measuring on this machine."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, alone, partitions, styles
+
+_MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
+
+
+def fewest_multiply_adds(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
+    """One convolution for each size of kernel."""
+    if convolution.groups > 1:
+        return _together(convolution)
+    *_, by_size = partitions(convolution, most=16)
+    return [Bucket(kernels, box) for kernels, box in by_size]
+
+
+def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
+    """The convolution with all its taps."""
+    box = tuple((0, size) for size in convolution.weight.shape[2:])
+    return [Bucket(tuple(range(len(convolution.weight))), box)]
+
+
+def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
+    """What takes the least time on inputs of the shape, type and memory format that the example has there.
+
+    Kernels of each size, and of sizes next to each other together, are timed alone. The parts with the least sum are
+    then timed as a whole, what joins them included, against one convolution for all kernels.
+    """
+    x = _example(kind, convolution)
+    ways = list(partitions(convolution)) if convolution.groups == 1 else [next(partitions(convolution))]
+    parts = list({part for way in ways for part in way})
+    candidates = [Bucket(kernels, like, style) for kernels, box in parts for like, style in styles(box, convolution)]
+    if len(candidates) == 1:
+        return candidates
+    times = dict(zip(candidates, _times([alone(convolution, [c], free) for c in candidates], x), strict=True))
+    best: dict[tuple[int, ...], Bucket] = {}
+    for candidate in candidates:
+        if candidate.kernels not in best or times[candidate] < times[best[candidate.kernels]]:
+            best[candidate.kernels] = candidate
+    single, *others = [[best[kernels] for kernels, _ in way] for way in ways]
+    if not others:
+        return single
+    split = min(others, key=lambda way: sum(times[bucket] for bucket in way))
+    whole, together = _times([alone(convolution, single, free), alone(convolution, split, free)], x)
+    return split if together < _MARGIN * whole else single
+
+
+def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float = 4.0) -> list[float]:
+    """Median seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    times: list[list[float]] = [[] for _ in calls]
+    with torch.inference_mode():
+        for call in calls:
+            call()  # memory is found, and libraries make their plans
+        end = time.perf_counter() + budget
+        while len(times[-1]) < 3 or (time.perf_counter() < end and len(times[-1]) < 100):
+            for place in random.sample(range(len(calls)), len(calls)):
+                wait()
+                start = time.perf_counter()
+                calls[place]()
+                wait()
+                times[place].append(time.perf_counter() - start)
+    return [statistics.median(values) for values in times]
+
+
+def _times(models: Sequence[nn.Module], x: Tensor) -> list[float]:
+    return latencies([partial(model, x) for model in models], x.device, budget=0.1 * len(models))
+
+
+def _together(convolution: Convolution) -> list[Bucket]:
+    ((kernels, box),) = next(partitions(convolution))
+    return [Bucket(kernels, box)]
+
+
+def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:
+    """Random numbers in the place of what the convolution reads, with the channels that are left."""
+    shape = (kind["shape"][0], convolution.weight.shape[1] * convolution.groups, *kind["shape"][2:])
+    memory_format = torch.contiguous_format
+    if kind["channels_last"]:
+        memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.randn(shape, dtype=kind["dtype"], device=kind["device"]).contiguous(memory_format=memory_format)

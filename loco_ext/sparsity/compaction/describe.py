@@ -1,0 +1,89 @@
+"""The report on a network that :class:`Rewriter` has built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor, fx
+
+from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
+from loco_ext.sparsity.compaction.report import LayerReport, Report
+from loco_ext.sparsity.compaction.rewrite import Rewriter
+from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+
+
+def describe(channels: Channels, rewriter: Rewriter) -> Report:
+    """What became of every layer, and why something stayed."""
+    report = Report()
+    for node, reading in channels.readings.items():
+        module = channels.reader.module(node)
+        depthwise = module is not None and is_depthwise(module)
+        if reading.role is Role.CONVOLUTION or (reading.role is Role.PER_CHANNEL and depthwise):
+            name, before = str(node.target), module.weight.detach()
+            after, buckets = rewriter.layers.get(name, (None, ()))
+            layer = describe_layer(name, before, prod(node.meta["shape"][2:]), after, buckets)
+            layer.kept = _why_kept(channels, node, before)
+            report.layers.append(layer)
+        elif reading.role is Role.OTHER and node.op not in ("placeholder", "output", "get_attr"):
+            name = str(node.target) if node.op == "call_module" else node.name
+            why = channels.reader.why_opaque(node) or "nothing is known of what it does to channels"
+            report.notes[name] = f"all its channels are kept: {why}"
+    return report
+
+
+def describe_layer(
+    name: str, before: Tensor, pixels: int, after: Tensor | None, buckets: Sequence[Bucket]
+) -> LayerReport:
+    """One layer with these weights before and after, ``(C_out, C_in/groups, *kernel_size)``; None: it is gone.
+
+    Args:
+        pixels: of its output.
+        buckets: how it is computed now.
+    """
+    width = 0 if after is None else int((after != 0).transpose(0, 1).flatten(1).any(1).sum())
+    found = [] if after is None else boxes(_with_axis(after))
+    sizes = Counter("0" if box is None else _size([b - a for a, b in box]) for box in found)
+    areas = sum(taps(box) for box in found if box is not None)
+    per_kernel = 0 if after is None else after.shape[1]
+    return LayerReport(
+        name=name,
+        kernels_before=len(before),
+        kernels_after=sum(box is not None for box in found),
+        channels_before=before.shape[1],
+        channels_after=width,
+        kernel_size=_size(before.shape[2:]),
+        sizes=dict(sorted(sizes.items(), reverse=True)),
+        convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.kernels)) for bucket in buckets],
+        identity_kernels=_identities(_with_axis(before)),
+        multiply_adds_before=pixels * before.numel(),
+        multiply_adds_after=pixels * areas * width,
+        multiply_adds_executed=pixels * per_kernel * sum(len(b.kernels) * taps(b.box) for b in buckets),
+    )
+
+
+def _size(lengths: Sequence[int]) -> str:
+    return "x".join(map(str, lengths)) or "1"
+
+
+def _with_axis(weight: Tensor) -> Tensor:
+    return weight if weight.dim() > 2 else weight[..., None]
+
+
+def _identities(weight: Tensor) -> int:
+    """Kernels whose only weight that is not zero lies at the centre (eq. 24 of the draft)."""
+    live = weight != 0
+    place: Any = (..., *((size - 1) // 2 for size in weight.shape[2:]))
+    centre = live[place]  # [C_out, C_in/groups]
+    return int(((live.flatten(1).sum(1) == 1) & (centre.sum(1) == 1)).sum())
+
+
+def _why_kept(channels: Channels, node: fx.Node, weight: Tensor) -> str | None:
+    """Why kernels without weights are still there."""
+    value = channels.values[node]
+    dead = ~(weight != 0).flatten(1).any(1).cpu().numpy() & channels.atoms.needed(value.atoms)
+    reasons = Counter(channels.atoms.reason(atom) for atom in value.atoms[dead].tolist())
+    return "; ".join(f"{count} dead kernels: {reason}" for reason, count in reasons.items()) or None

@@ -1,0 +1,95 @@
+"""What :func:`loco_ext.sparsity.compact` did, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class LayerReport:
+    """One convolution or linear layer.
+
+    Args:
+        name: of the module in the model.
+        kernels_before, kernels_after: output channels, and how many of them have a weight that is not zero.
+        channels_before, channels_after: input channels that a kernel reads.
+        kernel_size: in the model.
+        sizes: how many kernels have which size now, from "3x3" to "0".
+        convolutions: sizes of the convolutions that compute the layer now, with their numbers of kernels.
+        identity_kernels: those with a single weight, at the centre tap, which pass a channel on (eq. 24).
+        multiply_adds_before, multiply_adds_after: of one sample, by eq. 10 of the draft, with the sizes above.
+        multiply_adds_executed: what the convolutions of the smaller network compute.
+        kept: why kernels without weights are still there.
+    """
+
+    name: str
+    kernels_before: int
+    kernels_after: int
+    channels_before: int
+    channels_after: int
+    kernel_size: str
+    sizes: dict[str, int]
+    convolutions: list[tuple[str, int]]
+    identity_kernels: int
+    multiply_adds_before: int
+    multiply_adds_after: int
+    multiply_adds_executed: int
+    kept: str | None = None
+
+
+@dataclass
+class Report:
+    """What became of a model.
+
+    Args:
+        layers: in the order in which they run.
+        notes: what was kept as it is, and why, by the name of the module or operation.
+        parameters_before, parameters_after: numbers of parameters.
+        latency_before, latency_after: median seconds of a forward pass on the example; None where nothing was measured.
+    """
+
+    layers: list[LayerReport] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    parameters_before: int = 0
+    parameters_after: int = 0
+    latency_before: float | None = None
+    latency_after: float | None = None
+
+    @property
+    def multiply_adds_before(self) -> int:
+        """Of one sample, over all layers."""
+        return sum(layer.multiply_adds_before for layer in self.layers)
+
+    @property
+    def multiply_adds_after(self) -> int:
+        """Of one sample, by eq. 10: each kernel with its own size and the channels that are left."""
+        return sum(layer.multiply_adds_after for layer in self.layers)
+
+    @property
+    def multiply_adds_executed(self) -> int:
+        """Of one sample, as the smaller network computes them: sizes may be joined where that is faster."""
+        return sum(layer.multiply_adds_executed for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as numbers, strings, lists and dicts."""
+        totals = ("multiply_adds_before", "multiply_adds_after", "multiply_adds_executed")
+        return {**asdict(self), **{name: getattr(self, name) for name in totals}}
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':24} {'kernels':>12} {'channels':>12} {'multiply-adds':>28}  sizes"]
+        for layer in self.layers:
+            sizes = ", ".join(f"{count} of {size}" for size, count in layer.sizes.items())
+            lines.append(
+                f"{layer.name:24} {layer.kernels_before:>5} -> {layer.kernels_after:<4}"
+                f" {layer.channels_before:>4} -> {layer.channels_after:<4}"
+                f" {layer.multiply_adds_before:>13,} -> {layer.multiply_adds_after:<12,}  {sizes}"
+            )
+            if layer.kept:
+                lines.append(f"{'':24} kept: {layer.kept}")
+        lines += [f"{name}: {reason}" for name, reason in self.notes.items()]
+        lines.append(f"multiply-adds {self.multiply_adds_before:,} -> {self.multiply_adds_after:,}")
+        lines.append(f"parameters {self.parameters_before:,} -> {self.parameters_after:,}")
+        if self.latency_before is not None and self.latency_after is not None:
+            lines.append(f"latency {self.latency_before * 1e3:.3f} ms -> {self.latency_after * 1e3:.3f} ms")
+        return "\n".join(lines)

@@ -1,0 +1,295 @@
+"""The smaller network's graph, from the analysis of the model's."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from loco_ext.sparsity.compaction.channels import Channels, Floats
+from loco_ext.sparsity.compaction.convolution import (
+    Bucket,
+    Convolution,
+    as_convolution,
+    emit,
+    paddings,
+    put,
+    restoring,
+)
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
+from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
+
+# Given a convolution, the kind of tensor that it reads, and whether its kernels may come in any order.
+Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
+
+
+class Rewriter:
+    """Builds the network that has only the channels and taps that :class:`Channels` found to be needed.
+
+    Args:
+        traced: the model's graph.
+        channels: its analysis.
+        choose: how to compute a convolution.
+    """
+
+    def __init__(self, traced: fx.GraphModule, channels: Channels, choose: Choose) -> None:
+        self._traced, self._channels, self._choose = traced, channels, choose
+        self._owner = copy.deepcopy(traced)
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._kept: dict[fx.Node, list[int]] = {}  # channels of each result in the order in which they now come
+        self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # weights that are left, by the module's name
+
+    def build(self) -> fx.GraphModule:
+        for node in self._traced.graph.nodes:
+            self._add(node)
+        network = fx.GraphModule(self._owner, self._graph)
+        network.graph.eliminate_dead_code()
+        _make_out_of_place(network, network.graph)
+        network.graph.lint()
+        return fx.GraphModule(network, network.graph)  # with the modules and buffers that are still there
+
+    def _add(self, node: fx.Node) -> None:
+        reading = self._channels.readings[node]
+        if node in self._channels.values:
+            self._kept[node] = self._channels.kept(node).tolist()
+            if not self._kept[node]:
+                return
+        if reading.role in (Role.OTHER, Role.SIZE):
+            if all(source in self._new for source in node.all_input_nodes):
+                self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
+            return
+        add = {
+            Role.CONVOLUTION: self._convolution,
+            Role.PER_CHANNEL: self._per_channel,
+            Role.JOIN: self._join,
+            Role.CAT: self._cat,
+            Role.FLATTEN: self._flatten,
+        }[reading.role]
+        self._new[node] = add(node, reading.sources)
+
+    def _convolution(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        layer, source = self._channels.layers[node], sources[0]
+        outputs, inputs = self._kept[node], self._kept[source]
+        weight, bias, border = self._cut(node, source, outputs, inputs)
+        if isinstance(layer.module, nn.Linear):
+            put(self._owner, str(node.target), _linear(layer.module, weight, bias))
+            self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), ())]
+            result = self._graph.call_module(str(node.target), (self._new[source],))
+        else:
+            free = self._channels.free(node)
+            result, order = self._emit(node, source, as_convolution(layer.module, weight, bias), free)
+            self._kept[node] = [outputs[k] for k in order]
+            border = border if border is None else border[:, order]
+        if border is None:
+            return result
+        return self._graph.call_function(torch.add, (result, self._constant(node, "border", border)))
+
+    def _cut(
+        self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights between channels that stay, the bias with constants in it, or else the map of what these give."""
+        layer = self._channels.layers[node]
+        module: Any = layer.module
+        whole = module.weight.detach()[outputs]
+        bias = None if module.bias is None else module.bias.detach()[outputs]
+        if layer.groups > 1:
+            return whole, bias, None
+        weight = whole[:, inputs]
+        constants = self._channels.values[source].constants
+        gone = np.setdiff1d(np.flatnonzero(layer.live[outputs].any(0) & (constants != 0)), inputs)
+        if not len(gone):
+            return weight, bias, None
+        foldable = layer.foldable[outputs][:, gone].all(0)
+        if foldable.any():
+            bias = _folded(whole[:, gone[foldable]], constants[gone[foldable]], bias)
+        seen = gone[~foldable]
+        if not len(seen):
+            return weight, bias, None
+        if self._channels.fixed_size:
+            return weight, bias, _border(module, whole[:, seen], constants[seen], source.meta["shape"])
+        representative = int(np.abs(np.nan_to_num(constants[inputs])).argmax())
+        factors = torch.from_numpy(constants[seen] / constants[inputs[representative]]).to(whole.device)
+        merged = torch.einsum("oi...,i->o...", whole[:, seen].double(), factors)
+        weight[:, representative] = (weight[:, representative].double() + merged).to(whole.dtype)
+        return weight, bias, None
+
+    def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
+        """The convolution's result, and the order in which its kernels come."""
+        name = str(node.target)
+        buckets = self._choose(convolution, source.meta, free)
+        self.layers[name] = convolution.weight, buckets
+        result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets)
+        order = [k for bucket in buckets for k in bucket.kernels]
+        back = None if free else restoring(buckets, convolution.weight.device)
+        if back is None:
+            return result, order
+        index = self._constant(node, "order", back)
+        return self._graph.call_function(torch.index_select, (result, 1, index)), sorted(order)
+
+    def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        kept = self._kept[node] = self._kept[sources[0]]
+        module = self._channels.reader.module(node)
+        if module is None:
+            return self._graph.node_copy(node, self._new.__getitem__)
+        if is_depthwise(module):
+            bias = None if module.bias is None else module.bias.detach()[kept]
+            convolution = as_convolution(module, module.weight.detach()[kept], bias)
+            return self._emit(node, sources[0], convolution, free=False)[0]
+        if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
+            put(self._owner, str(node.target), _cut_by_channel(module, kept))
+        return self._graph.call_module(str(node.target), (self._new[sources[0]],))
+
+    def _join(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        constant = self._channels.constant_operand(node)
+        if constant is not None:
+            return self._join_constant(node, sources, constant)
+        if node.name in self._channels.scatter:
+            operand = self._channels.scatter[node.name]
+            return self._join_scattered(node, sources[1 - operand], sources[operand])
+        self._kept[node] = self._kept[sources[0]]
+        assert self._kept[node] == self._kept[sources[1]], node
+        return self._graph.node_copy(node, self._new.__getitem__)
+
+    def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+        """Adds the channels that are left of ``part``, and its constants, to those of ``whole``."""
+        kept = self._kept[node] = self._kept[whole]
+        added = set(self._kept[part])
+        constants = self._channels.values[part].constants
+        rest = np.array([0.0 if c in added else constants[c] for c in kept])
+        result = self._new[whole]
+        if rest.any():
+            result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))
+        both = [c for c in self._kept[part] if c in set(kept)]
+        if not both:
+            return result
+        addend, device = self._new[part], whole.meta["device"]
+        if len(both) < len(added):
+            which = torch.tensor([self._kept[part].index(c) for c in both], device=device)
+            addend = self._graph.call_function(torch.index_select, (addend, 1, self._constant(node, "which", which)))
+        places = self._constant(node, "places", torch.tensor([kept.index(c) for c in both], device=device))
+        return self._graph.call_function(torch.index_add, (result, 1, places, addend))
+
+    def _join_constant(self, node: fx.Node, sources: Sequence[fx.Node], constant: int) -> fx.Node:
+        kept = self._kept[node] = self._kept[sources[1 - constant]]
+        numbers = self._channels.values[sources[constant]].constants[kept]
+        other = self._new[sources[1 - constant]]
+        if not numbers.any() and arithmetic(node) == "add":
+            return other
+        vector = self._vector(node, sources[1 - constant], numbers)
+        operands = (vector, other) if constant == 0 else (other, vector)
+        return self._graph.call_function(getattr(torch, str(arithmetic(node))), operands)
+
+    def _cat(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        parts, kept, offset = [], [], 0
+        for part in node.args[0]:  # type: ignore[union-attr]
+            assert isinstance(part, fx.Node)
+            kept += [offset + c for c in self._kept[part]]
+            offset += part.meta["shape"][1]
+            if self._kept[part]:
+                parts.append(self._new[part])
+        self._kept[node] = kept
+        return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, 1))
+
+    def _flatten(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        pixels = node.meta["shape"][1] // sources[0].meta["shape"][1]
+        self._kept[node] = [c * pixels + p for c in self._kept[sources[0]] for p in range(pixels)]
+        return self._graph.call_function(torch.flatten, (self._new[sources[0]], 1))
+
+    def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:
+        shape = (1, -1, *[1] * (len(like.meta["shape"]) - 2))
+        value = torch.from_numpy(numbers).reshape(shape).to(like.meta["device"], like.meta["dtype"])
+        return self._constant(node, "constants", value)
+
+    def _constant(self, node: fx.Node, what: str, value: Tensor) -> fx.Node:
+        """A buffer of the network."""
+        name = f"{node.name}_{what}"
+        self._owner.register_buffer(name, value)
+        return self._graph.get_attr(name)
+
+
+def _folded(weight: Tensor, constants: Floats, bias: Tensor | None) -> Tensor:
+    """The bias, with what kernels ``(C_out, C_in, *kernel_size)`` make of these constants."""
+    sums = weight.double().flatten(2).sum(2) if weight.dim() > 2 else weight.double()
+    folded = sums @ torch.from_numpy(constants).to(weight.device)
+    return (folded if bias is None else folded + bias.double()).to(weight.dtype)
+
+
+def _border(module: Any, weight: Tensor, constants: Floats, shape: tuple[int, ...]) -> Tensor:
+    """``(1, C_out, *out)``: what the kernels make of images of these constants, seen through the module's padding."""
+    axes = len(shape) - 2
+    image = torch.from_numpy(constants).to(weight.device).reshape(1, -1, *[1] * axes).expand(1, -1, *shape[2:])
+    pads = [p for axis in reversed(paddings(module)) for p in axis]
+    convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
+    return convolve(F.pad(image, pads), weight.double(), None, module.stride, 0, module.dilation).to(weight.dtype)
+
+
+def _linear(module: Any, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    smaller = nn.utils.skip_init(
+        nn.Linear, weight.shape[1], len(weight), bias=bias is not None, device=weight.device, dtype=weight.dtype
+    )
+    smaller.weight = nn.Parameter(weight.clone(), requires_grad=module.weight.requires_grad)
+    if bias is not None:
+        smaller.bias = nn.Parameter(bias.clone(), requires_grad=module.weight.requires_grad)
+    return smaller
+
+
+def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:
+    """A batch normalisation or PReLU of these channels."""
+    smaller = copy.deepcopy(module)
+    for name in ("num_features", "num_parameters"):
+        if hasattr(smaller, name):
+            setattr(smaller, name, len(kept))
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(smaller, name, nn.Parameter(parameter.detach()[kept].clone(), requires_grad=parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.dim():
+            setattr(smaller, name, buffer[kept].clone())
+    return smaller
+
+
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+
+def _make_out_of_place(owner: nn.Module, graph: fx.Graph) -> None:
+    """Lets operations write to a new tensor where something else may read, or own, what they would write to."""
+    modules = dict(owner.named_modules())
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or not is_in_place(node, modules):
+            continue
+        if _owns(node, modules):
+            continue
+        if node.op == "call_module":
+            module: Any = copy.copy(modules[str(node.target)])
+            module.inplace = False
+            node.target = f"{str(node.target).replace('.', '_')}_{node.name}"
+            owner.add_module(node.target, module)
+        elif node.op == "call_method":
+            node.target = str(node.target)[:-1]
+        elif node.target in _OUT_OF_PLACE:
+            node.target = _OUT_OF_PLACE[node.target]
+        elif node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+        else:
+            node.target = getattr(torch, node.target.__name__[:-1])
+
+
+def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether nothing else reads the memory that the node writes to."""
+    source = node.args[0]
+    while isinstance(source, fx.Node) and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
+        if not (may_alias(source, modules) or is_in_place(source, modules)):
+            return True
+        source = source.args[0]
+    return False

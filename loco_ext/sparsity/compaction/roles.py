@@ -1,0 +1,253 @@
+"""What the nodes of a model's graph do to channels."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+
+class Role(Enum):
+    """What a node does to the channels (axis 1) of its argument."""
+
+    CONVOLUTION = "convolution"  # also a linear layer, whose channels are features
+    PER_CHANNEL = "per channel"  # channel i of the result depends on channel i alone
+    JOIN = "join"  # so do sums and products of several tensors of the same shape
+    CAT = "cat"
+    FLATTEN = "flatten"  # each channel becomes as many features as it has pixels
+    SIZE = "size"  # reads sizes of other axes
+    OTHER = "other"  # anything: nothing is known of its channels
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+_POINTWISE_MODULES = {
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
+    *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink),
+    *(nn.Softshrink, nn.Hardshrink, nn.Threshold, nn.Identity),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+}
+_MAX_POOLS = {
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
+}
+_AVERAGE_POOLS = {nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d}
+_ADAPTIVE_AVERAGE_POOLS = {nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d}
+_POOLS = _MAX_POOLS | _AVERAGE_POOLS | _ADAPTIVE_AVERAGE_POOLS
+
+_POINTWISE_NAMES = {
+    *("relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "sigmoid_"),
+    *("tanh", "tanh_", "hardswish", "hardsigmoid", "hardtanh", "softplus", "logsigmoid", "abs", "neg", "square"),
+    *("clamp", "clip", "dropout", "dropout2d", "contiguous", "clone", "detach"),
+}
+_POINTWISE_FUNCTIONS = {
+    getattr(library, name): name for library in (torch, F) for name in _POINTWISE_NAMES if hasattr(library, name)
+}
+_ARITHMETIC: dict[Any, str] = {
+    **{operator.add: "add", operator.iadd: "add", torch.add: "add"},
+    **{operator.sub: "sub", operator.isub: "sub", torch.sub: "sub"},
+    **{operator.mul: "mul", operator.imul: "mul", torch.mul: "mul"},
+    **{operator.truediv: "div", operator.itruediv: "div", torch.div: "div"},
+}
+_ARITHMETIC_METHODS = {name + suffix: name for name in ("add", "sub", "mul", "div") for suffix in ("", "_")}
+_POOL_FUNCTIONS = {
+    F.adaptive_avg_pool1d: "constant",
+    F.adaptive_avg_pool2d: "constant",
+    F.adaptive_avg_pool3d: "constant",
+    F.max_pool1d: "constant",
+    F.max_pool2d: "constant",
+    F.max_pool3d: "constant",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A node's role, and the nodes whose channels it reads."""
+
+    role: Role
+    sources: tuple[fx.Node, ...]
+
+
+class Reader:
+    """Tells the role of every node of a graph that :func:`trace` has made."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.modules = dict(traced.named_modules())
+        nodes = [node for node in traced.graph.nodes if node.op == "call_module"]
+        self._calls = Counter(id(self.modules[str(node.target)]) for node in nodes)
+        owners = Counter(id(p) for m in set(self.modules.values()) for p in m.parameters(recurse=False))
+        self._shared = {parameter for parameter, count in owners.items() if count > 1}
+
+    def module(self, node: fx.Node) -> Any:
+        """The module that the node calls, None where it calls none."""
+        return self.modules[str(node.target)] if node.op == "call_module" else None
+
+    def why_opaque(self, node: fx.Node) -> str | None:
+        """Why a module with weights must stay as it is; None: no reason, or not such a module."""
+        module = self.module(node)
+        if module is None or not any(True for _ in module.parameters()):
+            return None
+        if self._calls[id(module)] > 1:
+            return "it is called more than once"
+        if any(id(parameter) in self._shared for parameter in module.parameters()):
+            return "it shares parameters with another module"
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            return "it has hooks"
+        return None
+
+    def read(self, node: fx.Node) -> Reading:
+        """The node's role; OTHER for whatever is not known to be one of the others."""
+        sources = tuple(source for source in node.all_input_nodes if "shape" in source.meta)
+        if not sources or self.why_opaque(node) is not None:
+            return Reading(Role.OTHER, sources)
+        if "shape" not in node.meta:
+            return Reading(Role.SIZE if _reads_other_sizes(node) else Role.OTHER, sources)
+        role = self._role_of_module(node, sources[0]) if node.op == "call_module" else self._role_of_call(node)
+        return Reading(role, sources)
+
+    def _role_of_module(self, node: fx.Node, source: fx.Node) -> Role:
+        module, dims = self.module(node), len(source.meta["shape"])
+        kind = type(module)
+        if len(node.args) != 1 or node.kwargs:
+            return Role.OTHER
+        if kind in CONVOLUTIONS and dims == module.weight.dim():
+            return Role.PER_CHANNEL if is_depthwise(module) else Role.CONVOLUTION
+        if kind is nn.Linear and dims == 2:
+            return Role.CONVOLUTION
+        if kind in BATCH_NORMS or (kind is nn.PReLU and dims >= 2) or (kind in _POINTWISE_MODULES and dims >= 2):
+            return Role.PER_CHANNEL
+        if kind in _POOLS and not getattr(module, "return_indices", False):
+            return Role.PER_CHANNEL if dims == _spatial_axes(module) + 2 else Role.OTHER
+        if kind is nn.Upsample and module.mode in ("nearest", "linear", "bilinear", "trilinear"):
+            return Role.PER_CHANNEL
+        if kind is nn.Flatten and module.start_dim == 1 and module.end_dim in (-1, dims - 1):
+            return Role.FLATTEN
+        return Role.OTHER
+
+    def _role_of_call(self, node: fx.Node) -> Role:
+        if node.op == "get_attr" or len(node.meta["shape"]) < 2:
+            return Role.OTHER
+        if arithmetic(node):
+            return _role_of_arithmetic(node)
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target in (torch.cat, torch.concat):
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+            dims = len(node.meta["shape"])
+            return Role.CAT if dim in (1, 1 - dims) and isinstance(node.args[0], list | tuple) else Role.OTHER
+        if first is None or any(x is not first and "shape" in x.meta for x in node.all_input_nodes):
+            return Role.OTHER
+        if is_flattening(node, first):
+            return Role.FLATTEN
+        if len(node.all_input_nodes) > 1:
+            return Role.OTHER
+        named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
+        if named in _POINTWISE_NAMES and not _trains(node):
+            return Role.PER_CHANNEL
+        if node.target in _POOL_FUNCTIONS and not node.kwargs.get("return_indices"):
+            return Role.PER_CHANNEL
+        return Role.PER_CHANNEL if is_spatial_mean(node, first) else Role.OTHER
+
+
+def is_depthwise(module: Any) -> bool:
+    """Whether each channel has a kernel of its own."""
+    return type(module) in CONVOLUTIONS and 1 < module.groups == module.in_channels == module.out_channels
+
+
+def arithmetic(node: fx.Node) -> str | None:
+    """The operation "add", "sub", "mul" or "div", of two tensors or of a tensor and a number."""
+    if node.kwargs or len(node.args) != 2:
+        return None
+    if node.op == "call_method":
+        return _ARITHMETIC_METHODS.get(str(node.target))
+    return _ARITHMETIC.get(node.target) if node.op == "call_function" else None
+
+
+def _role_of_arithmetic(node: fx.Node) -> Role:
+    tensors = [x for x in node.args if isinstance(x, fx.Node)]
+    if len(tensors) == 1:
+        return Role.PER_CHANNEL if all(isinstance(x, fx.Node | Real) for x in node.args) else Role.OTHER
+    one, other = (x.meta["shape"] for x in tensors)
+    if len(one) != len(other) or one[1] != other[1] or tensors[0] is tensors[1]:
+        return Role.OTHER
+    return Role.JOIN if all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True)) else Role.OTHER
+
+
+def is_flattening(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the result is one row of features a sample, channel after channel."""
+    shape = source.meta["shape"]
+    if len(shape) < 2 or node.meta["shape"] != (shape[0], torch.Size(shape[1:]).numel()):
+        return False
+    if node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten"):
+        return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)) == 1)
+    return node.target is torch.reshape or (node.op == "call_method" and node.target in ("view", "reshape"))
+
+
+def is_spatial_mean(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the node takes the mean over all spatial axes, and over these alone."""
+    if node.target is not torch.mean and not (node.op == "call_method" and node.target == "mean"):
+        return False
+    axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims: int = len(source.meta["shape"])
+    axes = [axes] if isinstance(axes, int) else axes
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+        return False
+    return dims > 2 and sorted(axis % dims for axis in axes) == list(range(2, dims))
+
+
+def keeps_constants(module: Any) -> bool:
+    """Whether a channel that is the same everywhere goes through a pooling as it is, whatever its number.
+
+    Padding that counts as zeros makes the borders smaller; 0 alone stays what it is then.
+    """
+    if module is None:
+        return True
+    if type(module) in _AVERAGE_POOLS:
+        padded = any(torch.tensor(module.padding).flatten().tolist())
+        plain = not padded or not module.count_include_pad
+        return plain and getattr(module, "divisor_override", None) is None
+    return True
+
+
+def is_resampling(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether the node pools or enlarges, and does nothing to a channel that is the same everywhere."""
+    if module is not None:
+        return type(module) in _POOLS or type(module) is nn.Upsample
+    return (
+        node.target in _POOL_FUNCTIONS
+        or (node.op == "call_method" and node.target == "mean")
+        or (node.target is torch.mean)
+    )
+
+
+def _spatial_axes(module: nn.Module) -> int:
+    return int(type(module).__name__[-2])
+
+
+def _reads_other_sizes(node: fx.Node) -> bool:
+    """Whether the node gives sizes of its argument, and none of them is its number of channels."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or "shape" not in source.meta:
+        return False
+    dims = len(source.meta["shape"])
+    if node.op == "call_method" and node.target == "size" and len(node.args) == 2:
+        return isinstance(node.args[1], int) and node.args[1] % dims != 1
+    if (node.op == "call_method" and node.target == "size") or (node.target is getattr and node.args[1] == "shape"):
+        picked = [user.args[1] for user in node.users if user.target is operator.getitem]
+        return len(picked) == len(node.users) and all(isinstance(i, int) and i % dims != 1 for i in picked)
+    return False
+
+
+def _trains(node: fx.Node) -> bool:
+    return bool(node.kwargs.get("training", "dropout" in getattr(node.target, "__name__", "")))

@@ -1,0 +1,147 @@
+"""A model's graph, in which every value is one node: traced by torch.fx, in-place operations seen through."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class UntraceableError(Exception):
+    """No graph that stands for the model could be made; the text says why."""
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the graph once, and notes in every node's meta what tensor it gives."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            n.meta.update(kind_of(result))
+        return result
+
+
+def kind_of(x: Tensor) -> dict[str, Any]:
+    """All that decides how fast an operation on a tensor is, as a node's meta."""
+    return {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "channels_last": is_channels_last(x)}
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether channels lie next to each other in memory, and not pixels."""
+    return (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()) or (
+        x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+    )
+
+
+def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph of a copy of the model in eval mode, every node with its shape on the example.
+
+    A value that an operation changes in place is that operation's result from there on.
+
+    Raises:
+        UntraceableError: the model's forward depends on values, has hooks, or changes a view in place.
+    """
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise UntraceableError("the model has forward hooks")
+    root = copy.deepcopy(model).eval()
+    try:
+        traced = fx.symbolic_trace(root)
+    except Exception as error:  # whatever the model's own code raises when it is given proxies
+        raise UntraceableError(f"torch.fx cannot trace it: {_first_line(error)}") from error
+    _see_through_in_place(traced)
+    with torch.no_grad():
+        _Recorder(traced).run(*[x.clone() if isinstance(x, Tensor) else x for x in example_inputs])
+    return traced
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+_IN_PLACE_FUNCTIONS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+_WHOLE_ALIASES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+# Functions and methods whose results are new tensors; all others may give their argument, or a view of it.
+_NEW = {
+    *("add", "sub", "mul", "div", "truediv", "cat", "concat", "mean", "sum", "clone", "relu", "relu6", "leaky_relu"),
+    *("elu", "gelu", "silu", "mish", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softmax", "log_softmax", "matmul"),
+    *(
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "adaptive_avg_pool3d",
+        "avg_pool2d",
+        "max_pool2d",
+        "boolean_dispatch",
+    ),
+    *("conv1d", "conv2d", "conv3d", "linear", "batch_norm", "interpolate", "pad", "index_add", "index_select"),
+}
+
+
+def is_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether the node writes to its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    named = name.endswith("_") and not name.endswith("__")
+    return node.target in _IN_PLACE_FUNCTIONS or bool(node.kwargs.get("inplace")) or named
+
+
+def _see_through_in_place(traced: fx.GraphModule) -> None:
+    """Lets whatever reads a value after an operation has changed it in place read that operation's result."""
+    modules = dict(traced.named_modules())
+    order = {node: place for place, node in enumerate(traced.graph.nodes)}
+    memory: dict[fx.Node, list[fx.Node]] = {}  # nodes that may share memory with each node, itself included
+    for node in traced.graph.nodes:
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        writes = is_in_place(node, modules)
+        if "out" in node.kwargs:
+            raise UntraceableError(f"{node.name} writes to its argument `out`")
+        if first is None or not (writes or may_alias(node, modules)):
+            if writes:
+                raise UntraceableError(f"{node.name} writes to something that is not its first argument")
+            memory[node] = [node]
+            continue
+        if writes:
+            for other in memory[first]:
+                later = [user for user in other.users if order[user] > order[node]]
+                if later and not _same_values(other, first, modules):
+                    raise UntraceableError(f"{node.name} changes a view of {other.name} in place, which is read later")
+                for user in later:
+                    user.replace_input_with(other, node)
+        memory[first].append(node)
+        memory[node] = memory[first]
+
+
+def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether the node may give its first argument, or a view of it."""
+    if node.op == "call_module":
+        return _is_whole_alias(node, modules) or isinstance(modules[str(node.target)], nn.Flatten | nn.Unflatten)
+    if node.op == "call_method":
+        return node.target not in _NEW
+    return node.op == "call_function" and getattr(node.target, "__name__", "") not in _NEW
+
+
+def _is_whole_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether the node may give its argument itself."""
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], _WHOLE_ALIASES)
+    if node.op == "call_method":
+        return node.target in ("contiguous", "detach", "to")
+    return node.op == "call_function" and getattr(node.target, "__name__", "").endswith("dropout")
+
+
+def _same_values(one: fx.Node, other: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    def source(node: fx.Node) -> fx.Node:
+        while _is_whole_alias(node, modules) or is_in_place(node, modules):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    return source(one) is source(other)

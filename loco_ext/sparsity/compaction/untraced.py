@@ -1,0 +1,55 @@
+"""Models without a graph: their kernels are cropped, module by module, and no channel goes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.sparsity.compaction.convolution import alone, as_convolution, put
+from loco_ext.sparsity.compaction.describe import describe_layer
+from loco_ext.sparsity.compaction.report import Report
+from loco_ext.sparsity.compaction.rewrite import Choose
+from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
+from loco_ext.sparsity.compaction.trace import kind_of
+
+
+def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> tuple[nn.Module, Report]:
+    """A copy of the model whose convolutions have smaller kernels, and the report, which says why there is no more."""
+    result = copy.deepcopy(model)
+    report = Report(notes={"model": f"all channels are kept: {why}"})
+    for name, (kind, pixels) in _calls(result, inputs).items():
+        module: Any = result.get_submodule(name)
+        weight = module.weight.detach()
+        buckets = choose(as_convolution(module, weight, module.bias), kind, False)
+        report.layers.append(describe_layer(name, weight, pixels, weight, buckets))
+        if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
+            put(result, name, alone(as_convolution(module, weight, module.bias), buckets))
+    return result, report
+
+
+def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str, Any], int]]:
+    """Convolutions that may be replaced, by name: what they read, and the pixels of their output."""
+    owners = Counter(id(p) for module in set(model.modules()) for p in module.parameters(recurse=False))
+    calls: dict[str, tuple[dict[str, Any], int]] = {}
+    handles = []
+    for name, module in model.named_modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if name and type(module) in CONVOLUTIONS and not hooked and owners[id(module.weight)] == 1:
+
+            def record(module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name) -> None:
+                calls[name] = kind_of(x[0]), prod(y.shape[2:])
+
+            handles.append(module.register_forward_hook(record))
+    try:
+        with torch.no_grad():
+            model(*[x.clone() if isinstance(x, Tensor) else x for x in inputs])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls

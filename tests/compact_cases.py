@@ -1,0 +1,155 @@
+"""Networks with zeros in their weights, for the tests of compaction."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext import geometry
+
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.6, inputs: float = 0.1) -> nn.Module:
+    """Zeroes random kernels, outer rings and input channels; gives normalisations random statistics and shifts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(count: int, probability: float) -> Tensor:
+        return torch.rand(count, generator=generator) < probability
+
+    with torch.no_grad():
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                weight[chance(len(weight), dead)] = 0
+                weight[:, chance(weight.shape[1], inputs)] = 0
+                first = ("top_left", "bottom_right")[int(torch.randint(2, (), generator=generator))]
+                rings = geometry.ring_index(tuple(weight.shape[2:]), first=first)
+                gone = torch.randint(int(rings.max()) + 1, (len(weight),), generator=generator)
+                for kernel, count, small in zip(weight, gone, chance(len(weight), sizes), strict=True):
+                    if small:
+                        kernel[:, rings < count] = 0
+            elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                module.running_mean.normal_(generator=generator)
+                module.running_var.uniform_(0.5, 2, generator=generator)
+                weight.uniform_(0.5, 1.5, generator=generator)
+                module.bias.normal_(generator=generator)
+    return model
+
+
+class Residual(nn.Module):
+    """``x + f(x)``, in either order, in place or not."""
+
+    def __init__(self, function: nn.Module, order: int = 0, in_place: bool = False) -> None:
+        super().__init__()
+        self.function, self.order, self.in_place = function, order, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(x)
+        if self.in_place:
+            y += x
+            return y
+        return x + y if self.order == 0 else y + x
+
+
+class Branches(nn.Module):
+    """The results of several modules, one after the other along the channels."""
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class Gate(nn.Module):
+    """Squeeze and excitation: channels times numbers made of their means."""
+
+    def __init__(self, channels: int, dims: int) -> None:
+        super().__init__()
+        self.dims = dims
+        convolution = CONVOLUTIONS[dims]
+        self.squeeze, self.excite = convolution(channels, 3, 1), convolution(3, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(tuple(range(2, 2 + self.dims)), keepdim=True)
+        return x * torch.sigmoid(self.excite(torch.relu(self.squeeze(mean))))
+
+
+def random_network(seed: int, dims: int, depth: int = 5) -> nn.Module:
+    """A chain of random layers, blocks and branches; any input of 9 pixels or more along every axis will do."""
+    choose = random.Random(seed)
+    layers: list[nn.Module] = []
+    channels = 3
+    for _ in range(depth):
+        block, channels = choose.choice(BLOCKS)(choose, channels, dims)
+        layers += block
+    layers += _convolution(choose, channels, 4, dims, same=True)
+    return strike(nn.Sequential(*layers), seed).double().eval()
+
+
+def _convolution(choose: random.Random, channels: int, out: int, dims: int, same: bool = False) -> list[nn.Module]:
+    """A convolution, often with normalisation and activation; ``same``: the output's size is the input's."""
+    groups = choose.choice([1, 1, 1, 2]) if channels % 2 == out % 2 == 0 else 1
+    size = [choose.choice([1, 2, 3, 3, 3, 4, 5]) for _ in range(dims)]
+    dilation = [choose.choice([1, 1, 2]) if k < 4 else 1 for k in size]
+    mode = choose.choice(["zeros", "zeros", "zeros", "reflect", "replicate", "circular"])
+    if mode == "reflect" and dims == 3:
+        mode = "zeros"
+    stride, padding = 1, "same"
+    if not same and choose.random() < 0.5:
+        stride = choose.choice([1, 1, 2])
+        padding = tuple(
+            d * (k - 1) // 2 + choose.choice([0, 0, 1]) * (mode == "zeros") for k, d in zip(size, dilation, strict=True)
+        )
+    convolution = CONVOLUTIONS[dims](
+        channels, out, size, stride, padding, dilation, groups, choose.random() < 0.5, mode
+    )
+    activation = [choose.choice([nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.SiLU, nn.PReLU])()]
+    norm = [NORMS[dims](out)]
+    return [convolution, *choose.choice([norm, []]), *choose.choice([activation, activation, []])]
+
+
+def _plain(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    out = choose.choice([2, 4, 6])
+    return _convolution(choose, channels, out, dims, same=dims == 3), out
+
+
+def _depthwise(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    size = choose.choice([2, 3, 5])
+    padding = choose.choice([0, size // 2]) if dims < 3 else "same"
+    convolution = CONVOLUTIONS[dims](channels, channels, size, 1, padding, groups=channels)
+    return [convolution, NORMS[dims](channels), nn.ReLU()], channels
+
+
+def _residual(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    middle = choose.choice([3, 4])
+    inside = _convolution(choose, channels, middle, dims, same=True)
+    inside += _convolution(choose, middle, channels, dims, same=True)[: choose.choice([1, 2])]
+    in_place = choose.random() < 0.3
+    return [Residual(nn.Sequential(*inside), choose.choice([0, 1]), in_place), nn.ReLU(inplace=in_place)], channels
+
+
+def _branches(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    widths = [choose.choice([1, 2, 3]) for _ in range(2)]
+    parts = [nn.Sequential(*_convolution(choose, channels, width, dims, same=True)) for width in widths]
+    return [Branches(nn.Identity(), *parts), NORMS[dims](channels + sum(widths))], channels + sum(widths)
+
+
+def _gate(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    return [Gate(channels, dims)], channels
+
+
+def _pool(choose: random.Random, channels: int, dims: int) -> tuple[list[nn.Module], int]:
+    kind = choose.choice(["MaxPool", "AvgPool"])
+    padding = choose.choice([0, 1]) if dims < 3 else 1
+    return [getattr(nn, f"{kind}{dims}d")(3, 1, padding), nn.Dropout(0.5)], channels
+
+
+BLOCKS: Sequence[Callable[[random.Random, int, int], tuple[list[nn.Module], int]]]
+BLOCKS = (_plain, _plain, _plain, _depthwise, _residual, _residual, _branches, _gate, _pool)
