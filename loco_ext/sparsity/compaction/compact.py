@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.describe import describe
+from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.trace import UntraceableError, trace
@@ -29,6 +30,7 @@ def compact(
     example_inputs: Tensor | Sequence[Any],
     *,
     cost: str = "measured",
+    fold_norms: bool = True,
     fixed_size: bool = False,
 ) -> tuple[nn.Module, Report]:
     """A network without the kernels, rings and channels of ``model`` that are zero, with the same outputs in eval mode.
@@ -45,6 +47,8 @@ def compact(
         cost: "measured": kernels of several sizes in one layer become several convolutions where this is measured to
             be faster on the example, and the model itself is returned if all this makes it slower; "multiply_adds":
             one convolution for each size, nothing is measured, the result is the same on every machine.
+        fold_norms: batch normalisations that follow a convolution or linear layer go into its weights, by their running
+            statistics; False where the result is to be trained on with them.
         fixed_size: constants that zero padding makes visible at borders become a map of biases, and the result takes
             inputs of the example's size alone.
 
@@ -76,7 +80,7 @@ def compact(
     except UntraceableError as error:
         results = _untraced(dense, inputs, COSTS[cost], str(error))
     else:
-        results = _rewritten(traced, COSTS[cost], fixed_size)
+        results = _rewritten(traced, COSTS[cost], fixed_size, fold_norms)
     network, report = _select(dense, results, inputs, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
@@ -86,18 +90,20 @@ def compact(
 Result = tuple[nn.Module, Report]
 
 
-def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool) -> list[Result]:
+def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool, norms_folded: bool) -> list[Result]:
     """The smaller network, perhaps in two versions, and last the model as it is."""
+    same = _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
+    if norms_folded:
+        fold(traced)
     plain = Channels(traced, fixed_size=fixed_size)
-    versions = [(plain, choose), (Channels(traced, keep_all=True), costs.as_it_is)]
     scatter = plain.scatterable()
-    if scatter:
-        versions.insert(0, (Channels(traced, scatter, fixed_size), choose))
-    results: list[Result] = []
-    for channels, choice in versions:
-        rewriter = Rewriter(traced, channels, choice)
-        results.append((rewriter.build(), describe(channels, rewriter)))
-    return results
+    versions = [Channels(traced, scatter, fixed_size), plain] if scatter else [plain]
+    return [*(_rewrite(traced, channels, choose) for channels in versions), same]
+
+
+def _rewrite(traced: fx.GraphModule, channels: Channels, choose: Choose) -> Result:
+    rewriter = Rewriter(traced, channels, choose)
+    return rewriter.build(), describe(channels, rewriter)
 
 
 def _untraced(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> list[Result]:

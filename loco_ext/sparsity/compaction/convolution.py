@@ -22,6 +22,7 @@ from loco_ext.sparsity.compaction.trace import is_channels_last
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
+Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds all of theirs
 
 
 @dataclass(frozen=True)
@@ -127,33 +128,53 @@ def is_even(pads: Pads) -> bool:
     return all(lower == upper >= 0 for lower, upper in pads)
 
 
-def partitions(convolution: Convolution, most: int = 4) -> Iterator[list[tuple[tuple[int, ...], Box]]]:
-    """Ways to compute the kernels by size: all together first; each group with the box that holds its kernels.
+def by_size(convolution: Convolution, most: int | None = None) -> list[Part]:
+    """The kernels of each size, ascending; all together where the convolution is grouped.
 
     Kernels without a live weight go with the smallest. Beyond ``most`` sizes, the rarest are joined with the next.
     """
-    by_box: dict[Box, list[int]] = {}
+    kernels: dict[Box, list[int]] = {}
     dead: list[int] = []
     for kernel, box in enumerate(boxes(convolution.weight)):
-        (dead if box is None else by_box.setdefault(box, [])).append(kernel)
-    if not by_box:
-        yield [(tuple(dead), tuple((0, 1) for _ in range(convolution.axes)))]
-        return
-    ranked = sorted(by_box.items(), key=lambda item: (taps(item[0]), item[0]))
-    groups = [(kernels, box) for box, kernels in ranked]
-    groups[0] = (groups[0][0] + dead, groups[0][1])
-    while len(groups) > most:
-        rarest = min(range(len(groups) - 1), key=lambda i: len(groups[i][0]))
-        (some, one), (others, other) = groups[rarest : rarest + 2]
-        groups[rarest : rarest + 2] = [(some + others, union([one, other]))]
-    for cuts in range(len(groups)):
-        for places in itertools.combinations(range(1, len(groups)), cuts):
-            edges = [0, *places, len(groups)]
-            parts = [groups[a:b] for a, b in itertools.pairwise(edges)]
-            yield [
-                (tuple(sorted(k for kernels, _ in part for k in kernels)), union([box for _, box in part]))
-                for part in parts
-            ]
+        (dead if box is None else kernels.setdefault(box, [])).append(kernel)
+    if not kernels:
+        return [(tuple(dead), tuple((0, 1) for _ in range(convolution.axes)))]
+    ranked = sorted(kernels.items(), key=lambda item: (taps(item[0]), item[0]))
+    parts: list[Part] = [(tuple(some), box) for box, some in ranked]
+    parts[0] = join([(tuple(dead), parts[0][1]), parts[0]])
+    if convolution.groups > 1:
+        return [join(parts)]
+    while most is not None and len(parts) > most:
+        rarest = min(range(len(parts) - 1), key=lambda i: len(parts[i][0]))
+        parts[rarest : rarest + 2] = [join(parts[rarest : rarest + 2])]
+    return parts
+
+
+def join(parts: Sequence[Part]) -> Part:
+    """All their kernels, with the box that holds them."""
+    return tuple(sorted(k for kernels, _ in parts for k in kernels)), union([box for _, box in parts])
+
+
+def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """All ways to join parts that are next to each other."""
+    for cuts in range(len(parts)):
+        for places in itertools.combinations(range(1, len(parts)), cuts):
+            yield [join(parts[a:b]) for a, b in itertools.pairwise([0, *places, len(parts)])]
+
+
+def filled(parts: Sequence[Part], multiple: int) -> list[Part]:
+    """The parts, with kernels of smaller ones moved up until larger ones have a multiple of so many."""
+    result: list[Part] = []
+    rest = list(parts)
+    while rest:
+        kernels, box = rest.pop()
+        while rest and len(kernels) % multiple:
+            (some, smaller), missing = rest.pop(), -len(kernels) % multiple
+            kernels, box = join([(kernels, box), (some[:missing], smaller)])
+            if some[missing:]:
+                rest.append((some[missing:], smaller))
+        result.insert(0, (kernels, box))
+    return result
 
 
 def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -12,17 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, alone, partitions, styles
+from loco_ext.sparsity.compaction.convolution import (
+    Bucket,
+    Convolution,
+    Part,
+    alone,
+    by_size,
+    filled,
+    join,
+    partitions,
+    styles,
+    taps,
+)
 
+_VECTOR = 16  # channels that processors compute at once
+_EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
+_MOST_SIZES, _MOST_WAYS = 5, 3  # that are considered, and timed
 _MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
 
 
 def fewest_multiply_adds(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """One convolution for each size of kernel."""
-    if convolution.groups > 1:
-        return _together(convolution)
-    *_, by_size = partitions(convolution, most=16)
-    return [Bucket(kernels, box) for kernels, box in by_size]
+    return [Bucket(kernels, box) for kernels, box in by_size(convolution)]
 
 
 def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
@@ -38,8 +50,9 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     then timed as a whole, what joins them included, against one convolution for all kernels.
     """
     x = _example(kind, convolution)
-    ways = list(partitions(convolution)) if convolution.groups == 1 else [next(partitions(convolution))]
-    parts = list({part for way in ways for part in way})
+    sizes = by_size(convolution, most=_MOST_SIZES)
+    ways = [[join(sizes)], *_promising(sizes)]
+    parts = list(dict.fromkeys(part for way in ways for part in way))
     candidates = [Bucket(kernels, like, style) for kernels, box in parts for like, style in styles(box, convolution)]
     if len(candidates) == 1:
         return candidates
@@ -54,6 +67,18 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     split = min(others, key=lambda way: sum(times[bucket] for bucket in way))
     whole, together = _times([alone(convolution, single, free), alone(convolution, split, free)], x)
     return split if together < _MARGIN * whole else single
+
+
+def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
+    """The ways to make several convolutions that should be fastest, if vectors are filled and each costs something."""
+
+    def effort(way: Sequence[Part]) -> float:
+        return sum(taps(box) * (math.ceil(len(kernels) / _VECTOR) + _EACH) for kernels, box in way)
+
+    whole = list(partitions(sizes))[1:]
+    ways = [*whole, *(filled(way, _VECTOR) for way in whole)]
+    distinct = [list(way) for way in dict.fromkeys(tuple(way) for way in ways) if len(way) > 1]
+    return sorted(distinct, key=effort)[:_MOST_WAYS]
 
 
 def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float = 4.0) -> list[float]:
@@ -75,12 +100,7 @@ def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budge
 
 
 def _times(models: Sequence[nn.Module], x: Tensor) -> list[float]:
-    return latencies([partial(model, x) for model in models], x.device, budget=0.1 * len(models))
-
-
-def _together(convolution: Convolution) -> list[Bucket]:
-    ((kernels, box),) = next(partitions(convolution))
-    return [Bucket(kernels, box)]
+    return latencies([partial(model, x) for model in models], x.device, budget=0.04 * len(models))
 
 
 def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:

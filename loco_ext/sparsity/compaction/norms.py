@@ -1,0 +1,32 @@
+"""Batch normalisations that go into the convolution or linear layer before them."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from loco_ext.sparsity.compaction.convolution import put
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Reader, Role
+
+
+def fold_norms(traced: fx.GraphModule) -> None:
+    """Folds, in place, every batch normalisation that alone reads the layer before it, by its running statistics."""
+    reader = Reader(traced)
+    for node in list(traced.graph.nodes):
+        norm = reader.module(node)
+        if type(norm) not in BATCH_NORMS or norm.running_mean is None or reader.read(node).role is not Role.PER_CHANNEL:
+            continue
+        (source,) = node.all_input_nodes
+        layer = reader.module(source)
+        readable = reader.read(source).role in (Role.CONVOLUTION, Role.PER_CHANNEL)
+        if (
+            not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+            or not readable
+            or len(source.users) > 1
+        ):
+            continue
+        fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
+        put(traced, str(source.target), fuse(layer, norm))
+        node.replace_all_uses_with(source)
+        traced.graph.erase_node(node)
+    traced.recompile()
