@@ -81,8 +81,19 @@ def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
     return sorted(distinct, key=effort)[:_MOST_WAYS]
 
 
-def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float = 4.0) -> list[float]:
-    """Median seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least."""
+def latencies(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Median seconds of each call, made in turns."""
+    return [statistics.median(values) for values in _samples(calls, device, budget=4.0)]
+
+
+def _times(models: Sequence[nn.Module], x: Tensor) -> list[float]:
+    """Least seconds of each, which other work on the machine disturbs less than the median of so few."""
+    calls = [partial(model, x) for model in models]
+    return [min(values) for values in _samples(calls, x.device, budget=0.05 * len(calls))]
+
+
+def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
+    """Seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
@@ -96,11 +107,7 @@ def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budge
                 calls[place]()
                 wait()
                 times[place].append(time.perf_counter() - start)
-    return [statistics.median(values) for values in times]
-
-
-def _times(models: Sequence[nn.Module], x: Tensor) -> list[float]:
-    return latencies([partial(model, x) for model in models], x.device, budget=0.04 * len(models))
+    return times
 
 
 def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from loco_ext.sparsity.compaction.convolution import put
-from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Reader, Role
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Reader, Role
 
 
 def fold_norms(traced: fx.GraphModule) -> None:
@@ -18,14 +21,10 @@ def fold_norms(traced: fx.GraphModule) -> None:
             continue
         (source,) = node.all_input_nodes
         layer = reader.module(source)
-        readable = reader.read(source).role in (Role.CONVOLUTION, Role.PER_CHANNEL)
-        if (
-            not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
-            or not readable
-            or len(source.users) > 1
-        ):
+        known = reader.read(source).role in (Role.CONVOLUTION, Role.PER_CHANNEL)
+        if not known or type(layer) not in (*CONVOLUTIONS, nn.Linear) or len(source.users) > 1:
             continue
-        fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
+        fuse = cast(Callable[..., nn.Module], fuse_linear_bn_eval if type(layer) is nn.Linear else fuse_conv_bn_eval)
         put(traced, str(source.target), fuse(layer, norm))
         node.replace_all_uses_with(source)
         traced.graph.erase_node(node)
