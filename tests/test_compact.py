@@ -234,6 +234,29 @@ def test_operations_in_place_are_seen_through() -> None:
     same(network, model, x)
 
 
+class InPlaceAfterTheIdentity(nn.Module):
+    """Changes a sum in place whose other operand is read later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dead = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = functional.relu(x + self.dead(x), inplace=True)
+        return torch.cat([x, y], 1)
+
+
+def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
+    model = InPlaceAfterTheIdentity().double().eval()
+    with torch.no_grad():
+        model.dead.weight.zero_()
+    x = torch.randn(2, 2, 6, 6).double()
+    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    same(network, model, x)
+    assert report.layers[1].multiply_adds_after == 0
+
+
 class OnAView(nn.Module):
     """Changes a view of a value that is read later."""
 
