@@ -23,6 +23,8 @@ SHOWN |= {
     "loco_ext.ops.backends",
     "loco_ext.ops.optim_step",
     "loco_ext.ops.ring_prox",
+    "loco_ext.sparsity.export",
+    "loco_ext.sparsity.files",
     "loco_ext.sparsity.kkt",
     "loco_ext.sparsity.penalties",
     "loco_ext.sparsity.prox",
@@ -56,7 +58,8 @@ def test_everything_public_has_an_example(kind):
         assert ">>>" in (thing.__doc__ or ""), f"{thing.__name__} has no example"
 
 
-def test_python_in_the_readme_runs():
+def test_python_in_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert blocks
     for block in blocks:

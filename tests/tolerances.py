@@ -16,6 +16,8 @@ ULPS_OF_TWO_ROUNDINGS = 2
 ULPS_OF_TORCHS_LOOP = 2
 # The same with the for-loop's own float32 square root, which may be off by one, which four more roundings follow.
 ULPS_OF_TORCHS_SQRT = 3
+# Between ONNX Runtime and torch in float32, for outputs of size 1.
+ONNX = 1e-5
 # A mean of n random numbers lies farther than this many standard errors from its expectation once in 16,000 runs.
 STANDARD_ERRORS = 4.0
 

@@ -9,6 +9,5 @@ need(
         "matplotlib": "matplotlib",
         "tqdm": "tqdm",
         "rich": "rich",
-        "safetensors": "safetensors",
     },
 )

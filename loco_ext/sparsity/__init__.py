@@ -1,19 +1,26 @@
 """Structured sparsity: penalties on nested rings of a kernel, their exact prox, and what they leave."""
 
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
+from loco_ext.sparsity.export import export_onnx
+from loco_ext.sparsity.files import load, save
 from loco_ext.sparsity.kkt import kkt_residual
 from loco_ext.sparsity.penalties import KernelPenalty, Penalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes, ring_norms, ring_prox
+from loco_ext.sparsity.vocabulary import ModelFileError
 
 __all__ = [
     "KernelPenalty",
     "LayerReport",
+    "ModelFileError",
     "Penalty",
     "Report",
     "RingPenalty",
     "compact",
+    "export_onnx",
     "kernel_sizes",
     "kkt_residual",
+    "load",
     "ring_norms",
     "ring_prox",
+    "save",
 ]

@@ -1,0 +1,107 @@
+"""Networks for other runtimes."""
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.extras import need
+from loco_ext.output import replacing
+from loco_ext.sparsity.vocabulary import ModelFileError
+
+_LARGEST = 2**31 - 2**24  # bytes of tensors: protobuf ends at 2 GiB, and the graph takes room too
+
+
+def export_onnx(
+    model: nn.Module, example_inputs: tuple[Tensor, ...], path: str | Path, *, dynamic_size: bool = False
+) -> None:
+    """Writes a network in evaluation mode to one ONNX file, for batches of any size.
+
+    Needs the packages of the extra ``onnx``. The model is left alone; an existing file is replaced when the new one is
+    written.
+
+    Args:
+        model: what ``compact`` or :func:`loco_ext.sparsity.load` returns, or any module that ``torch.export`` takes.
+        example_inputs: what it is called with: tensors whose first dimension is the batch.
+        path: of the file.
+        dynamic_size: all dimensions after the channels may change too, not only the batch.
+
+    Raises:
+        ModuleNotFoundError: onnx or onnxscript is missing.
+        TypeError, ValueError: naming the argument; tensors of 2 GiB and more, for which one file is too small.
+        ModelFileError: a ValueError: the model fixes a dimension that is to change, or has operators that ONNX lacks.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from loco_ext import sparsity
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU())
+        >>> file = tempfile.mkdtemp() + "/model.onnx"
+        >>> sparsity.export_onnx(model, (torch.randn(1, 1, 8, 8),), file, dynamic_size=True)
+    """
+    need("loco_ext.sparsity.export_onnx", {"onnx": "onnx", "onnxscript": "onnxscript"}, "onnx")
+    _check(model, example_inputs)
+    inputs = tuple(_at_least_two(value.detach().cpu()) for value in example_inputs)
+    batch = torch.export.Dim("batch")
+    sizes = torch.export.Dim.DYNAMIC
+    dimensions = tuple(
+        {0: batch, **({d: sizes for d in range(2, value.ndim)} if dynamic_size else {})} for value in inputs
+    )
+    network = copy.deepcopy(model).cpu().eval()
+    with _silence():
+        try:
+            # Given the model itself, the exporter would make dimensions constant where the model fixes them.
+            exported = torch.export.export(network, inputs, dynamic_shapes=dimensions)
+            program: Any = torch.onnx.export(exported, dynamo=True, external_data=False, verbose=False)
+        except Exception as error:  # torch.export, the converter and onnxscript have each their own
+            raise ModelFileError(f"model: cannot be exported to ONNX: {_reason(error)}") from error
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # of this machine: where in which source file it was traced
+        with replacing(Path(path)) as temporary:
+            program.save(temporary, external_data=False)
+
+
+def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not (isinstance(example_inputs, tuple) and all(isinstance(value, Tensor) for value in example_inputs)):
+        raise TypeError(f"example_inputs: expected a tuple of tensors, got {type(example_inputs).__name__}")
+    shapes = [tuple(value.shape) for value in example_inputs]
+    if not shapes or any(not shape or 0 in shape or shape[0] != shapes[0][0] for shape in shapes):
+        raise ValueError(f"example_inputs: expected tensors of one batch, not empty, got shapes {shapes}")
+    size = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
+    if size > _LARGEST:
+        raise ValueError(f"model: expected tensors of less than 2 GiB, which fit in one ONNX file, got {size:,} bytes")
+
+
+def _at_least_two(value: Tensor) -> Tensor:
+    """torch.export takes a dimension of 1 for one that never changes."""
+    return value if len(value) > 1 else torch.cat([value, value])
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What the exporter says, its developers should hear; its errors are raised too."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error that all others are wrapped around."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

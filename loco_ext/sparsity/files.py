@@ -1,0 +1,168 @@
+"""Networks in files that any process can load, without executing anything from them.
+
+A folder holds one network:
+
+    model.safetensors  its parameters and buffers, shared ones once
+    manifest.json      its graph, modules and report, and the checksum of model.safetensors
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from loco_ext.output import json_text, replacing
+from loco_ext.sparsity.description import describe, rebuild
+from loco_ext.sparsity.vocabulary import ModelFileError
+from loco_ext.version import __version__
+
+TENSORS = "model.safetensors"
+MANIFEST = "manifest.json"
+FORMAT = "loco_ext.sparsity"
+VERSION = 1
+
+
+def save(model: fx.GraphModule, folder: str | Path, report: Any = None) -> None:
+    """Writes a network to a folder, for :func:`load`.
+
+    Kept are the graph, layers, parameters and buffers (which of them are one, their bits, memory format, dtype and
+    ``requires_grad``), training or evaluation of each module, and the report; the device, hooks and what passes have
+    noted in ``meta`` are not. Files of an earlier save are replaced when both new ones are written. Where the process
+    is killed between the two, load refuses the pair.
+
+    Args:
+        model: what ``compact`` returns, or any graph of torch.nn's layers and functions.
+        folder: is made where it is missing.
+        report: anything with ``to_dict()``, which returns plain data; what is not finite becomes null.
+
+    Raises:
+        TypeError: naming the argument.
+        ModelFileError: a ValueError that names a node, module or tensor that could not be loaded again, such as layers
+            with hooks; nothing has been written.
+        OSError: the folder cannot be written to.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from loco_ext import sparsity
+        >>> model = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU()))
+        >>> folder = tempfile.mkdtemp()
+        >>> sparsity.save(model, folder)
+        >>> images = torch.randn(2, 1, 8, 8)
+        >>> torch.equal(sparsity.load(folder)(images), model(images))
+        True
+    """
+    import safetensors.torch
+
+    if not isinstance(model, fx.GraphModule):
+        raise TypeError(f"model: expected a torch.fx.GraphModule, got {type(model).__name__}")
+    content, tensors = describe(model)
+    try:
+        data = safetensors.torch.save({name: _packed(tensor) for name, tensor in tensors.items()})
+        rebuild(json.loads(json.dumps(content)), safetensors.torch.load(data))
+    except ModelFileError:
+        raise
+    except Exception as error:  # whatever torch or safetensors refuses in parts that are allowed one by one
+        raise ModelFileError(f"model: could not be loaded again: {_line(error)}") from error
+    content["report"] = _plain(report)
+    content["written_by"] = {"loco_ext": __version__, "torch": torch.__version__}
+    content["tensors_sha256"] = sha256(data).hexdigest()
+    manifest = {"format": FORMAT, "version": VERSION, "sha256": _checksum(content), "content": content}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / MANIFEST) as new_manifest, replacing(folder / TENSORS) as new_tensors:
+        new_manifest.write_text(json.dumps(manifest, indent=1, allow_nan=False) + "\n")
+        new_tensors.write_bytes(data)
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModule:
+    """The network that :func:`save` has written, as it was: it can be called, trained, compiled and saved again.
+
+    Only layers, functions and methods from fixed tables are made or called; nothing is unpickled.
+
+    Args:
+        folder: as for save.
+        device: of the parameters and buffers.
+
+    Returns:
+        The network; ``meta["report"]`` is what the report's ``to_dict`` returned, or None.
+
+    Raises:
+        ModelFileError: a ValueError that names a file which is missing, damaged, of another kind, from another save
+            than its neighbour, or with something in it that is in no table.
+        TypeError, ValueError: device.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from loco_ext import sparsity
+        >>> folder = tempfile.mkdtemp()
+        >>> sparsity.save(torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 3))), folder)
+        >>> sparsity.load(folder).get_submodule("0")
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    import safetensors.torch
+
+    device = _device(device)
+    manifest, tensors = Path(folder) / MANIFEST, Path(folder) / TENSORS
+    text, data = _read(manifest), _read(tensors)
+    try:
+        record = json.loads(text)
+        if record["format"] != FORMAT:
+            raise ModelFileError(f"of the format {record['format']!r}, expected {FORMAT!r}")
+        if record["version"] != VERSION:
+            raise ModelFileError(f"of version {record['version']!r}, this loco_ext reads version {VERSION}")
+        content = record["content"]
+        if record["sha256"] != _checksum(content):
+            raise ModelFileError("has been changed since it was written")
+        if content["tensors_sha256"] != sha256(data).hexdigest():
+            raise ModelFileError(f"does not belong to the {TENSORS} beside it")
+        values = safetensors.torch.load(data)
+        if unknown := values.keys() - {entry["name"] for entry in content["tensors"]}:
+            raise ModelFileError(f"does not know the tensor {min(unknown)!r}")
+        model = rebuild(content, {name: value.to(device) for name, value in values.items()})
+        model.meta["report"] = content["report"]
+    except ModelFileError as error:
+        raise ModelFileError(f"{manifest}: {error}") from error
+    except Exception as error:  # what damaged or foreign content makes torch, safetensors and dicts raise
+        raise ModelFileError(f"{manifest}: not a network that save has written: {_line(error)}") from error
+    return model
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _plain(report: Any) -> Any:
+    if report is None:
+        return None
+    if not callable(getattr(report, "to_dict", None)):
+        raise TypeError(f"report: expected None or an object with to_dict(), got {type(report).__name__}")
+    try:
+        return json.loads(json_text(report.to_dict()))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"report: expected plain data from to_dict(): {error}") from error
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # what torch raises differs from device to device
+        raise ValueError(f"device: expected one that torch can use here, got {device!r}") from error
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content, allow_nan=False).encode()).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__

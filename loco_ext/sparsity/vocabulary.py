@@ -1,0 +1,178 @@
+"""What the graph of a saved model may say: layers, functions, methods and values, and the values as JSON.
+
+Nothing is looked up by a name from a file except in these tables.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+
+class ModelFileError(ValueError):
+    """A model that cannot be saved, or files that hold none; the text names the node, module, tensor or file.
+
+    Example:
+        >>> from loco_ext import sparsity
+        >>> try:
+        ...     sparsity.load("nowhere")
+        ... except sparsity.ModelFileError as error:
+        ...     print(error)
+        nowhere/manifest.json: cannot be read: No such file or directory
+    """
+
+
+# Modules that run nothing themselves, but for Sequential.
+CONTAINERS = {kind.__name__: kind for kind in (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)}
+_LAYERS_OF_SIZES = (  # of 1, 2 and 3 dimensions
+    "Conv ConvTranspose BatchNorm InstanceNorm MaxPool AvgPool AdaptiveAvgPool AdaptiveMaxPool LPPool Dropout "
+    "CircularPad ConstantPad ReflectionPad ReplicationPad ZeroPad"
+)
+_LAYERS = (
+    "Linear Bilinear Identity Embedding GroupNorm LayerNorm RMSNorm LocalResponseNorm SyncBatchNorm Flatten Unflatten "
+    "Fold Unfold PixelShuffle PixelUnshuffle ChannelShuffle CosineSimilarity Upsample UpsamplingNearest2d "
+    "UpsamplingBilinear2d Dropout AlphaDropout FeatureAlphaDropout CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish "
+    "Hardtanh LeakyReLU LogSigmoid LogSoftmax Mish PReLU RReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin "
+    "Softplus Softshrink Softsign Tanh Tanhshrink Threshold"
+)
+_METHODS = (
+    "abs add add_ addcmul amax amin argmax bfloat16 bool broadcast_to chunk clamp clamp_ clamp_max clamp_min clip "
+    "clip_ clone contiguous cos cumsum detach dim div div_ double eq exp expand expand_as flatten flip float floor ge "
+    "gt half index_add index_add_ index_copy index_fill index_select int le log log_softmax long lt masked_fill "
+    "matmul max mean min movedim mul mul_ narrow ne neg norm numel permute pow prod reciprocal relu relu_ repeat "
+    "repeat_interleave reshape roll round rsqrt select sigmoid sigmoid_ sign sin size softmax split sqrt square "
+    "squeeze std sub sub_ sum swapaxes t tanh tanh_ tile to transpose type_as unbind unflatten unfold unsqueeze var "
+    "view view_as where"
+)
+_OPERATORS = (
+    "abs add and_ eq floordiv ge getitem gt iadd imul isub itruediv le lt matmul mod mul ne neg not_ or_ pos pow sub "
+    "truediv"
+)
+_TORCH = (
+    "abs adaptive_avg_pool1d add addcmul amax amin arange argmax avg_pool1d batch_norm broadcast_to cat celu chunk "
+    "clamp clamp_max clamp_min clip clone concat conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d cos cumsum detach div dropout einsum eq exp flatten flip full full_like ge group_norm gt "
+    "index_add index_copy index_fill index_select layer_norm le log log_softmax lt masked_fill matmul max max_pool1d "
+    "max_pool2d max_pool3d maximum mean min minimum movedim mul narrow ne neg numel ones ones_like permute "
+    "pixel_shuffle pow prelu prod reciprocal relu relu_ repeat_interleave reshape roll rsqrt select selu sigmoid "
+    "sigmoid_ sign sin softmax split sqrt square squeeze stack std sub sum swapaxes tanh tanh_ tile transpose unbind "
+    "unflatten unsqueeze var where zeros zeros_like"
+)
+_FUNCTIONAL = (
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool1d_with_indices "
+    "adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices "
+    "alpha_dropout avg_pool1d avg_pool2d avg_pool3d batch_norm bilinear celu channel_shuffle conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d cosine_similarity dropout dropout1d dropout2d dropout3d elu "
+    "embedding feature_alpha_dropout fold gelu glu group_norm hardshrink hardsigmoid hardswish hardtanh instance_norm "
+    "interpolate layer_norm leaky_relu linear local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d "
+    "max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices mish "
+    "normalize pad pixel_shuffle pixel_unshuffle prelu relu relu6 relu_ rms_norm rrelu selu sigmoid silu softmax "
+    "softmin softplus softshrink softsign tanh tanhshrink threshold unfold upsample"
+)
+GETATTR = "builtins.getattr"
+ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # that it may read
+
+_NAMES = [*_LAYERS.split(), *(f"{name}{size}d" for name in _LAYERS_OF_SIZES.split() for size in (1, 2, 3))]
+LAYERS: dict[str, type[nn.Module]] = {name: getattr(nn, name) for name in _NAMES}
+METHODS = frozenset(_METHODS.split())
+
+
+def _table(prefix: str, holder: Any, names: str) -> dict[str, Callable[..., Any]]:
+    return {f"{prefix}.{name}": getattr(holder, name) for name in names.split()}
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    GETATTR: getattr,
+    "math.prod": math.prod,
+    **_table("operator", operator, _OPERATORS),
+    **_table("torch", torch, _TORCH),
+    **_table("torch.nn.functional", F, _FUNCTIONAL),
+    **_table("torch.Tensor", torch.Tensor, _METHODS),
+}
+FUNCTION_NAMES = {function: name for name, function in reversed(FUNCTIONS.items())}
+
+DTYPES = {str(found): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
+MEMORY_FORMATS = {str(found): found for found in vars(torch).values() if isinstance(found, torch.memory_format)}
+
+
+def encode(value: Any) -> Any:
+    """A value from a graph or a constructor as JSON; nodes by name.
+
+    Raises:
+        ModelFileError: a value of a type that :func:`decode` does not know.
+
+    Example:
+        >>> import torch
+        >>> encode([(1, float("inf")), torch.float16])
+        [{'tuple': [1, {'float': 'inf'}]}, {'dtype': 'torch.float16'}]
+    """
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if type(value) in (list, fx.immutable_collections.immutable_list):
+        return [encode(entry) for entry in value]
+    if type(value) in _PLAIN:
+        tag, content = _PLAIN[type(value)](value)
+        return {tag: content}
+    raise ModelFileError(f"{value!r} of type {type(value).__qualname__} cannot be saved")
+
+
+def _pairs(value: Mapping[Any, Any]) -> tuple[str, Any]:
+    return "dict", [[encode(key), encode(entry)] for key, entry in value.items()]
+
+
+_PLAIN: dict[type, Callable[[Any], tuple[str, Any]]] = {
+    fx.Node: lambda value: ("node", value.name),
+    float: lambda value: ("float", repr(value)),
+    tuple: lambda value: ("tuple", [encode(entry) for entry in value]),
+    torch.Size: lambda value: ("tuple", list(value)),
+    dict: _pairs,
+    fx.immutable_collections.immutable_dict: _pairs,
+    slice: lambda value: ("slice", [encode(value.start), encode(value.stop), encode(value.step)]),
+    type(...): lambda value: ("ellipsis", None),
+    torch.dtype: lambda value: ("dtype", str(value)),
+    torch.memory_format: lambda value: ("memory_format", str(value)),
+    torch.device: lambda value: ("device", str(value)),
+}
+
+
+def decode(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
+    """What :func:`encode` was given.
+
+    Args:
+        nodes: those that may be named, by name.
+
+    Raises:
+        ModelFileError: not what encode makes, or a name that is in no table.
+    """
+    if isinstance(value, list):
+        return [decode(entry, nodes) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    try:
+        ((tag, content),) = value.items()
+        if tag in _TABLES:
+            return _TABLES[tag][content]
+        if tag == "node":
+            return nodes[content]
+        if tag == "float":
+            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
+        if tag == "device":
+            return torch.device(str(content))
+        if tag == "dict":
+            return {decode(key, nodes): decode(entry, nodes) for key, entry in content}
+        entries = [decode(entry, nodes) for entry in content]
+        if tag == "slice":
+            start, stop, step = entries
+            return slice(start, stop, step)
+        return {"tuple": tuple}[tag](entries)
+    except ModelFileError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelFileError(f"{value!r} is no value that a graph may hold") from error
+
+
+_TABLES: dict[str, Mapping[Any, Any]] = {"dtype": DTYPES, "memory_format": MEMORY_FORMATS, "ellipsis": {None: ...}}
