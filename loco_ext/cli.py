@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_train(commands)
     _add_analyze(commands)
+    _add_compact(commands)
     info = commands.add_parser(
         "info",
         help="show versions, compiled libraries and the backend of every operation",
@@ -137,6 +138,41 @@ def _add_analyze(commands: Any) -> None:
     analyze.set_defaults(command=_analyze)
 
 
+def _add_compact(commands: Any) -> None:
+    compact = commands.add_parser(
+        "compact",
+        help="make the smaller network that a trained one with zeros in its weights amounts to",
+        description="Takes out kernels, rings of kernels and channels that are zero, writes the smaller network, which "
+        "gives the same outputs, to a folder, and tells its multiply-adds and its measured latency.",
+    )
+    compact.add_argument(
+        "trained", type=Path, metavar="RUN", help="folder of a run, or a checkpoint, whose network has to be named then"
+    )
+    compact.add_argument("--model", help="of a checkpoint")
+    compact.add_argument("--dataset", help="of a checkpoint")
+    compact.add_argument("--data", type=Path, metavar="DIR", help="folder with the data set's files, to test on")
+    compact.add_argument("--out", type=Path, default="runs/compact", help="folder to write to (default: %(default)s)")
+    compact.add_argument(
+        "--batch-size", type=values.count, default=64, help="of what it is to be fast on (default: %(default)s)"
+    )
+    compact.add_argument(
+        "--cost",
+        choices=("measured", "multiply_adds"),
+        default="measured",
+        help="what decides how a layer is computed (default: %(default)s)",
+    )
+    compact.add_argument(
+        "--fold-norms",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put batch normalisations into the convolutions before them",
+    )
+    compact.add_argument("--onnx", action="store_true", help="write model.onnx too")
+    _add_device(compact)
+    compact.add_argument("--json", action="store_true", help="print the report as JSON")
+    compact.set_defaults(command=_compact)
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=values.device, default="cpu", help="torch device, such as cpu or cuda:1 (default: %(default)s)"
@@ -216,6 +252,40 @@ def _analyze(arguments: argparse.Namespace) -> None:
     else:
         command.show(analysis)
         print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {arguments.out}")
+
+
+def _compact(arguments: argparse.Namespace) -> None:
+    try:
+        from loco_ext.experiments import compacting, data
+        from loco_ext.experiments.settings import SettingsError
+    except ModuleNotFoundError as error:
+        raise UserError(str(error)) from error
+
+    try:
+        trained = compacting.read_trained(arguments.trained, arguments.model, arguments.dataset)
+        known = trained.data == "digits" or arguments.data is not None
+        dataset = data.load(trained.data, arguments.data) if known else None
+        _make_writable(arguments.out)
+        compacted = compacting.compact(
+            trained,
+            batch_size=arguments.batch_size,
+            cost=arguments.cost,
+            fold_norms=arguments.fold_norms,
+            dataset=dataset,
+            device=arguments.device,
+        )
+        compacting.save(compacted, trained, arguments.out, onnx=arguments.onnx)
+    except (SettingsError, data.DataError, compacting.CheckpointError, ModuleNotFoundError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise _not_writable(arguments.out, error) from error
+    if arguments.json:
+        print(json_text(compacted.to_dict()))
+        return
+    print(compacted.report)
+    if compacted.accuracy_before is not None:
+        print(f"test accuracy {compacted.accuracy_before:.2%} -> {compacted.accuracy_after:.2%}")
+    print(f"The smaller network and its report are in {arguments.out}")
 
 
 def _info(arguments: argparse.Namespace) -> None:

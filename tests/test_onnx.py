@@ -135,7 +135,7 @@ def test_what_onnx_cannot_hold_is_said_and_the_old_file_stays(model, example, si
     ("model", "inputs", "error", "message"),
     [
         ("no model", (torch.ones(1, 2),), TypeError, "model: expected a torch.nn.Module, got str"),
-        (nn.Identity(), torch.ones(1, 2), TypeError, "example_inputs: expected a tuple of tensors, got Tensor"),
+        (nn.Identity(), 3, TypeError, "example_inputs: expected a tensor or a tuple of tensors, got int"),
         (nn.Identity(), (), ValueError, r"example_inputs: .* got shapes \[\]"),
         (nn.Identity(), (torch.tensor(1.0),), ValueError, r"example_inputs: .* got shapes \[\(\)\]"),
         (nn.Bilinear(2, 2, 1), (torch.ones(2, 2), torch.ones(3, 2)), ValueError, r"got shapes \[\(2, 2\), \(3, 2\)\]"),

@@ -117,7 +117,7 @@ def test_what_could_not_be_loaded_is_not_saved(case, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((nn.ReLU(),), "model: expected a torch.fx.GraphModule, got ReLU"),
+        ((nn.ReLU(),), "model: expected a torch.fx.GraphModule, as of models that can be traced, got ReLU"),
         ((network("plain"), {"a": 1}), "report: expected None or an object with to_dict"),
         ((network("plain"), SimpleNamespace(to_dict=lambda: {"a": object()})), "report: expected plain data"),
     ],

@@ -20,7 +20,7 @@ _LARGEST = 2**31 - 2**24  # bytes of tensors: protobuf ends at 2 GiB, and the gr
 
 
 def export_onnx(
-    model: nn.Module, example_inputs: tuple[Tensor, ...], path: str | Path, *, dynamic_size: bool = False
+    model: nn.Module, example_inputs: Tensor | tuple[Tensor, ...], path: str | Path, *, dynamic_size: bool = False
 ) -> None:
     """Writes a network in evaluation mode to one ONNX file, for batches of any size.
 
@@ -29,7 +29,7 @@ def export_onnx(
 
     Args:
         model: what ``compact`` or :func:`loco_ext.sparsity.load` returns, or any module that ``torch.export`` takes.
-        example_inputs: what it is called with: tensors whose first dimension is the batch.
+        example_inputs: what it is called with: a tensor, or several, whose first dimension is the batch.
         path: of the file.
         dynamic_size: all dimensions after the channels may change too, not only the batch.
 
@@ -44,11 +44,12 @@ def export_onnx(
         >>> from loco_ext import sparsity
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU())
         >>> file = tempfile.mkdtemp() + "/model.onnx"
-        >>> sparsity.export_onnx(model, (torch.randn(1, 1, 8, 8),), file, dynamic_size=True)
+        >>> sparsity.export_onnx(model, torch.randn(1, 1, 8, 8), file, dynamic_size=True)
     """
     need("loco_ext.sparsity.export_onnx", {"onnx": "onnx", "onnxscript": "onnxscript"}, "onnx")
-    _check(model, example_inputs)
-    inputs = tuple(_at_least_two(value.detach().cpu()) for value in example_inputs)
+    examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    _check(model, examples)
+    inputs = tuple(_at_least_two(value.detach().cpu()) for value in examples)
     batch = torch.export.Dim("batch")
     sizes = torch.export.Dim.DYNAMIC
     dimensions = tuple(
@@ -72,7 +73,7 @@ def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not (isinstance(example_inputs, tuple) and all(isinstance(value, Tensor) for value in example_inputs)):
-        raise TypeError(f"example_inputs: expected a tuple of tensors, got {type(example_inputs).__name__}")
+        raise TypeError(f"example_inputs: expected a tensor or a tuple of tensors, got {type(example_inputs).__name__}")
     shapes = [tuple(value.shape) for value in example_inputs]
     if not shapes or any(not shape or 0 in shape or shape[0] != shapes[0][0] for shape in shapes):
         raise ValueError(f"example_inputs: expected tensors of one batch, not empty, got shapes {shapes}")

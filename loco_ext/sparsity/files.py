@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.description import describe, rebuild
@@ -25,7 +25,7 @@ FORMAT = "loco_ext.sparsity"
 VERSION = 1
 
 
-def save(model: fx.GraphModule, folder: str | Path, report: Any = None) -> None:
+def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
     """Writes a network to a folder, for :func:`load`.
 
     Kept are the graph, layers, parameters and buffers (which of them are one, their bits, memory format, dtype and
@@ -34,7 +34,8 @@ def save(model: fx.GraphModule, folder: str | Path, report: Any = None) -> None:
     is killed between the two, load refuses the pair.
 
     Args:
-        model: what ``compact`` returns, or any graph of torch.nn's layers and functions.
+        model: what ``compact`` returns for a model that torch.fx can trace, or any graph of torch.nn's layers and
+            functions.
         folder: is made where it is missing.
         report: anything with ``to_dict()``, which returns plain data; what is not finite becomes null.
 
@@ -57,7 +58,9 @@ def save(model: fx.GraphModule, folder: str | Path, report: Any = None) -> None:
     import safetensors.torch
 
     if not isinstance(model, fx.GraphModule):
-        raise TypeError(f"model: expected a torch.fx.GraphModule, got {type(model).__name__}")
+        raise TypeError(
+            f"model: expected a torch.fx.GraphModule, as compact makes of models that can be traced, got {type(model).__name__}"
+        )
     content, tensors = describe(model)
     try:
         data = safetensors.torch.save({name: _packed(tensor) for name, tensor in tensors.items()})
