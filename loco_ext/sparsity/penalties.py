@@ -49,18 +49,46 @@ class _Penalty:
         sizes = torch.tensor([weight.shape[1] * number for number in taps], dtype=torch.float64, device="cpu")
         return sizes ** WEIGHTINGS[self.weighting]
 
-    def _kernel_values(self, weight: Tensor) -> Tensor:
-        """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
+    def _group_norms(self, weight: Tensor) -> Tensor:
+        """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
         rings, count = self.rings(weight)
         if self.norm == "linf":
             sizes = weight.abs().flatten(2).amax(1)  # [C_out, taps]
             of_ring = [sizes[:, [ring == n for ring in rings]].amax(1) for n in range(count)]
-            groups = torch.stack(of_ring, 1).double().cummax(1).values
-        else:
-            norms = ops.ring_norms(weight, rings, count).double()
-            inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
-            groups = torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
-        return groups @ self.group_weights(weight).to(weight.device)
+            return torch.stack(of_ring, 1).double().cummax(1).values
+        norms = ops.ring_norms(weight, rings, count).double()
+        inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
+        return torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
+
+    def _kernel_values(self, weight: Tensor) -> Tensor:
+        """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
+        return self._group_norms(weight) @ self.group_weights(weight).to(weight.device)
+
+    def threshold(self, weight: Tensor, tau: float) -> Tensor:
+        """The weight with every group of norm at most ``tau`` set to zero, as the draft's eqs. 15 and 23 end a training
+        with :meth:`value` as a loss term, which leaves groups small but not zero. (What :meth:`prox` has trained needs
+        no such choice.) As groups are nested, each kernel loses the largest such group; its other weights stay.
+
+        Args:
+            weight: of a convolution; left alone.
+            tau: finite and at least 0, compared with the groups' norms as they are, without weighting and strength.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+
+        Example:
+            >>> import torch
+            >>> from loco_ext import sparsity
+            >>> conv = torch.nn.Conv2d(8, 16, 5)
+            >>> with torch.no_grad():
+            ...     weight = conv.weight.copy_(sparsity.RingPenalty(1e-3).threshold(conv.weight, tau=1e-3))
+        """
+        limit = _check_number("tau", tau)
+        rings, _ = self.rings(weight)
+        small = self._group_norms(weight.detach()) <= limit  # [C_out, groups]
+        dead = small.flip(1).cumsum(1).flip(1) > 0  # ring r is in all groups from r on
+        by_tap = dead[:, rings].view(len(weight), 1, *weight.shape[2:])
+        return weight.detach().masked_fill(by_tap, 0.0)
 
     def for_step(self, weight: Tensor) -> ops.StepPenalty:
         """What the operators of the optimizer step take for this weight.
