@@ -50,7 +50,7 @@ Build = Callable[[], dict[str, Callable[[], object]]]
 class Case:
     """A penalty, for a step of 1, whether in a metric, and who else knows that prox."""
 
-    penalty: sparsity.Penalty
+    penalty: sparsity.RingPenalty | sparsity.KernelPenalty
     peers: tuple[str, ...] = ()
     metric: bool = False
     shape: tuple[int, ...] = field(default=SHAPE, kw_only=True)

@@ -23,9 +23,11 @@ SHOWN |= {
     "loco_ext.ops.backends",
     "loco_ext.ops.optim_step",
     "loco_ext.ops.ring_prox",
+    "loco_ext.sparsity.complexity",
     "loco_ext.sparsity.kkt",
     "loco_ext.sparsity.penalties",
     "loco_ext.sparsity.prox",
+    "loco_ext.sparsity.tracing",
     "loco_ext.analysis.locality",
     "loco_ext.analysis.cohesion",
 }

@@ -337,7 +337,7 @@ class LocalityOptimizer(Optimizer):
                 if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
                     group[key] = old.get(key, OWN_DEFAULTS.get(key))
             group["locality"] = as_tuples(group["locality"])
-            group["penalty"] = from_plain(group["penalty"])
+            group["penalty"] = from_plain(group["penalty"], old.get("penalty"))
         super().__setstate__(state)
         if (loaded := self.__dict__.pop("_loading", None)) is not None:
             self._restore_states(loaded)
