@@ -129,6 +129,36 @@ def test_what_the_prox_sees_is_the_norm_at_that_step():
     torch.testing.assert_close(params[0][:3], before[0][:3])
 
 
+@pytest.mark.parametrize("path", ["native", "reference", "foreach", "groups apart"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_norm_in_the_same_optimizer_counts_as_it_was_before_the_step(name, path):
+    conv, norm = nn.Conv2d(2, 6, 3, bias=False).double(), make_norm(6).double()
+    penalty = sparsity.FoldedPenalty(sparsity.RingPenalty(0.05), norm)
+    groups = [
+        {"params": list(norm.parameters()), "maximize": path == "groups apart"},
+        {"params": [conv.weight], "penalty": [penalty]},
+    ]
+    scales = penalty.scales(conv.weight)
+    hand = clones([conv.weight])
+    options = {"lr": 0.5, **({"foreach": True} if path == "foreach" else {})}
+    optimizer, other = getattr(optim, name)(groups, **options), getattr(optim, name)(hand, **options)
+    for p in norm.parameters():
+        p.grad = torch.full_like(p, 100.0)
+    conv.weight.grad = torch.full_like(conv.weight, 0.01)
+    hand[0].grad = conv.weight.grad.clone()
+    with loco_ext.backend("reference" if path == "reference" else "native"):
+        optimizer.step()
+        other.step()
+    assert (penalty.scales(conv.weight) - scales).abs().min() > 0.1
+    before, metric = hand[0].detach(), None
+    if name != "SGD":
+        metric = (other.state[hand[0]]["exp_avg_sq"].sqrt() / (1 - 0.999) ** 0.5 + 1e-8) / 0.5
+    thresholds = (0.05 * (0.5 if name == "SGD" else 1.0) * scales)[:, None].expand(-1, 3)
+    expected = sparsity.ring_prox(before, thresholds, metric=metric)
+    torch.testing.assert_close(conv.weight.detach(), expected)
+    assert not torch.equal(expected, before)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_found_inf_and_a_learning_rate_of_0_leave_everything_alone(name):
     for penalty in (SQUARED, folded(sparsity.RingPenalty(1.0))):

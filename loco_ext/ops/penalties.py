@@ -60,6 +60,7 @@ class LayerPenalty:
     Args:
         prox: given what the step has left, in the type that arithmetic is done in, the step size and the metric or
             None, as :meth:`loco_ext.sparsity.RingPenalty.prox`; returns a new tensor.
+        prepare: what the optimizers of :mod:`loco_ext.optim` call ahead of a step, before any parameter changes.
 
     Example:
         >>> import torch
@@ -72,3 +73,4 @@ class LayerPenalty:
     """
 
     prox: Callable[[Tensor, float, Tensor | None], Tensor]
+    prepare: Callable[[], object] = bool  # does nothing

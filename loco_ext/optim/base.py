@@ -137,6 +137,9 @@ class LocalityOptimizer(Optimizer):
 
     def _step_groups(self) -> None:
         plans = self._current_plans()
+        for plan in plans:
+            for penalty in plan.changing:
+                penalty.prepare()
         if not self._step_again(plans):
             self._step_anew(plans)
         for group in self.param_groups:

@@ -36,6 +36,9 @@ class Plan:
     penalties: list[StepPenalty | LayerPenalty | None]  # of each parameter; empty: none has one
     plain: bool  # no parameter is of a tensor subclass such as DTensor
 
+    def __post_init__(self) -> None:
+        self.changing = [penalty for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
+
     def fits(self, group: Group) -> bool:
         same = group["locality"] == self.locality and group["penalty"] == self.penalty
         return same and same_objects(group["params"], self.params)

@@ -270,7 +270,7 @@ class FoldedPenalty:
     The convolution's own kernels can shrink without any change to what the network computes, as batch norm divides by
     their size again (the draft's eqs. 30-31). Kernel ``j`` therefore counts ``|gamma_j| / sqrt(var_j + eps)`` times,
     with the scale and running variance that the norm has at the moment; both are constants to the penalty. In an
-    optimizer they are read anew at every step, whose prox then follows the step in an operator call of its own.
+    optimizer they are read ahead of every step, whose prox then follows the step in an operator call of its own.
 
     Args:
         penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.
@@ -328,8 +328,11 @@ class FoldedPenalty:
     def for_step(self, weight: Tensor) -> ops.LayerPenalty:
         """What the operators of the optimizer step take for this weight."""
         self.penalty.rings(weight)
-        self.scales(weight)
-        return ops.LayerPenalty(lambda w, step, metric: self.penalty._shrink(w, step, metric, self.scales(w)))
+        scales = self.scales(weight)
+        return ops.LayerPenalty(
+            lambda w, step, metric: self.penalty._shrink(w, step, metric, scales),
+            prepare=lambda: scales.copy_(self.scales(weight)),
+        )
 
 
 Penalty = RingPenalty | KernelPenalty | FoldedPenalty
