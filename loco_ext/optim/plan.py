@@ -82,7 +82,7 @@ def select(plan: Plan) -> list[Selection]:
     """What is to be stepped of a group, by device. In the common case that is all of it."""
     grads = [p.grad for p in plan.params]
     present = [g for g in grads if g is not None]
-    if len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
+    if present and len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
         return [Selection(device, plan.params, present, plan.map_index, plan.penalties, range(len(present)))]
     selections: dict[str, Selection] = {}
     for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
