@@ -133,7 +133,7 @@ def expected(case: Case) -> Tensor:
 
 def check(name: str, found: Tensor, reference: Tensor, tolerance: float = TOLERANCE) -> None:
     """Raises RuntimeError if a result is further from the reference than rounding takes it."""
-    error = (found.double().cpu() - reference).abs().max().item()
+    error = (found.double() - reference).abs().max().item()
     if not error <= (limit := tolerance * reference.abs().max().item()):
         raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
 

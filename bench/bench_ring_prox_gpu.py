@@ -43,12 +43,16 @@ def not_measured() -> dict[str, str]:
     return {"triton": reason, "torch_compile": reason}
 
 
-def make_calls(name: str, dtype: str, missing: Collection[str]) -> dict[str, Step]:
+def make_inputs(name: str, dtype: str) -> tuple[Tensor, Tensor | None]:
+    """The case's weight and metric on the GPU."""
+    weight = make_weight(CASES[name].shape, DEVICE, DTYPES[dtype])
+    return weight, make_metric(weight) if CASES[name].metric else None
+
+
+def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str]) -> dict[str, Step]:
     """Every candidate's prox; each result is compared with the reference first."""
     case = CASES[name]
-    weight = make_weight(case.shape, DEVICE, DTYPES[dtype])
-    metric = make_metric(weight) if case.metric else None
-    reference = expected(name, weight.cpu(), None if metric is None else metric.cpu())
+    weight, metric = make_inputs(name, dtype)
     ours = functools.partial(case.penalty.prox, weight, 1.0, metric)
     calls: dict[str, Callable[[], Any]] = {}
     for label, backend in BACKENDS.items():
@@ -64,8 +68,9 @@ def make_calls(name: str, dtype: str, missing: Collection[str]) -> dict[str, Ste
     return calls
 
 
-def expected(name: str, weight: Tensor, metric: Tensor | None) -> Tensor:
+def expected(name: str, dtype: str) -> Tensor:
     """The prox by our reference, in float64."""
+    weight, metric = make_inputs(name, dtype)
     with loco_ext.backend("reference"):
         return CASES[name].penalty.prox(weight.double(), 1.0, None if metric is None else metric.double())
 
@@ -74,7 +79,8 @@ def measure_prox(
     name: str, dtype: str, effort: harness.Effort, flush: Flush, copy: float, missing: Collection[str]
 ) -> dict[str, Any]:
     """The record of a case in one dtype."""
-    gpu, host = time_both(lambda: make_calls(name, dtype, missing), effort, flush, f"{name} {dtype}")
+    build = functools.partial(make_calls, name, dtype, expected(name, dtype), missing)
+    gpu, host = time_both(build, effort, flush, f"{name} {dtype}")
     moved = (3 if CASES[name].metric else 2) * math.prod(CASES[name].shape) * DTYPES[dtype].itemsize
     return {
         "case": name,

@@ -1,7 +1,6 @@
 """The benchmarks of the prox of ring penalties: all candidates agree, and what reports and tables hold."""
 
 import dataclasses
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -239,19 +238,19 @@ def test_gpu_report_and_tables(no_gpu_needed: None, tmp_path: Path) -> None:
 
 
 def test_gpu_results_are_checked(no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = bench_ring_prox_gpu.expected("rings", "float32")
     monkeypatch.setattr(sparsity.RingPenalty, "prox", lambda self, weight, step, metric=None: weight * (2 - step))
-    expected = functools.partial(torch.full, SHAPE, 0.5, dtype=torch.float64)
-    monkeypatch.setattr(bench_ring_prox_gpu, "expected", lambda *arguments: expected())
     with pytest.raises(RuntimeError, match="rings float32, cuda: expected the reference's result"):
-        bench_ring_prox_gpu.make_calls("rings", "float32", {})
+        bench_ring_prox_gpu.make_calls("rings", "float32", reference, {})
 
 
 def test_triton_is_left_out_where_it_is_missing(no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {"triton": "no triton"}
     monkeypatch.setattr(bench_ring_prox_gpu.backends, "missing", lambda family, name, device: reasons.get(name))
+    reference = bench_ring_prox_gpu.expected("kernels", "float32")
     missing = bench_ring_prox_gpu.not_measured()
     assert missing == {"triton": "no triton", "torch_compile": "no triton"}
-    assert list(bench_ring_prox_gpu.make_calls("kernels", "float32", missing)) == [
+    assert list(bench_ring_prox_gpu.make_calls("kernels", "float32", reference, missing)) == [
         "cuda",
         "torch_groups",
         "torch_rings",
@@ -271,7 +270,8 @@ def test_loco_ext_is_measured_in_the_backends_it_names(no_gpu_needed: None, monk
     forced = []
     backend = loco_ext.backend
     monkeypatch.setattr(loco_ext, "backend", lambda name: forced.append(name) or backend("native"))
-    calls = bench_ring_prox_gpu.make_calls("rings", "bfloat16", {})
+    reference = bench_ring_prox_gpu.expected("rings", "bfloat16")
+    calls = bench_ring_prox_gpu.make_calls("rings", "bfloat16", reference, {})
     forced.clear()
     for call in calls.values():
         call()

@@ -115,6 +115,18 @@ def test_any_layout_gives_the_same(layout):
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize("kind", ["momentum", "Adam"])
+def test_where_kernels_know_no_penalty_at_all_the_step_is_the_same(kind, monkeypatch):
+    """What a GPU does, done on the CPU."""
+    expected, params = make_params(torch.float64), make_params(torch.float64)
+    train(make(kind, expected, PENALTIES["mixed"]()), 2)
+    monkeypatch.setattr("loco_ext.ops.optim_step._ends_with_prox", lambda *_: False)
+    train(make(kind, params, PENALTIES["mixed"]()), 2)
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, q)
+        assert torch.equal(p == 0, q == 0)
+
+
 def test_what_the_prox_sees_is_the_norm_at_that_step():
     (entry, *_) = penalty = folded(sparsity.RingPenalty(20.0))
     params = make_params(torch.float64)

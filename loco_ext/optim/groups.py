@@ -36,8 +36,8 @@ def parameter_groups(
         model: its parameters may be frozen, so that they can be unfrozen later.
         weight_decay: of the first two groups, torch's convention (the paper's lambda times 2).
         locality: None, ``(gamma, eta)`` or one factor per distance class.
-        penalty: None, or of every Conv module's weight, or module names to such penalties, others having none. (The
-            kernels of a ConvTranspose lie along another axis.)
+        penalty: None, or of every Conv module's weight, or module names to penalties, others having none (as from
+            :func:`loco_ext.sparsity.folded_penalties`). The kernels of a ConvTranspose lie along another axis.
         per_layer: module name, as in ``model.named_modules()``, to such an entry.
 
     Raises:
