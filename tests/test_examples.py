@@ -25,9 +25,11 @@ SHOWN |= {
     "loco_ext.ops.ring_prox",
     "loco_ext.sparsity.export",
     "loco_ext.sparsity.files",
+    "loco_ext.sparsity.frontier",
     "loco_ext.sparsity.kkt",
     "loco_ext.sparsity.penalties",
     "loco_ext.sparsity.prox",
+    "loco_ext.sparsity.strengths",
     "loco_ext.analysis.locality",
     "loco_ext.analysis.cohesion",
 }

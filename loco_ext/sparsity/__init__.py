@@ -3,12 +3,16 @@
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
+from loco_ext.sparsity.frontier import Frontier, FrontierPoint, frontier
 from loco_ext.sparsity.kkt import kkt_residual
 from loco_ext.sparsity.penalties import KernelPenalty, Penalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes, ring_norms, ring_prox
+from loco_ext.sparsity.strengths import dual_norm, max_strength
 from loco_ext.sparsity.vocabulary import ModelFileError
 
 __all__ = [
+    "Frontier",
+    "FrontierPoint",
     "KernelPenalty",
     "LayerReport",
     "ModelFileError",
@@ -16,10 +20,13 @@ __all__ = [
     "Report",
     "RingPenalty",
     "compact",
+    "dual_norm",
     "export_onnx",
+    "frontier",
     "kernel_sizes",
     "kkt_residual",
     "load",
+    "max_strength",
     "ring_norms",
     "ring_prox",
     "save",
