@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from bench import harness
+from bench import frontier_tables, harness
 
 README = harness.ROOT / "README.md"
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -155,6 +155,14 @@ def locality_cifar10(report: dict[str, Any]) -> list[Table]:
     return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
 
 
+def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
+    """What pruned and narrower networks reach; the warm starts; what batch normalisation does."""
+    return [
+        Table(title, headers, [[MISSING if cell is None else cell for cell in row] for row in rows])
+        for title, headers, rows in frontier_tables.of(report)
+    ]
+
+
 def gpu_times(report: dict[str, Any]) -> Table:
     """Microseconds of a step: of the GPU and, after the slash, of the host."""
     names = candidates(report)
@@ -263,6 +271,7 @@ RENDERERS = {
     "optim_step": optim_step,
     "train": train,
     "locality_cifar10": locality_cifar10,
+    "frontier_cifar10": frontier_cifar10,
     "optim_step_gpu": optim_step_gpu,
 }
 # What a section says while no result is committed.
