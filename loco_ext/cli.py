@@ -120,25 +120,17 @@ def _add_frontier(commands: Any) -> None:
     )
     _add_run(frontier)
     frontier.add_argument("--samples", type=values.count, help="train with the first so many samples")
-    frontier.add_argument(
-        "--method", default="prox", help="prox, subgradient or width: narrower layers (default: %(default)s)"
-    )
+    frontier.add_argument("--method", default="prox", help="prox, subgradient or width (default: %(default)s)")
     frontier.add_argument("--penalty", help="rings or kernels (default: rings, none for the method width)")
     frontier.add_argument("--points", type=values.count, default=15, help="strengths (default: %(default)s)")
     frontier.add_argument(
         "--span", type=values.number, default=1e-4, help="smallest strength over the largest (default: %(default)s)"
     )
     frontier.add_argument("--strengths", type=values.numbers, metavar="NUMBERS", help="the strengths themselves")
-    frontier.add_argument(
-        "--path",
-        default="dense",
-        help="warm starts: all from the dense network, up or down from the strength before (default: %(default)s)",
-    )
+    frontier.add_argument("--path", default="dense", help="warm starts: dense, up or down (default: %(default)s)")
     frontier.add_argument("--taus", type=values.numbers, metavar="NUMBERS", help="thresholds of the method subgradient")
     frontier.add_argument("--widths", type=values.numbers, metavar="NUMBERS", help="factors of the method width")
-    frontier.add_argument(
-        "--batch-norm", help="folded into the convolutions before the path begins, or live (default: folded)"
-    )
+    frontier.add_argument("--batch-norm", help="folded, before the path begins, or live (default: folded)")
     frontier.add_argument("--dense-epochs", type=values.count, help="without a penalty (default: 8)")
     frontier.add_argument("--dense-lr", type=values.number, dest="dense_learning_rate", help="of those (default: 0.1)")
     frontier.add_argument("--epochs", type=values.count, default=2, help="of each point (default: %(default)s)")
@@ -146,9 +138,7 @@ def _add_frontier(commands: Any) -> None:
         "--lr", type=values.number, dest="learning_rate", default=0.02, help="of each point (default: %(default)s)"
     )
     frontier.add_argument("--optimizer", help="of each point: sgd, adam or adamw")
-    frontier.add_argument(
-        "--refit-epochs", type=values.whole, help="of each compacted network, without a penalty (default: 1)"
-    )
+    frontier.add_argument("--refit-epochs", type=values.whole, help="of each compacted network (default: 1)")
     frontier.add_argument("--latency", action="store_true", help="time the networks before and after compaction")
     frontier.add_argument("--json", action="store_true", help="print the JSON instead of a table")
     frontier.set_defaults(command=_frontier)

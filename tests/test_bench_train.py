@@ -97,7 +97,13 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     images = torch.randint(256, (100, 3, 32, 32), generator=generator, dtype=torch.uint8)
     samples = data.Samples(images, torch.randint(10, (100,), generator=generator))
     monkeypatch.setattr(data, "load", lambda name, folder: data.Dataset("cifar10", samples, samples, 10, True))
-    for name, value in {"STRENGTHS": (0.1, 0.5), "TAUS": (0.1,), "WIDTHS": (0.25, 0.125), "DENSE_EPOCHS": 1}.items():
+    for name, value in {
+        "STRENGTHS": (0.1, 0.5),
+        "TAUS": (0.1,),
+        "WIDTHS": (0.25, 0.125),
+        "DENSE_EPOCHS": 1,
+        "REFIT_EPOCHS": 1,
+    }.items():
         monkeypatch.setattr(frontier_cifar10, name, value)
     monkeypatch.setattr(frontier_cifar10, "MODELS", ("resnet8",))
     arms = frontier_cifar10.arms("resnet8")

@@ -34,7 +34,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.output import json_text, remove_leftovers, replacing
-from loco_ext.sparsity.frontier import PATHS
+from loco_ext.sparsity.frontier import PATHS, Frontier
 from loco_ext.sparsity.strengths import convolutions
 
 METHODS = ("prox", "subgradient", "width")
@@ -171,7 +171,7 @@ class _Path:
         self.normalization = Normalization(data.train).to(processes.device)
         self.test = data.test.to(processes.device)
 
-    def measure(self) -> sparsity.Frontier:
+    def measure(self) -> Frontier:
         settings = self.settings
         dense = settings.dense(self.width)
         model = make_model(dense, self.data)

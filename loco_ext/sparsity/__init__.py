@@ -3,7 +3,7 @@
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
-from loco_ext.sparsity.frontier import Frontier, FrontierPoint, frontier
+from loco_ext.sparsity.frontier import frontier
 from loco_ext.sparsity.kkt import kkt_residual
 from loco_ext.sparsity.penalties import KernelPenalty, Penalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes, ring_norms, ring_prox
@@ -11,8 +11,6 @@ from loco_ext.sparsity.strengths import dual_norm, max_strength
 from loco_ext.sparsity.vocabulary import ModelFileError
 
 __all__ = [
-    "Frontier",
-    "FrontierPoint",
     "KernelPenalty",
     "LayerReport",
     "ModelFileError",
