@@ -2,11 +2,12 @@
 
     python -m bench.frontier_cifar10 --data DIR      about an hour on one core; writes bench/results/
 
-ResNet-8 and its plain twin, 5,000 training and 2,500 test images. Every network has had the same epochs before its
-refit or less: a path "up" trains one epoch for each strength, from the strength before. Arms: the exact prox and the
-draft's own way (subgradient and tau; two epochs for every other strength), of rings and of kernels, and uniformly
-narrower networks, which have all epochs at once. For ResNet-8 with rings also: the other warm starts, from the strength
-that leaves nothing down, and batch normalisation that is not folded.
+ResNet-8 and its plain twin, 5,000 training and 2,500 test images. All networks have been trained for the same number of
+epochs or less: without a penalty; with it, one epoch for each strength, from the strength before (path "up"), batch
+normalisation folded; compacted, without it again. Arms: the exact prox and the draft's own way (subgradient and tau; two
+epochs for every other strength), of rings and of kernels; uniformly narrower networks, by the same recipe, and with
+batch normalisation and the larger learning rate all the time. For ResNet-8 with rings also: the other warm starts, from
+the strength that leaves nothing down, and what batch normalisation does if it is not folded.
 """
 
 import argparse
@@ -30,6 +31,7 @@ PENALTIES = ("rings", "kernels")
 TRAIN, TEST = 5_000, 2_500
 DENSE_EPOCHS, POINTS, REFIT_EPOCHS = 12, 16, 3
 STRENGTHS = tuple(0.002 * 100 ** (i / (POINTS - 1)) for i in range(POINTS))
+BATCH_NORM_STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1)
 TAUS = (0.03, 0.1)
 WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
 
@@ -57,8 +59,11 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
         }
         return frontier.FrontierSettings(training, **values | options)
 
-    total = DENSE_EPOCHS + len(STRENGTHS) + REFIT_EPOCHS
-    found = {"width": arm(method="width", widths=WIDTHS, dense_epochs=total)}
+    more = len(STRENGTHS) + REFIT_EPOCHS
+    found = {
+        "width": arm(method="width", widths=WIDTHS, refit_epochs=more),
+        "width with batch norm": arm(method="width", widths=WIDTHS, dense_epochs=DENSE_EPOCHS + more, refit_epochs=0),
+    }
     for penalty in PENALTIES:
         found[f"{penalty} prox"] = arm(penalty)
     for penalty in PENALTIES if model == MODELS[0] else PENALTIES[:1]:
@@ -66,10 +71,13 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
             penalty, epochs=2, method="subgradient", strengths=STRENGTHS[1::2], taus=TAUS
         )
     if model == MODELS[0]:
+        options: dict[str, Any]
         searched: dict[str, Any] = {"strengths": None, "points": 8, "span": 1e-4, "refit_epochs": 0}
         for path in ("dense", "down"):
             found[f"rings prox, {path}"] = arm("rings", path=path, **searched)
-        found["rings prox, live"] = arm("rings", batch_norm="live", refit_epochs=0)
+        for kind in ("live", "folded"):
+            options = {"batch_norm": kind, "path": "dense", "strengths": BATCH_NORM_STRENGTHS, "refit_epochs": 0}
+            found[f"rings prox, {kind}"] = arm("rings", epochs=2, **options)
     return found
 
 

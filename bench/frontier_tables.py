@@ -5,6 +5,7 @@ from typing import Any
 from loco_ext.experiments.figures import error
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # of the dense network's multiply-adds
+BATCH_NORMS = ("live", "scaled", "folded")
 Cells = list[str | None]
 Parts = tuple[str, list[str], list[Cells]]
 
@@ -56,22 +57,23 @@ def paths(arms: dict[str, Any]) -> Parts:
 
 
 def norms(arms: dict[str, Any]) -> Parts:
-    """Batch normalisation live and folded, at the same strengths and after as many epochs, without refits."""
-    live, folded = (arms[name]["paths"][0]["points"] for name in ("rings prox, live", "rings prox"))
+    """What becomes of the weights and of what they do, however batch normalisation is treated, at the same strengths."""
     rows: list[Cells] = []
-    for pair in zip(live, folded, strict=True):
-        found = (
-            [number(point["metrics"]["weight_norm"]) for point in pair],
-            [number(point["metrics"]["effective_norm"]) for point in pair],
-            [live_kernels(point) for point in pair],
-            [f"{error(point | {'refitted': None}):.1f}" for point in pair],
-        )
-        rows.append([f"{pair[0]['strength']:.2g}", *map(" / ".join, found)])
+    for kind in BATCH_NORMS:
+        if f"rings prox, {kind}" not in arms:
+            continue
+        (path,) = arms[f"rings prox, {kind}"]["paths"]
+        for point in reversed(path["points"]):
+            values = (number(point["metrics"][name]) for name in ("weight_norm", "effective_norm"))
+            share = point["multiply_adds"] / path["multiply_adds"]
+            cells = [f"{point['strength']:g}", *values, live_kernels(point), f"{share:.1%}", f"{error(point):.1f}"]
+            rows.append([kind, *cells])
     title = (
-        "Batch normalisation live / folded, without refits: mean norm of a kernel's weights, mean of that norm times "
-        "the scale behind it, kernels left, test error"
+        "Batch normalisation live, live with the penalty scaled by it, and folded; all from the dense network, two "
+        "epochs, no refit. Norms are means over the kernels left, of weights and of weights times the scale behind them"
     )
-    return title, ["strength", "norm", "norm times scale", "kernels left", "test error"], rows
+    headers = ["batch norm", "strength", "norm", "norm times scale", "kernels left", "multiply-adds", "test error"]
+    return title, headers, rows
 
 
 def live_kernels(point: dict[str, Any]) -> str:

@@ -108,11 +108,11 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     monkeypatch.setattr(frontier_cifar10, "MODELS", ("resnet8",))
     arms = frontier_cifar10.arms("resnet8")
     assert {name: setting.method for name, setting in arms.items() if "," not in name} == {
-        "width": "width",
+        **{"width": "width", "width with batch norm": "width"},
         **{f"{penalty} {method}": method for penalty in ("rings", "kernels") for method in ("prox", "subgradient")},
     }
     # Two strengths of one epoch each and the refit, after the dense epoch.
-    assert arms["width"].dense_epochs == 1 + 2 + 1
+    assert {sum((arms[name].dense_epochs, arms[name].refit_epochs)) for name in arms if "width" in name} == {1 + 2 + 1}
     options = ["--data", "none", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "frontier_cifar10-x.json")]
     assert frontier_cifar10.main([*options, "--only", "resnet8 rings prox"]) == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["resnet8-dense", "resnet8-rings-prox"]
@@ -124,4 +124,4 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     best = 100 * (1 - max(point["refitted"]["accuracy"] for point in points))
     assert f"| rings prox | {best:.1f} |" in section
     assert "| down |" in section
-    assert "Batch normalisation live / folded" in section
+    assert "Batch normalisation live, live with" in section

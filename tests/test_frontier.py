@@ -237,23 +237,25 @@ def test_taus_threshold_a_copy_of_what_was_trained():
 def test_a_refit_trains_the_compacted_network_and_the_path_goes_on_without_it():
     """Its multiply-adds stay, its weights come nearer to the minimum than the penalty lets them."""
     task = Regression()
-    seen = []
+    seen, left = [], []
 
-    def refit(model):
+    def refit(model, to_come):
+        left.append(to_come)
         seen.append([module.weight.shape for module in model.modules() if isinstance(module, nn.Conv2d)])
         task.fit(model, RingPenalty(0.0))
 
     options = {"strengths": [0.02, 0.05], "path": "up"}
     plain, refitted = (task.frontier(RingPenalty(1.0), **options, refit=chosen) for chosen in (None, refit))
-    # The model itself, then both points.
-    assert len(seen) == 3
+    assert left == [1, 0]
     for before, after in zip(plain.points, refitted.points, strict=True):
         assert before.refitted is None
         assert after == replace(before, refitted=after.refitted)
         assert after.refitted["loss"] < 0.9 * before.metrics["loss"]
     # What is left of the kernels: no weight that had become zero is trained.
-    left = {size for counts in (refitted.points[1].kernels["0"],) for size, count in enumerate(counts) if count}
-    assert {shape[-1] for shape in seen[2]} == left - {0}
+    sizes = {size for counts in (refitted.points[1].kernels["0"],) for size, count in enumerate(counts) if count}
+    assert {shape[-1] for shape in seen[1]} == sizes - {0}
+    task.frontier(RingPenalty(1.0), **options | {"path": "dense"}, refit=refit)
+    assert left == [1, 0, 0, 0]
 
 
 class Killed(Exception):

@@ -86,6 +86,7 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
         axes.axvline(whole, color="grey", linestyle="--", linewidth=1)
         # Networks with nothing left stand at the left edge: they have no place on a logarithmic axis.
         axes.set_xscale("symlog", linthresh=max(whole / 1000, 1))
+        axes.set_xlim(0, 1.3 * whole)
         axes.set(title=title, xlabel="multiply-adds of one sample", ylabel="test error in percent")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -94,12 +95,12 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
 
 
 def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]], envelope: list[int]) -> None:
-    """Areas around a horizontal line, the weakest strength's behind the others; ``figure`` gets the colours' scale."""
+    """Areas around a horizontal line, the largest behind the others; ``figure`` gets the scale of their colours."""
     layers = np.arange(1, len(envelope) + 1)
     norm = LogNorm(min(areas), max(max(areas), min(areas) * 1.01))
     colors = matplotlib.colormaps["viridis"]
     scale = ScalarMappable(norm, colors)
-    for strength, heights in sorted(areas.items()):
+    for strength, heights in sorted(areas.items(), key=lambda area: -sum(area[1])):
         half = np.array(heights) / 2
         axes.fill_between(layers, -half, half, color=colors(norm(strength)), alpha=0.55, linewidth=0)
         axes.plot(layers, half, layers, -half, color=colors(norm(strength)), linewidth=0.8)

@@ -52,9 +52,10 @@ class FrontierSettings:
             is not "width".
         method: one of METHODS.
         dense_optimizer, dense_learning_rate, dense_epochs: of the training without a penalty that every path starts
-            from, and of all the training of the method "width".
-        refit_epochs: how long the compacted network of each point is trained without the penalty, which not only
-            chooses weights but makes those that it leaves small.
+            from; the method "width" has no other, but for the refit.
+        refit_epochs: how long the compacted network of the last point is trained without the penalty, which not only
+            chooses weights but makes those that it leaves small. Points before are trained longer by what the path
+            still takes, so that all networks have had as many epochs. 0: none is.
         points, span, strengths, path: as for :func:`loco_ext.sparsity.frontier`.
         taus: of the method "subgradient".
         widths: of the method "width".
@@ -190,7 +191,7 @@ class _Path:
                 points=settings.points,
                 span=settings.span,
                 loss=self.loss,
-                refit=self.refit if penalised and settings.refit_epochs else None,
+                refit=self.refit if settings.refit_epochs else None,
                 path=settings.path,
                 taus=settings.taus if settings.method == "subgradient" else (0.0,),
                 latency=settings.latency,
@@ -200,12 +201,13 @@ class _Path:
             raise SettingsError(str(error)) from error
 
     def fit(self, model: nn.Module, penalty: sparsity.Penalty) -> None:
-        """The training of a point; the method "width" has had all of its."""
+        """The training of a point; the method "width" has none."""
         if self.settings.method != "width":
             self.train(model, self.settings.point(self.width, penalty.strength), f"{penalty.strength:.6e}")
 
-    def refit(self, model: nn.Module) -> None:
-        self.train(model, self.settings.without_penalty(self.width, self.settings.refit_epochs), "refit")
+    def refit(self, model: nn.Module, to_come: int) -> None:
+        epochs = self.settings.refit_epochs + to_come * self.settings.training.epochs
+        self.train(model, self.settings.without_penalty(self.width, epochs), f"refit-{epochs}")
 
     def train(self, model: nn.Module, setting: Settings, name: str) -> None:
         """The start names the folder and makes the seed: trainings that follow each other see other augmentations."""

@@ -25,6 +25,7 @@ _MOST_TRIALS = 64  # factors of 2 either way
 _ORDERS = {"l2": 2.0, "linf": float("inf")}
 
 Fit = Callable[[nn.Module, Penalty], None]
+Refit = Callable[[nn.Module, int], None]
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
@@ -70,7 +71,7 @@ def frontier(
     points: int = 15,
     span: float = 1e-4,
     loss: Callable[[nn.Module], Tensor] | None = None,
-    refit: Callable[[nn.Module], None] | None = None,
+    refit: Refit | None = None,
     path: str = "dense",
     taus: Sequence[float] = (0.0,),
     latency: bool = False,
@@ -99,8 +100,9 @@ def frontier(
         strengths: at least 0, or None.
         points, span: number of strengths, and the ratio of the smallest to the largest, where none are given.
         loss: where no strengths are given, the loss of a model without the penalty, as for :func:`max_strength`.
-        refit: trains a compacted network in place, without the penalty, as ``fit`` does with it; the path goes on from
-            the network as it was before. A penalty leaves the weights that it keeps smaller than the loss wants them.
+        refit: trains a compacted network in place, without the penalty; the path goes on from the network as it was
+            before. A penalty leaves the weights that it keeps smaller than the loss wants them. Its second argument is
+            how many trainings of the path are still to come ("dense": 0), for who wants all to be trained as long.
         path: see above.
         taus: one point for each: groups of at most this norm are set to zero after training (eqs. 15 and 23), which
             penalties that are part of the loss need. The exact prox needs none: 0.
@@ -157,8 +159,10 @@ def frontier(
         trials = _search(model, fit, penalty, loss, store)
         largest = min(strength for strength, empty in trials if empty)
         strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
+    found = _Measure(evaluate, None, example_inputs, latency, store)(
+        model, replace(penalty, strength=0.0), 0.0, "model"
+    )
     measure = _Measure(evaluate, refit, example_inputs, latency, store)
-    found = measure(model, replace(penalty, strength=0.0), 0.0, "model")
     result = Frontier(
         (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
         path,
@@ -171,8 +175,9 @@ def frontier(
     for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):
         chosen = replace(penalty, strength=strength)
         current = store.trained(f"point-{i:02d}", copy.deepcopy(model if path == "dense" else current), fit, chosen)
+        to_come = 0 if path == "dense" else len(strengths) - 1 - i
         result.points.extend(
-            measure(current, chosen, tau, f"point-{i:02d}-{j}") for j, tau in enumerate(map(float, taus))
+            measure(current, chosen, tau, f"point-{i:02d}-{j}", to_come) for j, tau in enumerate(map(float, taus))
         )
     return result
 
@@ -233,16 +238,16 @@ class _Measure:
     """What the points have in common."""
 
     evaluate: Evaluate
-    refit: Callable[[nn.Module], None] | None
+    refit: Refit | None
     example_inputs: Any
     latency: bool
     store: _Store
 
-    def __call__(self, model: nn.Module, penalty: Penalty, tau: float, name: str) -> FrontierPoint:
+    def __call__(self, model: nn.Module, penalty: Penalty, tau: float, name: str, to_come: int = 0) -> FrontierPoint:
         """The model as it is once groups of at most ``tau`` are zero."""
-        return FrontierPoint(**self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau))))
+        return FrontierPoint(**self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come))))
 
-    def _point(self, model: nn.Module, penalty: Penalty, tau: float) -> FrontierPoint:
+    def _point(self, model: nn.Module, penalty: Penalty, tau: float, to_come: int) -> FrontierPoint:
         kept = copy.deepcopy(model)
         kernels = {}
         with torch.no_grad():
@@ -260,7 +265,7 @@ class _Measure:
         smaller, report = compact(kept.eval(), self.example_inputs, cost="multiply_adds")
         refitted = None
         if self.refit is not None:
-            self.refit(smaller)
+            self.refit(smaller, to_come)
             refitted = self._metrics(smaller)
         return FrontierPoint(penalty.strength, tau, metrics, refitted, report.multiply_adds_after, *latencies, kernels)
 
