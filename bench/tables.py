@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import harness, tables_ring_prox
+from bench import frontier_tables, harness, tables_ring_prox
 from bench.table import MISSING, RULE_NAMES, Table, milliseconds, significant, targets
 
 README = harness.ROOT / "README.md"
@@ -117,6 +117,14 @@ def locality_cifar10(report: dict[str, Any]) -> list[Table]:
         f"({settings['stat']})"
     )
     return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
+
+
+def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
+    """What pruned and narrower networks reach; the warm starts; what batch normalisation does."""
+    return [
+        Table(title, headers, [[MISSING if cell is None else cell for cell in row] for row in rows])
+        for title, headers, rows in frontier_tables.of(report)
+    ]
 
 
 def gpu_times(report: dict[str, Any]) -> Table:
@@ -223,6 +231,7 @@ RENDERERS = {
     "optim_step": optim_step,
     "train": train,
     "locality_cifar10": locality_cifar10,
+    "frontier_cifar10": frontier_cifar10,
     "optim_step_gpu": optim_step_gpu,
     "ring_prox": tables_ring_prox.ring_prox,
     "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,

@@ -18,6 +18,11 @@ def count(text: str) -> int:
     return integer(text, range(1, 10**6 + 1))
 
 
+def whole(text: str) -> int:
+    """At least 0."""
+    return integer(text, range(10**6 + 1))
+
+
 def seed(text: str) -> int:
     """What torch takes as a seed: 63 bits."""
     return integer(text, range(2**63))
@@ -32,6 +37,11 @@ def number(text: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"expected a number, at least 0, got {text!r}")
     return value
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers separated by commas."""
+    return tuple(number(part) for part in text.split(","))
 
 
 def epochs(text: str) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     _add_demo(commands)
     _add_train(commands)
+    _add_frontier(commands)
     _add_analyze(commands)
     _add_compact(commands)
     info = commands.add_parser(
@@ -85,14 +86,9 @@ def _add_train(commands: Any) -> None:
         "folder. Start it with `torchrun -m loco_ext.cli train ...` to train in several processes.",
         epilog="Options that are not given are the preset's. With another number of epochs its milestones move along.",
     )
-    train.add_argument("--model", required=True, help="small, vgg13, mobilenet or resnet18")
-    train.add_argument("--dataset", required=True, help="digits, cifar10, cifar100 or fashion-mnist")
-    train.add_argument("--data", type=Path, metavar="DIR", help="folder with the data set's files; digits need none")
-    train.add_argument("--out", type=Path, required=True, help="folder of the run")
-    train.add_argument("--resume", action="store_true", help="go on with the run in --out, if there is one")
+    _add_run(train)
     train.add_argument("--preset", default="paper", help="paper or quick (default: %(default)s)")
     train.add_argument("--epochs", type=values.count, help="passes over the training samples")
-    train.add_argument("--batch-size", type=values.count, help="samples per step, over all processes")
     train.add_argument("--optimizer", help="sgd, adam or adamw")
     train.add_argument("--lr", type=values.number, dest="learning_rate", help="learning rate of the first epoch")
     train.add_argument("--schedule", help="steps or cosine")
@@ -100,19 +96,72 @@ def _add_train(commands: Any) -> None:
         "--milestones", type=values.epochs, metavar="EPOCHS", help="epochs after which the learning rate falls: 70,140"
     )
     train.add_argument("--factor", type=values.number, help="by which it falls")
-    train.add_argument("--momentum", type=values.number, help="of SGD")
-    train.add_argument("--weight-decay", type=values.number, help="twice the paper's lambda")
     train.add_argument(
         "--locality",
         type=values.locality,
         help="none, GAMMA,ETA, one factor per distance class, or a file that analyze has written",
     )
     train.add_argument("--norm", help="l2 or l1, of the weight decay")
-    train.add_argument("--augment", action=argparse.BooleanOptionalAction, default=None, help="random crops and flips")
-    train.add_argument("--seed", type=values.seed, help="decides initial weights, order and augmentations")
-    _add_device(train)
+    train.add_argument("--penalty", help="none, rings or kernels, of all convolutions")
+    train.add_argument("--strength", type=values.number, help="of the penalty, the draft's alpha")
+    train.add_argument("--solver", help="prox, exact zeros, or subgradient, the penalty as part of the loss")
     train.add_argument("--json", action="store_true", help="print the last epoch's metrics as JSON")
     train.set_defaults(command=_train)
+
+
+def _add_frontier(commands: Any) -> None:
+    frontier = commands.add_parser(
+        "frontier",
+        help="train a network with many strengths of a penalty: accuracy against multiply-adds",
+        description="Trains a network without a penalty, then from there with many strengths of one that takes away "
+        "rings of kernels, or kernels; compacts what is left and writes accuracies, multiply-adds and figures to a "
+        "folder. Strengths run from the least that leaves nothing down, if none are given.",
+        epilog="Options that are not given are those of the preset quick, but for the learning rate of the points.",
+    )
+    _add_run(frontier)
+    frontier.add_argument("--samples", type=values.count, help="train with the first so many samples")
+    frontier.add_argument("--method", default="prox", help="prox, subgradient or width (default: %(default)s)")
+    frontier.add_argument("--penalty", help="rings or kernels (default: rings, none for the method width)")
+    frontier.add_argument("--points", type=values.count, default=15, help="strengths (default: %(default)s)")
+    frontier.add_argument(
+        "--span", type=values.number, default=1e-4, help="smallest strength over the largest (default: %(default)s)"
+    )
+    frontier.add_argument("--strengths", type=values.numbers, metavar="NUMBERS", help="the strengths themselves")
+    frontier.add_argument("--path", default="dense", help="warm starts: dense, up or down (default: %(default)s)")
+    frontier.add_argument("--taus", type=values.numbers, metavar="NUMBERS", help="thresholds of the method subgradient")
+    frontier.add_argument("--widths", type=values.numbers, metavar="NUMBERS", help="factors of the method width")
+    frontier.add_argument("--batch-norm", help="folded, before the path begins, or live (default: folded)")
+    frontier.add_argument("--dense-epochs", type=values.count, help="without a penalty (default: 8)")
+    frontier.add_argument("--dense-lr", type=values.number, dest="dense_learning_rate", help="of those (default: 0.1)")
+    frontier.add_argument("--epochs", type=values.count, default=2, help="of each point (default: %(default)s)")
+    frontier.add_argument(
+        "--lr", type=values.number, dest="learning_rate", default=0.02, help="of each point (default: %(default)s)"
+    )
+    frontier.add_argument("--optimizer", help="of each point: sgd, adam or adamw")
+    frontier.add_argument("--refit-epochs", type=values.whole, help="of each compacted network (default: 1)")
+    frontier.add_argument("--latency", action="store_true", help="time the networks before and after compaction")
+    frontier.add_argument("--json", action="store_true", help="print the JSON instead of a table")
+    frontier.set_defaults(command=_frontier)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """What training commands share."""
+    parser.add_argument(
+        "--model", required=True, help="small, vgg13, mobilenet, resnet18, resnet20, plain20, resnet8 or plain8"
+    )
+    parser.add_argument("--dataset", required=True, help="digits, cifar10, cifar100 or fashion-mnist")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the data set's files; digits need none")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, if there is one")
+    parser.add_argument("--batch-size", type=values.count, help="samples per step, over all processes")
+    parser.add_argument("--momentum", type=values.number, help="of SGD")
+    parser.add_argument("--weight-decay", type=values.number, help="twice the paper's lambda")
+    parser.add_argument("--width", type=values.number, help="factor of the numbers of channels, of resnet* and plain*")
+    parser.add_argument("--weighting", help="plain, normalized or scaled, of the penalty")
+    parser.add_argument("--kind", help="half or full rings")
+    parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=None, help="random crops and flips")
+    parser.add_argument("--seed", type=values.seed, help="decides initial weights, order and augmentations")
+    _add_device(parser)
 
 
 def _add_analyze(commands: Any) -> None:
@@ -209,6 +258,8 @@ def _train(arguments: argparse.Namespace) -> None:
 
     given = {name: value for name, value in vars(arguments).items() if name in settings.Settings.__dataclass_fields__}
     given["data"] = arguments.dataset
+    if arguments.penalty == "none":
+        given["penalty"] = None
     try:
         setting = settings.from_preset(arguments.preset, **given)
         dataset = data.load(setting.data, arguments.data)
@@ -224,6 +275,38 @@ def _train(arguments: argparse.Namespace) -> None:
         print(json_text(vars(history[-1])))
     else:
         print(f"Test accuracy {history[-1].test_accuracy:.2%}. Metrics, checkpoint and weights are in {arguments.out}")
+
+
+def _frontier(arguments: argparse.Namespace) -> None:
+    try:
+        from loco_ext.experiments import data, frontier, settings
+        from loco_ext.experiments.report import print_table
+    except ModuleNotFoundError as error:
+        raise UserError(str(error)) from error
+
+    options = {name: value for name, value in vars(arguments).items() if value is not None}
+    options["data"] = arguments.dataset
+    if arguments.method != "width":
+        options.setdefault("penalty", "rings")
+    training, own = (
+        {name: value for name, value in options.items() if name in kind.__dataclass_fields__}
+        for kind in (settings.Settings, frontier.FrontierSettings)
+    )
+    try:
+        setting = frontier.FrontierSettings(settings.from_preset("quick", **training), **own)
+        dataset = data.load(arguments.dataset, arguments.data)
+        if arguments.samples is not None:
+            dataset = dataset.first(arguments.samples)
+        record = frontier.measure(setting, dataset, arguments.out, arguments.device, resume=arguments.resume)
+    except (settings.SettingsError, data.DataError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise _not_writable(arguments.out, error) from error
+    if arguments.json:
+        print(json_text(record, indent=2))
+    else:
+        print_table(*frontier.rows(record))
+        print(f"frontier.json and figures are in {arguments.out}")
 
 
 def _analyze(arguments: argparse.Namespace) -> None:

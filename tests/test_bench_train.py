@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from bench import bench_train, harness, locality_cifar10, tables
+from bench import bench_train, frontier_cifar10, harness, locality_cifar10, tables
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data
 
@@ -89,3 +89,39 @@ def test_the_summary_is_that_of_the_paired_runs(study):
         expected = stats.ttest_1samp(difference, 0).pvalue if difference.any() else 1.0
         assert summary["paired_p"] == pytest.approx(expected)
     assert "| local |" in tables.section("locality_cifar10", folder)
+
+
+def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(tmp_path, monkeypatch):
+    """All arms on a few random images, with two strengths; then the report from what is there already."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (100, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    samples = data.Samples(images, torch.randint(10, (100,), generator=generator))
+    monkeypatch.setattr(data, "load", lambda name, folder: data.Dataset("cifar10", samples, samples, 10, True))
+    for name, value in {
+        "STRENGTHS": (0.1, 0.5),
+        "TAUS": (0.1,),
+        "WIDTHS": (0.25, 0.125),
+        "DENSE_EPOCHS": 1,
+        "REFIT_EPOCHS": 1,
+    }.items():
+        monkeypatch.setattr(frontier_cifar10, name, value)
+    monkeypatch.setattr(frontier_cifar10, "MODELS", ("resnet8",))
+    arms = frontier_cifar10.arms("resnet8")
+    assert {name: setting.method for name, setting in arms.items() if "," not in name} == {
+        **{"width": "width", "width with batch norm": "width"},
+        **{f"{penalty} {method}": method for penalty in ("rings", "kernels") for method in ("prox", "subgradient")},
+    }
+    # Two strengths of one epoch each and the refit, after the dense epoch.
+    assert {sum((arms[name].dense_epochs, arms[name].refit_epochs)) for name in arms if "width" in name} == {1 + 2 + 1}
+    options = ["--data", "none", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "frontier_cifar10-x.json")]
+    assert frontier_cifar10.main([*options, "--only", "resnet8 rings prox"]) == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["resnet8-dense", "resnet8-rings-prox"]
+    assert frontier_cifar10.main(options) == 0
+    assert (tmp_path / "frontier_cifar10-x.png").stat().st_size > 10_000
+    report = json.loads((tmp_path / "frontier_cifar10-x.json").read_text())
+    section = tables.section("frontier_cifar10", tmp_path)
+    points = report["networks"]["resnet8"]["rings prox"]["paths"][0]["points"]
+    best = 100 * (1 - max(point["refitted"]["accuracy"] for point in points))
+    assert f"| rings prox | {best:.1f} |" in section
+    assert "| down |" in section
+    assert "Batch normalisation live, live with" in section

@@ -41,6 +41,14 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
         (["--model", "vgg13"], "vgg13 needs images of at least 32x32"),
         (["--dataset", "cifar10"], "expected the folder that holds them"),
         (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
+        (["--penalty", "groups"], "penalty: expected one of rings, kernels"),
+        (["--strength", "0.1"], "strength: expected 0 without a penalty"),
+        (["--penalty", "none", "--strength", "0.1"], "strength: expected 0 without a penalty"),
+        (["--penalty", "rings", "--strength", "-1"], "--strength: expected a number, at least 0"),
+        (["--penalty", "rings", "--weighting", "x"], "weighting: expected one of plain, normalized, scaled"),
+        (["--penalty", "rings", "--kind", "x"], "kind: expected one of half, full"),
+        (["--penalty", "rings", "--solver", "x"], "solver: expected one of prox, subgradient"),
+        (["--width", "0.5"], "width: expected 1, or more than 0 for resnet20"),
         (["--seed", "-1"], "--seed: expected an integer from 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -103,6 +111,8 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     path.write_text(json.dumps({"locality": {"3": [0.5, 2.0]}}))
     options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
     options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
+    options += ["--penalty", "rings", "--strength", "0.001", "--weighting", "scaled", "--kind", "full"]
+    options += ["--solver", "subgradient", "--width", "1"]
     assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
     assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
@@ -121,6 +131,12 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "norm": "l1",
         "augment": False,
         "seed": 4,
+        "width": 1.0,
+        "penalty": "rings",
+        "strength": 0.001,
+        "weighting": "scaled",
+        "kind": "full",
+        "solver": "subgradient",
     }
 
 

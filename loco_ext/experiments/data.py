@@ -1,7 +1,7 @@
 """The data sets that experiments train on, by name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,10 @@ class Dataset:
     def size(self) -> int:
         """Height and width of the images."""
         return self.train.images.shape[-1]
+
+    def first(self, samples: int) -> "Dataset":
+        """The same with only the first training samples; all of them where there are no more."""
+        return replace(self, train=Samples(*(part[:samples] for part in self.train)))
 
 
 def load(name: str, folder: Path | None) -> Dataset:

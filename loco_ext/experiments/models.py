@@ -1,6 +1,7 @@
 """The networks that the experiments train, by name. Every convolution is followed by batch normalisation and ReLU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -79,6 +80,42 @@ def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequ
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+def cifar_resnet(
+    in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
+) -> nn.Sequential:
+    """A base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
+
+    A 3x3 convolution, then three stages of ``blocks`` blocks of two, of 16, 32 and 64 channels; the last two stages
+    begin with a stride of 2. One linear layer.
+
+    Args:
+        in_channels, classes, size: as for :func:`small_cnn`.
+        blocks: per stage; the depth that the draft counts is ``6 * blocks + 2``.
+        width: by which the numbers of channels are multiplied.
+
+    >>> import torch
+    >>> cifar_resnet()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    return _cifar(in_channels, classes, blocks, width, lambda *shape: (BasicBlock(*shape),))
+
+
+def cifar_plain(
+    in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
+) -> nn.Sequential:
+    """The plain twin of :func:`cifar_resnet`: the same convolutions without the shortcuts around them.
+
+    >>> import torch
+    >>> cifar_plain(blocks=1, width=0.5)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+
+    def pair(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
+        return *_convolution(channels, width, stride=stride), *_convolution(width, width)
+
+    return _cifar(in_channels, classes, blocks, width, pair)
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut around them, which is a 1x1 convolution where shapes change."""
 
@@ -100,10 +137,14 @@ class BasicBlock(nn.Module):
 
 
 class Model(NamedTuple):
-    """How a network is made, from channels, classes and size of the images, and the size that it needs at least."""
+    """How a network is made, from channels, classes and size of the images, and the size that it needs at least.
 
-    make: Callable[[int, int, int], nn.Module]
+    ``scalable``: it is made with a ``width`` too, by which its numbers of channels are multiplied.
+    """
+
+    make: Callable[..., nn.Module]
     least_size: int
+    scalable: bool = False
 
 
 MODELS = {
@@ -111,7 +152,25 @@ MODELS = {
     "vgg13": Model(vgg13, 32),
     "mobilenet": Model(mobilenet, 32),
     "resnet18": Model(resnet18, 8),
+    "resnet20": Model(cifar_resnet, 8, scalable=True),
+    "plain20": Model(cifar_plain, 8, scalable=True),
+    "resnet8": Model(partial(cifar_resnet, blocks=1), 8, scalable=True),
+    "plain8": Model(partial(cifar_plain, blocks=1), 8, scalable=True),
 }
+
+
+def _cifar(
+    in_channels: int, classes: int, blocks: int, width: float, pair: Callable[[int, int, int], Iterable[nn.Module]]
+) -> nn.Sequential:
+    """``pair``: modules with two convolutions, of input channels, output channels and the first one's stride."""
+    first, *_ = widths = [max(1, round(width * channels)) for channels in (16, 32, 64)]
+    layers: list[nn.Module] = [*_convolution(in_channels, first)]
+    channels = first
+    for stage, wide in enumerate(widths):
+        for block in range(blocks):
+            layers += pair(channels, wide, 2 if stage > 0 and block == 0 else 1)
+            channels = wide
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 def _convolution(

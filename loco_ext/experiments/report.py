@@ -76,6 +76,16 @@ def mean_abs_weights(model: nn.Module) -> Tensor:
     return torch.cat(filters).abs().mean(0)
 
 
+def print_table(headers: list[str], rows: list[list[str]]) -> None:
+    """Prints cells, the first column to the left."""
+    table = Table()
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number else "left")
+    for cells in rows:
+        table.add_row(*cells)
+    Console().print(table)
+
+
 def print_tables(networks: list[Network]) -> None:
     """Prints, per network: test accuracy and mean absolute weight by distance; the statistics of LOCO-REG's Table 4."""
     table = Table(title="Test accuracy and mean |weight| of the 3x3 convolutions")

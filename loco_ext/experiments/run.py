@@ -30,13 +30,22 @@ from loco_ext.version import __version__
 CHECKPOINT = "checkpoint.pt"
 
 
-def run(settings: Settings, data: Dataset, out: Path, processes: Processes, *, resume: bool = False) -> list[Epoch]:
+def run(
+    settings: Settings,
+    data: Dataset,
+    out: Path,
+    processes: Processes,
+    *,
+    resume: bool = False,
+    model: nn.Module | None = None,
+) -> list[Epoch]:
     """Trains as the settings say, or goes on with the run in ``out``; returns the figures of all epochs.
 
     Args:
         data: of the name in the settings.
         out: a folder; it is made, and written to by the first process only.
         resume: go on from ``out``'s checkpoint, from the beginning where there is none yet.
+        model: trained in place, from its present weights; None: a new one, as the settings say.
 
     Raises:
         SettingsError: settings that do not fit the data or the model; a run in ``out`` already, without ``resume``; a
@@ -48,7 +57,7 @@ def run(settings: Settings, data: Dataset, out: Path, processes: Processes, *, r
     path = out / CHECKPOINT
     if path.exists() and not resume:
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
-    model = make_model(settings, data).to(processes.device)
+    model = (make_model(settings, data) if model is None else model).to(processes.device)
     optimizer = make_optimizer(settings, model)
     history = _restore(path, settings, processes, model, optimizer) if path.exists() else []
     if processes.first:
@@ -63,7 +72,8 @@ def run(settings: Settings, data: Dataset, out: Path, processes: Processes, *, r
         if processes.first:
             _save(out, settings, processes, model, optimizer, history)
 
-    label = f"{settings.model} on {settings.data}"
+    strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
+    label = f"{settings.model} on {settings.data}{strength}"
     train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
     if processes.first:
         _write_metrics(out, history)

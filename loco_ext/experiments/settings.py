@@ -7,9 +7,13 @@ from typing import Any
 
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.models import MODELS
+from loco_ext.sparsity import KernelPenalty, RingPenalty
+from loco_ext.sparsity.penalties import WEIGHTINGS, GroupPenalty
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("steps", "cosine")
+PENALTIES = ("rings", "kernels")
+SOLVERS = ("prox", "subgradient")
 
 Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]
@@ -35,6 +39,10 @@ class Settings:
         norm: "l2" or "l1", of the decay.
         augment: crops and flips, where the data allow them.
         seed: decides initial weights, order and augmentations.
+        width: by which the numbers of channels are multiplied, of the models that can be scaled.
+        penalty: None, "rings" or "kernels", of all convolutions, see :mod:`loco_ext.sparsity`.
+        strength, weighting, kind: of the penalty; kind is that of rings.
+        solver: "prox" ends every step with the penalty's exact prox, "subgradient" adds its value to the loss.
     """
 
     model: str
@@ -52,6 +60,12 @@ class Settings:
     norm: str
     augment: bool
     seed: int
+    width: float
+    penalty: str | None
+    strength: float
+    weighting: str
+    kind: str
+    solver: str
 
     def __post_init__(self) -> None:
         _choice("model", self.model, tuple(MODELS))
@@ -65,10 +79,14 @@ class Settings:
             raise SettingsError(f"epochs: expected at least 1, got {self.epochs}")
         if self.batch_size < 2:
             raise SettingsError(f"batch_size: expected at least 2, got {self.batch_size}")
-        for name in ("learning_rate", "momentum", "weight_decay", "factor"):
+        for name in ("learning_rate", "momentum", "weight_decay", "factor", "width", "strength"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
+        self._check_penalty()
+        if self.width == 0 or (self.width != 1 and not MODELS[self.model].scalable):
+            scalable = ", ".join(name for name, model in MODELS.items() if model.scalable)
+            raise SettingsError(f"width: expected 1, or more than 0 for {scalable}; got {self.width} for {self.model}")
         if any(milestone < 1 for milestone in self.milestones) or list(self.milestones) != sorted(self.milestones):
             raise SettingsError(f"milestones: expected ascending epochs from 1 on, got {self.milestones}")
         if self.milestones and self.schedule == "cosine":
@@ -79,6 +97,23 @@ class Settings:
             rates = [math.inf]
         if not all(map(math.isfinite, rates)):
             raise SettingsError(f"factor: expected one that leaves the learning rate finite, got {self.factor}")
+
+    def _check_penalty(self) -> None:
+        if self.penalty is not None:
+            _choice("penalty", self.penalty, PENALTIES)
+        elif self.strength:
+            raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
+        _choice("weighting", self.weighting, tuple(WEIGHTINGS))
+        _choice("kind", self.kind, ("half", "full"))
+        _choice("solver", self.solver, SOLVERS)
+        if self.penalty and self.solver == "prox" and self.optimizer == "sgd" and self.momentum >= 1:
+            raise SettingsError(f"momentum: expected less than 1 with a penalty, got {self.momentum}")
+
+    def make_penalty(self) -> GroupPenalty | None:
+        """The penalty of each convolution."""
+        if self.penalty == "rings":
+            return RingPenalty(self.strength, self.kind, self.weighting)
+        return KernelPenalty(self.strength, self.weighting) if self.penalty else None
 
     def learning_rate_of(self, epoch: int) -> float:
         """The learning rate of an epoch, counted from 0."""
@@ -119,6 +154,12 @@ _PAPER: dict[str, Any] = {
     "norm": "l2",
     "augment": True,
     "seed": 0,
+    "width": 1.0,
+    "penalty": None,
+    "strength": 0.0,
+    "weighting": "plain",
+    "kind": "half",
+    "solver": "prox",
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,

@@ -17,6 +17,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError
+from loco_ext.sparsity.strengths import convolutions
 
 EVALUATION_BATCH = 500
 
@@ -40,28 +41,40 @@ def make_model(settings: Settings, data: Dataset) -> nn.Module:
 
     The caller's random state is left alone.
     """
+    make, _, scalable = MODELS[settings.model]
+    options = {"width": settings.width} if scalable else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(settings.seed)
-        model = MODELS[settings.model].make(data.channels, data.classes, data.size)
+        model = make(data.channels, data.classes, data.size, **options)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """Our optimizer over the model's parameters, convolutions decayed by the locality.
+    """Our optimizer over the model's parameters, convolutions decayed by the locality, with the penalty's prox.
 
     Raises:
         SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
     """
     layers = settings.locality if isinstance(settings.locality, Mapping) else None
     everywhere = None if isinstance(settings.locality, Mapping) else settings.locality
+    penalty = settings.make_penalty() if settings.solver == "prox" else None
     options: dict[str, Any] = {"lr": settings.learning_rate, "norm": settings.norm}
     try:
-        groups = optim.parameter_groups(model, settings.weight_decay, everywhere, per_layer=layers)
+        groups = optim.parameter_groups(model, settings.weight_decay, everywhere, penalty, layers)
         if settings.optimizer == "sgd":
             return optim.SGD(groups, momentum=settings.momentum, **options)
         return {"adam": optim.Adam, "adamw": optim.AdamW}[settings.optimizer](groups, **options)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"locality: {error}") from error
+
+
+def penalty_term(settings: Settings, model: nn.Module) -> Callable[[], Tensor] | None:
+    """What the loss gets added by the solver "subgradient": the penalty's value, summed over all convolutions."""
+    penalty = settings.make_penalty()
+    if penalty is None or settings.solver != "subgradient":
+        return None
+    weights = [module.weight for module in convolutions(model).values()]
+    return lambda: torch.stack([penalty.value(weight) for weight in weights]).sum()
 
 
 def train(
@@ -95,6 +108,7 @@ def train(
         processes=processes.count,
     )
     test = data.test.to(processes.device)
+    term = penalty_term(settings, model)
     steps = (settings.epochs - start) * len(loader)
     deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
     with deterministic, tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
@@ -104,7 +118,7 @@ def train(
             # Wrapped anew: after its first step DDP sums in another order, which a resumed run would not start with.
             called = processes.wrap(model)
             begin = time.perf_counter()
-            sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress)).tolist()
+            sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress, term)).tolist()
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
             losses, correct, count = sums
@@ -124,9 +138,14 @@ def train(
 
 
 def train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, epoch: int, progress: tqdm
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    epoch: int,
+    progress: tqdm,
+    term: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """One pass over the loader's batches.
+    """One pass over the loader's batches; ``term`` is added to the loss that is minimised, not to the one returned.
 
     Returns:
         float64 ``(3,)``, on the device, which nothing waits for: this process's sum of losses, its number of correct
@@ -138,7 +157,8 @@ def train_epoch(
         optimizer.zero_grad()
         logits = model(images)
         loss = cross_entropy(logits, labels)
-        (loss * share if share != 1 else loss).backward()
+        objective = loss * share if share != 1 else loss
+        (objective if term is None else objective + term()).backward()
         optimizer.step()
         losses.append(loss.detach())
         correct.append((logits.detach().argmax(1) == labels).sum())

@@ -4,9 +4,11 @@ from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.complexity import complexity_penalties
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
+from loco_ext.sparsity.frontier import frontier
 from loco_ext.sparsity.kkt import kkt_residual
 from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes, ring_norms, ring_prox
+from loco_ext.sparsity.strengths import dual_norm, max_strength
 from loco_ext.sparsity.tracing import folded_penalties
 from loco_ext.sparsity.vocabulary import ModelFileError
 
@@ -20,11 +22,14 @@ __all__ = [
     "RingPenalty",
     "compact",
     "complexity_penalties",
+    "dual_norm",
     "export_onnx",
     "folded_penalties",
+    "frontier",
     "kernel_sizes",
     "kkt_residual",
     "load",
+    "max_strength",
     "ring_norms",
     "ring_prox",
     "save",

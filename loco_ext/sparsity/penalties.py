@@ -335,7 +335,8 @@ class FoldedPenalty:
         )
 
 
-Penalty = RingPenalty | KernelPenalty | FoldedPenalty
+GroupPenalty = RingPenalty | KernelPenalty
+Penalty = GroupPenalty | FoldedPenalty
 
 
 def _shared_threshold(norms: Tensor, factors: Tensor, twice: float) -> float:

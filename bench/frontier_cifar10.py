@@ -1,0 +1,151 @@
+"""Structured sparsity on CIFAR-10: networks that lost rings or kernels against narrower ones, trained as long.
+
+    python -m bench.frontier_cifar10 --data DIR      about an hour on one core; writes bench/results/
+
+ResNet-8 and its plain twin, 5,000 training and 2,500 test images. All networks have been trained for the same number
+of epochs or less: without a penalty; with it, one epoch for each strength, from the strength before (path "up"), batch
+normalisation folded; compacted, without it again. Arms: the exact prox and the draft's own way (subgradient and tau; two
+epochs for every other strength), of rings and of kernels; uniformly narrower networks, by the same recipe, and with
+batch normalisation and the larger learning rate all the time. For ResNet-8 with rings also: the other warm starts, from
+the strength that leaves nothing down, and what batch normalisation does if it is not folded.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench import harness, tables
+from loco_ext.experiments import data, figures, frontier, run, settings
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.samples import Samples
+from loco_ext.output import replacing
+
+MODELS = ("resnet8", "plain8")
+PENALTIES = ("rings", "kernels")
+TRAIN, TEST = 5_000, 2_500
+DENSE_EPOCHS, POINTS, REFIT_EPOCHS = 12, 16, 3
+STRENGTHS = tuple(0.002 * 100 ** (i / (POINTS - 1)) for i in range(POINTS))
+BATCH_NORM_STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1)
+TAUS = (0.03, 0.1)
+WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
+
+
+def arms(model: str) -> dict[str, frontier.FrontierSettings]:
+    """The settings by name."""
+
+    def arm(penalty: str | None = None, epochs: int = 1, **options: Any) -> frontier.FrontierSettings:
+        training = settings.from_preset(
+            "quick",
+            model=model,
+            data="cifar10",
+            epochs=epochs,
+            batch_size=32,
+            optimizer="adam",
+            learning_rate=1e-3,
+            weight_decay=1e-4,
+            penalty=penalty,
+        )
+        values: dict[str, Any] = {
+            "dense_epochs": DENSE_EPOCHS,
+            "refit_epochs": REFIT_EPOCHS,
+            "strengths": STRENGTHS,
+            "path": "up",
+        }
+        return frontier.FrontierSettings(training, **values | options)
+
+    more = len(STRENGTHS) + REFIT_EPOCHS
+    found = {
+        "width": arm(method="width", widths=WIDTHS, refit_epochs=more),
+        "width with batch norm": arm(method="width", widths=WIDTHS, dense_epochs=DENSE_EPOCHS + more, refit_epochs=0),
+    }
+    for penalty in PENALTIES:
+        found[f"{penalty} prox"] = arm(penalty)
+    for penalty in PENALTIES if model == MODELS[0] else PENALTIES[:1]:
+        found[f"{penalty} subgradient"] = arm(
+            penalty, epochs=2, method="subgradient", strengths=STRENGTHS[1::2], taus=TAUS
+        )
+    if model == MODELS[0]:
+        options: dict[str, Any]
+        searched: dict[str, Any] = {"strengths": None, "points": 8, "span": 1e-4, "refit_epochs": 0}
+        for path in ("dense", "down"):
+            found[f"rings prox, {path}"] = arm("rings", path=path, **searched)
+        for kind in ("live", "folded"):
+            options = {"batch_norm": kind, "path": "dense", "strengths": BATCH_NORM_STRENGTHS, "refit_epochs": 0}
+            found[f"rings prox, {kind}"] = arm("rings", epochs=2, **options)
+    return found
+
+
+def share_dense(setting: frontier.FrontierSettings, dataset: data.Dataset, folder: Path, out: Path) -> None:
+    """Trains the network that all paths start from once, and puts a copy where this one looks for it."""
+    run.run(setting.dense(1.0), dataset, folder, Processes(torch.device("cpu")), resume=True)
+    target = out / "dense-1" / run.CHECKPOINT
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as temporary:
+        shutil.copy(folder / run.CHECKPOINT, temporary)
+
+
+def study(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures all arms; those that are finished already are read."""
+    whole = data.load("cifar10", arguments.data).first(TRAIN)
+    test = Samples(*(part[:TEST] for part in whole.test))
+    dataset = data.Dataset(whole.name, whole.train, test, whole.classes, whole.augmented)
+    networks: dict[str, Any] = {}
+    for model in MODELS:
+        for name, setting in arms(model).items():
+            if arguments.only and arguments.only != f"{model} {name}":
+                continue
+            out = arguments.runs / f"{model}-{name.replace(', ', '-').replace(' ', '-')}"
+            if setting.method != "width":
+                share_dense(setting, dataset, arguments.runs / f"{model}-dense", out)
+            record = frontier.measure(setting, dataset, out, "cpu", resume=True)
+            networks.setdefault(model, {})[name] = record
+    return {
+        "benchmark": "frontier_cifar10",
+        "machine": harness.machine(),
+        "settings": {
+            "training_samples": TRAIN,
+            "test_samples": TEST,
+            "dense_epochs": DENSE_EPOCHS,
+            "epochs_per_point": 1,
+            "refit_epochs": REFIT_EPOCHS,
+        },
+        "networks": networks,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the study, writes the JSON file and a figure beside it, prints the tables."""
+    parser = argparse.ArgumentParser(prog="python -m bench.frontier_cifar10", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
+    parser.add_argument("--runs", type=Path, default=Path("runs/frontier_cifar10"), help="folder for the networks")
+    parser.add_argument("--only", metavar="ARM", help="such as 'resnet8 rings prox': run this, write no report")
+    parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
+    arguments = parser.parse_args(argv)
+    report = study(arguments)
+    if arguments.only:
+        return 0
+    out = arguments.out or harness.RESULTS / "frontier_cifar10-resnet8.json"
+    harness.write_json(out, report)
+    panels, dense = {}, {}
+    for model, records in report["networks"].items():
+        shown = [name for name in records if "," not in name]
+        panels[model] = {
+            label.replace(records[name]["settings"]["method"], name): points
+            for name in shown
+            for label, points in figures.by_tau(records[name]).items()
+        }
+        dense[model] = records[shown[0]]["paths"][0]["multiply_adds"]
+    figures.write(figures.errors(panels, dense), out.with_suffix(".png"))
+    print(f"written: {out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The tables of the frontier on CIFAR-10, as titles, headers and rows of cells; None where nothing was measured."""
+
+from typing import Any
+
+from loco_ext.experiments.figures import error
+
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # of the dense network's multiply-adds
+BATCH_NORMS = ("live", "scaled", "folded")
+Cells = list[str | None]
+Parts = tuple[str, list[str], list[Cells]]
+
+
+def of(report: dict[str, Any]) -> list[Parts]:
+    """What the methods reach with a share of the multiply-adds; warm starts; what batch normalisation does."""
+    settings = report["settings"]
+    tables = [errors(model, arms, settings) for model, arms in report["networks"].items()]
+    for arms in report["networks"].values():
+        if "rings prox, live" in arms:
+            tables += [paths(arms), norms(arms)]
+    return tables
+
+
+def errors(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
+    """The lowest error of each method by the share of multiply-adds that a network may have."""
+    whole = arms["width"]["paths"][0]["multiply_adds"]
+    rows: list[Cells] = []
+    for name, record in arms.items():
+        if "," in name:
+            continue
+        points = [point for path in record["paths"] for point in path["points"]]
+        row: Cells = [name]
+        for share in SHARES:
+            allowed = [error(point) for point in points if point["multiply_adds"] <= share * whole]
+            row.append(f"{min(allowed):.1f}" if allowed else None)
+        rows.append([*row, str(len(points))])
+    strengths = {point["strength"] for point in arms["rings prox"]["paths"][0]["points"]}
+    epochs = settings["dense_epochs"] + len(strengths) * settings["epochs_per_point"]
+    title = (
+        f"{model}, {settings['training_samples']:,} training images: lowest test error in percent "
+        f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} multiply-adds. "
+        f"Trained for up to {epochs} epochs and {settings['refit_epochs']} after compaction; width: all of them at once"
+    )
+    return title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows
+
+
+def paths(arms: dict[str, Any]) -> Parts:
+    """How much of the network is left along the paths from the strength that leaves nothing."""
+    rows: list[Cells] = []
+    for name in ("rings prox, dense", "rings prox, down"):
+        (path,) = arms[name]["paths"]
+        for point in path["points"]:
+            share = point["multiply_adds"] / path["multiply_adds"]
+            cells = [f"{point['strength']:.2g}", live_kernels(point), f"{share:.1%}", f"{error(point):.1f}"]
+            rows.append([path["path"], *cells])
+    title = "From the strength that leaves nothing, found by trial, down: each from the dense network, or from the last"
+    return title, ["start", "strength", "kernels left", "multiply-adds", "test error"], rows
+
+
+def norms(arms: dict[str, Any]) -> Parts:
+    """What becomes of weights and of what they do, by the treatment of batch normalisation, at the same strengths."""
+    rows: list[Cells] = []
+    for kind in BATCH_NORMS:
+        if f"rings prox, {kind}" not in arms:
+            continue
+        (path,) = arms[f"rings prox, {kind}"]["paths"]
+        for point in reversed(path["points"]):
+            values = (number(point["metrics"][name]) for name in ("weight_norm", "effective_norm"))
+            share = point["multiply_adds"] / path["multiply_adds"]
+            cells = [f"{point['strength']:g}", *values, live_kernels(point), f"{share:.1%}", f"{error(point):.1f}"]
+            rows.append([kind, *cells])
+    title = (
+        "Batch normalisation live, live with the penalty scaled by it, and folded; all from the dense network, two "
+        "epochs, no refit. Norms are means over the kernels left, of weights and of weights times the scale behind them"
+    )
+    headers = ["batch norm", "strength", "norm", "norm times scale", "kernels left", "multiply-adds", "test error"]
+    return title, headers, rows
+
+
+def live_kernels(point: dict[str, Any]) -> str:
+    """How many kernels are left in all convolutions."""
+    return str(sum(sum(counts[1:]) for counts in point["kernels"].values()))
+
+
+def number(value: float | None) -> str:
+    """Two significant digits; a dash where there was nothing to measure."""
+    return "-" if value is None else f"{value:.2g}"

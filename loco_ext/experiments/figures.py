@@ -1,0 +1,120 @@
+"""Figures of the frontier, after those of the structured-sparsity draft: 1 (widths), 3 (sizes), 4 and 5 (errors)."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from loco_ext.output import replacing
+
+Record = dict[str, Any]
+Series = dict[str, list[Record]]  # points of one method, by label
+
+
+def save(record: Record, out: Path) -> None:
+    """Writes ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
+    path = record["paths"][0]
+    points = [point for point in path["points"] if point["strength"] > 0]
+    if record["settings"]["method"] != "width" and points:
+        largest_tau = max(point["tau"] for point in points)
+        chosen = [point for point in points if point["tau"] == largest_tau]
+        tau = f", tau = {largest_tau:g}" if largest_tau > 0 else ""
+        write(widths(chosen, f"Kernels left by layer and strength{tau}"), out / "widths.png")
+        write(sizes(chosen, f"Kernels of each size by layer and strength{tau}"), out / "sizes.png")
+    write(errors({"": by_tau(record)}, record["paths"][0]["multiply_adds"]), out / "errors.png")
+
+
+def by_tau(record: Record) -> Series:
+    """A frontier's points; those of several taus apart from each other."""
+    settings, series = record["settings"], Series()
+    for path in record["paths"]:
+        for point in path["points"]:
+            tau = f", tau {point['tau']:g}" if settings["method"] == "subgradient" else ""
+            series.setdefault(settings["method"] + tau, []).append(point)
+    return series
+
+
+def error(point: Record) -> float:
+    """A recorded point's test error in percent, after its refit if it had one."""
+    return 100 * (1 - (point["refitted"] or point["metrics"])["accuracy"])
+
+
+def widths(points: list[Record], title: str) -> Figure:
+    """Figure 1: the number of kernels left in each layer as the height of an area, one area for each strength."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    envelope = [sum(counts) for counts in points[0]["kernels"].values()]
+    areas = {point["strength"]: [sum(counts[1:]) for counts in point["kernels"].values()] for point in points}
+    _draw_areas(figure, axes, areas, envelope)
+    axes.set(title=title, xlabel="convolution", ylabel="kernels left")
+    return figure
+
+
+def sizes(points: list[Record], title: str) -> Figure:
+    """Figure 3: the number of kernels of one size in each layer, one panel for each size."""
+    count = max(len(counts) for point in points for counts in point["kernels"].values())
+    figure = Figure(figsize=(3.4 * count, 3.6), layout="constrained")
+    figure.suptitle(title)
+    envelope = [sum(counts) for counts in points[0]["kernels"].values()]
+    for size, axes in enumerate(figure.subplots(1, count, sharey=True, squeeze=False)[0]):
+        areas = {
+            point["strength"]: [(*counts, *[0] * count)[size] for counts in point["kernels"].values()]
+            for point in points
+        }
+        _draw_areas(figure if size == count - 1 else None, axes, areas, envelope)
+        axes.set(title=f"size {size}", xlabel="convolution")
+    return figure
+
+
+def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
+    """Figures 4 and 5: test error against multiply-adds, one line for each series, one panel for each title.
+
+    Args:
+        dense: multiply-adds of the whole network, or of each panel's.
+    """
+    figure = Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
+    for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for label, points in series.items():
+            line = sorted((point["multiply_adds"], error(point)) for point in points)
+            axes.plot(*zip(*line, strict=True), marker=".", linewidth=1, label=label)
+        whole = dense if isinstance(dense, int) else dense[title]
+        axes.axvline(whole, color="grey", linestyle="--", linewidth=1)
+        # Networks with nothing left stand at the left edge: they have no place on a logarithmic axis.
+        axes.set_xscale("symlog", linthresh=max(whole / 1000, 1))
+        axes.set_xlim(0, 1.3 * whole)
+        axes.set(title=title, xlabel="multiply-adds of one sample", ylabel="test error in percent")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]], envelope: list[int]) -> None:
+    """Areas around a horizontal line, the largest behind the others; ``figure`` gets the scale of their colours."""
+    layers = np.arange(1, len(envelope) + 1)
+    norm = LogNorm(min(areas), max(max(areas), min(areas) * 1.01))
+    colors = matplotlib.colormaps["viridis"]
+    scale = ScalarMappable(norm, colors)
+    for strength, heights in sorted(areas.items(), key=lambda area: -sum(area[1])):
+        half = np.array(heights) / 2
+        axes.fill_between(layers, -half, half, color=colors(norm(strength)), alpha=0.55, linewidth=0)
+        axes.plot(layers, half, layers, -half, color=colors(norm(strength)), linewidth=0.8)
+    for sign in (-0.5, 0.5):
+        axes.plot(layers, sign * np.array(envelope), color="black", linestyle="--", linewidth=1)
+    axes.set(xlim=(1, max(len(envelope), 2)), xticks=layers)
+    axes.tick_params(axis="x", labelsize="small")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{2 * abs(value):g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    if figure is not None:
+        figure.colorbar(scale, ax=axes, label="strength")
+
+
+def write(figure: Figure, path: Path) -> None:
+    """Writes a PNG, in one move."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)

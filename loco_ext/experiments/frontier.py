@@ -1,0 +1,295 @@
+"""The frontier of accuracy against cost: one network trained with many strengths of a penalty, from a dense start.
+
+    settings.json    the settings and versions
+    dense-W/         the run that trains the network of width W without a penalty
+    runs/            the run of every point, each in a folder named by its start and its strength
+    path-W/          the records of the path from there, see sparsity.frontier
+    frontier.json    all of it: settings, versions, and per width the path with its points
+    *.png            the draft's figures 1, 3, 4 and 5
+
+Runs go on from their last whole epoch after a kill, and a path from its last whole point, to the same numbers.
+
+The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers": sections 3.3 and 4. Its own method
+is "subgradient": the penalty is part of the loss, and what is not above tau is zero afterwards. "prox" is ours. "width"
+is what both have to beat: the base architecture with all its layers made narrower by one factor.
+"""
+
+import hashlib
+import itertools
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from loco_ext import sparsity
+from loco_ext.experiments import figures, run
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import Settings, SettingsError
+from loco_ext.experiments.train import evaluate, make_model
+from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.sparsity.frontier import PATHS, Frontier
+from loco_ext.sparsity.penalties import GroupPenalty
+from loco_ext.sparsity.strengths import convolutions
+
+METHODS = ("prox", "subgradient", "width")
+BATCH_NORMS = ("folded", "live")
+LOSS_SAMPLES = 1000  # that alpha_max is estimated on
+LATENCY_BATCH = 16
+
+
+@dataclass(frozen=True)
+class FrontierSettings:
+    """One path, or one per width.
+
+    Args:
+        training: of each point; its strength and solver are not looked at, its width and penalty only where the method
+            is not "width".
+        method: one of METHODS.
+        dense_optimizer, dense_learning_rate, dense_epochs: of the training without a penalty that every path starts
+            from; the method "width" has no other, but for the refit.
+        refit_epochs: how long the compacted network of the last point is trained without the penalty, which not only
+            chooses weights but makes those that it leaves small. Points before are trained longer by what the path
+            still takes, so that all networks have had as many epochs. 0: none is.
+        points, span, strengths, path: as for :func:`loco_ext.sparsity.frontier`.
+        taus: of the method "subgradient".
+        widths: of the method "width".
+        batch_norm: "folded": batch normalisation goes into the convolutions before the path begins, so that the penalty
+            is one of the product of weights and scales (the draft, eqs. 30 and 31), which decides what the network
+            does. "live": it stays, and a penalty can shrink weights without changing anything.
+        latency: networks are timed before and after compaction.
+    """
+
+    training: Settings
+    method: str = "prox"
+    dense_optimizer: str = "sgd"
+    dense_learning_rate: float = 0.1
+    dense_epochs: int = 8
+    refit_epochs: int = 1
+    points: int = 15
+    span: float = 1e-4
+    strengths: tuple[float, ...] | None = None
+    path: str = "dense"
+    taus: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
+    widths: tuple[float, ...] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
+    batch_norm: str = "folded"
+    latency: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (("method", METHODS), ("path", PATHS), ("batch_norm", BATCH_NORMS)):
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name, least in (("dense_epochs", 1), ("points", 1), ("refit_epochs", 0)):
+            if getattr(self, name) < least:
+                raise SettingsError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        for name in ("strengths", "taus", "widths"):
+            values = getattr(self, name)
+            if values is not None and not (values and all(math.isfinite(v) and v >= 0 for v in values)):
+                raise SettingsError(f"{name}: expected finite numbers, at least 0, got {values}")
+        if not 0 < self.span <= 1:
+            raise SettingsError(f"span: expected more than 0 and at most 1, got {self.span}")
+        if (self.training.penalty is None) != (self.method == "width"):
+            expected = "none with the method width" if self.method == "width" else "rings or kernels"
+            raise SettingsError(f"penalty: expected {expected}, got {self.training.penalty}")
+        for width in self.used_widths:
+            self.dense(width)
+
+    @property
+    def used_widths(self) -> tuple[float, ...]:
+        return self.widths if self.method == "width" else (self.training.width,)
+
+    def dense(self, width: float) -> Settings:
+        """The training that a path starts from."""
+        return replace(
+            self.without_penalty(width, self.dense_epochs),
+            optimizer=self.dense_optimizer,
+            learning_rate=self.dense_learning_rate,
+        )
+
+    def without_penalty(self, width: float, epochs: int) -> Settings:
+        """Like that of a point, for a network that has its structure."""
+        return replace(self.training, epochs=epochs, width=width, penalty=None, strength=0.0, solver="prox")
+
+    def point(self, width: float, strength: float) -> Settings:
+        """The training of one of its points."""
+        solver = "subgradient" if self.method == "subgradient" else "prox"
+        return replace(self.training, width=width, strength=strength, solver=solver)
+
+
+def measure(
+    settings: FrontierSettings, data: Dataset, out: Path, device: str, *, resume: bool = False
+) -> dict[str, Any]:
+    """Trains and measures all points, or goes on with those in ``out``; writes its files there.
+
+    Returns:
+        What ``frontier.json`` holds.
+
+    Raises:
+        SettingsError: settings that do not fit the data or the model; another experiment in ``out``, or without
+            ``resume`` any; files in it that cannot be read.
+        OSError: ``out`` cannot be written to.
+    """
+    settings.training.check_data(data)
+    settings_path, processes = out / "settings.json", Processes(torch.device(device))
+    record: dict[str, Any] = {
+        "settings": asdict(settings),
+        "training_samples": len(data.train.labels),
+        "test_samples": len(data.test.labels),
+        "latency_batch": LATENCY_BATCH,
+        "device": processes.device.type,
+        "versions": run.versions(),
+    }
+    text = json_text(record, indent=2) + "\n"
+    if settings_path.exists():
+        if not resume:
+            raise SettingsError(f"{out}: holds a frontier already; resume it, or choose another folder")
+        if settings_path.read_text() != text:
+            raise SettingsError(f"{settings_path}: of another frontier; resume it with its own settings")
+    out.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(out)
+    _write(settings_path, text)
+    paths = [_Path(settings, width, data, out, processes).measure() for width in settings.used_widths]
+    record["paths"] = [
+        {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
+    ]
+    _write(out / "frontier.json", json_text(record, indent=2) + "\n")
+    figures.save(record, out)
+    return record
+
+
+class _Path:
+    """The path of one width."""
+
+    def __init__(
+        self, settings: FrontierSettings, width: float, data: Dataset, out: Path, processes: Processes
+    ) -> None:
+        self.settings, self.width, self.data, self.out, self.processes = settings, width, data, out, processes
+        self.normalization = Normalization(data.train).to(processes.device)
+        self.test = data.test.to(processes.device)
+
+    def measure(self) -> Frontier:
+        settings = self.settings
+        dense = settings.dense(self.width)
+        model = make_model(dense, self.data)
+        run.run(dense, self.data, self.out / f"dense-{self.width:g}", self.processes, resume=True, model=model)
+        if settings.batch_norm == "folded":
+            fold(model)
+        penalised = settings.method != "width"
+        try:
+            return sparsity.frontier(
+                model,
+                self.fit,
+                self.evaluate,
+                settings.training.make_penalty() or sparsity.RingPenalty(0.0),
+                example_inputs=self.normalization(self.test.images[:LATENCY_BATCH]),
+                strengths=settings.strengths if penalised else (0.0,),
+                points=settings.points,
+                span=settings.span,
+                loss=self.loss,
+                refit=self.refit if settings.refit_epochs else None,
+                path=settings.path,
+                taus=settings.taus if settings.method == "subgradient" else (0.0,),
+                latency=settings.latency,
+                folder=self.out / f"path-{self.width:g}",
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+
+    def fit(self, model: nn.Module, penalty: GroupPenalty) -> None:
+        """The training of a point; the method "width" has none."""
+        if self.settings.method != "width":
+            self.train(model, self.settings.point(self.width, penalty.strength), f"{penalty.strength:.6e}")
+
+    def refit(self, model: nn.Module, to_come: int) -> None:
+        epochs = self.settings.refit_epochs + to_come * self.settings.training.epochs
+        self.train(model, self.settings.without_penalty(self.width, epochs), f"refit-{epochs}")
+
+    def train(self, model: nn.Module, setting: Settings, name: str) -> None:
+        """The start names the folder and makes the seed: trainings that follow each other see other augmentations."""
+        digest = _digest(model)
+        folder, seed = self.out / "runs" / f"{digest}-{name}", int(digest[:8], 16)
+        run.run(replace(setting, seed=seed), self.data, folder, self.processes, resume=True, model=model)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """On the first training samples, without augmentation; batch normalisation as it is in evaluation."""
+        images, labels = (part[:LOSS_SAMPLES].to(self.processes.device) for part in self.data.train)
+        return cross_entropy(model.eval()(self.normalization(images)), labels)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        loss, accuracy = evaluate(model, self.test, self.normalization, self.processes)
+        return {"accuracy": accuracy, "loss": loss, **kernel_norms(model)}
+
+
+def fold(model: nn.Module) -> None:
+    """Puts each batch normalisation that follows a convolution into it, in place: the same function in evaluation."""
+    model.eval()
+    for parent in list(model.modules()):
+        children = list(parent.named_children())
+        for (name, module), (behind, norm) in itertools.pairwise(children):
+            if isinstance(module, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                setattr(parent, name, fuse_conv_bn_eval(module, norm))
+                setattr(parent, behind, nn.Identity())
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+@torch.no_grad()
+def kernel_norms(model: nn.Module) -> dict[str, float]:
+    """Means over the kernels that are not zero of ``||k||``, and of ``||k|| |gamma| / sigma``.
+
+    gamma and sigma, running, are those of the batch normalisation behind the convolution, 1 where there is none. A
+    scale of the kernel makes no difference to what is normalised: the second product stays as it is when a penalty only
+    shrinks the weights. NaN where all kernels are zero.
+    """
+    norms, effective = [], []
+    modules = list(model.modules())
+    following: dict[nn.Module, nn.Module] = dict(itertools.pairwise(modules))
+    for module in convolutions(model).values():
+        norm = module.weight.detach().flatten(1).norm(dim=1).double()
+        behind, scale = following.get(module), torch.ones_like(norm)
+        if isinstance(behind, nn.BatchNorm2d) and behind.running_var is not None:
+            scale = behind.weight.abs() / (behind.running_var + behind.eps).sqrt()
+        norms.append(norm[norm > 0])
+        effective.append((norm * scale)[norm > 0])
+    return {"weight_norm": torch.cat(norms).mean().item(), "effective_norm": torch.cat(effective).mean().item()}
+
+
+def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells of a table of all points."""
+    width_only = record["settings"]["method"] == "width"
+    headers = ["width" if width_only else "strength", "tau", "test error", "multiply-adds", "of dense", "kernels", "ms"]
+    cells = []
+    for path in record["paths"]:
+        for point in path["points"]:
+            live = sum(sum(counts[1:]) for counts in point["kernels"].values())
+            times = point["latency_before"], point["latency_after"]
+            cells.append(
+                [
+                    f"{path['width'] if width_only else point['strength']:.3g}",
+                    f"{point['tau']:g}",
+                    f"{figures.error(point):.2f}%",
+                    f"{point['multiply_adds']:,}",
+                    f"{point['multiply_adds'] / record['paths'][0]['multiply_adds']:.1%}",
+                    str(live),
+                    "" if None in times else " -> ".join(f"{1e3 * time:.2f}" for time in times),
+                ]
+            )
+    return headers, cells
+
+
+def _digest(model: nn.Module) -> str:
+    """Names the weights that a training starts from."""
+    content = hashlib.sha256()
+    for value in model.state_dict().values():
+        content.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return content.hexdigest()[:12]
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text)

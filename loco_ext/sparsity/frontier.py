@@ -1,0 +1,332 @@
+"""The path of strengths: what a network still does, and what it costs, the more its penalty takes away."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.sparsity.compaction import compact
+from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
+from loco_ext.sparsity.prox import kernel_sizes
+from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
+
+PATHS = ("dense", "up", "down")
+_MOST_TRIALS = 64  # factors of 2 either way
+
+Fit = Callable[[nn.Module, GroupPenalty], None]
+Refit = Callable[[nn.Module, int], None]
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One network of the path."""
+
+    strength: float
+    tau: float  # groups whose norm was not above it were set to zero after training
+    metrics: dict[str, float]  # what evaluate says
+    refitted: dict[str, float] | None  # what it says of the compacted network after refit
+    multiply_adds: int  # of one sample (eq. 10), once compacted
+    latency_before: float | None  # seconds of the network as it was trained, None where it was not measured
+    latency_after: float | None  # and of the compacted one
+    kernels: dict[str, list[int]]  # by convolution: how many kernels have size 0, 1, 2, ...
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """All points in the order in which they were trained, each strength's by tau, and the model they come from."""
+
+    penalty: tuple[Any, ...]  # class name and settings
+    path: str
+    multiply_adds: int  # of the model itself
+    latency: float | None  # likewise
+    metrics: dict[str, float]
+    trials: list[tuple[float, bool]]  # strengths tried for the largest, and whether nothing was left
+    points: list[FrontierPoint] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as JSON has it."""
+        return asdict(self)
+
+
+def frontier(
+    model: nn.Module,
+    fit: Fit,
+    evaluate: Evaluate,
+    penalty: GroupPenalty,
+    *,
+    example_inputs: Any,
+    strengths: Sequence[float] | None = None,
+    points: int = 15,
+    span: float = 1e-4,
+    loss: Callable[[nn.Module], Tensor] | None = None,
+    refit: Refit | None = None,
+    path: str = "dense",
+    taus: Sequence[float] = (0.0,),
+    latency: bool = False,
+    folder: Path | None = None,
+) -> Frontier:
+    """Trains the model with a penalty of many strengths and measures what comes out, compacted, each time.
+
+    Without ``strengths`` they run from the least one that leaves nothing, "alpha_max", down to ``span`` times that,
+    evenly on a logarithmic scale. The search for it begins with the largest of :func:`max_strength`; from there the
+    strength is doubled until a training ends with all convolutions zero, or halved as long as one does.
+
+    Every training is started warm, in one of three ways. Mind "down", the usual one of convex problems: a network whose
+    convolutions are all zero has no gradient and stays so at any strength. It suits models with one convolution, or
+    strengths that begin below "alpha_max".
+
+    - ``"dense"``: from the model as it is given, whatever the strength. All points had equally long trainings.
+    - ``"up"``: from the point before, strengths ascending; the first from the model. Later points trained longer.
+    - ``"down"``: from the point before, strengths descending; the first from the model.
+
+    Args:
+        model: trained without the penalty; left alone.
+        fit: trains a model in place with a penalty; the same both times if called again with the same.
+        evaluate: of a trained model, such as ``{"accuracy": 0.9}``.
+        penalty: its strength does not matter; ``power=1`` where no strengths are given.
+        example_inputs: a tensor or a tuple of them, as for :func:`compact`.
+        strengths: at least 0, or None.
+        points, span: number of strengths, and the ratio of the smallest to the largest, where none are given.
+        loss: where no strengths are given, the loss of a model without the penalty, as for :func:`max_strength`.
+        refit: trains a compacted network in place, without the penalty; the path goes on from the network as it was
+            before. A penalty leaves the weights that it keeps smaller than the loss wants them. Its second argument is
+            how many trainings of the path are still to come ("dense": 0), for who wants all to be trained as long.
+        path: see above.
+        taus: one point for each: groups of at most this norm are set to zero after training (eqs. 15 and 23), which
+            penalties that are part of the loss need. The exact prox needs none: 0.
+        latency: measure the seconds that each network takes for the example, before and after compaction.
+        folder: where finished points are kept, if any; a call with the same arguments goes on from them. Weights of
+            point 3, before any tau, are in ``point-03.pt``.
+
+    Returns:
+        The :class:`Frontier`: the model's own cost and figures, and a :class:`FrontierPoint` for each strength and tau.
+
+    Raises:
+        TypeError, ValueError: naming the argument; no strength leaves nothing; ``folder`` holds another path.
+        OSError: ``folder`` cannot be written to.
+
+    Source:
+        The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", sections 3.3 and 4.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import optim, sparsity
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(16, 1, 3, 3)
+        >>> def loss(model):
+        ...     return (model(x) - x.sum((1, 2, 3))[:, None]).square().mean()
+        >>> def fit(model, penalty):
+        ...     optimizer = optim.SGD(optim.parameter_groups(model, 0.0, penalty=penalty), lr=0.05)
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         loss(model).backward()
+        ...         optimizer.step()
+        >>> path = sparsity.frontier(
+        ...     model,
+        ...     fit,
+        ...     lambda model: {"loss": loss(model).item()},
+        ...     sparsity.RingPenalty(1.0),
+        ...     example_inputs=x,
+        ...     strengths=[1e-3, 1e3],
+        ... )
+        >>> path.points[0].strength, path.points[0].kernels  # all four kernels have size 0
+        (1000.0, {'0': [4, 0, 0, 0]})
+    """
+    if not isinstance(penalty, RingPenalty | KernelPenalty):
+        raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
+    _check(strengths, points, span, loss, path, taus)
+    store = _Store(folder)
+    definition: dict[str, Any] = {
+        "penalty": [type(penalty).__name__, *astuple(replace(penalty, strength=1.0))],
+        "strengths": None if strengths is None else sorted(map(float, strengths)),
+        **{"points": points, "span": span, "path": path, "taus": list(map(float, taus)), "latency": latency},
+    }
+    store.begin(definition)
+    trials: list[tuple[float, bool]] = []
+    if strengths is None:
+        trials = _search(model, fit, penalty, loss, store)
+        largest = min(strength for strength, empty in trials if empty)
+        strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
+    found = _Measure(evaluate, None, example_inputs, latency, store)(
+        model, replace(penalty, strength=0.0), 0.0, "model"
+    )
+    measure = _Measure(evaluate, refit, example_inputs, latency, store)
+    result = Frontier(
+        (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
+        path,
+        found.multiply_adds,
+        found.latency_before,
+        found.metrics,
+        trials,
+    )
+    current = model
+    for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):
+        chosen = replace(penalty, strength=strength)
+        current = store.trained(f"point-{i:02d}", copy.deepcopy(model if path == "dense" else current), fit, chosen)
+        to_come = 0 if path == "dense" else len(strengths) - 1 - i
+        result.points.extend(
+            measure(current, chosen, tau, f"point-{i:02d}-{j}", to_come) for j, tau in enumerate(map(float, taus))
+        )
+    return result
+
+
+def _check(
+    strengths: Sequence[float] | None,
+    points: int,
+    span: float,
+    loss: object,
+    path: str,
+    taus: Sequence[float],
+) -> None:
+    if path not in PATHS:
+        raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
+    for name, values in (("strengths", strengths), ("taus", taus)):
+        if values is not None and not (values and all(math.isfinite(value) and value >= 0 for value in values)):
+            raise ValueError(f"{name}: expected finite numbers of at least 0, got {list(values)}")
+    if strengths is not None:
+        return
+    if loss is None:
+        raise TypeError("loss: expected a function where no strengths are given, got None")
+    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
+        raise ValueError(f"points: expected an integer of at least 1, got {points!r}")
+    if not 0 < span <= 1:
+        raise ValueError(f"span: expected more than 0 and at most 1, got {span}")
+
+
+def _search(
+    model: nn.Module, fit: Fit, penalty: GroupPenalty, loss: Callable[[nn.Module], Tensor] | None, store: _Store
+) -> list[tuple[float, bool]]:
+    """All strengths tried, factors of 2 apart, and whether they left nothing; the last two differ in that."""
+    assert loss is not None
+    begin = max(max_strength(model, loss, penalty).values())
+    if not begin > 0:
+        raise ValueError("loss: expected one that depends on the convolutions, got gradients that are zero")
+    trials: list[tuple[float, bool]] = []
+
+    def empty(strength: float) -> bool:
+        def left_nothing() -> dict[str, Any]:
+            trained = copy.deepcopy(model)
+            fit(trained, replace(penalty, strength=strength))
+            return {"strength": strength, "empty": is_empty(trained)}
+
+        found = store.remembered(f"trial-{len(trials):02d}", left_nothing)
+        trials.append((found["strength"], found["empty"]))
+        return found["empty"]
+
+    first, factor = empty(begin), 1.0
+    while len(trials) < _MOST_TRIALS:
+        factor *= 0.5 if first else 2.0
+        if empty(begin * factor) != first:
+            return trials
+    raise ValueError(f"fit: expected that some strength leaves nothing and some smaller one something, tried {trials}")
+
+
+@dataclass
+class _Measure:
+    """What the points have in common."""
+
+    evaluate: Evaluate
+    refit: Refit | None
+    example_inputs: Any
+    latency: bool
+    store: _Store
+
+    def __call__(
+        self, model: nn.Module, penalty: GroupPenalty, tau: float, name: str, to_come: int = 0
+    ) -> FrontierPoint:
+        """The model as it is once groups of at most ``tau`` are zero."""
+        return FrontierPoint(**self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come))))
+
+    def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
+        kept = copy.deepcopy(model)
+        kernels = {}
+        with torch.no_grad():
+            for layer, module in convolutions(kept).items():
+                if tau > 0:
+                    module.weight.copy_(penalty.threshold(module.weight, tau))
+                sizes = _sizes(penalty, module.weight)
+                kernels[layer] = sizes.bincount(minlength=max(module.kernel_size) + 1).tolist()
+        metrics = self._metrics(kept)
+        latencies: tuple[float | None, float | None] = (None, None)
+        if self.latency:
+            _, report = compact(kept.eval(), self.example_inputs, cost="measured")
+            latencies = report.latency_before, report.latency_after
+        # What is fastest differs from run to run: whatever is trained on is not to.
+        smaller, report = compact(kept.eval(), self.example_inputs, cost="multiply_adds", fold_norms=False)
+        refitted = None
+        if self.refit is not None:
+            self.refit(smaller, to_come)
+            refitted = self._metrics(smaller)
+        return FrontierPoint(penalty.strength, tau, metrics, refitted, report.multiply_adds_after, *latencies, kernels)
+
+    def _metrics(self, model: nn.Module) -> dict[str, float]:
+        return {key: float(value) for key, value in self.evaluate(model).items()}
+
+
+def _sizes(penalty: GroupPenalty, weight: Tensor) -> Tensor:
+    """Kernel sizes left; by half rings, which leave every size, for a penalty of kernels."""
+    if isinstance(penalty, RingPenalty):
+        return kernel_sizes(weight, penalty.kind, first=penalty.first)
+    return kernel_sizes(weight)
+
+
+class _Store:
+    """Records and weights by name, in a folder or nowhere. A file that is there is whole."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def begin(self, definition: dict[str, Any]) -> None:
+        """Makes the folder that of this path, or makes sure that it is."""
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.folder)
+        found = self.remembered("path", lambda: definition)
+        different = [key for key, value in definition.items() if found.get(key) != value]
+        if different:
+            raise ValueError(f"folder: {self.folder} holds a path that differs in {', '.join(different)}")
+
+    def remembered(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The record of this name, made where there is none."""
+        if self.folder is None:
+            return make()
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            self._write(path, (json_text(make(), indent=2) + "\n").encode())
+        try:
+            return dict(json.loads(path.read_text()))
+        except ValueError as error:
+            raise ValueError(f"folder: {path} is not a record of a path") from error
+
+    def trained(self, name: str, model: nn.Module, fit: Fit, penalty: GroupPenalty) -> nn.Module:
+        """``model``, trained in place, or with the weights of this name."""
+        path = None if self.folder is None else self.folder / f"{name}.pt"
+        if path is not None and path.exists():
+            try:
+                model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
+                raise ValueError(f"folder: {path} does not hold this model's weights") from error
+            return model
+        fit(model, penalty)
+        if path is not None:
+            content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
+            torch.save(model.state_dict(), content)
+            self._write(path, content.getbuffer())
+        return model
+
+    @staticmethod
+    def _write(path: Path, content: bytes | memoryview) -> None:
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)

@@ -1,0 +1,108 @@
+"""How strong a penalty has to be for nothing to be left."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from loco_ext.sparsity.penalties import GroupPenalty
+
+_PRECISION = 1e-12  # relative
+
+
+def convolutions(model: nn.Module) -> dict[str, _ConvNd]:
+    """The modules whose weights are penalised, by name: convolutions of 1 to 3 axes, no transposed ones."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
+    }
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether all weights of all convolutions are zero."""
+    return not any(bool(module.weight.detach().any()) for module in convolutions(model).values())
+
+
+def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
+    """The dual norm of the penalty with strength 1: the least strength that keeps a zero weight at zero.
+
+    A weight of zero is optimal, as far as it alone is concerned, if ``-gradient`` is a subgradient of the penalty
+    there: if the prox of ``gradient`` is zero.
+
+    Args:
+        penalty: its strength does not matter; ``power=1``.
+        gradient: of the loss with respect to a convolution's weight, at zero.
+
+    Raises:
+        TypeError, ValueError: as ``penalty.prox``; a gradient that is not finite; ``power=2``, which never takes
+            everything to zero.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> gradient = torch.tensor([3.0, 4.0]).view(1, 2, 1, 1)
+        >>> round(sparsity.dual_norm(sparsity.KernelPenalty(1.0), gradient), 6)
+        5.0
+    """
+    if penalty.power != 1:
+        raise ValueError(f"penalty: expected power=1, which can leave nothing, got power={penalty.power}")
+    if not bool(gradient.isfinite().all()):
+        raise ValueError("gradient: expected finite numbers")
+    unit, gradient = replace(penalty, strength=1.0), gradient.detach().double()
+    # The last group's threshold alone takes a kernel to zero at its norm, or the sum of its sizes, over the weight.
+    sizes = torch.linalg.vector_norm(gradient.flatten(1), ord=2 if penalty.norm == "l2" else 1, dim=1)
+    largest = sizes.max().item() if sizes.numel() else 0.0
+    lower, upper = 0.0, largest / unit.group_weights(gradient)[-1].item() * (1 + _PRECISION)
+    while upper - lower > _PRECISION * upper:
+        middle = (lower + upper) / 2
+        lower, upper = (middle, upper) if bool(unit.prox(gradient, middle).any()) else (lower, middle)
+    return upper
+
+
+def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
+    """For each convolution, the least strength at which it stays zero once it is, while all others are as they are.
+
+    This is the dual norm of the loss's gradient with the layer's weight set to zero. A convolution that is followed by
+    batch normalisation has a gradient there that is larger than elsewhere by the norm of its output over the square
+    root of the normalisation's eps, since a scale makes no difference to what is normalised.
+
+    Args:
+        model: left alone; run in the mode that it is in.
+        loss: of the model, a scalar without the penalty, on samples that are representative.
+        penalty: its strength does not matter; ``power=1``.
+
+    Returns:
+        A strength by module name; :func:`loco_ext.sparsity.frontier` starts from the largest.
+
+    Raises:
+        TypeError, ValueError: as :func:`dual_norm`; a model without convolutions.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2, 2))
+        >>> x = torch.randn(8, 1, 3, 3)
+        >>> list(sparsity.max_strength(model, lambda model: model(x).square().sum(), sparsity.RingPenalty(1.0)))
+        ['0']
+    """
+    model = copy.deepcopy(model)
+    layers = convolutions(model)
+    if not layers:
+        raise ValueError("model: expected at least one convolution, found none")
+    strengths = {}
+    for name, module in layers.items():
+        weight = module.weight
+        value = weight.detach().clone()
+        with torch.no_grad():
+            weight.zero_()
+        (gradient,) = torch.autograd.grad(loss(model), weight)
+        with torch.no_grad():
+            weight.copy_(value)
+        strengths[name] = dual_norm(penalty, gradient)
+    return strengths

@@ -1,0 +1,338 @@
+"""``loco-ext frontier`` and training with a penalty: what options mean, what is written, and that it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import matplotlib.image
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from loco_ext import sparsity
+from loco_ext.cli import main
+from loco_ext.experiments import data, frontier, run
+from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import SettingsError, from_preset
+from loco_ext.experiments.train import make_model, make_optimizer, train
+
+CPU = Processes(torch.device("cpu"))
+# The draft's Table 2, CIFAR-10: (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and a third of its blocks.
+BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
+TINY = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--width", "0.25", "--seed", "3"]
+TINY += ["--dense-epochs", "3", "--dense-lr", "0.05", "--epochs", "2", "--batch-size", "50"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def setting(**overrides):
+    values = {"model": "small", "data": "digits", "epochs": 2, "batch_size": 100, "learning_rate": 0.05}
+    return from_preset("quick", **values | overrides)
+
+
+def digits(samples=200):
+    return data.load("digits", None).first(samples)
+
+
+def convolutions(model):
+    return [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+
+
+@pytest.mark.parametrize("depth", BASES)
+def test_the_base_architectures_are_those_of_table_2(depth):
+    plain, residual = (MODELS[f"{kind}{depth}"].make(3, 10, 32) for kind in ("plain", "resnet"))
+    assert [conv.out_channels for conv in convolutions(plain)] == BASES[depth]
+    blocks = [conv for conv in convolutions(residual) if conv.kernel_size == (3, 3)]
+    assert [conv.out_channels for conv in blocks] == BASES[depth]
+    shortcuts = [conv for conv in convolutions(residual) if conv.kernel_size == (1, 1)]
+    assert [(conv.in_channels, conv.out_channels, conv.stride) for conv in shortcuts] == [
+        (16, 32, (2, 2)),
+        (32, 64, (2, 2)),
+    ]
+    for model in (plain, residual):
+        assert sum(isinstance(module, nn.Linear) for module in model.modules()) == 1
+        _, report = sparsity.compact(model, torch.zeros(1, 3, 32, 32), cost="multiply_adds")
+        by_hand, channels, pixels = 0, 3, 32 * 32
+        for width in BASES[depth]:
+            pixels = 32 * 32 * 16**2 // width**2
+            by_hand += pixels * width * channels * 9
+            channels = width
+        shortcut = 16 * 16 * 16 * 32 + 8 * 8 * 32 * 64
+        assert report.multiply_adds_before == by_hand + 640 + (shortcut if model is residual else 0)
+
+
+def test_widths_multiply_all_channels():
+    model = make_model(setting(model="resnet8", width=0.3), digits())
+    assert [conv.out_channels for conv in convolutions(model) if conv.kernel_size == (3, 3)] == [5] * 3 + [10] * 2 + [
+        19
+    ] * 2
+    assert [conv.out_channels for conv in convolutions(MODELS["plain8"].make(1, 10, 8, width=0.01))] == [1] * 7
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"penalty": "groups"},
+        {"strength": 0.1},
+        {"penalty": "rings", "strength": -1.0},
+        {"penalty": "rings", "weighting": "heavy"},
+        {"penalty": "rings", "kind": "quarter"},
+        {"penalty": "rings", "solver": "magic"},
+        {"penalty": "rings", "momentum": 1.0},
+        {"width": 0.5},
+        {"model": "resnet8", "width": 0.0},
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_named(bad):
+    with pytest.raises(SettingsError, match=list(bad)[-1]):
+        setting(**bad)
+
+
+def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
+    options = {"penalty": "rings", "strength": 0.3, "weighting": "scaled", "kind": "full"}
+    model = make_model(setting(), digits())
+    expected = sparsity.RingPenalty(0.3, "full", "scaled")
+    assert make_optimizer(setting(**options), model).param_groups[0]["penalty"] == [expected] * 3
+    assert make_optimizer(setting(**options, solver="subgradient"), model).param_groups[0]["penalty"] is None
+    kernels = setting(penalty="kernels", strength=0.2, weighting="normalized").make_penalty()
+    assert kernels == sparsity.KernelPenalty(0.2, "normalized")
+
+
+@pytest.mark.parametrize("solver", ["prox", "subgradient"])
+def test_training_with_a_penalty_is_the_written_out_loop(solver):
+    """The prox by torch.optim and penalty.prox; the subgradient by adding the values to the loss."""
+    options = {"penalty": "rings", "strength": 0.02, "solver": solver, "momentum": 0.0, "weight_decay": 0.0}
+    settings, samples = setting(epochs=1, **options), digits()
+    model, expected = make_model(settings, samples), make_model(settings, samples)
+    train(model, make_optimizer(settings, model), samples, settings, CPU, label="")
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
+    loader = Loader(samples.train, Normalization(samples.train), CPU.device, batch_size=100, seed=0, augmented=False)
+    penalty = sparsity.RingPenalty(0.02)
+    weights = [conv.weight for conv in convolutions(expected)]
+    for images, labels, _ in loader.epoch(0):
+        optimizer.zero_grad()
+        loss = cross_entropy(expected(images), labels)
+        if solver == "subgradient":
+            loss = loss + sum(penalty.value(weight) for weight in weights)
+        loss.backward()
+        optimizer.step()
+        if solver == "prox":
+            with torch.no_grad():
+                for weight in weights:
+                    weight.copy_(penalty.prox(weight, 0.05))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", ["prox", "subgradient"])
+def test_a_resumed_run_with_a_penalty_ends_with_the_same_bits(tmp_path, solver):
+    settings = setting(epochs=3, penalty="rings", strength=0.01, solver=solver)
+    start = make_model(setting(seed=5), digits())
+
+    class Killed(Exception):
+        pass
+
+    original = run._save
+
+    def save_then_die(*arguments):
+        original(*arguments)
+        if len(arguments[-1]) == 2:
+            raise Killed
+
+    def go(name, **options):
+        model = make_model(setting(seed=5), digits())
+        run.run(settings, digits(), tmp_path / name, CPU, model=model, **options)
+        return model
+
+    whole = go("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_save", save_then_die)
+        with pytest.raises(Killed):
+            go("cut")
+    resumed = go("cut", resume=True)
+    for a, b, c in zip(whole.parameters(), resumed.parameters(), start.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_folding_leaves_the_outputs_and_scales_the_norms():
+    model = make_model(setting(model="resnet8"), digits())
+    x = torch.randn(20, 1, 8, 8)
+    for _ in range(5):
+        model(x)
+    expected = model.eval()(x)
+    norms = frontier.kernel_norms(model)
+    frontier.fold(model)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    folded = frontier.kernel_norms(model)
+    assert folded["weight_norm"] == folded["effective_norm"] == pytest.approx(norms["effective_norm"])
+    assert norms["weight_norm"] != pytest.approx(norms["effective_norm"])
+
+
+def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone():
+    model = make_model(setting(model="plain8"), digits())
+    x = torch.randn(50, 1, 8, 8)
+    model.train()
+    found = []
+    for scale in (1.0, 0.1):
+        with torch.no_grad():
+            for conv in convolutions(model):
+                conv.weight.mul_(scale)
+        for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            norm.momentum = 1.0  # the running statistics are those of the batch
+            norm.eps = 1e-12
+        outputs = model(x)
+        found.append((frontier.kernel_norms(model), outputs))
+    (before, expected), (after, outputs) = found
+    torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=1e-3)
+    assert after["weight_norm"] == pytest.approx(0.1 * before["weight_norm"])
+    assert after["effective_norm"] == pytest.approx(before["effective_norm"], rel=1e-3)
+
+
+POINT = {"strength", "tau", "metrics", "refitted", "multiply_adds", "latency_before", "latency_after", "kernels"}
+PATH = {"width", "penalty", "path", "multiply_adds", "latency", "metrics", "trials", "points"}
+
+
+@pytest.mark.parametrize(
+    ("options", "points"),
+    [
+        (["--points", "3", "--span", "0.1", "--latency"], [(None, 0.0)] * 3),
+        (
+            ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
+            [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
+        ),
+        (["--method", "width", "--widths", "0.5,0.25"], [(0.0, 0.0)] * 2),
+        (["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)]),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, points):
+    out = tmp_path / "frontier"
+    width_only = "width" in options
+    assert main(["frontier", *TINY, "--out", str(out), *options, "--json"]) == 0
+    record = json.loads((out / "frontier.json").read_text(), parse_constant=pytest.fail)
+    assert json.loads(capsys.readouterr().out) == record
+    assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]
+    assert (record["training_samples"], record["test_samples"]) == (100, 997)
+    assert [path["width"] for path in record["paths"]] == ([0.5, 0.25] if width_only else [0.25])
+    found = [point for path in record["paths"] for point in path["points"]]
+    assert all(path.keys() == PATH for path in record["paths"])
+    assert all(point.keys() == POINT for point in found)
+    assert all(
+        (strength is None or point["strength"] == strength) and point["tau"] == tau
+        for point, (strength, tau) in zip(found, points, strict=True)
+    )
+    for point in found:
+        for name in ("latency_before", "latency_after"):
+            assert (point[name] is not None) == ("--latency" in options)
+        assert 0 <= point["metrics"]["accuracy"] <= 1
+        for name, widths in zip(point["kernels"], [4, 4, 4, 8, 8, 16, 16], strict=True):
+            assert width_only or sum(point["kernels"][name]) == widths
+    figures = ["errors.png"] + ["sizes.png", "widths.png"] * (not width_only)
+    assert sorted(path.name for path in out.glob("*.png")) == sorted(figures)
+    for name in figures:
+        picture = matplotlib.image.imread(out / name)
+        assert picture.shape[0] > 300
+        assert picture.std() > 0.05
+    # What is finished is not trained again, and the table says the same.
+    assert main(["frontier", *TINY, "--out", str(out), *options, "--resume"]) == 0
+    table = capsys.readouterr().out
+    assert all(f"{point['multiply_adds']:,}" in table for point in found)
+    assert json.loads((out / "frontier.json").read_text()) == record
+
+
+def test_a_strength_that_leaves_nothing_is_found(tmp_path):
+    assert main(["frontier", *TINY, "--out", str(tmp_path), "--points", "2", "--span", "0.5"]) == 0
+    (path,) = json.loads((tmp_path / "frontier.json").read_text())["paths"]
+    counts = [sum(sum(sizes[1:]) for sizes in point["kernels"].values()) for point in path["points"]]
+    assert counts[0] == 0 < counts[1]
+    assert path["points"][0]["multiply_adds"] < path["multiply_adds"] / 20
+
+
+def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
+    options = ["--strengths", "0.01,0.03,0.1,0.3", "--path", "up", "--epochs", "6"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def command(out, *more):
+        return [sys.executable, "-m", "loco_ext.cli", "frontier", *TINY, *options, "--out", str(out), *more]
+
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    for there in ("dense-0.25/checkpoint.pt", "runs/*/checkpoint.pt", "path-0.25/point-01.pt"):
+        process = subprocess.Popen(command(cut, "--resume"), env=environment, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not list(cut.glob(there)):
+            time.sleep(0.001)
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for out, more in ((cut, ["--resume"]), (whole, [])):
+        subprocess.run(command(out, *more), env=environment, check=True, capture_output=True)
+    assert (cut / "frontier.json").read_bytes() == (whole / "frontier.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (["--method", "magic"], "method: expected one of prox, subgradient, width"),
+        (["--penalty", "groups"], "penalty: expected one of rings, kernels"),
+        (["--method", "width", "--penalty", "rings"], "penalty: expected none with the method width"),
+        (["--method", "width", "--widths", "0"], "width: expected 1, or more than 0"),
+        (["--path", "round"], "path: expected one of dense, up, down"),
+        (["--batch-norm", "frozen"], "batch_norm: expected one of folded, live"),
+        (["--points", "0"], "--points: expected an integer from 1"),
+        (["--span", "0"], "span: expected more than 0"),
+        (["--strengths", "1;2"], "--strengths: expected a number"),
+        (["--taus", "-1"], "--taus: expected a number"),
+        (["--samples", "none"], "--samples: expected an integer"),
+        (["--model", "small"], "width: expected 1, or more than 0"),
+        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
+    out = tmp_path / "run"
+    assert main(["frontier", *TINY, "--out", str(out), *bad]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("loco-ext: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not out.exists()
+
+
+def test_a_frontier_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
+    options = ["--strengths", "0.1", "--out", str(tmp_path)]
+    assert main(["frontier", *TINY, *options]) == 0
+    before = (tmp_path / "frontier.json").read_bytes()
+    assert main(["frontier", *TINY, *options]) == 2
+    assert main(["frontier", *TINY, *options, "--resume", "--lr", "0.3"]) == 2
+    said = capsys.readouterr().err
+    assert "holds a frontier already" in said
+    assert "of another frontier" in said
+    assert (tmp_path / "frontier.json").read_bytes() == before
+
+
+def test_settings_say_what_is_trained():
+    training = setting(penalty="rings", epochs=3, learning_rate=0.02)
+    whole = frontier.FrontierSettings(training, method="subgradient", dense_epochs=7)
+    dense, point = whole.dense(1.0), whole.point(1.0, 0.3)
+    assert (dense.epochs, dense.learning_rate, dense.penalty, dense.strength) == (7, 0.1, None, 0.0)
+    assert (point.epochs, point.learning_rate, point.penalty, point.strength) == (3, 0.02, "rings", 0.3)
+    assert point.solver == "subgradient"
+    changed = {"penalty", "strength", "solver", "epochs", "learning_rate"}
+    same = asdict(training).keys() - changed
+    assert all(getattr(dense, name) == getattr(point, name) == getattr(training, name) for name in same)
