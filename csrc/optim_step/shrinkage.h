@@ -17,9 +17,11 @@ class Shrinkage {
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr,
             const typename Rule::template Scalars<double>& scalars, const typename Rule::Flags& flags)
-      : tensor_(tensor), lr_(lr), scalars_(scalars), flags_(flags), solver_(shape(tensor)) {
+      : tensor_(tensor), scalars_(scalars), flags_(flags), solver_(shape(tensor)) {
     const ring_prox::Penalty& penalty = *tensor.penalty;
-    const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr);
+    // The metric is left without the division by lr, which its thresholds are multiplied by.
+    const double metric_scale = Rule::metric_state(flags) < 0 ? 1 : lr;
+    const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr) * metric_scale;
     for (int n = 0; n < penalty.rings(); ++n) {
       plain_[n] = step * penalty.plain[n];
       if (!penalty.squared.empty()) squared_[n] = std::sqrt(step) * penalty.squared[n];
@@ -51,12 +53,11 @@ class Shrinkage {
   }
 
   void fill_metric(const T* v, int64_t count, const AdamScalars<T>& s) {
-    ring_prox::adam_metric(v, count, s.bias_correction2_sqrt, s.eps, static_cast<T>(lr_), metric_.data());
+    ring_prox::adam_metric(v, count, s.bias_correction2_sqrt, s.eps, metric_.data());
   }
   void fill_metric(const T*, int64_t, const SgdScalars<T>&) {}
 
   const TensorStep& tensor_;
-  double lr_;
   typename Rule::template Scalars<double> scalars_;
   typename Rule::Flags flags_;
   ring_prox::KernelSolver<T> solver_;

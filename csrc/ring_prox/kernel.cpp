@@ -1,50 +1,17 @@
-// A metric and the largest norm need the channels of each tap side by side; a kernel whose taps are fastest is turned
-// for them, and its result turned back.
 #include "ring_prox/kernel.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "ring_prox/metric_model.h"
 #include "ring_prox/rows.h"
 
 namespace loco::ring_prox {
 namespace {
 
-// Sums over the rings of a kernel whose channels lie side by side, for solve_metric. Floats are summed as floats while
-// c of the first ring is not much larger than the metric: else its rounding would drown that of the last.
-template <typename T>
-class RingSums {
- public:
-  RingSums(const Shape& shape, const T* u, const T* d, double least) : shape_(shape), u_(u), d_(d), least_(least) {}
-
-  void begin(int first) {
-    first_ = first;
-    wide_ = sizeof(T) == 8;
-  }
-
-  double tolerance() const { return wide_ ? 1e-9 : 1e-5; }
-
-  Damped operator()(int ring, double c) {
-    if (ring == first_ && !(c <= kModerate * least_)) wide_ = true;
-    Damped all{0, 0};
-    for (int k = 0; k < shape_.taps; ++k) {
-      if (shape_.ring_of_tap[k] != ring) continue;
-      const T *u = u_ + k * shape_.channels, *d = d_ + k * shape_.channels;
-      const Damped part = wide_ ? wide_damped_sums(u, d, shape_.channels, c) : damped_sums(u, d, shape_.channels, c);
-      all = {all.squares + part.squares, all.slope + part.slope};
-    }
-    return all;
-  }
-
- private:
-  static constexpr double kModerate = 8;
-
-  const Shape& shape_;
-  const T *u_, *d_;
-  double least_;  // of the metric
-  int first_ = 0;
-  bool wide_ = true;
-};
+// Of taps, if there are not many: 16 channels of all have a lane each.
+constexpr int kFewTaps = 64;
+constexpr int kChannelsOfLanes = 16;
 
 // [rows, columns] to [columns, rows]
 template <typename T>
@@ -54,17 +21,46 @@ void turn(const T* from, int64_t rows, int64_t columns, T* to) {
   }
 }
 
+bool finite(const double* sums, int first, int rings) {
+  return std::all_of(sums + first, sums + rings, [](double sum) { return std::isfinite(sum); });
+}
+
 }  // namespace
 
 template <typename T>
-KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape), by_tap_(shape.taps), factors_(shape.taps) {
+KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape) {
   shape_.channels_fastest |= shape.taps == 1;
+  divide();
+}
+
+// A kernel of one ring is one run, one whose channels are fastest has a run for each row of taps of the same ring, and
+// any other one is a run along which rings take turns.
+template <typename T>
+void KernelSolver<T>::divide() {
+  const Shape& s = shape_;
+  if (s.rings == 1) {
+    parts_.push_back({0, {s.numel(), 0, 0, 1, nullptr, nullptr, nullptr}});
+  } else if (s.channels_fastest) {
+    for (int k = 0; k < s.taps; ++k) {
+      const bool goes_on = k > 0 && s.ring_of_tap[k] == s.ring_of_tap[k - 1];
+      const Run run{0, s.ring_of_tap[k], 0, s.rings, nullptr, nullptr, nullptr};
+      if (!goes_on) parts_.push_back({k * s.channels, run});
+      parts_.back().run.count += s.channels;
+    }
+  } else {
+    const int64_t period = s.taps * (s.taps <= kFewTaps && s.channels >= kChannelsOfLanes ? kChannelsOfLanes : 1);
+    for (int64_t l = 0; l < period; ++l) ring_of_lane_.push_back(s.ring_of_tap[l % s.taps]);
+    ring_of_long_lane_.assign(ring_of_lane_.begin(), ring_of_lane_.end());
+    lanes_.resize(kLaneSums * period);
+    parts_.push_back(
+        {0, {s.numel(), 0, period, s.rings, ring_of_lane_.data(), ring_of_long_lane_.data(), lanes_.data()}});
+  }
 }
 
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
   u_ = u;
-  const double scale = scaled_squares(nullptr);
+  const double scale = scaled_squares();
   for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(squares_[r]) / scale;
 }
 
@@ -73,8 +69,8 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
   u_ = u;
   d_ = d;
   out_ = out;
-  const bool turned = !shape_.channels_fastest && (d != nullptr || linf);
-  if (!turned) return solve(thresholds, linf);
+  if (!linf) return d_ != nullptr ? solve_metric(thresholds) : solve_l2(thresholds);
+  if (shape_.channels_fastest) return solve_linf(thresholds);
   turned_u_.resize(shape_.numel());
   turn(u, shape_.channels, shape_.taps, turned_u_.data());
   u_ = out_ = turned_u_.data();
@@ -83,66 +79,92 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
     turn(d, shape_.channels, shape_.taps, turned_d_.data());
     d_ = turned_d_.data();
   }
-  shape_.channels_fastest = true;
-  solve(thresholds, linf);
-  shape_.channels_fastest = false;
+  solve_linf(thresholds);
   turn(turned_u_.data(), shape_.taps, shape_.channels, out);
-}
-
-template <typename T>
-void KernelSolver<T>::solve(const Thresholds& thresholds, bool linf) {
-  if (linf) return solve_linf(thresholds);
-  return d_ != nullptr ? solve_metric(thresholds) : solve_l2(thresholds);
 }
 
 template <typename T>
 void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_squares(nullptr);
+  const double scale = scaled_squares();
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
     chain(squares_, t, rings, factors);
   };
   const auto penalty = [&](const double* of) { return l2_penalty(squares_, of, thresholds.squared, rings) / scale; };
   solve_squared(thresholds, solve, penalty, factors);
-  if (shape_.channels_fastest) {
-    for_taps([&](int64_t at, int r) { multiply(u_ + at, shape_.channels, static_cast<T>(factors[r]), out_ + at); });
-  } else {
-    for (int k = 0; k < shape_.taps; ++k) factors_[k] = static_cast<T>(factors[shape_.ring_of_tap[k]]);
-    multiply_taps(u_, shape_.channels, shape_.taps, factors_.data(), out_);
-  }
+  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out_ + part.at);
 }
 
 template <typename T>
 void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
-  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings];
-  double coefficients[kMaxRings], derivatives[kMaxRings];
+  double t[kMaxRings], norms[kMaxRings], factors[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_squares(weighed);
+  const double scale = scaled_moments();
   double sum = 0;
-  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares_[r]);
+  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.squares[r]);
   int first = 0;
-  RingSums<T> sums{shape_, scaled_, d_, smallest(d_, shape_.numel())};
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
-    first = chain(weighed, t, rings, factors);
-    sums.begin(first);
-    ring_prox::solve_metric(sums, norms, t, first, rings, coefficients, derivatives);
+    first = chain(weighed_, t, rings, factors);
+    find_coefficients(norms, t, first, coefficients);
   };
+  const auto found = [&](int r, double) { return Damped{squares_[r], 0}; };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(sums, of, thresholds.squared, first, rings)
-               : l2_penalty(squares_, nullptr, thresholds.squared, rings)) /
+    return (of ? metric_penalty(found, coefficients, thresholds.squared, first, rings)
+               : l2_penalty(zero_.squares, nullptr, thresholds.squared, rings)) /
            scale;
   };
   solve_squared(thresholds, solve, penalty, coefficients);
-  for_taps([&](int64_t at, int r) {
-    if (r < first || coefficients[r] == 0) {
-      multiply(u_ + at, shape_.channels, static_cast<T>(r >= first), out_ + at);
-    } else {
-      damp(u_ + at, d_ + at, shape_.channels, coefficients[r], out_ + at);
+  for (int r = 0; r < first; ++r) coefficients[r] = kInfinity;
+  for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, coefficients, out_ + part.at);
+}
+
+// c of each ring from `first` on, and into squares_ what that leaves of its sum of squares, by one model after the
+// other. Floats are summed as floats while an error of theirs moves no weight by more.
+template <typename T>
+void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
+  constexpr int kMostModels = 50;
+  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 8;
+  const int rings = shape_.rings;
+  double c0[kMaxRings] = {}, derivatives[kMaxRings];
+  const bool starts_at_zero = finite(zero_.bends, first, rings);
+  wide_ = sizeof(T) == 8 || !safe(zero_.bends, first);
+  if (!starts_at_zero) {
+    for (int r = first; r < rings; ++r) c0[r] = least_coefficient(norms, t, r, rings);
+    sum_moments(c0);
+  }
+  for (int i = 0; i < kMostModels; ++i) {
+    const Moments& moments = i == 0 && starts_at_zero ? zero_ : moments_;
+    const MetricModel model(moments, c0, first, rings, wide_ ? 1e-9 : 1e-5);
+    const double derivative = ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives);
+    double error = 0;
+    for (int r = first; r < rings; ++r) {
+      squares_[r] = model(r, coefficients[r]).squares;
+      error = std::fmax(error, model.error(r, coefficients[r], least_));
     }
-  });
+    if (derivative == 0) return;
+    // Of a weight, by that of the sums: c moves by half of theirs over the derivative.
+    const double sensitivity = coefficients[first] / (std::fabs(derivative) * (least_ + coefficients[rings - 1]));
+    const bool coarse = !wide_ && !(sensitivity <= kModerate);
+    if (!coarse && !(error * sensitivity > 2 * kAllowed)) return;
+    wide_ |= coarse;
+    std::copy(coefficients + first, coefficients + rings, c0 + first);
+    sum_moments(c0);
+  }
+}
+
+template <typename T>
+void KernelSolver<T>::sum_moments(const double* c) {
+  const auto sum = [&] {
+    moments_ = {};
+    for (const Part& part : parts_) moments(scaled_ + part.at, d_ + part.at, part.run, wide_, c, moments_);
+  };
+  sum();
+  if (wide_ || (safe(moments_.squares, 0) && safe(moments_.bends, 0))) return;
+  wide_ = true;
+  sum();
 }
 
 template <typename T>
@@ -186,32 +208,47 @@ void KernelSolver<T>::for_taps(const Visit& visit) const {
   for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
 }
 
-// Sums the squares of each ring, and of the weights times the metric, if asked for, times a power of two that keeps
-// them within float64, and returns that.
+// Sums the squares of each ring, times a power of two that keeps them within float64, and returns that.
 template <typename T>
-double KernelSolver<T>::scaled_squares(double* weighed) {
+double KernelSolver<T>::scaled_squares() {
   scaled_ = u_;
   sum_squares(false);
-  double scale = 1;
-  if (!safe()) {
-    if constexpr (sizeof(T) == 8) scale = bring_near_one();
-    sum_squares(true);
-  }
-  if (weighed != nullptr) {
-    for (int k = 0; k < shape_.taps; ++k) {
-      const int64_t at = k * shape_.channels;
-      by_tap_[k] = weighed_squares(scaled_ + at, d_ + at, shape_.channels);
-    }
-    add_by_ring(weighed);
-  }
+  if (safe(squares_, 0)) return 1;
+  const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
+  sum_squares(true);
   return scale;
 }
 
-// Whether the sums are far from where squares vanish or overflow.
 template <typename T>
-bool KernelSolver<T>::safe() const {
+void KernelSolver<T>::sum_squares(bool wide) {
+  std::fill(squares_, squares_ + shape_.rings, 0.0);
+  for (const Part& part : parts_) squares(scaled_ + part.at, part.run, wide, squares_);
+}
+
+// The same for the moments at c = 0 and the squares of the weights times the metric.
+template <typename T>
+double KernelSolver<T>::scaled_moments() {
+  const auto sum = [&](bool wide) {
+    zero_ = {};
+    std::fill(weighed_, weighed_ + shape_.rings, 0.0);
+    for (const Part& part : parts_) {
+      first_moments(scaled_ + part.at, d_ + part.at, part.run, wide, zero_, weighed_);
+    }
+  };
+  scaled_ = u_;
+  least_ = smallest(d_, shape_.numel());
+  sum(false);
+  if (safe(zero_.squares, 0) && safe(weighed_, 0)) return 1;
+  const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
+  sum(true);
+  return scale;
+}
+
+// Whether sums, of rings from `first` on, are far from where squares vanish or overflow.
+template <typename T>
+bool KernelSolver<T>::safe(const double* sums, int first) const {
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
-  return std::all_of(squares_, squares_ + shape_.rings, [](double sum) { return sum > kLeast && sum < 1 / kLeast; });
+  return std::all_of(sums + first, sums + shape_.rings, [](double sum) { return sum > kLeast && sum < 1 / kLeast; });
 }
 
 // Lets scaled_ be u times a power of two, which it returns: 1 where u has no largest size.
@@ -226,27 +263,6 @@ double KernelSolver<T>::bring_near_one() {
   multiply(u_, shape_.numel(), static_cast<T>(scale), scaled_copy_.data());
   scaled_ = scaled_copy_.data();
   return scale;
-}
-
-template <typename T>
-void KernelSolver<T>::sum_squares(bool wide) {
-  if (shape_.channels_fastest) {
-    for (int k = 0; k < shape_.taps; ++k) {
-      const T* x = scaled_ + k * shape_.channels;
-      by_tap_[k] = wide ? wide_squares(x, shape_.channels) : squares(x, shape_.channels);
-    }
-  } else if (wide) {
-    wide_tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
-  } else {
-    tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
-  }
-  add_by_ring(squares_);
-}
-
-template <typename T>
-void KernelSolver<T>::add_by_ring(double* sums) const {
-  for (int r = 0; r < shape_.rings; ++r) sums[r] = 0;
-  for (int k = 0; k < shape_.taps; ++k) sums[shape_.ring_of_tap[k]] += by_tap_[k];
 }
 
 template class KernelSolver<float>;

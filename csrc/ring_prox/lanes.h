@@ -1,0 +1,112 @@
+// Sums of interleaved parts: term i goes to lane i modulo their number, and the lanes are added up in a fixed order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "ring_prox/rows.h"
+
+namespace loco::ring_prox {
+
+constexpr int kLanes = 16;
+// As many terms as are summed in their own type at a time.
+constexpr int kShortSum = 4;
+
+template <int count>
+LOCO_HD double total(const double (&lanes)[count]) {
+  if constexpr (count == 1) {
+    return lanes[0];
+  } else {
+    double halves[count / 2];
+    for (int l = 0; l < count / 2; ++l) halves[l] = lanes[l] + lanes[l + count / 2];
+    return total(halves);
+  }
+}
+
+LOCO_HD const int32_t* rings_for(const Run& run, float) { return run.ring_of_lane; }
+LOCO_HD const int64_t* rings_for(const Run& run, double) { return run.ring_of_long_lane; }
+
+// Value of each ring to each lane of a run: by_lane[k] = by_ring[ring_of_lane[k]].
+template <typename T>
+LOCO_HD void spread(const Run& run, const double* by_ring, T* by_lane) {
+  const auto* const ring_of_lane = rings_for(run, T());
+  std::fill(by_lane, by_lane + run.period, static_cast<T>(by_ring[0]));
+  for (int r = 1; r < run.rings; ++r) {
+    const T value = static_cast<T>(by_ring[r]);
+#pragma GCC ivdep
+    for (int64_t k = 0; k < run.period; ++k) by_lane[k] = ring_of_lane[k] == r ? value : by_lane[k];
+  }
+}
+
+// x if the condition holds, else 0. With a select GCC 12 goes wrong: it loads x by the mask of another vector.
+LOCO_HD double only_if(bool condition, double x) {
+  int64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= -static_cast<int64_t>(condition);
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Adds the lanes of each ring to its sum.
+LOCO_HD void add_lanes(const Run& run, const double* lanes, double* by_ring) {
+  const int64_t* const ring = run.ring_of_long_lane;
+  for (int r = 0; r < run.rings; ++r) {
+    double parts[kLanes] = {};
+    int64_t k = 0;
+    for (; k + kLanes <= run.period; k += kLanes) {
+      for (int l = 0; l < kLanes; ++l) parts[l] += only_if(ring[k + l] == r, lanes[k + l]);
+    }
+    for (int l = 0; k + l < run.period; ++l) parts[l] += only_if(ring[k + l] == r, lanes[k + l]);
+    by_ring[r] += total(parts);
+  }
+}
+
+// term(i, lane, parts) adds what weight i has to each of `count` sums; sums[s]: by ring.
+template <typename Part, int count, typename Term>
+LOCO_HD void sum_uniform(const Run& run, const Term& term, double* const (&sums)[count]) {
+  double lanes[count][kLanes] = {};
+  const auto add = [&](int64_t i, int l, int terms) LOCO_INLINE {
+    Part parts[count] = {};
+    for (int k = 0; k < terms; ++k) term(i + k * kLanes + l, l, parts);
+    for (int s = 0; s < count; ++s) lanes[s][l] += static_cast<double>(parts[s]);
+  };
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= run.count; i += kShortSum * kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i, l, kShortSum);
+  }
+  for (; i + kLanes <= run.count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i, l, 1);
+  }
+  for (int l = 0; i + l < run.count; ++l) add(i, l, 1);
+  for (int s = 0; s < count; ++s) sums[s][run.ring] += total(lanes[s]);
+}
+
+template <typename Part, int count, typename Term>
+LOCO_HD void sum_pattern(const Run& run, const Term& term, double* const (&sums)[count]) {
+  const int64_t period = run.period;
+  double* const lanes = run.lanes;
+  std::fill(lanes, lanes + count * period, 0.0);
+  int64_t i = 0;
+  for (; i + kShortSum * period <= run.count; i += kShortSum * period) {
+#pragma GCC ivdep
+    for (int64_t l = 0; l < period; ++l) {
+      Part parts[count] = {};
+      for (int k = 0; k < kShortSum; ++k) term(i + k * period + l, l, parts);
+      for (int s = 0; s < count; ++s) lanes[s * period + l] += static_cast<double>(parts[s]);
+    }
+  }
+  for (; i < run.count; i += period) {
+    const int64_t rest = std::min(period, run.count - i);
+#pragma GCC ivdep
+    for (int64_t l = 0; l < rest; ++l) {
+      Part parts[count] = {};
+      term(i + l, l, parts);
+      for (int s = 0; s < count; ++s) lanes[s * period + l] += static_cast<double>(parts[s]);
+    }
+  }
+  for (int s = 0; s < count; ++s) add_lanes(run, lanes + s * period, sums[s]);
+}
+
+}  // namespace loco::ring_prox
