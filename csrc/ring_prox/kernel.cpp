@@ -101,7 +101,8 @@ template <typename T>
 void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
   double t[kMaxRings], norms[kMaxRings], factors[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_moments();
+  // Squared terms let a kernel all but vanish, which the last digits of its sums decide.
+  const double scale = scaled_moments(thresholds.squared != nullptr);
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.squares[r]);
   int first = 0;
@@ -125,7 +126,7 @@ void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
 // other. Floats are summed as floats while an error of theirs moves no weight by more.
 template <typename T>
 void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
-  constexpr int kMostModels = 50;
+  constexpr int kMostModels = 20;
   constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 8;
   const int rings = shape_.rings;
   double c0[kMaxRings] = {}, derivatives[kMaxRings];
@@ -227,17 +228,17 @@ void KernelSolver<T>::sum_squares(bool wide) {
 
 // The same for the moments at c = 0 and the squares of the weights times the metric.
 template <typename T>
-double KernelSolver<T>::scaled_moments() {
-  const auto sum = [&](bool wide) {
+double KernelSolver<T>::scaled_moments(bool wide) {
+  const auto sum = [&](bool widely) {
     zero_ = {};
     std::fill(weighed_, weighed_ + shape_.rings, 0.0);
     for (const Part& part : parts_) {
-      first_moments(scaled_ + part.at, d_ + part.at, part.run, wide, zero_, weighed_);
+      first_moments(scaled_ + part.at, d_ + part.at, part.run, widely, zero_, weighed_);
     }
   };
   scaled_ = u_;
   least_ = smallest(d_, shape_.numel());
-  sum(false);
+  sum(wide);
   if (safe(zero_.squares, 0) && safe(weighed_, 0)) return 1;
   const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
   sum(true);

@@ -46,7 +46,7 @@ class KernelSolver {
   void for_taps(const Visit& visit) const;
   void measure(double* sizes) const;
   double scaled_squares();
-  double scaled_moments();
+  double scaled_moments(bool wide);
   void sum_squares(bool wide);
   void sum_moments(const double* c);
   bool safe(const double* sums, int first) const;

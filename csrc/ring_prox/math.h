@@ -171,7 +171,7 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
     const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
     (shot.miss < 0 ? lower : upper) = c;
     double next = c - shot.miss / shot.derivative;
-    if (!(shot.derivative > 0 && next >= lower && next <= upper)) {
+    if (!(shot.derivative > 0 && next >= lower && next <= upper && next < kInfinity)) {
       next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
     }
     derivative = shot.derivative;
