@@ -21,10 +21,6 @@ void turn(const T* from, int64_t rows, int64_t columns, T* to) {
   }
 }
 
-bool finite(const double* sums, int first, int rings) {
-  return std::all_of(sums + first, sums + rings, [](double sum) { return std::isfinite(sum); });
-}
-
 }  // namespace
 
 template <typename T>
@@ -51,9 +47,9 @@ void KernelSolver<T>::divide() {
     const int64_t period = s.taps * (s.taps <= kFewTaps && s.channels >= kChannelsOfLanes ? kChannelsOfLanes : 1);
     for (int64_t l = 0; l < period; ++l) ring_of_lane_.push_back(s.ring_of_tap[l % s.taps]);
     ring_of_long_lane_.assign(ring_of_lane_.begin(), ring_of_lane_.end());
-    lanes_.resize(kLaneSums * period);
+    lanes_.resize((kLaneSums * period + 7) / 8);
     parts_.push_back(
-        {0, {s.numel(), 0, period, s.rings, ring_of_lane_.data(), ring_of_long_lane_.data(), lanes_.data()}});
+        {0, {s.numel(), 0, period, s.rings, ring_of_lane_.data(), ring_of_long_lane_.data(), lanes_.data()->values}});
   }
 }
 
@@ -104,7 +100,7 @@ void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
   // Squared terms let a kernel all but vanish, which the last digits of its sums decide.
   const double scale = scaled_moments(thresholds.squared != nullptr);
   double sum = 0;
-  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.squares[r]);
+  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
   int first = 0;
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
@@ -114,7 +110,7 @@ void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
   const auto found = [&](int r, double) { return Damped{squares_[r], 0}; };
   const auto penalty = [&](const double* of) {
     return (of ? metric_penalty(found, coefficients, thresholds.squared, first, rings)
-               : l2_penalty(zero_.squares, nullptr, thresholds.squared, rings)) /
+               : l2_penalty(zero_.power[0], nullptr, thresholds.squared, rings)) /
            scale;
   };
   solve_squared(thresholds, solve, penalty, coefficients);
@@ -123,47 +119,47 @@ void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
 }
 
 // c of each ring from `first` on, and into squares_ what that leaves of its sum of squares, by one model after the
-// other. Floats are summed as floats while an error of theirs moves no weight by more.
+// other. Floats are summed as floats while an error of theirs moves no weight by much more.
 template <typename T>
 void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
   constexpr int kMostModels = 20;
-  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 8;
+  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4;
   const int rings = shape_.rings;
-  double c0[kMaxRings] = {}, derivatives[kMaxRings];
-  const bool starts_at_zero = finite(zero_.bends, first, rings);
-  wide_ = sizeof(T) == 8 || !safe(zero_.bends, first);
-  if (!starts_at_zero) {
-    for (int r = first; r < rings; ++r) c0[r] = least_coefficient(norms, t, r, rings);
-    sum_moments(c0);
-  }
+  double c0[kMaxRings], derivatives[kMaxRings];
+  const bool from_zero = finite(zero_, first);
+  for (int r = first; r < rings; ++r) c0[r] = from_zero ? 0 : least_coefficient(norms, t, r, rings);
+  wide_ = sizeof(T) == 8 || !safe(zero_.power[3], first);
+  if (!from_zero) sum_moments(c0, first);
   for (int i = 0; i < kMostModels; ++i) {
-    const Moments& moments = i == 0 && starts_at_zero ? zero_ : moments_;
-    const MetricModel model(moments, c0, first, rings, wide_ ? 1e-9 : 1e-5);
+    const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide_ ? 1e-9 : 3e-5);
     const double derivative = ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives);
-    double error = 0;
+    double error = 0, least = kInfinity;
     for (int r = first; r < rings; ++r) {
-      squares_[r] = model(r, coefficients[r]).squares;
-      error = std::fmax(error, model.error(r, coefficients[r], least_));
+      const double c = coefficients[r], of_ring = model.error(r, c);
+      squares_[r] = model(r, c).squares;
+      error = of_ring > error ? of_ring : error;
+      least = c > 0 && c < least ? c : least;
     }
     if (derivative == 0) return;
-    // Of a weight, by that of the sums: c moves by half of theirs over the derivative.
-    const double sensitivity = coefficients[first] / (std::fabs(derivative) * (least_ + coefficients[rings - 1]));
+    // c is off by half of what its sum is, over the derivative, and a weight by no more than a fourth of what c is.
+    const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
     const bool coarse = !wide_ && !(sensitivity <= kModerate);
-    if (!coarse && !(error * sensitivity > 2 * kAllowed)) return;
+    if (!coarse && !(error * sensitivity > kAllowed)) return;
     wide_ |= coarse;
     std::copy(coefficients + first, coefficients + rings, c0 + first);
-    sum_moments(c0);
+    sum_moments(c0, first);
   }
 }
 
 template <typename T>
-void KernelSolver<T>::sum_moments(const double* c) {
+void KernelSolver<T>::sum_moments(double* c, int first) {
+  std::fill(c, c + first, 0.0);
   const auto sum = [&] {
-    moments_ = {};
+    moments_.clear(shape_.rings);
     for (const Part& part : parts_) moments(scaled_ + part.at, d_ + part.at, part.run, wide_, c, moments_);
   };
   sum();
-  if (wide_ || (safe(moments_.squares, 0) && safe(moments_.bends, 0))) return;
+  if (wide_ || (safe(moments_.power[0], first) && safe(moments_.power[3], first))) return;
   wide_ = true;
   sum();
 }
@@ -230,16 +226,15 @@ void KernelSolver<T>::sum_squares(bool wide) {
 template <typename T>
 double KernelSolver<T>::scaled_moments(bool wide) {
   const auto sum = [&](bool widely) {
-    zero_ = {};
+    zero_.clear(shape_.rings);
     std::fill(weighed_, weighed_ + shape_.rings, 0.0);
     for (const Part& part : parts_) {
       first_moments(scaled_ + part.at, d_ + part.at, part.run, widely, zero_, weighed_);
     }
   };
   scaled_ = u_;
-  least_ = smallest(d_, shape_.numel());
   sum(wide);
-  if (safe(zero_.squares, 0) && safe(weighed_, 0)) return 1;
+  if (safe(zero_.power[0], 0) && safe(weighed_, 0)) return 1;
   const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
   sum(true);
   return scale;
@@ -249,7 +244,16 @@ double KernelSolver<T>::scaled_moments(bool wide) {
 template <typename T>
 bool KernelSolver<T>::safe(const double* sums, int first) const {
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
-  return std::all_of(sums + first, sums + shape_.rings, [](double sum) { return sum > kLeast && sum < 1 / kLeast; });
+  bool all = true;
+  for (int r = first; r < shape_.rings; ++r) all &= sums[r] > kLeast && sums[r] < 1 / kLeast;
+  return all;
+}
+
+template <typename T>
+bool KernelSolver<T>::finite(const Moments& moments, int first) const {
+  bool all = true;
+  for (int r = first; r < shape_.rings; ++r) all &= moments.power[3][r] < kInfinity;
+  return all;
 }
 
 // Lets scaled_ be u times a power of two, which it returns: 1 where u has no largest size.

@@ -37,6 +37,10 @@ class KernelSolver {
     Run run;
   };
 
+  struct alignas(64) Line {
+    double values[8];
+  };
+
   void divide();
   void solve_l2(const Thresholds& thresholds);
   void solve_metric(const Thresholds& thresholds);
@@ -48,20 +52,20 @@ class KernelSolver {
   double scaled_squares();
   double scaled_moments(bool wide);
   void sum_squares(bool wide);
-  void sum_moments(const double* c);
+  void sum_moments(double* c, int first);
   bool safe(const double* sums, int first) const;
+  bool finite(const Moments& moments, int first) const;
   double bring_near_one();
 
   Shape shape_;
   std::vector<Part> parts_;
   std::vector<int32_t> ring_of_lane_;
   std::vector<int64_t> ring_of_long_lane_;
-  std::vector<double> lanes_;
+  std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr;
   T* out_ = nullptr;
   double squares_[kMaxRings], weighed_[kMaxRings];
   bool wide_ = false;       // the moments' sums
-  double least_ = 0;        // of the metric
   Moments zero_, moments_;  // for c = 0, and for the latest
   std::vector<T> scaled_copy_, turned_u_, turned_d_;
 };

@@ -14,15 +14,23 @@ constexpr int kLanes = 16;
 // As many terms as are summed in their own type at a time.
 constexpr int kShortSum = 4;
 
-template <int count>
-LOCO_HD double total(const double (&lanes)[count]) {
-  if constexpr (count == 1) {
-    return lanes[0];
-  } else {
-    double halves[count / 2];
-    for (int l = 0; l < count / 2; ++l) halves[l] = lanes[l] + lanes[l + count / 2];
-    return total(halves);
-  }
+// The sum of the lanes: of halves, quarters and so on, side by side.
+LOCO_HD double total(const double (&lanes)[kLanes]) {
+  typedef double Eight __attribute__((vector_size(64)));
+  typedef double Four __attribute__((vector_size(32)));
+  typedef double Two __attribute__((vector_size(16)));
+  const auto halves = [](const auto& whole, auto& low, auto& high) LOCO_INLINE {
+    std::memcpy(&low, &whole, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&whole) + sizeof low, sizeof high);
+    low += high;
+  };
+  Eight eight, upper_eight;
+  Four four, upper_four;
+  Two two, upper_two;
+  halves(lanes, eight, upper_eight);
+  halves(eight, four, upper_four);
+  halves(four, two, upper_two);
+  return two[0] + two[1];
 }
 
 LOCO_HD const int32_t* rings_for(const Run& run, float) { return run.ring_of_lane; }

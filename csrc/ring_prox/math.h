@@ -156,11 +156,11 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
 
 // Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
 // beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
-// is the error; derivatives: [rings], for use meanwhile. Returns the derivative of c beyond the last ring by that of the
-// first, 0 where nothing had to be solved.
+// is the error; derivatives: [rings], for use meanwhile. Returns the derivative of c beyond the last ring by that of
+// the first, 0 where nothing had to be solved.
 template <class Sums, class Array>
 LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
-                          Array derivatives) {
+                            Array derivatives) {
   double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
   if (!(c > 0 && c < kInfinity)) {
     for (int r = first; r < rings; ++r) coefficients[r] = c;

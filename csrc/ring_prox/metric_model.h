@@ -22,9 +22,10 @@ class MetricModel {
   MetricModel(const Moments& moments, const double* c0, int first, int rings, double tolerance)
       : moments_(moments), c0_(c0), tolerance_(tolerance) {
     for (int r = first; r < rings; ++r) {
-      const double slope = moments.slopes[r], bend = moments.bends[r];
+      const double slope = moments.power[1][r], bend = moments.power[2][r], square = moments.power[0][r];
       pole_[r] = bend > 0 ? bend / slope : 0;
-      moving_[r] = bend > 0 ? std::fmin(slope * slope / bend, moments.squares[r]) : 0;
+      const double moving = bend > 0 ? slope * slope / bend : 0;
+      moving_[r] = moving < square ? moving : square;
     }
   }
 
@@ -32,14 +33,13 @@ class MetricModel {
 
   Damped operator()(int r, double c) const {
     const double factor = 1 / (1 + (c - c0_[r]) * pole_[r]), moved = moving_[r] * factor * factor;
-    return {moments_.squares[r] - moving_[r] + moved, moved * pole_[r] * factor};
+    return {moments_.power[0][r] - moving_[r] + moved, moved * pole_[r] * factor};
   }
 
-  // How far a sum for c may be off, relative, where no d is smaller than `least`: the remainder of Taylor's series.
-  double error(int r, double c, double least) const {
-    const double step = std::fabs(c - c0_[r]);
-    return moments_.bends[r] > 0 ? 4 * step * step * step * moments_.bends[r] / (moments_.squares[r] * (least + c0_[r]))
-                                 : 0;
+  // How far a sum is off, relative to that at c0: the first term that Taylor's series has beyond the model.
+  double error(int r, double c) const {
+    const double step = std::fabs(c - c0_[r]), cube = step * step * step * moments_.power[3][r];
+    return cube > 0 ? 4 * cube / moments_.power[0][r] : 0;
   }
 
  private:

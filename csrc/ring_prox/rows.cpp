@@ -8,8 +8,6 @@
 namespace loco::ring_prox {
 namespace {
 
-constexpr int kManyLanes = 64;
-
 template <typename Part, typename T>
 LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
   const auto term = [=](int64_t i, int64_t, Part* parts) LOCO_INLINE {
@@ -20,57 +18,44 @@ LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
   run.uniform() ? sum_uniform<Part>(run, term, sums) : sum_pattern<Part>(run, term, sums);
 }
 
+// Adds x^2 times the powers of `inverse`.
+template <typename Part>
+LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
+  Part value = x * x;
+  parts[0] += value;
+  for (int k = 1; k < Moments::kPowers; ++k) parts[k] += value *= inverse;
+}
+
 template <typename Part, typename T>
 LOCO_HD void first_moments_of(const T* u, const T* d, const Run& run, Moments& moments, double* weighed) {
   const auto term = [=](int64_t i, int64_t, Part* parts) LOCO_INLINE {
-    const Part x = u[i], weight = d[i], inverse = Part(1) / weight, product = x * weight, square = x * x;
-    const Part slope = square * inverse;
-    parts[0] += square;
-    parts[1] += slope;
-    parts[2] += slope * inverse;
-    parts[3] += product * product;
+    const Part x = u[i], weight = d[i], product = x * weight;
+    add_powers(x, Part(1) / weight, parts);
+    parts[4] += product * product;
   };
-  double* const sums[4] = {moments.squares, moments.slopes, moments.bends, weighed};
+  double* const sums[5] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3], weighed};
   run.uniform() ? sum_uniform<Part>(run, term, sums) : sum_pattern<Part>(run, term, sums);
 }
 
 template <typename Part, typename T, typename C>
 LOCO_HD auto moment(const T* u, const T* d, const C& c) {
   return [=](int64_t i, int64_t lane, Part* parts) LOCO_INLINE {
-    const Part weight = d[i], inverse = Part(1) / (weight + c(lane)), x = static_cast<Part>(u[i]) * (weight * inverse);
-    const Part square = x * x, slope = square * inverse;
-    parts[0] += square;
-    parts[1] += slope;
-    parts[2] += slope * inverse;
+    const Part weight = d[i], inverse = Part(1) / (weight + c(lane));
+    add_powers(static_cast<Part>(u[i]) * (weight * inverse), inverse, parts);
   };
 }
 
 template <typename Part, typename T>
 LOCO_HD void moments_of(const T* u, const T* d, const Run& run, const double* c, Moments& moments) {
-  double* const sums[3] = {moments.squares, moments.slopes, moments.bends};
+  double* const sums[4] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3]};
   if (run.uniform()) {
     const Part same = static_cast<Part>(c[run.ring]);
     sum_uniform<Part>(run, moment<Part>(u, d, [=](int64_t) LOCO_INLINE { return same; }), sums);
   } else {
-    Part* const by_lane = reinterpret_cast<Part*>(run.lanes + 3 * run.period);
+    Part* const by_lane = reinterpret_cast<Part*>(run.lanes + Moments::kPowers * run.period);
     spread(run, c, by_lane);
     sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
   }
-}
-
-template <typename T>
-LOCO_HD double smallest_of(const T* x, int64_t count) {
-  T lanes[kManyLanes];
-  for (T& lane : lanes) lane = x[0];
-  int64_t i = 0;
-  for (; i + kManyLanes <= count; i += kManyLanes) {
-    for (int l = 0; l < kManyLanes; ++l) lanes[l] = x[i + l] < lanes[l] ? x[i + l] : lanes[l];
-  }
-  for (int l = 0; i + l < count; ++l) lanes[l] = x[i + l] < lanes[l] ? x[i + l] : lanes[l];
-  for (int width = kManyLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) lanes[l] = lanes[l + width] < lanes[l] ? lanes[l + width] : lanes[l];
-  }
-  return static_cast<double>(lanes[0]);
 }
 
 template <bool weighed, typename T>
@@ -138,11 +123,6 @@ LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T*
 }
 
 template <typename T>
-LOCO_HD void adam_metric_of(const T* v, int64_t count, T correction, T eps, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = std::sqrt(v[i]) / correction + eps;
-}
-
-template <typename T>
 LOCO_HD void clip_of(const T* u, int64_t count, T cap, T* out) {
   for (int64_t i = 0; i < count; ++i) {
     const T size = std::fabs(u[i]);
@@ -175,9 +155,6 @@ LOCO_CLONES void moments(const double* u, const double* d, const Run& run, bool,
   moments_of<double>(u, d, run, c, moments);
 }
 
-LOCO_CLONES double smallest(const float* x, int64_t count) { return smallest_of(x, count); }
-LOCO_CLONES double smallest(const double* x, int64_t count) { return smallest_of(x, count); }
-
 LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double cap, double level) {
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
 }
@@ -200,13 +177,6 @@ LOCO_CLONES void multiply(const float* x, const Run& run, const double* by_ring,
 }
 LOCO_CLONES void multiply(const double* x, const Run& run, const double* by_ring, double* out) {
   multiply_of(x, run, by_ring, out);
-}
-
-LOCO_CLONES void adam_metric(const float* v, int64_t count, float correction, float eps, float* out) {
-  adam_metric_of(v, count, correction, eps, out);
-}
-LOCO_CLONES void adam_metric(const double* v, int64_t count, double correction, double eps, double* out) {
-  adam_metric_of(v, count, correction, eps, out);
 }
 
 LOCO_CLONES void damp(const float* u, const float* d, const Run& run, const double* c, float* out) {

@@ -2,6 +2,7 @@
 // added up in an order of their own, so that the level changes no bit.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "ring_prox/math.h"
@@ -11,21 +12,26 @@ namespace loco::ring_prox {
 // Contiguous weights and the ring of each: of weight i it is ring_of_lane[i % period], or the same for all.
 struct Run {
   int64_t count;
-  int ring;                         // of all, if the period is 0
+  int ring;  // of all, if the period is 0
   int64_t period;
   int rings;
-  const int32_t* ring_of_lane;      // [period], as wide as floats
-  const int64_t* ring_of_long_lane; // and as doubles
-  double* lanes;                    // [kLaneSums * period], for use meanwhile
+  const int32_t* ring_of_lane;       // [period], as wide as floats
+  const int64_t* ring_of_long_lane;  // and as doubles
+  double* lanes;                     // [kLaneSums * period], for use meanwhile
 
   bool uniform() const { return period == 0; }
 };
 
-constexpr int kLaneSums = 5;
+constexpr int kLaneSums = 5;  // as many as are summed at a time
 
-// For each ring, with x = u d / (d + c): the sums of x^2, x^2 / (d + c) and x^2 / (d + c)^2.
+// Sums over each ring, with x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
 struct Moments {
-  double squares[kMaxRings], slopes[kMaxRings], bends[kMaxRings];
+  static constexpr int kPowers = 4;
+  double power[kPowers][kMaxRings];
+
+  void clear(int rings) {
+    for (auto& sums : power) std::fill(sums, sums + rings, 0.0);
+  }
 };
 
 // All sums are added to what is there, by ring. Unless they are wide, terms are in the type of the weights, and four of
@@ -43,9 +49,6 @@ void moments(const double* u, const double* d, const Run& run, bool wide, const 
 // Of min(|u|, cap) where that exceeds level; d may be null: ones.
 Above above(const float* u, const float* d, int64_t count, double cap, double level);
 Above above(const double* u, const double* d, int64_t count, double cap, double level);
-// min x, of which none is NaN
-double smallest(const float* x, int64_t count);
-double smallest(const double* x, int64_t count);
 // max |x|; NaN if any is
 double largest(const float* x, int64_t count);
 double largest(const double* x, int64_t count);
@@ -55,9 +58,6 @@ void multiply(const double* x, int64_t count, double factor, double* out);
 // The same with a factor for each ring
 void multiply(const float* x, const Run& run, const double* by_ring, float* out);
 void multiply(const double* x, const Run& run, const double* by_ring, double* out);
-// out = sqrt(v) / correction + eps, Adam's denominator
-void adam_metric(const float* v, int64_t count, float correction, float eps, float* out);
-void adam_metric(const double* v, int64_t count, double correction, double eps, double* out);
 // out = u d / (d + c), u where c is 0, 0 where it is infinite
 void damp(const float* u, const float* d, const Run& run, const double* c, float* out);
 void damp(const double* u, const double* d, const Run& run, const double* c, double* out);
