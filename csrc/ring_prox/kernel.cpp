@@ -95,16 +95,15 @@ void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
 
 template <typename T>
 void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
-  double t[kMaxRings], norms[kMaxRings], factors[kMaxRings], coefficients[kMaxRings];
+  double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
-  // Squared terms let a kernel all but vanish, which the last digits of its sums decide.
-  const double scale = scaled_moments(thresholds.squared != nullptr);
+  const double scale = scaled_moments();
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
   int first = 0;
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
-    first = chain(weighed_, t, rings, factors);
+    first = first_alive(t);
     find_coefficients(norms, t, first, coefficients);
   };
   const auto found = [&](int r, double) { return Damped{squares_[r], 0}; };
@@ -118,50 +117,72 @@ void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
   for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, coefficients, out_ + part.at);
 }
 
+// The first ring that does not vanish. By Cauchy and Schwarz (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2, which mostly is
+// enough to see that all stay.
+template <typename T>
+int KernelSolver<T>::first_alive(const double* t) {
+  double factors[kMaxRings];
+  const int rings = shape_.rings;
+  if (!weighed_is_known_) {
+    constexpr double kSafely = 0.99;
+    for (int r = 0; r < rings; ++r) {
+      const double square = zero_.power[0][r], bend = zero_.power[2][r];
+      weighed_[r] = bend > 0 ? kSafely * square * square / bend : 0;
+    }
+    if (chain(weighed_, t, rings, factors) == 0) return 0;
+    std::fill(weighed_, weighed_ + rings, 0.0);
+    for (const Part& part : parts_) weighed_squares(scaled_ + part.at, d_ + part.at, part.run, weighed_);
+    weighed_is_known_ = true;
+  }
+  return chain(weighed_, t, rings, factors);
+}
+
 // c of each ring from `first` on, and into squares_ what that leaves of its sum of squares, by one model after the
 // other. Floats are summed as floats while an error of theirs moves no weight by much more.
 template <typename T>
 void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
   constexpr int kMostModels = 20;
-  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4;
+  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
+  constexpr double kRoughly = 1e-6;   // how far sums of floats are off
+  constexpr double kVanished = 1e25;  // to a part as small as that no rounding lets a kernel shrink without vanishing
   const int rings = shape_.rings;
   double c0[kMaxRings], derivatives[kMaxRings];
   const bool from_zero = finite(zero_, first);
+  bool wide = sizeof(T) == 8 || !safe(zero_.power[3], first);
+  const auto sum = [&] {
+    std::fill(c0, c0 + first, 0.0);
+    sum_moments(wide, c0, moments_);
+    if (wide || (safe(moments_.power[0], first) && safe(moments_.power[3], first))) return;
+    wide = true;
+    sum_moments(wide, c0, moments_);
+  };
   for (int r = first; r < rings; ++r) c0[r] = from_zero ? 0 : least_coefficient(norms, t, r, rings);
-  wide_ = sizeof(T) == 8 || !safe(zero_.power[3], first);
-  if (!from_zero) sum_moments(c0, first);
+  if (!from_zero) sum();
   for (int i = 0; i < kMostModels; ++i) {
-    const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide_ ? 1e-9 : 3e-5);
-    const double derivative = ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives);
+    const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide ? 1e-9 : 3e-5);
+    const double derivative =
+        ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
     double error = 0, least = kInfinity;
     for (int r = first; r < rings; ++r) {
-      const double c = coefficients[r], of_ring = model.error(r, c);
+      const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);
       squares_[r] = model(r, c).squares;
       error = of_ring > error ? of_ring : error;
       least = c > 0 && c < least ? c : least;
     }
     if (derivative == 0) return;
+    if (wide && coefficients[first] > kVanished * least_coefficient(norms, t, first, rings)) {
+      std::fill(coefficients + first, coefficients + rings, kInfinity);
+      return std::fill(squares_ + first, squares_ + rings, 0.0);
+    }
     // c is off by half of what its sum is, over the derivative, and a weight by no more than a fourth of what c is.
     const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
-    const bool coarse = !wide_ && !(sensitivity <= kModerate);
+    const bool coarse = !wide && !(sensitivity <= kModerate);
     if (!coarse && !(error * sensitivity > kAllowed)) return;
-    wide_ |= coarse;
-    std::copy(coefficients + first, coefficients + rings, c0 + first);
-    sum_moments(c0, first);
+    wide |= coarse;
+    // What floats have found where it hangs on their last digits is nowhere near.
+    if (!coarse || sensitivity < kHopeless) std::copy(coefficients + first, coefficients + rings, c0 + first);
+    sum();
   }
-}
-
-template <typename T>
-void KernelSolver<T>::sum_moments(double* c, int first) {
-  std::fill(c, c + first, 0.0);
-  const auto sum = [&] {
-    moments_.clear(shape_.rings);
-    for (const Part& part : parts_) moments(scaled_ + part.at, d_ + part.at, part.run, wide_, c, moments_);
-  };
-  sum();
-  if (wide_ || (safe(moments_.power[0], first) && safe(moments_.power[3], first))) return;
-  wide_ = true;
-  sum();
 }
 
 template <typename T>
@@ -222,22 +243,22 @@ void KernelSolver<T>::sum_squares(bool wide) {
   for (const Part& part : parts_) squares(scaled_ + part.at, part.run, wide, squares_);
 }
 
-// The same for the moments at c = 0 and the squares of the weights times the metric.
+// The same for the moments at c = 0.
 template <typename T>
-double KernelSolver<T>::scaled_moments(bool wide) {
-  const auto sum = [&](bool widely) {
-    zero_.clear(shape_.rings);
-    std::fill(weighed_, weighed_ + shape_.rings, 0.0);
-    for (const Part& part : parts_) {
-      first_moments(scaled_ + part.at, d_ + part.at, part.run, widely, zero_, weighed_);
-    }
-  };
+double KernelSolver<T>::scaled_moments() {
   scaled_ = u_;
-  sum(wide);
-  if (safe(zero_.power[0], 0) && safe(weighed_, 0)) return 1;
+  weighed_is_known_ = false;
+  sum_moments(false, nullptr, zero_);
+  if (safe(zero_.power[0], 0)) return 1;
   const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
-  sum(true);
+  sum_moments(true, nullptr, zero_);
   return scale;
+}
+
+template <typename T>
+void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
+  to.clear(shape_.rings);
+  for (const Part& part : parts_) moments(scaled_ + part.at, d_ + part.at, part.run, wide, c, to);
 }
 
 // Whether sums, of rings from `first` on, are far from where squares vanish or overflow.

@@ -50,9 +50,10 @@ class KernelSolver {
   void for_taps(const Visit& visit) const;
   void measure(double* sizes) const;
   double scaled_squares();
-  double scaled_moments(bool wide);
+  double scaled_moments();
+  int first_alive(const double* t);
   void sum_squares(bool wide);
-  void sum_moments(double* c, int first);
+  void sum_moments(bool wide, const double* c, Moments& to);
   bool safe(const double* sums, int first) const;
   bool finite(const Moments& moments, int first) const;
   double bring_near_one();
@@ -65,7 +66,7 @@ class KernelSolver {
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr;
   T* out_ = nullptr;
   double squares_[kMaxRings], weighed_[kMaxRings];
-  bool wide_ = false;       // the moments' sums
+  bool weighed_is_known_ = false;
   Moments zero_, moments_;  // for c = 0, and for the latest
   std::vector<T> scaled_copy_, turned_u_, turned_d_;
 };

@@ -57,28 +57,37 @@ LOCO_HD double only_if(bool condition, double x) {
   return x;
 }
 
-// Adds the lanes of each ring to its sum.
-LOCO_HD void add_lanes(const Run& run, const double* lanes, double* by_ring) {
-  const int64_t* const ring = run.ring_of_long_lane;
+// Adds the lanes of each ring to its sums: `exact`, and rough[s - 1], [period] each.
+template <int count, typename Part>
+LOCO_HD void add_lanes(const Run& run, const double* exact, const Part* rough, double* const (&sums)[count]) {
+  const int64_t period = run.period, *const ring = run.ring_of_long_lane;
   for (int r = 0; r < run.rings; ++r) {
-    double parts[kLanes] = {};
+    double parts[count][kLanes] = {};
+    const auto add = [&](int64_t k, int l) LOCO_INLINE {
+      const bool here = ring[k] == r;
+      parts[0][l] += only_if(here, exact[k]);
+      for (int s = 1; s < count; ++s) parts[s][l] += only_if(here, static_cast<double>(rough[(s - 1) * period + k]));
+    };
     int64_t k = 0;
-    for (; k + kLanes <= run.period; k += kLanes) {
-      for (int l = 0; l < kLanes; ++l) parts[l] += only_if(ring[k + l] == r, lanes[k + l]);
+    for (; k + kLanes <= period; k += kLanes) {
+      for (int l = 0; l < kLanes; ++l) add(k + l, l);
     }
-    for (int l = 0; k + l < run.period; ++l) parts[l] += only_if(ring[k + l] == r, lanes[k + l]);
-    by_ring[r] += total(parts);
+    for (int l = 0; k + l < period; ++l) add(k + l, l);
+    for (int s = 0; s < count; ++s) sums[s][r] += total(parts[s]);
   }
 }
 
-// term(i, lane, parts) adds what weight i has to each of `count` sums; sums[s]: by ring.
+// term(i, lane, parts) adds what weight i has to each of `count` sums, of which the first is summed in float64 and all
+// others as Part; sums[s]: by ring.
 template <typename Part, int count, typename Term>
 LOCO_HD void sum_uniform(const Run& run, const Term& term, double* const (&sums)[count]) {
-  double lanes[count][kLanes] = {};
+  double exact[kLanes] = {};
+  Part rough[count][kLanes] = {};
   const auto add = [&](int64_t i, int l, int terms) LOCO_INLINE {
     Part parts[count] = {};
     for (int k = 0; k < terms; ++k) term(i + k * kLanes + l, l, parts);
-    for (int s = 0; s < count; ++s) lanes[s][l] += static_cast<double>(parts[s]);
+    exact[l] += static_cast<double>(parts[0]);
+    for (int s = 1; s < count; ++s) rough[s][l] += parts[s];
   };
   int64_t i = 0;
   for (; i + kShortSum * kLanes <= run.count; i += kShortSum * kLanes) {
@@ -88,33 +97,37 @@ LOCO_HD void sum_uniform(const Run& run, const Term& term, double* const (&sums)
     for (int l = 0; l < kLanes; ++l) add(i, l, 1);
   }
   for (int l = 0; i + l < run.count; ++l) add(i, l, 1);
-  for (int s = 0; s < count; ++s) sums[s][run.ring] += total(lanes[s]);
+  sums[0][run.ring] += total(exact);
+  for (int s = 1; s < count; ++s) {
+    for (int l = 0; l < kLanes; ++l) exact[l] = static_cast<double>(rough[s][l]);
+    sums[s][run.ring] += total(exact);
+  }
 }
 
 template <typename Part, int count, typename Term>
 LOCO_HD void sum_pattern(const Run& run, const Term& term, double* const (&sums)[count]) {
   const int64_t period = run.period;
-  double* const lanes = run.lanes;
-  std::fill(lanes, lanes + count * period, 0.0);
+  double* const exact = run.lanes;
+  Part* const rough = reinterpret_cast<Part*>(exact + period);
+  std::fill(exact, exact + period, 0.0);
+  std::fill(rough, rough + (count - 1) * period, Part(0));
+  const auto add = [=](int64_t i, int64_t l, int terms) LOCO_INLINE {
+    Part parts[count] = {};
+    for (int k = 0; k < terms; ++k) term(i + k * period + l, l, parts);
+    exact[l] += static_cast<double>(parts[0]);
+    for (int s = 1; s < count; ++s) rough[(s - 1) * period + l] += parts[s];
+  };
   int64_t i = 0;
   for (; i + kShortSum * period <= run.count; i += kShortSum * period) {
 #pragma GCC ivdep
-    for (int64_t l = 0; l < period; ++l) {
-      Part parts[count] = {};
-      for (int k = 0; k < kShortSum; ++k) term(i + k * period + l, l, parts);
-      for (int s = 0; s < count; ++s) lanes[s * period + l] += static_cast<double>(parts[s]);
-    }
+    for (int64_t l = 0; l < period; ++l) add(i, l, kShortSum);
   }
   for (; i < run.count; i += period) {
     const int64_t rest = std::min(period, run.count - i);
 #pragma GCC ivdep
-    for (int64_t l = 0; l < rest; ++l) {
-      Part parts[count] = {};
-      term(i + l, l, parts);
-      for (int s = 0; s < count; ++s) lanes[s * period + l] += static_cast<double>(parts[s]);
-    }
+    for (int64_t l = 0; l < rest; ++l) add(i, l, 1);
   }
-  for (int s = 0; s < count; ++s) add_lanes(run, lanes + s * period, sums[s]);
+  add_lanes(run, exact, rough, sums);
 }
 
 }  // namespace loco::ring_prox

@@ -156,12 +156,14 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
 
 // Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
 // beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
-// is the error; derivatives: [rings], for use meanwhile. Returns the derivative of c beyond the last ring by that of
-// the first, 0 where nothing had to be solved.
+// is the error; derivatives: [rings], for use meanwhile; start: near c of the first ring, and less than twice that, or
+// 0. Returns the derivative of c beyond the last ring by that of the first, 0 where nothing had to be solved.
 template <class Sums, class Array>
 LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
-                            Array derivatives) {
+                            Array derivatives, double start = 0) {
   double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
+  if (start > c) c = start;
+  if (start / 2 > lower) lower = start / 2;
   if (!(c > 0 && c < kInfinity)) {
     for (int r = first; r < rings; ++r) coefficients[r] = c;
     return 0;

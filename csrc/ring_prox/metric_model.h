@@ -32,14 +32,17 @@ class MetricModel {
   double tolerance() const { return tolerance_; }
 
   Damped operator()(int r, double c) const {
-    const double factor = 1 / (1 + (c - c0_[r]) * pole_[r]), moved = moving_[r] * factor * factor;
+    const double step = c < c0_[r] / 2 ? -c0_[r] / 2 : c - c0_[r];  // far below c0 it has a pole
+    const double factor = 1 / (1 + step * pole_[r]), moved = moving_[r] * factor * factor;
     return {moments_.power[0][r] - moving_[r] + moved, moved * pole_[r] * factor};
   }
 
-  // How far a sum is off, relative to that at c0: the first term that Taylor's series has beyond the model.
-  double error(int r, double c) const {
-    const double step = std::fabs(c - c0_[r]), cube = step * step * step * moments_.power[3][r];
-    return cube > 0 ? 4 * cube / moments_.power[0][r] : 0;
+  // How far a sum is off, relative to that at c0: the first term that Taylor's series has beyond the model, and that of
+  // the derivative, which is off by `rounding`.
+  double error(int r, double c, double rounding) const {
+    const double step = std::fabs(c - c0_[r]);
+    const double off = 4 * step * step * step * moments_.power[3][r] + 2 * rounding * step * moments_.power[1][r];
+    return off > 0 ? off / moments_.power[0][r] : 0;
   }
 
  private:

@@ -26,14 +26,20 @@ LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
   for (int k = 1; k < Moments::kPowers; ++k) parts[k] += value *= inverse;
 }
 
-template <typename Part, typename T>
-LOCO_HD void first_moments_of(const T* u, const T* d, const Run& run, Moments& moments, double* weighed) {
-  const auto term = [=](int64_t i, int64_t, Part* parts) LOCO_INLINE {
-    const Part x = u[i], weight = d[i], product = x * weight;
-    add_powers(x, Part(1) / weight, parts);
-    parts[4] += product * product;
+template <typename T>
+LOCO_HD void weighed_squares_of(const T* u, const T* d, const Run& run, double* by_ring) {
+  const auto term = [=](int64_t i, int64_t, double* parts) LOCO_INLINE {
+    const double value = static_cast<double>(u[i]) * static_cast<double>(d[i]);
+    parts[0] += value * value;
   };
-  double* const sums[5] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3], weighed};
+  double* const sums[1] = {by_ring};
+  run.uniform() ? sum_uniform<double>(run, term, sums) : sum_pattern<double>(run, term, sums);
+}
+
+template <typename Part, typename T>
+LOCO_HD void first_moments_of(const T* u, const T* d, const Run& run, double* const (&sums)[Moments::kPowers]) {
+  const auto term = [=](int64_t i, int64_t, Part* parts)
+                        LOCO_INLINE { add_powers(static_cast<Part>(u[i]), Part(1) / static_cast<Part>(d[i]), parts); };
   run.uniform() ? sum_uniform<Part>(run, term, sums) : sum_pattern<Part>(run, term, sums);
 }
 
@@ -47,15 +53,15 @@ LOCO_HD auto moment(const T* u, const T* d, const C& c) {
 
 template <typename Part, typename T>
 LOCO_HD void moments_of(const T* u, const T* d, const Run& run, const double* c, Moments& moments) {
-  double* const sums[4] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3]};
+  double* const sums[] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3]};
+  if (c == nullptr) return first_moments_of<Part>(u, d, run, sums);
   if (run.uniform()) {
     const Part same = static_cast<Part>(c[run.ring]);
-    sum_uniform<Part>(run, moment<Part>(u, d, [=](int64_t) LOCO_INLINE { return same; }), sums);
-  } else {
-    Part* const by_lane = reinterpret_cast<Part*>(run.lanes + Moments::kPowers * run.period);
-    spread(run, c, by_lane);
-    sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
+    return sum_uniform<Part>(run, moment<Part>(u, d, [=](int64_t) LOCO_INLINE { return same; }), sums);
   }
+  Part* const by_lane = reinterpret_cast<Part*>(run.lanes + Moments::kPowers * run.period);
+  spread(run, c, by_lane);
+  sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
 }
 
 template <bool weighed, typename T>
@@ -139,13 +145,11 @@ LOCO_CLONES void squares(const double* x, const Run& run, bool, double* by_ring)
   squares_of<double>(x, run, by_ring);
 }
 
-LOCO_CLONES void first_moments(const float* u, const float* d, const Run& run, bool wide, Moments& moments,
-                               double* weighed) {
-  wide ? first_moments_of<double>(u, d, run, moments, weighed) : first_moments_of<float>(u, d, run, moments, weighed);
+LOCO_CLONES void weighed_squares(const float* u, const float* d, const Run& run, double* by_ring) {
+  weighed_squares_of(u, d, run, by_ring);
 }
-LOCO_CLONES void first_moments(const double* u, const double* d, const Run& run, bool, Moments& moments,
-                               double* weighed) {
-  first_moments_of<double>(u, d, run, moments, weighed);
+LOCO_CLONES void weighed_squares(const double* u, const double* d, const Run& run, double* by_ring) {
+  weighed_squares_of(u, d, run, by_ring);
 }
 
 LOCO_CLONES void moments(const float* u, const float* d, const Run& run, bool wide, const double* c, Moments& moments) {

@@ -40,10 +40,10 @@ struct Moments {
 // sum x^2
 void squares(const float* x, const Run& run, bool wide, double* by_ring);
 void squares(const double* x, const Run& run, bool wide, double* by_ring);
-// The moments for c = 0, and sum (d u)^2
-void first_moments(const float* u, const float* d, const Run& run, bool wide, Moments& moments, double* weighed);
-void first_moments(const double* u, const double* d, const Run& run, bool wide, Moments& moments, double* weighed);
-// c: by ring
+// sum (d u)^2, in float64
+void weighed_squares(const float* u, const float* d, const Run& run, double* by_ring);
+void weighed_squares(const double* u, const double* d, const Run& run, double* by_ring);
+// c: by ring, null: zeros. Powers from the first on are summed in the type of their terms, unless they are wide.
 void moments(const float* u, const float* d, const Run& run, bool wide, const double* c, Moments& moments);
 void moments(const double* u, const double* d, const Run& run, bool wide, const double* c, Moments& moments);
 // Of min(|u|, cap) where that exceeds level; d may be null: ones.
