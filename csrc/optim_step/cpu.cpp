@@ -54,6 +54,11 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   return result;
 }
 
+// Vectors do not straddle two of them where memory begins with one.
+struct alignas(64) CacheLine {
+  char bytes[64];
+};
+
 // What a tensor's blocks have in common.
 template <class Rule>
 struct Job {
@@ -138,7 +143,8 @@ class Step {
     TensorStep held_tensor = t;
     Job<Rule> held_job = job;
     held_job.tensor = &held_tensor;
-    std::vector<T> values, metric(Rule::has_metric ? numel : 0);
+    std::vector<T> values;
+    std::vector<CacheLine> metric(Rule::has_metric ? numel * sizeof(T) / sizeof(CacheLine) + 1 : 0);
     held_job.metric = Rule::has_metric ? metric.data() : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
     for (int64_t at = begin; at < end; at += numel) {

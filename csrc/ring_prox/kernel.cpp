@@ -199,9 +199,21 @@ void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
     });
     return all;
   };
+  // The search begins with all weights; few of them are above a level that one alone would be clipped to.
+  const auto fewer_sums = [&](int n, const double* of, double level) {
+    if (level >= 0) return sums(n, of, level);
+    double least = level;
+    for_taps([&](int64_t at, int r) {
+      if (r > n) return;
+      const T* d = d_ ? d_ + at : nullptr;
+      least = std::max(least, least_level(u_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
+    });
+    const Above all = sums(n, of, least);
+    return all.count > 0 ? all : sums(n, of, level);
+  };
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, 1, t);
-    ring_prox::solve_linf(sums, t, rings, caps);
+    ring_prox::solve_linf(fewer_sums, t, rings, caps);
   };
   if (thresholds.squared) measure(sizes);
   const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "ring_prox/lanes.h"
 
 namespace loco::ring_prox {
 namespace {
+
+constexpr int kBlock = 64;
 
 template <typename Part, typename T>
 LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
@@ -64,6 +67,15 @@ LOCO_HD void moments_of(const T* u, const T* d, const Run& run, const double* c,
   sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
 }
 
+// The level as T, rounded down.
+template <typename T>
+LOCO_HD T not_above(double level) {
+  const T value = static_cast<T>(level);
+  return static_cast<double>(value) > level
+             ? value - std::fabs(value) * std::numeric_limits<T>::epsilon() - std::numeric_limits<T>::denorm_min()
+             : value;
+}
+
 template <bool weighed, typename T>
 LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double level) {
   double mass[kLanes] = {}, weight[kLanes] = {}, number[kLanes] = {};
@@ -76,12 +88,36 @@ LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double
     weight[l] += over ? w : 0.0;
     number[l] += over ? 1.0 : 0.0;
   };
+  // Most blocks hold nothing above a level that has been found.
+  const T least = level > -1 ? not_above<T>(level) : T(-1);
+  int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) {
+    int any = 0;
+    for (int l = 0; l < kBlock; ++l) any |= !(std::fabs(u[i + l]) <= least);
+    if (any == 0) continue;
+    for (int k = 0; k < kBlock; k += kLanes) {
+      for (int l = 0; l < kLanes; ++l) add(i + k + l, l);
+    }
+  }
+  for (int64_t l = 0; i + l < count; ++l) add(i + l, static_cast<int>(l % kLanes));
+  return {total(mass), total(weight), total(number)};
+}
+
+template <bool weighed, typename T>
+LOCO_HD double least_level_of(const T* u, const T* d, int64_t count, double cap, double t) {
+  double lanes[kLanes];
+  for (double& lane : lanes) lane = -1;
+  const auto look = [&](int64_t i, int l) LOCO_INLINE {
+    const double size = std::fabs(static_cast<double>(u[i]));
+    const double level = (size > cap ? cap : size) - (weighed ? t / static_cast<double>(d[i]) : t);
+    lanes[l] = level > lanes[l] ? level : lanes[l];
+  };
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) add(i + l, l);
+    for (int l = 0; l < kLanes; ++l) look(i + l, l);
   }
-  for (int l = 0; i + l < count; ++l) add(i + l, l);
-  return {total(mass), total(weight), total(number)};
+  for (int l = 0; i + l < count; ++l) look(i + l, l);
+  return *std::max_element(lanes, lanes + kLanes);
 }
 
 template <typename T>
@@ -164,6 +200,13 @@ LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double ca
 }
 LOCO_CLONES Above above(const double* u, const double* d, int64_t count, double cap, double level) {
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
+}
+
+LOCO_CLONES double least_level(const float* u, const float* d, int64_t count, double cap, double t) {
+  return d ? least_level_of<true>(u, d, count, cap, t) : least_level_of<false>(u, d, count, cap, t);
+}
+LOCO_CLONES double least_level(const double* u, const double* d, int64_t count, double cap, double t) {
+  return d ? least_level_of<true>(u, d, count, cap, t) : least_level_of<false>(u, d, count, cap, t);
 }
 
 LOCO_CLONES double largest(const float* x, int64_t count) { return largest_of(x, count); }

@@ -49,6 +49,9 @@ void moments(const double* u, const double* d, const Run& run, bool wide, const 
 // Of min(|u|, cap) where that exceeds level; d may be null: ones.
 Above above(const float* u, const float* d, int64_t count, double cap, double level);
 Above above(const double* u, const double* d, int64_t count, double cap, double level);
+// The largest level, at least -1, to which a single weight would have to be clipped to lose t.
+double least_level(const float* u, const float* d, int64_t count, double cap, double t);
+double least_level(const double* u, const double* d, int64_t count, double cap, double t);
 // max |x|; NaN if any is
 double largest(const float* x, int64_t count);
 double largest(const double* x, int64_t count);
