@@ -1,3 +1,5 @@
+// The largest norm needs the channels of each tap side by side; a kernel whose taps are fastest is turned for it, and
+// its result turned back.
 #include "ring_prox/kernel.h"
 
 #include <algorithm>
@@ -199,6 +201,7 @@ void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
     });
     return all;
   };
+  constexpr double kHuge = 1e290;
   // The search begins with all weights; few of them are above a level that one alone would be clipped to.
   const auto fewer_sums = [&](int n, const double* of, double level) {
     if (level >= 0) return sums(n, of, level);
@@ -208,7 +211,8 @@ void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
       const T* d = d_ ? d_ + at : nullptr;
       least = std::max(least, least_level(u_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
     });
-    const Above all = sums(n, of, least);
+    // Not where a sum of all would overflow, which keeps them from being clipped, as it does on a GPU.
+    const Above all = sums(n, of, least < kHuge ? least : level);
     return all.count > 0 ? all : sums(n, of, level);
   };
   const auto solve = [&](double factor) {
