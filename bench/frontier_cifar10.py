@@ -31,6 +31,7 @@ PENALTIES = ("rings", "kernels")
 TRAIN, TEST = 5_000, 2_500
 DENSE_EPOCHS, POINTS, REFIT_EPOCHS = 12, 16, 3
 STRENGTHS = tuple(0.002 * 100 ** (i / (POINTS - 1)) for i in range(POINTS))
+SEARCHED_POINTS = 8
 BATCH_NORM_STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1)
 TAUS = (0.03, 0.1)
 WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
@@ -72,7 +73,7 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
         )
     if model == MODELS[0]:
         options: dict[str, Any]
-        searched: dict[str, Any] = {"strengths": None, "points": 8, "span": 1e-4, "refit_epochs": 0}
+        searched: dict[str, Any] = {"strengths": None, "points": SEARCHED_POINTS, "span": 1e-4, "refit_epochs": 0}
         for path in ("dense", "down"):
             found[f"rings prox, {path}"] = arm("rings", path=path, **searched)
         for kind in ("live", "folded"):

@@ -103,6 +103,8 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
         "WIDTHS": (0.25, 0.125),
         "DENSE_EPOCHS": 1,
         "REFIT_EPOCHS": 1,
+        "SEARCHED_POINTS": 2,
+        "BATCH_NORM_STRENGTHS": (0.1,),
     }.items():
         monkeypatch.setattr(frontier_cifar10, name, value)
     monkeypatch.setattr(frontier_cifar10, "MODELS", ("resnet8",))
