@@ -46,6 +46,7 @@ from bench.bench_optim_step import (
     step_on,
     torch_step,
 )
+from bench.targets import target
 from loco_ext.ops import backends
 from loco_ext.optim.locality import decay_maps
 
@@ -118,17 +119,21 @@ def capture(step: Step) -> Step:
     return Replay(graph, step)
 
 
+def forced(call: Callable[[], object], backend: str) -> Step:
+    """The call, made in one of our backends."""
+
+    def call_in_backend() -> None:
+        with loco_ext.backend(backend):
+            call()
+
+    return call_in_backend
+
+
 def backend_step(
     rule: Rule, parameters: Parameters, state: State, *, backend: str, locality: tuple[float, float] | None
 ) -> Step:
     """Our step in one of our backends."""
-    step = our_step(rule, parameters, state, locality=locality)
-
-    def forced() -> None:
-        with loco_ext.backend(backend):
-            step()
-
-    return forced
+    return forced(our_step(rule, parameters, state, locality=locality), backend)
 
 
 def apex_step(rule: Rule, parameters: Parameters, state: State) -> Step:
@@ -226,16 +231,22 @@ def make_flush(effort: harness.Effort) -> Flush:
 
 def measure(case: Case, effort: harness.Effort, flush: Flush, copy: float) -> dict[str, Any]:
     """The record of a case."""
-    build = functools.partial(make_steps, case)
+    return record(case, *time_both(functools.partial(make_steps, case), effort, flush, str(case)), copy)
+
+
+def time_both(
+    build: Callable[[], dict[str, Step]], effort: harness.Effort, flush: Flush, label: str
+) -> tuple[harness.Comparison, harness.Comparison]:
+    """What the GPU needs for every call, its cache cleared, and what the host needs to hand it over."""
     short = replace(effort, min_seconds=effort.min_seconds / 4, builds=1)
-    host = harness.compare(build, short, f"{case}, host", lambda _: torch.cuda.synchronize())
+    host = harness.compare(build, short, f"{label}, host", lambda _: torch.cuda.synchronize())
     times = {name: flush.times(timing.median) for name, timing in host.items()}
 
     def before(name: str) -> None:
         for _ in range(times[name]):
             flush.call()
 
-    return record(case, harness.compare(build, effort, str(case), before, harness.gpu_seconds), host, copy)
+    return harness.compare(build, effort, label, before, harness.gpu_seconds), host
 
 
 def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float) -> dict[str, Any]:
@@ -285,17 +296,6 @@ def count_syncs(rule: Rule, backend: str, steps: int = 5) -> int:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     return count
-
-
-def target(name: str, limit: float, measured: dict[str, float], at_least: bool) -> list[dict[str, Any]]:
-    """One entry: the worst of what was measured, and where; none if nothing was."""
-    if not measured:
-        return []
-    where = (min if at_least else max)(measured, key=lambda key: measured[key])
-    worst = measured[where]
-    wanted = f"at {'least' if at_least else 'most'} {limit:g}"
-    met = worst >= limit if at_least else worst <= limit
-    return [{"name": name, "wanted": wanted, "measured": worst, "met": met, "where": where}]
 
 
 def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[dict[str, Any]]:

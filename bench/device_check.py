@@ -49,6 +49,7 @@ SANITIZERS = (
 FOUND_BY_SANITIZER = 86  # its exit status
 # Every tensor gets memory of its own, whose bounds memcheck knows.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+BENCHMARKS = ("optim_step_gpu", "ring_prox_gpu")
 
 
 @dataclass(frozen=True)
@@ -202,20 +203,24 @@ def sanitized(program: str, tool: str, backend: str) -> Command:
 
 
 def benchmarks(settings: Settings) -> Part:
-    """Measures the optimizer step; targets that are not met are reported, they fail nothing."""
-    results = settings.scratch / "optim_step_gpu.json"
-    name = f"optim_step_gpu{'_quick' * settings.quick}-{settings.gpu}.json"
-    quick = ["--quick"] if settings.quick else []
+    """Measures the optimizer step and the prox; targets that are not met are reported, they fail nothing."""
+    results = {name: settings.scratch / f"{name}.json" for name in BENCHMARKS}
 
     def after() -> dict[str, Any]:
-        if not results.exists():
-            return {}
-        shutil.copyfile(results, settings.out / name)
-        report = json.loads(results.read_text())
-        return {"cases": f"{len(report['results'])} of {report['settings']['cases']}", "targets": report["targets"]}
+        reports = []
+        for name in filter(lambda name: results[name].exists(), BENCHMARKS):
+            shutil.copyfile(results[name], settings.out / f"{name}{'_quick' * settings.quick}-{settings.gpu}.json")
+            reports.append(json.loads(results[name].read_text()))
+        done = sum(len(report["results"]) + len(report.get("steps", [])) for report in reports)
+        asked = sum(report["settings"]["cases"] for report in reports)
+        targets = [row for report in reports for row in report.get("targets", [])]
+        return {"cases": f"{done} of {asked}", "targets": targets} if reports else {}
 
-    command = python("-m", "bench.bench_optim_step_gpu", "--out", str(results), *quick)
-    return Part([Command("optim_step", command)], after)
+    def command(name: str) -> Command:
+        quick = ["--quick"] if settings.quick else []
+        return Command(name, python("-m", f"bench.bench_{name}", "--out", str(results[name]), *quick))
+
+    return Part([command(name) for name in BENCHMARKS], after)
 
 
 PARTS: dict[str, Callable[[Settings], Part]] = {

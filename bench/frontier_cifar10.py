@@ -2,9 +2,9 @@
 
     python -m bench.frontier_cifar10 --data DIR      about an hour on one core; writes bench/results/
 
-ResNet-8 and its plain twin, 5,000 training and 2,500 test images. All networks have been trained for the same number of
-epochs or less: without a penalty; with it, one epoch for each strength, from the strength before (path "up"), batch
-normalisation folded; compacted, without it again. Arms: the exact prox and the draft's own way (subgradient and tau; two
+ResNet-8 and its plain twin, 5,000 training and 2,500 test images. All networks have been trained for the same number
+of epochs or less: without a penalty; with it, one epoch for each strength, from the strength before (path "up"),
+batch normalisation folded; compacted, without it again. Arms: the exact prox and the draft's own way (subgradient and tau; two
 epochs for every other strength), of rings and of kernels; uniformly narrower networks, by the same recipe, and with
 batch normalisation and the larger learning rate all the time. For ResNet-8 with rings also: the other warm starts, from
 the strength that leaves nothing down, and what batch normalisation does if it is not folded.

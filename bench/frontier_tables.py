@@ -57,7 +57,7 @@ def paths(arms: dict[str, Any]) -> Parts:
 
 
 def norms(arms: dict[str, Any]) -> Parts:
-    """What becomes of the weights and of what they do, however batch normalisation is treated, at the same strengths."""
+    """What becomes of weights and of what they do, by the treatment of batch normalisation, at the same strengths."""
     rows: list[Cells] = []
     for kind in BATCH_NORMS:
         if f"rings prox, {kind}" not in arms:

@@ -8,56 +8,20 @@ Figures in a section are never typed by hand.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
-from bench import frontier_tables, harness
+from bench import frontier_tables, harness, tables_ring_prox
+from bench.table import MISSING, RULE_NAMES, Table, milliseconds, significant, targets
 
 README = harness.ROOT / "README.md"
 SECTION = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-RULE_NAMES = {"sgd": "SGD, momentum", "adamw": "AdamW"}
-MISSING = "–"  # noqa: RUF001
 GPU_CASE = ["network", "rule", "dtype", "mode"]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title, one header per column, and rows of as many cells."""
-
-    title: str
-    headers: list[str]
-    rows: list[list[str]]
-
-    def markdown(self) -> str:
-        """The table as GitHub renders it."""
-        lines = [self.headers, ["---"] * len(self.headers), *self.rows]
-        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-    def rich(self) -> RichTable:
-        """The table for a terminal."""
-        table = RichTable(*self.headers, title=self.title)
-        for cells in self.rows:
-            table.add_row(*cells)
-        return table
-
-
-def significant(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
-def milliseconds(record: dict[str, Any], candidate: str) -> str:
-    """A candidate's median, or a dash where it was not run."""
-    timing = record["candidates"].get(candidate)
-    return significant(1e3 * timing["median"]) if timing else MISSING
 
 
 def case(record: dict[str, Any]) -> list[str]:
@@ -199,15 +163,6 @@ def gpu_ratios(report: dict[str, Any]) -> Table:
     return Table(title, GPU_CASE + names, rows)
 
 
-def gpu_targets(report: dict[str, Any]) -> Table:
-    """What is to be reached, and what is, in the worst case."""
-    rows = [
-        [row["name"], row["wanted"], f"{row['measured']:.3g}", "yes" if row["met"] else "no", row["where"]]
-        for row in report["targets"]
-    ]
-    return Table("Targets of the CUDA step", ["of all cases", "wanted", "measured", "met", "worst case"], rows)
-
-
 def gpu_case(record: dict[str, Any]) -> list[str]:
     """The cells under GPU_CASE."""
     return [record["network"], RULE_NAMES[record["rule"]], record["dtype"], record["mode"]]
@@ -232,21 +187,26 @@ def description(report: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}"
         + (f"; triad {', '.join(triad)}" if triad else "")
         + f". torch {machine['torch']}; {version(machine)}. float32"
-        + (f"; {timed}" if "results" in report else ".")
+        + (f"; {timed}{not_measured(report)}" if "results" in report else ".")
     )
 
 
 def gpu_description(report: dict[str, Any]) -> str:
     """The same of a GPU."""
     machine = report["machine"]
-    missing = "; ".join(f"{name}: {reason}" for name, reason in report["not_measured"].items())
     return (
         f"{machine['gpu']} ({machine['multiprocessors']} multiprocessors, L2 {machine['l2_bytes'] / 2**20:.0f} MB), "
         f"device copy {report['copy_bandwidth']['median'] / 1e9:,.0f} GB/s; host {machine['cpu']}. "
         f"Driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, triton {machine['triton']}; "
         f"{version(machine)}. Parameters, gradients and states have the dtype named; all columns of a row ran "
-        "interleaved in one process. Percentiles are in the JSON file." + (f" Not measured: {missing}." * bool(missing))
+        "interleaved in one process. Percentiles are in the JSON file." + not_measured(report)
     )
+
+
+def not_measured(report: dict[str, Any]) -> str:
+    """A sentence about what could not be measured; empty if all could."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in report.get("not_measured", {}).items())
+    return f" Not measured: {reasons}." if reasons else ""
 
 
 def version(machine: dict[str, Any]) -> str:
@@ -263,7 +223,7 @@ def optim_step(report: dict[str, Any]) -> list[Table]:
 
 def optim_step_gpu(report: dict[str, Any]) -> list[Table]:
     """All tables of the benchmark of that name; those without rows are left out."""
-    tables = (gpu_targets(report), gpu_times(report), gpu_shares(report), gpu_ratios(report))
+    tables = (targets(report, "Targets of the CUDA step"), gpu_times(report), gpu_shares(report), gpu_ratios(report))
     return [table for table in tables if table.rows]
 
 
@@ -273,9 +233,16 @@ RENDERERS = {
     "locality_cifar10": locality_cifar10,
     "frontier_cifar10": frontier_cifar10,
     "optim_step_gpu": optim_step_gpu,
+    "ring_prox": tables_ring_prox.ring_prox,
+    "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,
 }
 # What a section says while no result is committed.
-NOTHING_YET = {"optim_step_gpu": "No GPU has been measured yet; `make device-check` on a machine with one does that."}
+_NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
+NOTHING_YET = {
+    "optim_step_gpu": _NO_GPU,
+    "ring_prox": "Not measured yet; `make bench` does that.",
+    "ring_prox_gpu": _NO_GPU,
+}
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,24 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_bench_on_cpu import FACTS, run_on_the_cpu
 
-import loco_ext
 from bench import bench_optim_step_gpu, device_check, harness, shapes, tables
 from bench.bench_optim_step_gpu import Case
 from bench.device_check import Command, Part
 from loco_ext.ops import backends
-
-TINY = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
-FACTS = {
-    "gpu": "Made-Up GPU 80GB",
-    "capability": "9.0",
-    "multiprocessors": 100,
-    "gpu_memory_bytes": 1 << 36,
-    "l2_bytes": 50 << 20,
-    "driver": "1.2.3",
-    "cuda": "13.0",
-    "triton": "3.6.0",
-}
 
 
 @pytest.mark.parametrize(
@@ -152,31 +140,6 @@ def test_the_host_is_ahead_of_the_gpu_by_more_than_a_step() -> None:
 # ---- a whole run, on the CPU
 
 REPORTED = ("resnet50", "thousand_small")
-
-
-def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the benchmark run on the CPU, on small networks; its graphs are eager steps there."""
-
-    def tiny() -> Iterator[shapes.Shape]:
-        yield from shapes.conv(3, 5, 3)
-
-    make_steps, backend = bench_optim_step_gpu.make_steps, loco_ext.backend
-    monkeypatch.setattr(
-        bench_optim_step_gpu, "make_steps", lambda case: make_steps(dataclasses.replace(case, mode="eager"))
-    )
-    networks = {"resnet18": tiny, "resnet50": tiny, "thousand_small": lambda: iter([(64,)] * 3)}
-    monkeypatch.setattr(shapes, "GPU_NETWORKS", networks)
-    monkeypatch.setattr(bench_optim_step_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(loco_ext, "backend", lambda name: backend("native"))
-    monkeypatch.setattr(backends, "missing", lambda *arguments: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    monkeypatch.setattr(harness, "no_gpu", lambda: None)
-    monkeypatch.setattr(harness, "gpu", lambda: FACTS)
-    monkeypatch.setattr(harness, "gpu_seconds", harness.host_seconds)
-    monkeypatch.setattr(harness, "gpu_cache_flush", lambda: torch.ones(1000).sum)
-    monkeypatch.setattr(harness, "gpu_bandwidth", lambda effort: {"median": 1e12, "best": 2e12})
-    monkeypatch.setattr(harness, "Effort", lambda **arguments: TINY)
 
 
 @pytest.fixture
@@ -542,16 +505,21 @@ def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tm
     assert not any("triton" in case for _, case in names)
 
 
-def test_benchmarks_leave_their_report_and_targets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]}
-    for quick, name in ((False, "optim_step_gpu-made-up.json"), (True, "optim_step_gpu_quick-made-up.json")):
+def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    step = {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]}
+    prox = {"results": [1], "steps": [2], "settings": {"cases": 3}}
+    for quick, infix in ((False, ""), (True, "_quick")):
         part = device_check.benchmarks(settings(tmp_path, quick=quick))
         assert part.after() == {}
-        (out,) = [a for a in part.commands[0].arguments if a.endswith(".json")]
-        Path(out).write_text(json.dumps(report))
+        outs = [Path(a) for command in part.commands for a in command.arguments if a.endswith(".json")]
+        outs[0].write_text(json.dumps(step))
         assert part.after() == {"cases": "2 of 4", "targets": ["a"]}
-        assert json.loads((tmp_path / name).read_text()) == report
-        Path(out).unlink()
+        outs[1].write_text(json.dumps(prox))
+        assert part.after() == {"cases": "4 of 7", "targets": ["a"]}
+        for name, report in (("optim_step_gpu", step), ("ring_prox_gpu", prox)):
+            assert json.loads((tmp_path / f"{name}{infix}-made-up.json").read_text()) == report
+        for out in outs:
+            out.unlink()
     assert [path.name for path in tmp_path.glob("optim_step_gpu-*.json")] == ["optim_step_gpu-made-up.json"]
 
 

@@ -203,6 +203,15 @@ def test_multiply_adds_are_those_of_eq_10() -> None:
     assert report.layers[0].kernels_after == 3
 
 
+def test_a_single_layer_is_cropped() -> None:
+    weight = torch.zeros(1, 1, 3, 3).double()
+    weight[0, 0, 1, 1] = 1
+    x = torch.randn(1, 1, 5, 5).double()
+    network, _ = sparsity.compact(conv(weight, padding=1), x, cost="multiply_adds")
+    assert sizes_of(network) == [(1, 1, 1, 1)]
+    assert torch.equal(network(x), x)
+
+
 def test_identity_kernels_are_counted() -> None:
     weight = torch.zeros(3, 2, 3, 3)
     weight[0, 1, 1, 1] = weight[1, 0, 0, 0] = 1

@@ -20,9 +20,13 @@ MODULES = sorted(
 # Where a user looks first; each has to have an example.
 SHOWN = {"loco_ext.geometry", "loco_ext.info", "loco_ext.optim.adam", "loco_ext.optim.groups", "loco_ext.optim.sgd"}
 SHOWN |= {
+    "loco_ext.analysis.cohesion",
+    "loco_ext.analysis.locality",
     "loco_ext.ops.backends",
     "loco_ext.ops.optim_step",
     "loco_ext.ops.ring_prox",
+    "loco_ext.sparsity.compaction.compact",
+    "loco_ext.sparsity.complexity",
     "loco_ext.sparsity.export",
     "loco_ext.sparsity.files",
     "loco_ext.sparsity.frontier",
@@ -30,8 +34,7 @@ SHOWN |= {
     "loco_ext.sparsity.penalties",
     "loco_ext.sparsity.prox",
     "loco_ext.sparsity.strengths",
-    "loco_ext.analysis.locality",
-    "loco_ext.analysis.cohesion",
+    "loco_ext.sparsity.tracing",
 }
 
 

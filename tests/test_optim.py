@@ -278,6 +278,14 @@ def test_parameters_unfrozen_later_start_their_own_states(name):
 
 
 @pytest.mark.parametrize("name", CLASSES)
+def test_a_group_may_have_no_parameters(name):
+    params = make_params()
+    ours, theirs = pair(name, [{"params": []}, {"params": params}, {"params": []}], **RICH[name])
+    for step in range(3):
+        follow(ours, theirs, seed=step)
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_empty_tensors_alone_are_stepped(name):
     ours, theirs = pair(name, make_params([(0,), (3, 0, 3, 3)]), **RICH[name])
     follow(ours, theirs)

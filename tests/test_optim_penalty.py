@@ -270,7 +270,6 @@ BAD = {
     "even kernel": ([EVEN], {"penalty": PENALTIES["full rings"]}, ValueError, "parameter 0: kernel_size: expected odd"),
     "momentum of 1": ([CONV], {"momentum": 1.0}, ValueError, "momentum: expected less than 1 with a penalty, got 1.0"),
     "differentiable": ([CONV], {"differentiable": True}, ValueError, "penalty: expected None with differentiable"),
-    "coupled": ([CONV], {"penalty": sparsity.KernelPenalty(1.0, power=2)}, NotImplementedError, "expected power=1"),
 }
 
 

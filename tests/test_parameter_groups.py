@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from loco_ext import optim
+from loco_ext import optim, sparsity
 
 LOCALITY = (0.5, 2.0)
 
@@ -132,6 +132,25 @@ def test_a_name_of_no_convolution_is_an_error(name):
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"per_layer.*expected.*got"):
         optim.parameter_groups(model, 0.1, per_layer={"0": LOCALITY, name: LOCALITY})
+
+
+def test_penalties_may_be_named_layer_by_layer():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Conv2d(2, 2, 3), nn.ConvTranspose2d(2, 2, 3)))
+    rings, kernels = sparsity.RingPenalty(0.1), sparsity.KernelPenalty(0.2)
+    assert optim.parameter_groups(model, 0.1, penalty=rings)[0]["penalty"] == [rings, rings, None]
+    assert optim.parameter_groups(model, 0.1, penalty={"1.0": kernels})[0]["penalty"] == [None, kernels, None]
+    assert optim.parameter_groups(model, 0.1, penalty={"0": rings, "1.0": None})[0]["penalty"] == [rings, None, None]
+    assert optim.parameter_groups(model, 0.1, penalty={})[0]["penalty"] is None
+    for name in ("1.1", "1", "nothing"):
+        with pytest.raises(ValueError, match=r"penalty: expected names of Conv modules of the model, got \['1|not"):
+            optim.parameter_groups(model, 0.1, penalty={"0": rings, name: rings})
+
+
+def test_shared_weights_have_their_first_owners_penalty():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3))
+    model[1].weight = model[0].weight
+    first, second = sparsity.RingPenalty(0.1), sparsity.RingPenalty(0.2)
+    assert optim.parameter_groups(model, 0.1, penalty={"0": first, "1": second})[0]["penalty"] == [first]
 
 
 def test_shared_and_frozen_parameters_appear_once():

@@ -244,6 +244,58 @@ def test_a_layer_without_kernels_is_left():
                 assert penalty.prox(weight, 0.5, metric).shape == weight.shape
 
 
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_thresholds_take_every_group_that_is_not_above_them(norm, dtype):
+    """Eqs. 15 and 23, one kernel and one group at a time."""
+    order = torch.inf if norm == "linf" else 2
+    for kernel_size, (kind, first) in itertools.product(((5, 5), (1, 3), (1, 1), (3, 1, 5)), KINDS):
+        weight = (torch.randn(7, 3, *kernel_size) * torch.logspace(-2, 0, 7).view(7, *[1] * (1 + len(kernel_size)))).to(
+            dtype
+        )
+        index = torch.tensor(Rings(kernel_size, kind, first).of_taps).view(kernel_size)
+        penalties = (
+            (RingPenalty(0.7, kind, "scaled", norm, first=first), range(index.max() + 1)),
+            (KernelPenalty(0.7, "normalized", norm), (index.max(),)),
+        )
+        for (penalty, groups), tau in itertools.product(penalties, (0.0, 0.05, 0.5, 100.0)):
+            expected = weight.clone()
+            for kernel, whole in zip(expected, weight, strict=True):
+                for n in groups:
+                    if torch.linalg.vector_norm(whole[:, index <= n].double(), order) <= tau:
+                        kernel[:, index <= n] = 0
+            before = weight.clone()
+            assert same_bits(penalty.threshold(weight, tau), expected)
+            assert same_bits(weight, before)
+
+
+def test_thresholds_may_be_met_exactly_and_leave_what_is_no_number():
+    weight = torch.tensor([[[3.0, 5.0, 4.0]], [[3.0, torch.nan, 4.0]], [[torch.nan, 1.0, 1.0]], [[0.0, 1e-30, -0.0]]])
+    penalty = RingPenalty(1.0, "full")
+    found = penalty.threshold(weight, 5)
+    assert found[:2].isnan().nonzero().tolist() == [[1, 0, 1]]
+    assert found[:2, 0, [0, 2]].count_nonzero() == 0
+    assert found[0, 0, 1] == 5
+    assert same_bits(found[2], weight[2])
+    assert found[3].count_nonzero() == 0
+    assert penalty.threshold(weight, 4.999)[:2, 0, [0, 2]].count_nonzero() == 4
+    assert penalty.threshold(torch.zeros(0, 2, 3, 3), 1.0).shape == (0, 2, 3, 3)
+    parameter = torch.nn.Parameter(torch.ones(1, 1, 3))
+    assert not penalty.threshold(parameter, 1.0).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("tau", "error"), [(-1.0, ValueError), (torch.inf, ValueError), (torch.nan, ValueError), ("1", TypeError)]
+)
+def test_a_bad_tau_is_a_typed_error(tau, error):
+    for penalty in (RingPenalty(1.0), KernelPenalty(1.0)):
+        with pytest.raises(error, match=r"tau: expected a .*number.* got"):
+            penalty.threshold(torch.ones(1, 1, 3, 3), tau)
+    with pytest.raises(ValueError, match="weight: expected a convolution's weight"):
+        RingPenalty(1.0).threshold(torch.ones(3), 1.0)
+
+
 def test_penalties_tell_how_they_were_made():
     for penalty in (RingPenalty(1e-3, "full", "scaled", "linf", 2, first="top_left"), KernelPenalty(2, "normalized")):
         assert repr(eval(repr(penalty))) == repr(penalty)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import loco_ext
-from loco_ext import optim
+from loco_ext import optim, sparsity
 
 LOCALITY = (0.5, 2.0)
 WORLD = 2
@@ -29,11 +29,16 @@ STEPS = 4
 
 
 @pytest.fixture
-def mesh(native):
+def world():
     """A world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(native, world):
+    return world
 
 
 def sharded(params, mesh, placement):
@@ -111,6 +116,33 @@ def test_a_map_on_a_sharded_kernel_axis_is_refused_before_anything_is_written(me
     ours.param_groups[0]["locality"] = None
     ours.step()
     assert not torch.equal(local(params[1].detach()), before[1].detach())
+
+
+@pytest.mark.parametrize(
+    ("penalty", "placement", "wanted"),
+    [
+        (sparsity.RingPenalty(0.5), Replicate(), None),
+        (sparsity.RingPenalty(0.5), Shard(0), None),
+        (sparsity.RingPenalty(0.5), Shard(1), "sharding along output channels"),
+        (sparsity.KernelPenalty(0.5, power=2), Replicate(), None),
+        (sparsity.KernelPenalty(0.5, power=2), Shard(0), "no sharding"),
+    ],
+    ids=str,
+)
+def test_a_penalty_wants_whole_kernels_and_one_that_couples_them_all_of_them(world, penalty, placement, wanted):
+    before = make_params([(5, 2, 3, 3)])
+    params = sharded(before, world, placement)
+    ours = optim.SGD(params, lr=0.1, penalty=penalty)
+    set_gradients(before, 0)
+    set_sharded_gradients(params, before, world, placement)
+    if wanted is not None:
+        with pytest.raises(NotImplementedError, match=rf"expected {wanted} .* got S"):
+            ours.step()
+        assert torch.equal(local(params[0].detach()), before[0].detach())
+    else:
+        ours.step()
+        optim.SGD(before, lr=0.1, penalty=penalty).step()
+        assert same_bits(local(params[0].detach()), before[0].detach())
 
 
 @pytest.mark.parametrize("name", CLASSES)

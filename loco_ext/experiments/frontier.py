@@ -35,6 +35,7 @@ from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.output import json_text, remove_leftovers, replacing
 from loco_ext.sparsity.frontier import PATHS, Frontier
+from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.strengths import convolutions
 
 METHODS = ("prox", "subgradient", "width")
@@ -200,7 +201,7 @@ class _Path:
         except ValueError as error:
             raise SettingsError(str(error)) from error
 
-    def fit(self, model: nn.Module, penalty: sparsity.Penalty) -> None:
+    def fit(self, model: nn.Module, penalty: GroupPenalty) -> None:
         """The training of a point; the method "width" has none."""
         if self.settings.method != "width":
             self.train(model, self.settings.point(self.width, penalty.strength), f"{penalty.strength:.6e}")

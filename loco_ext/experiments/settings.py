@@ -7,8 +7,8 @@ from typing import Any
 
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.models import MODELS
-from loco_ext.sparsity import KernelPenalty, Penalty, RingPenalty
-from loco_ext.sparsity.penalties import WEIGHTINGS
+from loco_ext.sparsity import KernelPenalty, RingPenalty
+from loco_ext.sparsity.penalties import WEIGHTINGS, GroupPenalty
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("steps", "cosine")
@@ -109,7 +109,7 @@ class Settings:
         if self.penalty and self.solver == "prox" and self.optimizer == "sgd" and self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1 with a penalty, got {self.momentum}")
 
-    def make_penalty(self) -> Penalty | None:
+    def make_penalty(self) -> GroupPenalty | None:
         """The penalty of each convolution."""
         if self.penalty == "rings":
             return RingPenalty(self.strength, self.kind, self.weighting)

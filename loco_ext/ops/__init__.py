@@ -2,7 +2,7 @@
 
 from loco_ext.ops.backends import backend
 from loco_ext.ops.optim_step import optim_step_adam, optim_step_sgd
-from loco_ext.ops.penalties import StepPenalty
+from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.ring_prox import ring_norms, ring_prox
 
-__all__ = ["StepPenalty", "backend", "optim_step_adam", "optim_step_sgd", "ring_norms", "ring_prox"]
+__all__ = ["LayerPenalty", "StepPenalty", "backend", "optim_step_adam", "optim_step_sgd", "ring_norms", "ring_prox"]

@@ -7,7 +7,8 @@ the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch'
 ``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's weight
 ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)`` (lr
 without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1 - beta2^t)) +
-eps) / lr``: only so do weights come to rest at the minimum of loss and penalty.
+eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. The prox of a :class:`LayerPenalty`,
+any function, follows the step in its own operator calls.
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
 
@@ -36,7 +37,7 @@ from torch import Tensor
 from loco_ext.ops import backends
 from loco_ext.ops.checks import ARGUMENTS, check_step
 from loco_ext.ops.held import Held
-from loco_ext.ops.penalties import StepPenalty
+from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.shrink import step_on_copies, step_then_shrink
 from loco_ext.reference import optim_step as _reference
 
@@ -55,7 +56,7 @@ def optim_step_sgd(
     lr_index: Sequence[int] = (),
     maps: Sequence[Tensor] = (),
     map_index: Sequence[int] | None = None,
-    penalties: Sequence[StepPenalty | None] = (),
+    penalties: Sequence[StepPenalty | LayerPenalty | None] = (),
     nesterov: bool = False,
     maximize: bool = False,
     l1: bool = False,
@@ -127,7 +128,7 @@ def optim_step_adam(
     lr_index: Sequence[int] = (),
     maps: Sequence[Tensor] = (),
     map_index: Sequence[int] | None = None,
-    penalties: Sequence[StepPenalty | None] = (),
+    penalties: Sequence[StepPenalty | LayerPenalty | None] = (),
     amsgrad: bool = False,
     maximize: bool = False,
     decoupled: bool = False,
@@ -216,18 +217,25 @@ def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """The CPU's kernels end each parameter's step with its prox; others leave it to an operator of its own."""
+    """The CPU's kernels end each parameter's step with the prox of a StepPenalty; all others follow the step."""
     check_step(name, arguments)
     named = _named(name, arguments)
 
     def step(changed: dict[str, Any]) -> None:
         _run_kernels(chosen, name, tuple({**named, **changed}.values()), None)
 
-    if _ends_with_prox(chosen, named["params"][0]):
-        numbers = [0 if penalty is None else penalty.number for penalty in named["penalties"]]
-        step_on_copies(named, lambda params: step({"params": params, "penalties": numbers}))
-    else:
+    if not _ends_with_prox(chosen, named["params"][0]):
         step_then_shrink(name, named, lambda held: step({**held, "penalties": []}))
+        return
+    within = [penalty if isinstance(penalty, StepPenalty) else None for penalty in named["penalties"]]
+    after = [penalty if isinstance(penalty, LayerPenalty) else None for penalty in named["penalties"]]
+    numbers = [0 if penalty is None else penalty.number for penalty in within]
+
+    def step_with_prox(held: dict[str, list[Tensor]]) -> None:
+        copied = {**named, **held, "penalties": within}
+        step_on_copies(copied, lambda params: step({**held, "params": params, "penalties": numbers}))
+
+    step_then_shrink(name, {**named, "penalties": after}, step_with_prox)
 
 
 def _ends_with_prox(chosen: str, param: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -49,3 +50,27 @@ class StepPenalty:
     def __del__(self) -> None:
         if getattr(self, "_number", None) is not None and self._release:
             self._release(self._number)
+
+
+@dataclass(frozen=True)
+class LayerPenalty:
+    """A penalty that the step's kernels do not know, such as one that couples the kernels of a layer: its prox follows
+    the step of its parameter.
+
+    Args:
+        prox: given what the step has left, in the type that arithmetic is done in, the step size and the metric or
+            None, as :meth:`loco_ext.sparsity.RingPenalty.prox`; returns a new tensor.
+        prepare: what the optimizers of :mod:`loco_ext.optim` call ahead of a step, before any parameter changes.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import ops
+        >>> w, hyper = torch.ones(1, 1, 3), torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
+        >>> shrinks = ops.LayerPenalty(lambda weight, step, metric: weight - step)
+        >>> ops.optim_step_sgd([w], [torch.zeros_like(w)], [], hyper, penalties=[shrinks])
+        >>> w
+        tensor([[[0.7500, 0.7500, 0.7500]]])
+    """
+
+    prox: Callable[[Tensor, float, Tensor | None], Tensor]
+    prepare: Callable[[], object] = bool  # does nothing

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.ops.penalties import LayerPenalty
 from loco_ext.ops.ring_prox import ring_prox
 from loco_ext.reference.optim_step import arithmetic_dtype, prox_step
 
@@ -39,16 +40,18 @@ def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor
     if size == 0:
         return w
     penalty = named["penalties"][index]
+    if isinstance(penalty, LayerPenalty):
+        return penalty.prox(w, size, metric)
     squared = None if penalty.squared is None else size**0.5 * penalty.squared
     return ring_prox(w, penalty.rings, size * penalty.thresholds, squared, metric, linf=penalty.linf)
 
 
 def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:
-    """The step by kernels that know no penalties, then the prox of each penalised parameter.
+    """The step by kernels that do not know these penalties, then the prox of each penalised parameter.
 
     Args:
         name: of the operator. named: its arguments by name.
-        step: makes the step without penalties, these lists in place of those of the same names.
+        step: makes the step without these penalties, these lists in place of those of the same names.
 
     Raises:
         NotImplementedError: parameters would be rounded stochastically before the prox.
@@ -56,7 +59,10 @@ def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str,
     penalties = named["penalties"]
     chosen = [i for i, penalty in enumerate(penalties) if penalty is not None]
     if named["seed"] is not None and any(named["params"][i].dtype == torch.bfloat16 for i in chosen):
-        raise NotImplementedError("stochastic_rounding: expected None for bfloat16 parameters with a penalty on a GPU")
+        raise NotImplementedError(
+            "stochastic_rounding: expected None for bfloat16 parameters with a penalty on a GPU, or one whose prox is "
+            "no part of the step's kernels"
+        )
     # What the prox reads is held in the type that arithmetic is done in, so that it is rounded once, afterwards.
     names = ["params", *(key for key in ("exp_avg_sqs", "max_exp_avg_sqs") if named.get(key))]
     held = {key: list(named[key]) for key in names}

@@ -131,6 +131,10 @@ class Adam(_FusedAdam, torch.optim.Adam):
     ``norm``, ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for
     :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
 
+    .. warning::
+        As in :class:`loco_ext.optim.SGD`, a penalty alone and a bare list of parameters take the weight of a
+        ConvTranspose, whose kernels lie along another axis, for a convolution's; use :func:`parameter_groups`.
+
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
 
@@ -194,6 +198,10 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
     that a ``penalty`` (see :class:`Adam`) leads to the minimum of. ``locality``, ``state_dtype``,
     ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all
     other arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
+
+    .. warning::
+        As in :class:`loco_ext.optim.SGD`, a penalty alone and a bare list of parameters take the weight of a
+        ConvTranspose, whose kernels lie along another axis, for a convolution's; use :func:`parameter_groups`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

@@ -137,6 +137,9 @@ class LocalityOptimizer(Optimizer):
 
     def _step_groups(self) -> None:
         plans = self._current_plans()
+        for plan in plans:
+            for penalty in plan.changing:
+                penalty.prepare()
         if not self._step_again(plans):
             self._step_anew(plans)
         for group in self.param_groups:
@@ -337,7 +340,7 @@ class LocalityOptimizer(Optimizer):
                 if key not in group or (foreign and key in _IMPLEMENTATION_KEYS and key in old):
                     group[key] = old.get(key, OWN_DEFAULTS.get(key))
             group["locality"] = as_tuples(group["locality"])
-            group["penalty"] = from_plain(group["penalty"])
+            group["penalty"] = from_plain(group["penalty"], old.get("penalty"))
         super().__setstate__(state)
         if (loaded := self.__dict__.pop("_loading", None)) is not None:
             self._restore_states(loaded)

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.optim.locality import Factors
 from loco_ext.sparsity import Penalty
+from loco_ext.sparsity.tracing import is_convolution
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -20,7 +21,7 @@ def parameter_groups(
     model: nn.Module,
     weight_decay: float,
     locality: Factors | None = None,
-    penalty: Penalty | None = None,
+    penalty: Penalty | Mapping[str, Penalty | None] | None = None,
     per_layer: Mapping[str, Factors | None] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: convolution weights, other decayed weights, and what is not decayed.
@@ -35,11 +36,12 @@ def parameter_groups(
         model: its parameters may be frozen, so that they can be unfrozen later.
         weight_decay: of the first two groups, torch's convention (the paper's lambda times 2).
         locality: None, ``(gamma, eta)`` or one factor per distance class.
-        penalty: None, or of every Conv module's weight. (The kernels of a ConvTranspose lie along another axis.)
+        penalty: None, or of every Conv module's weight, or module names to penalties, others having none (as from
+            :func:`loco_ext.sparsity.folded_penalties`). The kernels of a ConvTranspose lie along another axis.
         per_layer: module name, as in ``model.named_modules()``, to such an entry.
 
     Raises:
-        ValueError: if ``per_layer`` names no convolution of the model, or a lazy module has not run yet.
+        ValueError: if ``per_layer`` or ``penalty`` names no convolution of the model, or a lazy module has not run yet.
 
     Example:
         >>> from torch import nn
@@ -50,6 +52,7 @@ def parameter_groups(
         [(1, 0.0005, [(0.7, 1.3)]), (1, 0.0005, None), (4, 0.0, None)]
     """
     per_layer = dict(per_layer or {})
+    penalty_of = _penalty_of(model, penalty)
     convolutions: list[nn.Parameter] = []
     factors: list[Factors | None] = []
     penalties: list[Penalty | None] = []
@@ -62,20 +65,30 @@ def parameter_groups(
         if isinstance(module, _ConvNd) and name == "weight":
             convolutions.append(parameter)
             factors.append(per_layer.get(module_name, locality))
-            penalties.append(None if isinstance(module, _ConvTransposeNd) else penalty)
+            penalties.append(penalty_of.get(module_name))
         elif isinstance(module, _NORMS) or parameter.dim() < 2 or "bias" in name:
             plain.append(parameter)
         else:
             decayed.append(parameter)
     if unknown:
         raise ValueError(f"per_layer: expected names of convolutions of the model, got {sorted(unknown)}")
-    chosen = penalties if penalty is not None else None
+    chosen = penalties if any(penalties) else None
     groups = [
         {"params": convolutions, "weight_decay": weight_decay, "locality": factors, "penalty": chosen},
         {"params": decayed, "weight_decay": weight_decay, "locality": None, "penalty": None},
         {"params": plain, "weight_decay": 0.0, "locality": None, "penalty": None},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _penalty_of(model: nn.Module, penalty: Penalty | Mapping[str, Penalty | None] | None) -> dict[str, Penalty | None]:
+    """The penalty of each Conv module, by name."""
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if is_convolution(module)]
+    if not isinstance(penalty, Mapping):
+        return dict.fromkeys(names, penalty)
+    if unknown := sorted(set(penalty) - set(names)):
+        raise ValueError(f"penalty: expected names of Conv modules of the model, got {unknown}")
+    return dict(penalty)
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

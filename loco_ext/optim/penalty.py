@@ -8,37 +8,60 @@ from typing import Any
 
 from torch import Tensor
 
-from loco_ext.ops import StepPenalty
+from loco_ext.ops import LayerPenalty, StepPenalty
 from loco_ext.optim.locality import looks_like_convolution
-from loco_ext.sparsity.penalties import KernelPenalty, Penalty, RingPenalty
+from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 
 _CLASSES = {"RingPenalty": RingPenalty, "KernelPenalty": KernelPenalty}
 
 
 def as_plain(penalty: Any) -> Any:
-    """A group's penalty as a checkpoint holds it: tuples of a class name and its settings, which are no code."""
+    """A group's penalty as a checkpoint holds it: tuples of a class name and its settings, which are no code. The batch
+    norm of a FoldedPenalty is left out."""
     if isinstance(penalty, list):
         return [as_plain(entry) for entry in penalty]
+    if isinstance(penalty, FoldedPenalty):
+        return ("FoldedPenalty", as_plain(penalty.penalty))
     return penalty if penalty is None else (type(penalty).__name__, *astuple(penalty))
 
 
-def from_plain(penalty: Any) -> Any:
-    """The penalty that :func:`as_plain` was given; tuples may have become lists."""
+def from_plain(penalty: Any, present: Any = None) -> Any:
+    """The penalty that :func:`as_plain` was given; tuples may have become lists.
+
+    Args:
+        penalty: plain, or already a penalty.
+        present: the group's until now, whose batch norms a FoldedPenalty takes over.
+
+    Raises:
+        ValueError: a FoldedPenalty has none at its place in ``present``.
+    """
     if not isinstance(penalty, list | tuple):
         return penalty
     if penalty and isinstance(penalty[0], str):
         name, *settings = penalty
+        if name == "FoldedPenalty":
+            return _folded(from_plain(settings[0]), present)
         if name not in _CLASSES:
             return penalty
         if name == "RingPenalty":
             return RingPenalty(*settings[:-1], first=settings[-1])
         return KernelPenalty(*settings)
-    return [from_plain(entry) for entry in penalty]
+    places = present if isinstance(present, list) and len(present) == len(penalty) else [None] * len(penalty)
+    return [from_plain(entry, place) for entry, place in zip(penalty, places, strict=True)]
+
+
+def _folded(penalty: Any, present: Any) -> FoldedPenalty:
+    if not isinstance(present, FoldedPenalty):
+        raise ValueError(
+            "penalty: expected an optimizer with a FoldedPenalty where the checkpoint has one, as that does not hold "
+            f"batch norms, got {present!r}"
+        )
+    return FoldedPenalty(penalty, present.batch_norm)
 
 
 def step_penalties(
     params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
-) -> list[StepPenalty | None]:
+) -> list[StepPenalty | LayerPenalty | None]:
     """One for each parameter, None without a penalty; empty where no parameter has one.
 
     A penalty alone applies to the parameters that look like convolution weights, as a locality does; a list names each
@@ -46,12 +69,11 @@ def step_penalties(
 
     Raises:
         TypeError, ValueError: ``penalty`` is no such thing, fits no parameter, or not the one that it is given for.
-        NotImplementedError: as :meth:`loco_ext.sparsity.RingPenalty.for_step`.
     """
     if penalty is None:
         return []
     entries = _entries(params, penalty)
-    result: list[StepPenalty | None] = []
+    result: list[StepPenalty | LayerPenalty | None] = []
     for i, (param, entry) in enumerate(zip(params, entries, strict=True)):
         try:
             result.append(None if entry is None else entry.for_step(param))
@@ -78,5 +100,5 @@ def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]
 
 
 def _check_penalty(name: str, penalty: object) -> None:
-    if penalty is not None and not isinstance(penalty, RingPenalty | KernelPenalty):
-        raise TypeError(f"{name}: expected None, a RingPenalty or a KernelPenalty, got {penalty!r}")
+    if penalty is not None and not isinstance(penalty, Penalty):
+        raise TypeError(f"{name}: expected None, a RingPenalty or another of loco_ext.sparsity, got {penalty!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from loco_ext.ops.held import Held
-from loco_ext.ops.penalties import StepPenalty
+from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.penalty import step_penalties
 from loco_ext.optim.sharding import local_tensors
@@ -33,8 +33,11 @@ class Plan:
     maps: list[Tensor]  # each once
     map_index: list[int]  # of each parameter's map, -1: uniform
     penalty: object
-    penalties: list[StepPenalty | None]  # of each parameter; empty: none has one
+    penalties: list[StepPenalty | LayerPenalty | None]  # of each parameter; empty: none has one
     plain: bool  # no parameter is of a tensor subclass such as DTensor
+
+    def __post_init__(self) -> None:
+        self.changing = [penalty for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
     def fits(self, group: Group) -> bool:
         same = group["locality"] == self.locality and group["penalty"] == self.penalty
@@ -71,7 +74,7 @@ class Selection:
     params: list[Tensor]
     grads: list[Tensor]
     map_index: list[int]
-    penalties: list[StepPenalty | None]
+    penalties: list[StepPenalty | LayerPenalty | None]
     offsets: Sequence[int]  # within the group
 
 
@@ -79,7 +82,7 @@ def select(plan: Plan) -> list[Selection]:
     """What is to be stepped of a group, by device. In the common case that is all of it."""
     grads = [p.grad for p in plan.params]
     present = [g for g in grads if g is not None]
-    if len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
+    if present and len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
         return [Selection(device, plan.params, present, plan.map_index, plan.penalties, range(len(present)))]
     selections: dict[str, Selection] = {}
     for offset, (param, grad) in enumerate(zip(plan.params, grads, strict=True)):
@@ -117,7 +120,7 @@ class Batch:
     lrs: list[Tensor | None] = field(default_factory=list)
     maps: list[Tensor] = field(default_factory=list)
     map_index: list[int] = field(default_factory=list)
-    penalties: list[StepPenalty | None] = field(default_factory=list)  # or empty
+    penalties: list[StepPenalty | LayerPenalty | None] = field(default_factory=list)  # or empty
     ordinals: list[int] = field(default_factory=list)
     # States made for this step: (parameter, key, tensor), kept once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)

@@ -32,13 +32,18 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
             parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
             and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.
-        penalty: None, a :class:`loco_ext.sparsity.RingPenalty` or ``KernelPenalty``, or a list with one such entry per
-            parameter; a penalty alone applies to the same parameters as a tuple ``locality``. Its exact prox ends every
-            step, so that rings and kernels become exactly zero. Its strength is measured against the loss: the
-            thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
+        penalty: None, a :class:`loco_ext.sparsity.RingPenalty`, ``KernelPenalty`` or ``FoldedPenalty``, or a list with
+            one such entry per parameter; a penalty alone applies to the same parameters as a tuple ``locality``. Its
+            exact prox ends every step, so that rings and kernels become exactly zero. Its strength is measured against
+            the loss: the thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
         norm: ``"l2"``, or ``"l1"`` for a decay of constant size (gradient ``weight_decay * map * sign(w)``).
         state_dtype: ``torch.float32`` keeps the states of bfloat16 and float16 parameters in float32.
         stochastic_rounding: a seed; bfloat16 parameters and states are then rounded stochastically.
+
+    .. warning::
+        In a bare list of parameters nothing tells the weight of a ConvTranspose from that of a convolution: a penalty
+        alone would take the slices along its first axis, the input channels, for kernels, which lie along the second.
+        :func:`parameter_groups` gives it none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

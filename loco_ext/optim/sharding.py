@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from loco_ext.ops.penalties import LayerPenalty
+
 
 def local_tensors(
     params: list[Tensor],
@@ -24,7 +26,7 @@ def local_tensors(
 
     Raises:
         NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel, or one with a
-            penalty along anything but its output channels.
+            penalty along anything but its output channels, or at all if its prox needs all kernels.
     """
     from torch.distributed.tensor import DTensor
 
@@ -75,9 +77,10 @@ def _check_penalty(index: int, param: Any, penalty: object) -> None:
 
     if penalty is None:
         return
+    couples = isinstance(penalty, LayerPenalty)
     for placement in param.placements:
-        if isinstance(placement, Shard) and placement.dim % param.dim() != 0:
+        if isinstance(placement, Shard) and (couples or placement.dim % param.dim() != 0):
+            wanted = "no sharding" if couples else "sharding along output channels"
             raise NotImplementedError(
-                f"params[{index}]: expected sharding along output channels for a parameter with a penalty, "
-                f"got {placement}"
+                f"params[{index}]: expected {wanted} for a parameter with this penalty, got {placement}"
             )

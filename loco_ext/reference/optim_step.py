@@ -143,6 +143,8 @@ def _undamped(momentum: float, dampening: float) -> float:
 
 
 def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor:
+    if hasattr(penalty, "prox"):  # a LayerPenalty
+        return penalty.prox(w, step, metric)
     squared = None if penalty.squared is None else step**0.5 * penalty.squared
     return ring_prox(w, penalty.rings, step * penalty.thresholds, squared, metric, penalty.linf)
 

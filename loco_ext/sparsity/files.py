@@ -59,7 +59,7 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
 
     if not isinstance(model, fx.GraphModule):
         raise TypeError(
-            f"model: expected a torch.fx.GraphModule, as compact makes of models that can be traced, got {type(model).__name__}"
+            f"model: expected a torch.fx.GraphModule, as of models that can be traced, got {type(model).__name__}"
         )
     content, tensors = describe(model)
     try:

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from loco_ext.output import json_text, remove_leftovers, replacing
 from loco_ext.sparsity.compaction import compact
-from loco_ext.sparsity.penalties import KernelPenalty, Penalty, RingPenalty
+from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes
 from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # factors of 2 either way
-_ORDERS = {"l2": 2.0, "linf": float("inf")}
 
-Fit = Callable[[nn.Module, Penalty], None]
+Fit = Callable[[nn.Module, GroupPenalty], None]
 Refit = Callable[[nn.Module, int], None]
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
@@ -64,7 +63,7 @@ def frontier(
     model: nn.Module,
     fit: Fit,
     evaluate: Evaluate,
-    penalty: Penalty,
+    penalty: GroupPenalty,
     *,
     example_inputs: Any,
     strengths: Sequence[float] | None = None,
@@ -206,7 +205,7 @@ def _check(
 
 
 def _search(
-    model: nn.Module, fit: Fit, penalty: Penalty, loss: Callable[[nn.Module], Tensor] | None, store: _Store
+    model: nn.Module, fit: Fit, penalty: GroupPenalty, loss: Callable[[nn.Module], Tensor] | None, store: _Store
 ) -> list[tuple[float, bool]]:
     """All strengths tried, factors of 2 apart, and whether they left nothing; the last two differ in that."""
     assert loss is not None
@@ -243,17 +242,19 @@ class _Measure:
     latency: bool
     store: _Store
 
-    def __call__(self, model: nn.Module, penalty: Penalty, tau: float, name: str, to_come: int = 0) -> FrontierPoint:
+    def __call__(
+        self, model: nn.Module, penalty: GroupPenalty, tau: float, name: str, to_come: int = 0
+    ) -> FrontierPoint:
         """The model as it is once groups of at most ``tau`` are zero."""
         return FrontierPoint(**self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come))))
 
-    def _point(self, model: nn.Module, penalty: Penalty, tau: float, to_come: int) -> FrontierPoint:
+    def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
         kept = copy.deepcopy(model)
         kernels = {}
         with torch.no_grad():
             for layer, module in convolutions(kept).items():
                 if tau > 0:
-                    module.weight.copy_(_threshold(penalty, module.weight, tau))
+                    module.weight.copy_(penalty.threshold(module.weight, tau))
                 sizes = _sizes(penalty, module.weight)
                 kernels[layer] = sizes.bincount(minlength=max(module.kernel_size) + 1).tolist()
         metrics = self._metrics(kept)
@@ -262,7 +263,7 @@ class _Measure:
             _, report = compact(kept.eval(), self.example_inputs, cost="measured")
             latencies = report.latency_before, report.latency_after
         # What is fastest differs from run to run: whatever is trained on is not to.
-        smaller, report = compact(kept.eval(), self.example_inputs, cost="multiply_adds")
+        smaller, report = compact(kept.eval(), self.example_inputs, cost="multiply_adds", fold_norms=False)
         refitted = None
         if self.refit is not None:
             self.refit(smaller, to_come)
@@ -273,17 +274,7 @@ class _Measure:
         return {key: float(value) for key, value in self.evaluate(model).items()}
 
 
-def _threshold(penalty: Penalty, weight: Tensor, tau: float) -> Tensor:
-    """The weight with all groups of norm at most ``tau`` set to zero: the largest such group of each kernel."""
-    rings, count = penalty.rings(weight)
-    index, flat = torch.tensor(rings, device=weight.device), weight.flatten(2)
-    groups = (flat[:, :, index <= n].flatten(1) for n in range(count))
-    norms = torch.stack([torch.linalg.vector_norm(g, ord=_ORDERS[penalty.norm], dim=1) for g in groups], 1)
-    gone = (norms <= tau).sum(1)[:, None, None]
-    return flat.where(index >= gone, 0.0).view_as(weight)
-
-
-def _sizes(penalty: Penalty, weight: Tensor) -> Tensor:
+def _sizes(penalty: GroupPenalty, weight: Tensor) -> Tensor:
     """Kernel sizes left; by half rings, which leave every size, for a penalty of kernels."""
     if isinstance(penalty, RingPenalty):
         return kernel_sizes(weight, penalty.kind, first=penalty.first)
@@ -319,7 +310,7 @@ class _Store:
         except ValueError as error:
             raise ValueError(f"folder: {path} is not a record of a path") from error
 
-    def trained(self, name: str, model: nn.Module, fit: Fit, penalty: Penalty) -> nn.Module:
+    def trained(self, name: str, model: nn.Module, fit: Fit, penalty: GroupPenalty) -> nn.Module:
         """``model``, trained in place, or with the weights of this name."""
         path = None if self.folder is None else self.folder / f"{name}.pt"
         if path is not None and path.exists():

@@ -2,11 +2,12 @@
 
 They are those of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers": section 3.3,
 eqs. 12-13 (kernels) and 21-22 (rings); its variants, eqs. 25 and 29 (weightings), 32 and 33 (squares) and the largest
-weight instead of the Euclidean norm.
+weight instead of the Euclidean norm; and the worry of its eqs. 30-31, batch norm.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, rings_of
@@ -49,25 +51,26 @@ class _Penalty:
         sizes = torch.tensor([weight.shape[1] * number for number in taps], dtype=torch.float64, device="cpu")
         return sizes ** WEIGHTINGS[self.weighting]
 
-    def _kernel_values(self, weight: Tensor) -> Tensor:
-        """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
+    def _group_norms(self, weight: Tensor) -> Tensor:
+        """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
         rings, count = self.rings(weight)
         if self.norm == "linf":
             sizes = weight.abs().flatten(2).amax(1)  # [C_out, taps]
             of_ring = [sizes[:, [ring == n for ring in rings]].amax(1) for n in range(count)]
-            groups = torch.stack(of_ring, 1).double().cummax(1).values
-        else:
-            norms = ops.ring_norms(weight, rings, count).double()
-            inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
-            groups = torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
-        return groups @ self.group_weights(weight).to(weight.device)
+            return torch.stack(of_ring, 1).double().cummax(1).values
+        norms = ops.ring_norms(weight, rings, count).double()
+        inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
+        return torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
 
-    def for_step(self, weight: Tensor) -> ops.StepPenalty:
+    def _kernel_values(self, weight: Tensor) -> Tensor:
+        """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
+        return self._group_norms(weight) @ self.group_weights(weight).to(weight.device)
+
+    def for_step(self, weight: Tensor) -> ops.StepPenalty | ops.LayerPenalty:
         """What the operators of the optimizer step take for this weight.
 
         Raises:
             TypeError, ValueError: as for :meth:`prox`.
-            NotImplementedError: the penalty does not fall into one for each kernel.
         """
         rings, _ = self.rings(weight)
         weights, linf = self.group_weights(weight), self.norm == "linf"
@@ -75,10 +78,80 @@ class _Penalty:
             return ops.StepPenalty(rings, self.strength * weights, None, linf)
         return ops.StepPenalty(rings, torch.zeros_like(weights), math.sqrt(self.strength) * weights, linf)
 
-    def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
+    def value(self, weight: Tensor) -> Tensor:
+        """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
+        return self._value(weight, None)
+
+    def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
+        """``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d = metric, or ones.
+
+        Args:
+            weight: of a convolution; left alone.
+            step: finite and at least 0: how far a gradient step would go.
+        """
+        return self._checked_prox(weight, step, metric, None)
+
+    def threshold(self, weight: Tensor, tau: float) -> Tensor:
+        """The weight with every group of norm at most ``tau`` set to zero, as the draft's eqs. 15 and 23 end a training
+        with :meth:`value` as a loss term, which leaves groups small but not zero. (What :meth:`prox` has trained needs
+        no such choice.) As groups are nested, each kernel loses the largest such group; its other weights stay.
+
+        Args:
+            weight: of a convolution; left alone.
+            tau: finite and at least 0, compared with the groups' norms as they are, without weighting and strength.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+
+        Example:
+            >>> import torch
+            >>> from loco_ext import sparsity
+            >>> conv = torch.nn.Conv2d(8, 16, 5)
+            >>> with torch.no_grad():
+            ...     weight = conv.weight.copy_(sparsity.RingPenalty(1e-3).threshold(conv.weight, tau=1e-3))
+        """
+        return self._threshold(weight, tau, None)
+
+    # What follows takes factors of the kernels' norms, float64 (C_out,) on the weight's device; None: ones.
+
+    def _value(self, weight: Tensor, scales: Tensor | None) -> Tensor:
+        values = self._kernel_values(weight)
+        return self.strength * self._total(values if scales is None else scales * values)
+
+    def _total(self, values: Tensor) -> Tensor:
+        """The penalty of a layer from its kernels'."""
+        raise NotImplementedError
+
+    def _threshold(self, weight: Tensor, tau: float, scales: Tensor | None) -> Tensor:
+        limit = _check_number("tau", tau)
         rings, _ = self.rings(weight)
+        norms = self._group_norms(weight.detach())
+        small = (norms if scales is None else scales[:, None] * norms) <= limit  # [C_out, groups]
+        dead = small.flip(1).cumsum(1).flip(1) > 0  # ring r is in all groups from r on
+        by_tap = dead[:, rings].view(len(weight), 1, *weight.shape[2:])
+        return weight.detach().masked_fill(by_tap, 0.0)
+
+    def _checked_prox(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
+        size = _check_number("step", step)
+        self.rings(weight)
         if metric is not None:
             check_metric(metric, weight)
+        return self._shrink(weight, size, metric, scales)
+
+    def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
+        """The prox, without checks."""
+        size, weights = step * self.strength, self._rows(weight, scales)
+        if self.power == 1:
+            return self._prox(weight, size * weights, None, metric)
+        return self._prox(weight, torch.zeros_like(weights), math.sqrt(size) * weights, metric)
+
+    def _rows(self, weight: Tensor, scales: Tensor | None) -> Tensor:
+        """What each group's norm is multiplied by, on the CPU: ``(groups,)``, with factors ``(C_out, groups)``."""
+        weights = self.group_weights(weight)
+        return weights if scales is None else scales.cpu()[:, None] * weights
+
+    def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
+        rings, _ = self.rings(weight)
         return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=self.norm == "linf")
 
 
@@ -125,23 +198,8 @@ class RingPenalty(_Penalty):
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
         return rings_of(weight, self.kind, self.first)
 
-    def value(self, weight: Tensor) -> Tensor:
-        """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
-        values = self._kernel_values(weight)
-        return self.strength * (values if self.power == 1 else values.square()).sum()
-
-    def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
-        """``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d = metric, or ones.
-
-        Args:
-            weight: of a convolution; left alone.
-            step: finite and at least 0: how far a gradient step would go.
-        """
-        size = _check_number("step", step) * self.strength
-        weights = self.group_weights(weight)
-        if self.power == 1:
-            return self._prox(weight, size * weights, None, metric)
-        return self._prox(weight, torch.zeros_like(weights), math.sqrt(size) * weights, metric)
+    def _total(self, values: Tensor) -> Tensor:
+        return (values if self.power == 1 else values.square()).sum()
 
 
 @dataclass(frozen=True)
@@ -172,70 +230,143 @@ class KernelPenalty(_Penalty):
         check_convolution("weight", weight)
         return [0] * weight.shape[2:].numel(), 1
 
-    def for_step(self, weight: Tensor) -> ops.StepPenalty:
-        if self.power == 2:
-            raise NotImplementedError(
-                "penalty: expected power=1 for a KernelPenalty in an optimizer, got power=2, which couples the kernels "
-                "of a layer; add its value to the loss, or call its prox after the step"
-            )
-        return super().for_step(weight)
+    def for_step(self, weight: Tensor) -> ops.StepPenalty | ops.LayerPenalty:
+        if self.power == 1:
+            return super().for_step(weight)
+        self.rings(weight)
+        return ops.LayerPenalty(functools.partial(self._shrink, scales=None))
+
+    def _total(self, values: Tensor) -> Tensor:
+        return values.sum() if self.power == 1 else values.sum().square()
+
+    def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
+        if self.power == 1:
+            return super()._shrink(weight, step, metric, scales)
+        # Each kernel's threshold is its factor times one number, in which the sum over the result's kernels stands.
+        factors, twice = self._rows(weight, scales), 2 * step * self.strength
+        on_device = factors.flatten().to(weight.device).expand(len(weight))
+        norms = self._finite_norms(weight)
+        if metric is None and self.norm == "l2":
+            return self._prox(weight, factors * _shared_threshold(norms, on_device, twice), None, None)
+
+        def falling(threshold: float) -> float:
+            shrunk = self._prox(weight, factors * threshold, None, metric)
+            return twice * (on_device @ self._finite_norms(shrunk)).item()
+
+        precision = torch.finfo(torch.float64 if weight.dtype == torch.float64 else torch.float32).eps
+        threshold = _balance(falling, twice * (on_device @ norms).item(), precision)
+        return self._prox(weight, factors * threshold, None, metric)
+
+    def _finite_norms(self, weight: Tensor) -> Tensor:
+        """``||k||`` of each kernel, 0 where that is no number: such kernels have no part in the layer's sum."""
+        norms = self._group_norms(weight.detach()).squeeze(1)
+        return torch.where(norms.isfinite(), norms, 0.0)
+
+
+@dataclass(frozen=True)
+class FoldedPenalty:
+    """A penalty of the kernels that a convolution has once the batch norm after it is folded into it.
+
+    The convolution's own kernels can shrink without any change to what the network computes, as batch norm divides by
+    their size again (the draft's eqs. 30-31). Kernel ``j`` therefore counts ``|gamma_j| / sqrt(var_j + eps)`` times,
+    with the scale and running variance that the norm has at the moment; both are constants to the penalty. In an
+    optimizer they are read ahead of every step, whose prox then follows the step in an operator call of its own.
+
+    Args:
+        penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.
+        batch_norm: what the convolution's output goes to; it must track running statistics. See
+            :func:`folded_penalties`. A checkpoint of an optimizer does not hold it: it is loaded into an optimizer that
+            has a FoldedPenalty at the same place.
+
+    Raises:
+        TypeError, ValueError: naming the argument; in use also for another number of channels than the norm has.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> conv, norm = torch.nn.Conv2d(3, 4, 5), torch.nn.BatchNorm2d(4, eps=0.0)
+        >>> norm.weight.data[0] = 0.0
+        >>> shrunk = sparsity.FoldedPenalty(sparsity.KernelPenalty(1.0), norm).prox(conv.weight, step=100.0)
+        >>> shrunk.flatten(1).any(dim=1)
+        tensor([ True, False, False, False])
+    """
+
+    penalty: RingPenalty | KernelPenalty
+    batch_norm: _BatchNorm
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.penalty, RingPenalty | KernelPenalty):
+            raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {self.penalty!r}")
+        if not isinstance(self.batch_norm, _BatchNorm):
+            raise TypeError(f"batch_norm: expected a batch norm, got {type(self.batch_norm).__name__}")
+        if self.batch_norm.running_var is None:
+            raise ValueError("batch_norm: expected one with track_running_stats=True, got False")
+
+    def scales(self, weight: Tensor) -> Tensor:
+        """What each kernel's norms are multiplied by, 0 where that is no number: float64 ``(C_out,)``."""
+        norm = self.batch_norm
+        assert norm.running_var is not None
+        if len(weight) != norm.num_features:
+            raise ValueError(f"weight: expected {norm.num_features} kernels as batch_norm, got {len(weight)}")
+        scales = (norm.running_var.detach().double() + norm.eps).rsqrt()
+        if norm.weight is not None:
+            scales = scales * norm.weight.detach().double().abs()
+        return torch.where(scales.isfinite(), scales, 0.0).to(weight.device)
 
     def value(self, weight: Tensor) -> Tensor:
-        """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
-        total = self._kernel_values(weight).sum()
-        return self.strength * (total if self.power == 1 else total.square())
+        """As :meth:`RingPenalty.value`; no gradient goes to the norm."""
+        return self.penalty._value(weight, self.scales(weight))
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
-        """``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d = metric, or ones.
+        """As :meth:`RingPenalty.prox`."""
+        return self.penalty._checked_prox(weight, step, metric, self.scales(weight))
 
-        Args:
-            weight: of a convolution; left alone.
-            step: finite and at least 0: how far a gradient step would go.
-        """
-        size = _check_number("step", step) * self.strength
-        weights = self.group_weights(weight)
-        if self.power == 1:
-            return self._prox(weight, size * weights, None, metric)
-        # All kernels have one threshold, in which the sum over the kernels of the result stands.
-        factor = 2 * size * float(weights)
-        values = self._finite_values(weight)
-        if metric is None and self.norm == "l2":
-            norms = values / weights.to(weight.device)
-            threshold = _shared_threshold(norms.sort(descending=True).values, factor * float(weights))
-        else:
+    def threshold(self, weight: Tensor, tau: float) -> Tensor:
+        """As :meth:`RingPenalty.threshold`, ``tau`` being compared with the folded kernels' groups."""
+        return self.penalty._threshold(weight, tau, self.scales(weight))
 
-            def falling(t: float) -> float:
-                shrunk = self._prox(weight, torch.tensor([t], dtype=torch.float64, device="cpu"), None, metric)
-                return factor * self._finite_values(shrunk).sum().item()
-
-            threshold = _balance(falling, factor * values.sum().item())
-        return self._prox(weight, torch.tensor([threshold], dtype=torch.float64, device="cpu"), None, metric)
-
-    def _finite_values(self, weight: Tensor) -> Tensor:
-        """``w ||k||`` of each kernel, 0 where that is no number: such kernels have no part in the layer's sum."""
-        values = self._kernel_values(weight.detach())
-        return torch.where(values.isfinite(), values, 0.0)
+    def for_step(self, weight: Tensor) -> ops.LayerPenalty:
+        """What the operators of the optimizer step take for this weight."""
+        self.penalty.rings(weight)
+        scales = self.scales(weight)
+        return ops.LayerPenalty(
+            lambda w, step, metric: self.penalty._shrink(w, step, metric, scales),
+            prepare=lambda: scales.copy_(self.scales(weight)),
+        )
 
 
-Penalty = RingPenalty | KernelPenalty
+GroupPenalty = RingPenalty | KernelPenalty
+Penalty = GroupPenalty | FoldedPenalty
 
 
-def _shared_threshold(norms: Tensor, factor: float) -> float:
-    """``t = factor * sum max(norms - t, 0)``; norms descend (eq. 32). The K largest exceed it."""
-    sums = norms.cumsum(0)
-    counts = torch.arange(1, len(norms) + 1, dtype=norms.dtype, device=norms.device)
-    thresholds = factor * sums / (1 + factor * counts)
-    exceeding = int((norms > thresholds).sum())
+def _shared_threshold(norms: Tensor, factors: Tensor, twice: float) -> float:
+    """``t = twice * sum f_j max(n_j - f_j t, 0)`` (eq. 32): the K kernels whose ``n_j / f_j`` exceeds it take part."""
+    counts = factors > 0
+    ratios, order = (norms[counts] / factors[counts]).sort(descending=True)
+    f, n = factors[counts][order], norms[counts][order]
+    thresholds = twice * (f * n).cumsum(0) / (1 + twice * f.square().cumsum(0))
+    exceeding = int((ratios > thresholds).sum())
     return thresholds[exceeding - 1].item() if exceeding else 0.0
 
 
-def _balance(falling: Callable[[float], float], upper: float) -> float:
-    """Where ``falling(t) = t``, between 0 and ``upper``, by bisection."""
-    lower, middle = 0.0, upper / 2
-    while lower < middle < upper:
-        lower, upper = (middle, upper) if falling(middle) > middle else (lower, middle)
-        middle = (lower + upper) / 2
-    return upper
+def _balance(falling: Callable[[float], float], upper: float, tolerance: float) -> float:
+    """Where ``falling(t) = t``, to relative ``tolerance``, between 0 and ``upper = falling(0)``: by false position, an
+    end that stays twice counting for half (Illinois); in the middle where rounding leaves no such place."""
+    if upper == 0:
+        return 0.0
+    ends, excesses = [0.0, upper], [upper, falling(upper) - upper]
+    side = -1
+    while True:
+        t = ends[0] + (ends[1] - ends[0]) * excesses[0] / (excesses[0] - excesses[1])
+        if not ends[0] < t < ends[1] and not ends[0] < (t := (ends[0] + ends[1]) / 2) < ends[1]:
+            return ends[1]
+        excess = falling(t) - t
+        if abs(excess) <= tolerance * t:
+            return t
+        again, side = side, int(excess <= 0)
+        ends[side], excesses[side] = t, excess
+        if again == side:
+            excesses[1 - side] /= 2
 
 
 def _check_number(name: str, value: float) -> float:

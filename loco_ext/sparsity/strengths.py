@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from loco_ext.sparsity.penalties import Penalty
+from loco_ext.sparsity.penalties import GroupPenalty
 
 _PRECISION = 1e-12  # relative
 
@@ -29,7 +29,7 @@ def is_empty(model: nn.Module) -> bool:
     return not any(bool(module.weight.detach().any()) for module in convolutions(model).values())
 
 
-def dual_norm(penalty: Penalty, gradient: Tensor) -> float:
+def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
     """The dual norm of the penalty with strength 1: the least strength that keeps a zero weight at zero.
 
     A weight of zero is optimal, as far as it alone is concerned, if ``-gradient`` is a subgradient of the penalty
@@ -65,7 +65,7 @@ def dual_norm(penalty: Penalty, gradient: Tensor) -> float:
     return upper
 
 
-def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: Penalty) -> dict[str, float]:
+def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
     """For each convolution, the least strength at which it stays zero once it is, while all others are as they are.
 
     This is the dual norm of the loss's gradient with the layer's weight set to zero. A convolution that is followed by

@@ -55,6 +55,7 @@ class Atoms:
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._reasons: dict[int, str] = {}
+        self._fillers: set[int] = set()
         self.ordered: set[int] = set()  # read by something that knows nothing of other orders
 
     def new(self, count: int) -> Integers:
@@ -84,6 +85,14 @@ class Atoms:
 
     def needed(self, atoms: Integers) -> NDArray[np.bool_]:
         return np.array([self.find(atom) in self._reasons for atom in atoms], dtype=bool)
+
+    def fill(self, atoms: Iterable[int]) -> None:
+        """Keeps atoms that nothing needs."""
+        self._fillers.update(self.find(atom) for atom in atoms)
+
+    def kept(self, atoms: Integers) -> NDArray[np.bool_]:
+        """Which are needed, or fill up a number of channels."""
+        return self.needed(atoms) | np.array([self.find(atom) in self._fillers for atom in atoms], dtype=bool)
 
     def reason(self, atom: int) -> str:
         return self._reasons[self.find(atom)]
@@ -132,6 +141,7 @@ class Channels:
         self.atoms = Atoms()
         self.values: dict[fx.Node, Value] = {}
         self.layers: dict[fx.Node, Layer] = {}
+        self._grouped: list[int] = []  # atoms of channels in groups
         self.scatter = scatter or {}
         self.fixed_size, self.keep_all = fixed_size, keep_all
         for node in traced.graph.nodes:
@@ -144,7 +154,28 @@ class Channels:
 
     def kept(self, node: fx.Node) -> Integers:
         """Channels of the node's result that the smaller network still has, by their numbers in this one."""
-        return np.flatnonzero(self.atoms.needed(self.values[node].atoms))
+        return np.flatnonzero(self.atoms.kept(self.values[node].atoms))
+
+    def needed(self, node: fx.Node) -> NDArray[np.bool_]:
+        """Which channels of the result matter; others that are kept have weights of zero on both sides."""
+        return self.atoms.needed(self.values[node].atoms)
+
+    def fill(self, multiple: int) -> None:
+        """Keeps more channels of convolutions, of those that do not matter, so that their numbers are multiples.
+
+        Processors compute so many channels at once; some operations are slow for other numbers.
+        """
+        grouped = {self.atoms.find(atom) for atom in self._grouped}
+        for node, layer in self.layers.items():
+            value = self.values[node]
+            kept = self.atoms.kept(value.atoms)
+            count = int(kept.sum())
+            if layer.groups > 1 or not count:
+                continue
+            spare = [i for i in np.flatnonzero(~kept) if self.atoms.find(value.atoms[i]) not in grouped]
+            spare.sort(key=lambda i: bool(value.varies[i]))  # dead kernels first
+            step = multiple if count > multiple // 2 else multiple // 2
+            self.atoms.fill(value.atoms[spare[: -count % step]].tolist())
 
     def constant_operand(self, node: fx.Node) -> int | None:
         """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it."""
@@ -227,6 +258,7 @@ class Channels:
         self.layers[node] = Layer(node, module, live, foldable, known if self.fixed_size else foldable)
         value = Value(self.atoms.new(len(weight)), _outputs(module, constants, live, foldable))
         if groups > 1:  # a group stays or goes as a whole
+            self._grouped += [*source.atoms.tolist(), *value.atoms.tolist()]
             for inputs, outputs in zip(np.split(source.atoms, groups), np.split(value.atoms, groups), strict=True):
                 together = np.concatenate([inputs, outputs])
                 self.atoms.unite([together[0]] * len(together), together)

@@ -98,6 +98,9 @@ def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool, norms_f
     plain = Channels(traced, fixed_size=fixed_size)
     scatter = plain.scatterable()
     versions = [Channels(traced, scatter, fixed_size), plain] if scatter else [plain]
+    if choose is costs.fastest:
+        for channels in versions:
+            channels.fill(costs.VECTOR)
     return [*(_rewrite(traced, channels, choose) for channels in versions), same]
 
 

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.sparsity.compaction.trace import is_channels_last
-
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
 Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds all of theirs
@@ -37,14 +35,19 @@ class Convolution:
     groups: int
     padding_mode: str
     trained: bool
+    channels_last: bool
 
     @property
     def axes(self) -> int:
         return self.weight.dim() - 2
 
 
-def as_convolution(module: Any, weight: Tensor, bias: Tensor | None) -> Convolution:
-    """The module with these kernels, which may be fewer; of a grouped convolution whole groups."""
+def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels_last: bool) -> Convolution:
+    """The module with these kernels, which may be fewer; of a grouped convolution whole groups.
+
+    Args:
+        channels_last: as the module's result is; where image and kernel have a size of 1, no strides tell.
+    """
     return Convolution(
         weight=weight,
         bias=bias,
@@ -54,6 +57,7 @@ def as_convolution(module: Any, weight: Tensor, bias: Tensor | None) -> Convolut
         groups=len(weight) * module.groups // module.out_channels if module.groups > 1 else 1,
         padding_mode=module.padding_mode,
         trained=module.weight.requires_grad,
+        channels_last=channels_last,
     )
 
 
@@ -256,7 +260,7 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
         dtype=weight.dtype,
     )
     memory_format = torch.contiguous_format
-    if is_channels_last(convolution.weight):
+    if convolution.channels_last:
         memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
     module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
     if convolution.bias is not None:

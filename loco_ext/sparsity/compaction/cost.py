@@ -26,7 +26,7 @@ from loco_ext.sparsity.compaction.convolution import (
     taps,
 )
 
-_VECTOR = 16  # channels that processors compute at once
+VECTOR = 16  # channels that processors compute at once
 _EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
 _MOST_SIZES, _MOST_WAYS = 5, 3  # that are considered, and timed
 _MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
@@ -73,10 +73,10 @@ def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
     """The ways to make several convolutions that should be fastest, if vectors are filled and each costs something."""
 
     def effort(way: Sequence[Part]) -> float:
-        return sum(taps(box) * (math.ceil(len(kernels) / _VECTOR) + _EACH) for kernels, box in way)
+        return sum(taps(box) * (math.ceil(len(kernels) / VECTOR) + _EACH) for kernels, box in way)
 
     whole = list(partitions(sizes))[1:]
-    ways = [*whole, *(filled(way, _VECTOR) for way in whole)]
+    ways = [*whole, *(filled(way, VECTOR) for way in whole)]
     distinct = [list(way) for way in dict.fromkeys(tuple(way) for way in ways) if len(way) > 1]
     return sorted(distinct, key=effort)[:_MOST_WAYS]
 

@@ -21,6 +21,13 @@ class LayerReport:
         multiply_adds_before, multiply_adds_after: of one sample, by eq. 10 of the draft, with the sizes above.
         multiply_adds_executed: what the convolutions of the smaller network compute.
         kept: why kernels without weights are still there.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> _, report = sparsity.compact(torch.nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="multiply_adds")
+        >>> isinstance(report.layers[0], sparsity.LayerReport), report.layers[0].sizes
+        (True, {'3x3': 2})
     """
 
     name: str
@@ -47,6 +54,13 @@ class Report:
         notes: what was kept as it is, and why, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
         latency_before, latency_after: median seconds of a forward pass on the example; None where nothing was measured.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> _, report = sparsity.compact(torch.nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="multiply_adds")
+        >>> report.multiply_adds_before, report.to_dict()["parameters_after"]
+        (162, 20)
     """
 
     layers: list[LayerReport] = field(default_factory=list)

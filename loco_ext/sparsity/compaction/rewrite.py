@@ -84,7 +84,9 @@ class Rewriter:
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
-            result, order = self._emit(node, source, as_convolution(layer.module, weight, bias), free)
+            result, order = self._emit(
+                node, source, as_convolution(layer.module, weight, bias, node.meta["channels_last"]), free
+            )
             self._kept[node] = [outputs[k] for k in order]
             border = border if border is None else border[:, order]
         if border is None:
@@ -97,16 +99,20 @@ class Rewriter:
         """Weights between channels that stay, the bias with constants in it, or else the map of what these give."""
         layer = self._channels.layers[node]
         module: Any = layer.module
+        needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[inputs]
         whole = module.weight.detach()[outputs]
+        whole[~torch.from_numpy(needed)] = 0
         bias = None if module.bias is None else module.bias.detach()[outputs]
         if layer.groups > 1:
             return whole, bias, None
         weight = whole[:, inputs]
+        weight[:, ~torch.from_numpy(read)] = 0
         constants = self._channels.values[source].constants
-        gone = np.setdiff1d(np.flatnonzero(layer.live[outputs].any(0) & (constants != 0)), inputs)
+        live = layer.live[outputs][needed].any(0) & (constants != 0)
+        gone = np.setdiff1d(np.flatnonzero(live), np.array(inputs)[read])
         if not len(gone):
             return weight, bias, None
-        foldable = layer.foldable[outputs][:, gone].all(0)
+        foldable = layer.foldable[outputs][needed][:, gone].all(0)
         if foldable.any():
             bias = _folded(whole[:, gone[foldable]], constants[gone[foldable]], bias)
         seen = gone[~foldable]
@@ -114,7 +120,7 @@ class Rewriter:
             return weight, bias, None
         if self._channels.fixed_size:
             return weight, bias, _border(module, whole[:, seen], constants[seen], source.meta["shape"])
-        representative = int(np.abs(np.nan_to_num(constants[inputs])).argmax())
+        representative = int(np.abs(np.nan_to_num(constants[inputs]) * read).argmax())
         factors = torch.from_numpy(constants[seen] / constants[inputs[representative]]).to(whole.device)
         merged = torch.einsum("oi...,i->o...", whole[:, seen].double(), factors)
         weight[:, representative] = (weight[:, representative].double() + merged).to(whole.dtype)
@@ -140,7 +146,7 @@ class Rewriter:
             return self._graph.node_copy(node, self._new.__getitem__)
         if is_depthwise(module):
             bias = None if module.bias is None else module.bias.detach()[kept]
-            convolution = as_convolution(module, module.weight.detach()[kept], bias)
+            convolution = as_convolution(module, module.weight.detach()[kept], bias, node.meta["channels_last"])
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             put(self._owner, str(node.target), _cut_by_channel(module, kept))

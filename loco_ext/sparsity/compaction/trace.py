@@ -48,6 +48,8 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     if model._forward_hooks or model._forward_pre_hooks:
         raise UntraceableError("the model has forward hooks")
     root = copy.deepcopy(model).eval()
+    if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
+        root = nn.Sequential(root)  # a single layer: torch.fx would look inside it
     try:
         traced = fx.symbolic_trace(root)
     except Exception as error:  # whatever the model's own code raises when it is given proxies

@@ -23,27 +23,28 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
     """A copy of the model whose convolutions have smaller kernels, and the report, which says why there is no more."""
     result = copy.deepcopy(model)
     report = Report(notes={"model": f"all channels are kept: {why}"})
-    for name, (kind, pixels) in _calls(result, inputs).items():
+    for name, (read, written) in _calls(result, inputs).items():
         module: Any = result.get_submodule(name)
         weight = module.weight.detach()
-        buckets = choose(as_convolution(module, weight, module.bias), kind, False)
-        report.layers.append(describe_layer(name, weight, pixels, weight, buckets))
+        convolution = as_convolution(module, weight, module.bias, written["channels_last"])
+        buckets = choose(convolution, read, False)
+        report.layers.append(describe_layer(name, weight, prod(written["shape"][2:]), weight, buckets))
         if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
-            put(result, name, alone(as_convolution(module, weight, module.bias), buckets))
+            put(result, name, alone(convolution, buckets))
     return result, report
 
 
-def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str, Any], int]]:
-    """Convolutions that may be replaced, by name: what they read, and the pixels of their output."""
+def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Convolutions that may be replaced, by name: the kinds of tensors that they read and write."""
     owners = Counter(id(p) for module in set(model.modules()) for p in module.parameters(recurse=False))
-    calls: dict[str, tuple[dict[str, Any], int]] = {}
+    calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     handles = []
     for name, module in model.named_modules():
         hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
         if name and type(module) in CONVOLUTIONS and not hooked and owners[id(module.weight)] == 1:
 
             def record(module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name) -> None:
-                calls[name] = kind_of(x[0]), prod(y.shape[2:])
+                calls[name] = kind_of(x[0]), kind_of(y)
 
             handles.append(module.register_forward_hook(record))
     try:

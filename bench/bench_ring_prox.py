@@ -1,0 +1,285 @@
+"""The exact prox of ring penalties, alone and as the last act of an optimizer step: others against ours.
+
+    python -m bench.bench_ring_prox            measures all, writes bench/results/, prints tables
+    python -m bench.bench_ring_prox --quick    a first impression; writes nothing without --out
+
+Alone: on the weight of a convolution of 512 x 512 x 3 x 3, float32, whose kernels have sizes such that some vanish and
+others lose rings. The candidates of a case run interleaved (see bench/harness.py) on the same weight, which is written
+anew ahead of every call, because torchao works in place. Each result is compared with our float64 reference before
+anything is timed. "copy" is torch's clone of the weight, the traffic that none can avoid. For the other candidates see
+bench/ring_prox_peers.py; one whose package is missing is left out, and the report says so.
+
+Step: over all parameters of ResNet-50, without a penalty, with one on every kernel of more than one tap, and with one
+on every convolution, which is what parameter_groups gives.
+"""
+
+import argparse
+import functools
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import loco_ext
+from bench import harness, ring_prox_peers, tables
+from bench.bench_optim_step import LEARNING_RATE, WEIGHT_DECAY, Parameters, Rule, State, Step, make_parameters, step_on
+from bench.bench_optim_step import RULES as STEP_RULES
+from bench.ring_prox_peers import PEERS, Candidate, Problem
+from bench.table import RULE_NAMES
+from bench.targets import target
+from loco_ext import geometry, optim, sparsity
+
+SHAPE = (512, 512, 3, 3)
+NETWORK = "resnet50"
+STRENGTH = 1e-3  # in a step: too little to empty the network while it is measured
+# Of a result, in units of the largest weight: what rounding in float32 may add up to, and no mistake in the method.
+TOLERANCE = 1e-4
+
+Build = Callable[[], dict[str, Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A penalty, for a step of 1, whether in a metric, and who else knows that prox."""
+
+    penalty: sparsity.RingPenalty | sparsity.KernelPenalty
+    peers: tuple[str, ...] = ()
+    metric: bool = False
+    shape: tuple[int, ...] = field(default=SHAPE, kw_only=True)
+
+
+EUCLIDEAN = ("torch_groups", "torch_masks", "torch_rings", "torch_compile", "spams")
+CASES = {
+    "half rings": Case(sparsity.RingPenalty(1.0), EUCLIDEAN),
+    "rings": Case(sparsity.RingPenalty(1.0, kind="full"), EUCLIDEAN),
+    "kernels": Case(sparsity.KernelPenalty(1.0), (*EUCLIDEAN, "torchao")),
+    "half rings, metric": Case(sparsity.RingPenalty(1.0), metric=True),
+    "half rings, linf": Case(sparsity.RingPenalty(20.0, norm="linf"), ("spams",)),
+}
+
+# name: (numerator, denominator)
+RATIOS = {
+    "eager by groups / ours": ("torch_groups", "ours"),
+    "eager by masks / ours": ("torch_masks", "ours"),
+    "eager by ring sums / ours": ("torch_rings", "ours"),
+    "compiled / ours": ("torch_compile", "ours"),
+    "SPAMS / ours": ("spams", "ours"),
+    "torchao / ours": ("torchao", "ours"),
+    "ours / copy": ("ours", "copy"),
+}
+
+RULES = {
+    "sgd": STEP_RULES["sgd"],
+    "adam": Rule(torch.optim.Adam, optim.Adam, {}, decoupled=False, arrays=STEP_RULES["adamw"].arrays),
+    "adamw": STEP_RULES["adamw"],
+}
+# Least number of taps of the kernels that have a penalty.
+STEPS = {"without": math.inf, "spatial": 2, "all": 1}
+STEP_RATIOS = {"more than one tap / without": ("spatial", "without"), "all / without": ("all", "without")}
+
+# What is to be reached.
+LEAST_SPEEDUP = 20.0
+MOST_STEP = {"sgd": 1.15, "adam": 1.5, "adamw": 1.5}
+
+
+def make_weight(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random kernels, the largest 30 times the smallest, whose weights become smaller from the centre outwards."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-1.0, 0.5, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    rings = geometry.ring_index(shape[2:])
+    by_tap = 0.1 * ((1 + rings) / (1 + rings.max())).square()
+    return (torch.randn(shape, generator=generator) * sizes * by_tap).to(device, dtype)
+
+
+def make_metric(weight: Tensor) -> Tensor:
+    """Random, as different within a kernel as Adam's."""
+    generator = torch.Generator().manual_seed(1)
+    return (0.5 * torch.randn(weight.shape, generator=generator)).exp().to(weight)
+
+
+def problem_of(case: Case, weight: Tensor) -> Problem:
+    """The case as others take it."""
+    penalty = case.penalty
+    rings, _ = penalty.rings(weight)
+    return Problem(weight, rings, penalty.strength * penalty.group_weights(weight), penalty.norm)
+
+
+def ours(case: Case, weight: Tensor) -> Candidate:
+    """As a user calls it."""
+    metric = make_metric(weight) if case.metric else None
+    return Candidate(functools.partial(case.penalty.prox, weight, 1.0, metric))
+
+
+def make_candidates(case: Case, weight: Tensor, missing: dict[str, str]) -> dict[str, Candidate]:
+    """All that run on this weight."""
+    peers = {name: PEERS[name](problem_of(case, weight)) for name in case.peers if name not in missing}
+    return {**peers, "ours": ours(case, weight), "copy": Candidate(weight.clone)}
+
+
+def expected(case: Case) -> Tensor:
+    """The prox of the case's weight by our reference, in float64."""
+    weight = make_weight(case.shape)
+    with loco_ext.backend("reference"):
+        return case.penalty.prox(weight.double(), 1.0, make_metric(weight).double() if case.metric else None)
+
+
+def check(name: str, found: Tensor, reference: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Raises RuntimeError if a result is further from the reference than rounding takes it."""
+    error = (found.double() - reference).abs().max().item()
+    if not error <= (limit := tolerance * reference.abs().max().item()):
+        raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
+
+
+def measure_prox(
+    name: str, threads: int, effort: harness.Effort, reference: Tensor, missing: dict[str, str]
+) -> dict[str, Any]:
+    """The record of a case: timings, and ratios within rounds."""
+    case = CASES[name]
+    source = make_weight(case.shape)
+    weight = torch.empty_like(source)
+
+    def restore(_: str) -> None:
+        weight.copy_(source)
+
+    def build() -> dict[str, Callable[[], object]]:
+        restore("")
+        candidates = make_candidates(case, weight, missing)
+        for label, candidate in candidates.items():
+            restore(label)
+            if label != "copy":
+                check(f"{name}, {label}", candidate.result(candidate.call()), reference)
+        return {label: candidate.call for label, candidate in candidates.items()}
+
+    with harness.num_threads(threads):
+        timings = harness.compare(build, effort, f"{name}, threads {threads}", restore)
+    return {
+        "case": name,
+        "threads": threads,
+        "shape": case.shape,
+        "zeros": (reference == 0).double().mean().item(),
+        "load_average": os.getloadavg()[0],
+        "candidates": {label: asdict(timing) for label, timing in timings.items()},
+        "ratios": ratios(timings, RATIOS),
+    }
+
+
+def ratios(timings: harness.Comparison, names: dict[str, tuple[str, str]]) -> dict[str, float]:
+    """Those whose two candidates were run."""
+    return {name: timings.ratio(a, b) for name, (a, b) in names.items() if a in timings and b in timings}
+
+
+def penalties_of(parameters: Parameters, least_taps: float) -> list[sparsity.Penalty | None] | None:
+    """A ring penalty for each convolution's weight that has so many taps; None where none has."""
+    penalty: sparsity.Penalty = sparsity.RingPenalty(STRENGTH)
+    chosen = [penalty if p.dim() == 4 and p.shape[2:].numel() >= least_taps else None for p in parameters]
+    return chosen if any(chosen) else None
+
+
+def make_steps(network: str, rule: Rule) -> dict[str, Step]:
+    """The steps of STEPS, on the same parameters and states."""
+    parameters = make_parameters(network)
+    state: State = defaultdict(dict)
+    return {name: penalised_step(rule, parameters, state, least) for name, least in STEPS.items()}
+
+
+def penalised_step(rule: Rule, parameters: Parameters, state: State, least_taps: float) -> Step:
+    """Our step with a penalty on the convolutions that have so many taps."""
+    arguments = rule.arguments | {"penalty": penalties_of(parameters, least_taps)}
+    return step_on(rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
+
+
+def measure_step(rule_name: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
+    """The record of a rule: timings, and ratios within rounds."""
+    build: Build = functools.partial(make_steps, NETWORK, RULES[rule_name])
+    with harness.num_threads(threads):
+        timings = harness.compare(build, effort, f"{NETWORK} {rule_name}, threads {threads}")
+    return {
+        "network": NETWORK,
+        "rule": rule_name,
+        "threads": threads,
+        "load_average": os.getloadavg()[0],
+        "candidates": {name: asdict(timing) for name, timing in timings.items()},
+        "ratios": ratios(timings, STEP_RATIOS),
+    }
+
+
+def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is to be reached beside what is."""
+    speedups = {
+        f"{r['case']}, threads {r['threads']}": r["ratios"]["eager by groups / ours"]
+        for r in results
+        if r["case"] == "half rings"
+    }
+    rows = target("half rings alone: eager by groups / ours", LEAST_SPEEDUP, speedups, at_least=True)
+    for rule, limit in MOST_STEP.items():
+        found = {
+            f"{name}, threads {r['threads']}": value
+            for r in steps
+            if r["rule"] == rule
+            for name, value in r["ratios"].items()
+        }
+        rows += target(f"{RULE_NAMES[rule]}: step with the penalty / without", limit, found, at_least=False)
+    return rows
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the command line asks for."""
+    effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
+    missing = ring_prox_peers.not_installed()
+    report: dict[str, Any] = {
+        "benchmark": "ring_prox",
+        "machine": harness.machine() | {name: harness.package_version(name) for name in ("spams-bin", "torchao")},
+        "settings": asdict(effort) | {"strength": STRENGTH, "weight_decay": WEIGHT_DECAY, "tolerance": TOLERANCE},
+        "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
+        "not_measured": missing,
+        "results": [],
+        "steps": [],
+    }
+    with loco_ext.backend("native"):
+        for name in arguments.cases:
+            reference = expected(CASES[name])
+            report["results"] += [measure_prox(name, n, effort, reference, missing) for n in arguments.threads]
+        for rule in arguments.rules:
+            report["steps"] += [measure_step(rule, count, effort) for count in arguments.threads]
+    report["targets"] = targets(report["results"], report["steps"])
+    return report
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; only a full run writes the committed file by default."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_ring_prox", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/ring_prox-<cpu>.json")
+    arguments = parser.parse_args(argv)
+    full = set(arguments.cases) == set(CASES) and set(arguments.rules) == set(RULES)
+    if arguments.out is None and full and not arguments.quick:
+        arguments.out = harness.RESULTS / f"ring_prox-{harness.slug(harness.cpu_model())}.json"
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints tables."""
+    arguments = parse(argv)
+    if os.getloadavg()[0] > 0.5:
+        print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
+    report = run(arguments)
+    if arguments.out is not None:
+        harness.write_json(arguments.out, report)
+        print(f"written: {arguments.out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The exact prox of ring penalties on an NVIDIA GPU, alone and after an optimizer step.
+
+    python -m bench.bench_ring_prox_gpu            measures all, writes bench/results/, prints tables
+    python -m bench.bench_ring_prox_gpu --quick    a first impression; writes nothing without --out
+
+The cases are those of bench/bench_ring_prox.py, clocks and cold caches those of bench/bench_optim_step_gpu.py. "cuda"
+and "triton" are ours. Alone, what a prox cannot avoid is to read the weight, and the metric if there is one, and to
+write the result; the bandwidth of that stands beside a device copy's. Eager and compiled PyTorch run in float32.
+"""
+
+import argparse
+import functools
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import loco_ext
+from bench import bench_optim_step_gpu, bench_ring_prox, harness, tables
+from bench.bench_optim_step import State, Step
+from bench.bench_optim_step_gpu import BACKENDS, DTYPES, Flush, forced, make_flush, time_both
+from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, check, make_metric, make_weight, penalised_step
+from bench.ring_prox_peers import PEERS
+from loco_ext.ops import backends
+
+DEVICE = "cuda"
+PEER_NAMES = ("torch_groups", "torch_rings", "torch_compile")
+# Of a result, in units of the largest weight.
+TOLERANCES = {"float32": bench_ring_prox.TOLERANCE, "bfloat16": 2.0**-8}
+
+
+def not_measured() -> dict[str, str]:
+    """Candidates that cannot run here, and why."""
+    if (reason := backends.missing("ring_prox", "triton", "cuda")) is None:
+        return {}
+    return {"triton": reason, "torch_compile": reason}
+
+
+def make_inputs(name: str, dtype: str) -> tuple[Tensor, Tensor | None]:
+    """The case's weight and metric on the GPU."""
+    weight = make_weight(CASES[name].shape, DEVICE, DTYPES[dtype])
+    return weight, make_metric(weight) if CASES[name].metric else None
+
+
+def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str]) -> dict[str, Step]:
+    """Every candidate's prox; each result is compared with the reference first."""
+    case = CASES[name]
+    weight, metric = make_inputs(name, dtype)
+    ours = functools.partial(case.penalty.prox, weight, 1.0, metric)
+    calls: dict[str, Callable[[], Any]] = {}
+    for label, backend in BACKENDS.items():
+        if label not in missing:
+            with loco_ext.backend(backend):
+                check(f"{name} {dtype}, {label}", ours(), reference, TOLERANCES[dtype])
+            calls[label] = forced(ours, backend)
+    for label in PEER_NAMES:
+        if dtype == "float32" and label in case.peers and label not in missing:
+            candidate = PEERS[label](bench_ring_prox.problem_of(case, weight))
+            check(f"{name} {dtype}, {label}", candidate.result(candidate.call()), reference)
+            calls[label] = candidate.call
+    return calls
+
+
+def expected(name: str, dtype: str) -> Tensor:
+    """The prox by our reference, in float64."""
+    weight, metric = make_inputs(name, dtype)
+    with loco_ext.backend("reference"):
+        return CASES[name].penalty.prox(weight.double(), 1.0, None if metric is None else metric.double())
+
+
+def measure_prox(
+    name: str, dtype: str, effort: harness.Effort, flush: Flush, copy: float, missing: Collection[str]
+) -> dict[str, Any]:
+    """The record of a case in one dtype."""
+    build = functools.partial(make_calls, name, dtype, expected(name, dtype), missing)
+    gpu, host = time_both(build, effort, flush, f"{name} {dtype}")
+    moved = (3 if CASES[name].metric else 2) * math.prod(CASES[name].shape) * DTYPES[dtype].itemsize
+    return {
+        "case": name,
+        "dtype": dtype,
+        "shape": CASES[name].shape,
+        "bytes": moved,
+        "candidates": both(gpu, host),
+        "of_copy": {label: moved / gpu[label].median / copy for label in gpu if label in BACKENDS},
+    }
+
+
+def both(gpu: dict[str, harness.Timing], host: dict[str, harness.Timing]) -> dict[str, dict[str, Any]]:
+    """Each candidate's timings."""
+    return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
+
+
+def make_steps(rule_name: str, missing: Collection[str]) -> dict[str, Step]:
+    """Our steps without a penalty and with, in each backend, on the same parameters and states."""
+    parameters = bench_optim_step_gpu.make_parameters(NETWORK, torch.float32)
+    state: State = defaultdict(dict)
+    return {
+        f"{label}_{name}": forced(penalised_step(RULES[rule_name], parameters, state, least), backend)
+        for label, backend in BACKENDS.items()
+        if label not in missing
+        for name, least in STEPS.items()
+    }
+
+
+def measure_step(rule_name: str, effort: harness.Effort, flush: Flush, missing: Collection[str]) -> dict[str, Any]:
+    """The record of a rule."""
+    build = functools.partial(make_steps, rule_name, missing)
+    gpu, host = time_both(build, effort, flush, f"{NETWORK} {rule_name}")
+    seconds = {name: max(gpu[name].median, host[name].median) for name in gpu}
+    return {
+        "network": NETWORK,
+        "rule": rule_name,
+        "candidates": both(gpu, host),
+        "ratios": {
+            f"{label}, {name}": seconds[f"{label}_{a}"] / seconds[f"{label}_{b}"]
+            for label in BACKENDS
+            for name, (a, b) in bench_ring_prox.STEP_RATIOS.items()
+            if f"{label}_{a}" in seconds
+        },
+    }
+
+
+def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Measures what the command line asks for; ``save`` is given the report after every case."""
+    quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
+    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
+    missing = not_measured()
+    cases = len(arguments.cases) * len(arguments.dtypes) + len(arguments.rules)
+    report: dict[str, Any] = {
+        "benchmark": "ring_prox_gpu",
+        "machine": harness.machine() | harness.gpu(),
+        "settings": asdict(effort) | {"strength": bench_ring_prox.STRENGTH, "cases": cases},
+        "copy_bandwidth": harness.gpu_bandwidth(effort),
+        "not_measured": missing,
+        "results": [],
+        "steps": [],
+    }
+    flush, copy = make_flush(effort), report["copy_bandwidth"]["median"]
+    for name in arguments.cases:
+        for dtype in arguments.dtypes:
+            report["results"].append(measure_prox(name, dtype, effort, flush, copy, missing))
+            save(report)
+    for rule in arguments.rules:
+        report["steps"].append(measure_step(rule, effort, flush, missing))
+        save(report)
+    return report
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_ring_prox_gpu", description=__doc__.splitlines()[0])
+    for name, choices in OPTIONS.items():
+        parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/ring_prox_gpu-<gpu>.json")
+    return parser.parse_args(argv)
+
+
+OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES}
+
+
+def is_full(arguments: argparse.Namespace) -> bool:
+    """Whether everything is measured, and long enough; only then the committed file is written by default."""
+    return not arguments.quick and all(set(getattr(arguments, name)) == set(all_) for name, all_ in OPTIONS.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints tables; 2 where that cannot be."""
+    arguments = parse(argv)
+    reason = harness.no_gpu() or backends.missing("ring_prox", "native", "cuda")
+    if reason is not None:
+        print(f"bench_ring_prox_gpu: {reason}", file=sys.stderr)
+        return 2
+    out = arguments.out
+    if out is None and is_full(arguments):
+        out = harness.RESULTS / f"ring_prox_gpu-{harness.slug(harness.gpu()['gpu'])}.json"
+    report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
+    if out is not None:
+        print(f"written: {out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Tables of the prox of ring penalties, on the CPU and on a GPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.table import MISSING, RULE_NAMES, Table, milliseconds, significant, targets
+
+Records = Sequence[dict[str, Any]]
+
+
+def entries(records: Records, key: str) -> list[str]:
+    """The names that some record has an entry for, those of ours and the copy last."""
+    names = dict.fromkeys(name for record in records for name in record[key])
+    return sorted(names, key=lambda name: name in ("ours", "copy", "ours / copy"))
+
+
+def ratio(record: dict[str, Any], name: str, digits: int = 2) -> str:
+    """A ratio, or a dash where it was not measured."""
+    return f"{record['ratios'][name]:.{digits}f}" if name in record["ratios"] else MISSING
+
+
+def in_words(name: str) -> str:
+    """A candidate's name as a header."""
+    return name.replace("_", " ")
+
+
+def prox_times(report: dict[str, Any]) -> Table:
+    """Medians of the prox alone."""
+    names = entries(report["results"], "candidates")
+    rows = [
+        [record["case"], str(record["threads"]), f"{record['zeros']:.0%}", *(milliseconds(record, n) for n in names)]
+        for record in report["results"]
+    ]
+    title = "Milliseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3"
+    return Table(title, ["penalty", "threads", "zeros after it", *map(in_words, names)], rows)
+
+
+def prox_ratios(report: dict[str, Any]) -> Table:
+    """Ratios of the prox alone."""
+    names = entries(report["results"], "ratios")
+    rows = [
+        [record["case"], str(record["threads"]), *(ratio(record, name, 1) for name in names)]
+        for record in report["results"]
+    ]
+    title = (
+        "The same as ratios of times, in the median over rounds that called all once. Eager PyTorch by groups is the "
+        "method as it is written down; by ring sums is the fastest eager code that we know"
+    )
+    return Table(title, ["penalty", "threads", *names], rows)
+
+
+def step_times(report: dict[str, Any]) -> Table:
+    """The optimizer step with and without a ring penalty."""
+    columns = {"without": "without", "more than one tap": "spatial", "all": "all"}
+    names = entries(report["steps"], "ratios")
+    rows = [
+        [record["network"], RULE_NAMES[record["rule"]], str(record["threads"])]
+        + [milliseconds(record, name) for name in columns.values()]
+        + [ratio(record, name) for name in names]
+        for record in report["steps"]
+    ]
+    title = (
+        "Milliseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than one "
+        "tap, and on all convolutions; ratios within rounds"
+    )
+    return Table(title, ["network", "rule", "threads", *columns, *names], rows)
+
+
+def ring_prox(report: dict[str, Any]) -> list[Table]:
+    """All tables of the benchmark of that name; those without rows are left out."""
+    tables = (targets(report, "Targets"), prox_times(report), prox_ratios(report), step_times(report))
+    return [table for table in tables if table.rows]
+
+
+def microseconds(record: dict[str, Any], name: str) -> str:
+    """Of the GPU and, after the slash, of the host; a dash where it was not run."""
+    found = record["candidates"].get(name)
+    return " / ".join(significant(1e6 * found[key]["median"]) for key in ("gpu", "host")) if found else MISSING
+
+
+def gpu_prox(report: dict[str, Any]) -> Table:
+    """The prox alone, and the bandwidth of ours beside a copy's."""
+    names = entries(report["results"], "candidates")
+    shares = entries(report["results"], "of_copy")
+    rows = [
+        [record["case"], record["dtype"]]
+        + [microseconds(record, name) for name in names]
+        + [f"{record['of_copy'][name]:.0%}" if name in record["of_copy"] else MISSING for name in shares]
+        for record in report["results"]
+    ]
+    title = (
+        "Microseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3: of the GPU, caches "
+        "cold / of the host; and bandwidth beside that of a device copy, counting only the traffic that none can avoid"
+    )
+    headers = ["penalty", "dtype", *map(in_words, names), *(f"{in_words(name)} / copy" for name in shares)]
+    return Table(title, headers, rows)
+
+
+def gpu_steps(report: dict[str, Any]) -> Table:
+    """The optimizer step with and without a ring penalty, on the GPU."""
+    names, ratios = entries(report["steps"], "candidates"), entries(report["steps"], "ratios")
+    rows = [
+        [record["network"], RULE_NAMES[record["rule"]]]
+        + [microseconds(record, name) for name in names]
+        + [ratio(record, name) for name in ratios]
+        for record in report["steps"]
+    ]
+    title = (
+        "Microseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than one "
+        "tap, and on all: of the GPU / of the host; ratios of the longer of the two"
+    )
+    return Table(title, ["network", "rule", *map(in_words, names), *ratios], rows)
+
+
+def ring_prox_gpu(report: dict[str, Any]) -> list[Table]:
+    """All tables of the benchmark of that name; those without rows are left out."""
+    return [table for table in (gpu_prox(report), gpu_steps(report)) if table.rows]

@@ -1,0 +1,15 @@
+"""What is to be reached beside what was measured, in the worst of the cases that count."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def target(name: str, limit: float, measured: Mapping[str, float], at_least: bool) -> list[dict[str, Any]]:
+    """One entry: the worst of what was measured, and where; none if nothing was."""
+    if not measured:
+        return []
+    where = (min if at_least else max)(measured, key=lambda key: measured[key])
+    worst = measured[where]
+    wanted = f"at {'least' if at_least else 'most'} {limit:g}"
+    met = worst >= limit if at_least else worst <= limit
+    return [{"name": name, "wanted": wanted, "measured": worst, "met": met, "where": where}]
