@@ -3,11 +3,11 @@
     python -m bench.frontier_cifar10 --data DIR      about an hour on one core; writes bench/results/
 
 ResNet-8 and its plain twin, 5,000 training and 2,500 test images. All networks have been trained for the same number
-of epochs or less: without a penalty; with it, one epoch for each strength, from the strength before (path "up"),
-batch normalisation folded; compacted, without it again. Arms: the exact prox and the draft's own way (subgradient and tau; two
-epochs for every other strength), of rings and of kernels; uniformly narrower networks, by the same recipe, and with
-batch normalisation and the larger learning rate all the time. For ResNet-8 with rings also: the other warm starts, from
-the strength that leaves nothing down, and what batch normalisation does if it is not folded.
+of epochs: without a penalty; with it, one epoch for each strength, from the strength before (path "up"), batch
+normalisation folded; compacted, without it again. Arms: the exact prox of rings and of kernels; uniformly narrower
+networks, by the same recipe, and with batch normalisation and the larger learning rate all the time. For ResNet-8 with
+rings also: the draft's own way (subgradient and tau; two epochs for every other strength), the other warm starts, from
+the strength that leaves nothing down, and what batch normalisation does.
 """
 
 import argparse
@@ -67,16 +67,13 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
     }
     for penalty in PENALTIES:
         found[f"{penalty} prox"] = arm(penalty)
-    for penalty in PENALTIES if model == MODELS[0] else PENALTIES[:1]:
-        found[f"{penalty} subgradient"] = arm(
-            penalty, epochs=2, method="subgradient", strengths=STRENGTHS[1::2], taus=TAUS
-        )
     if model == MODELS[0]:
+        found["rings subgradient"] = arm("rings", epochs=2, method="subgradient", strengths=STRENGTHS[1::2], taus=TAUS)
         options: dict[str, Any]
         searched: dict[str, Any] = {"strengths": None, "points": SEARCHED_POINTS, "span": 1e-4, "refit_epochs": 0}
         for path in ("dense", "down"):
             found[f"rings prox, {path}"] = arm("rings", path=path, **searched)
-        for kind in ("live", "folded"):
+        for kind in ("live", "scaled", "folded"):
             options = {"batch_norm": kind, "path": "dense", "strengths": BATCH_NORM_STRENGTHS, "refit_epochs": 0}
             found[f"rings prox, {kind}"] = arm("rings", epochs=2, **options)
     return found
