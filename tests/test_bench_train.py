@@ -111,7 +111,7 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     arms = frontier_cifar10.arms("resnet8")
     assert {name: setting.method for name, setting in arms.items() if "," not in name} == {
         **{"width": "width", "width with batch norm": "width"},
-        **{"rings prox": "prox", "kernels prox": "prox", "rings subgradient": "subgradient"},
+        **{f"{penalty} {method}": method for penalty in ("rings", "kernels") for method in ("prox", "subgradient")},
     }
     # Two strengths of one epoch each and the refit, after the dense epoch.
     assert {sum((arms[name].dense_epochs, arms[name].refit_epochs)) for name in arms if "width" in name} == {1 + 2 + 1}
@@ -124,6 +124,6 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     section = tables.section("frontier_cifar10", tmp_path)
     points = report["networks"]["resnet8"]["rings prox"]["paths"][0]["points"]
     best = 100 * (1 - max(point["refitted"]["accuracy"] for point in points))
-    assert f"| rings prox | {best:.1f} |" in section
+    assert f"| rings prox, refitted | {best:.1f} |" in section
     assert "| down |" in section
     assert "Batch normalisation live, live with" in section
