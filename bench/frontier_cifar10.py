@@ -2,12 +2,12 @@
 
     python -m bench.frontier_cifar10 --data DIR      about an hour on one core; writes bench/results/
 
-ResNet-8 and its plain twin, 5,000 training and 2,500 test images. All networks have been trained for the same number
-of epochs or less: without a penalty; with it, one epoch for each strength, from the strength before (path "up"),
-batch normalisation folded; compacted, without it again. Arms: the exact prox and the draft's own way (subgradient and
-tau; two epochs for every other strength), of rings and of kernels; uniformly narrower networks, by the same recipe,
-and with batch normalisation and the larger learning rate all the time. For ResNet-8 with rings also: the other warm
-starts, from the strength that leaves nothing down, and what batch normalisation does if it is not folded.
+ResNet-8 and its plain twin, 5,000 training and 2,500 test images. Arms: the exact prox of rings and of kernels, one
+epoch for each strength, from the strength before (path "up"), batch normalisation folded; the draft's own way
+(subgradient and tau), two epochs for every other strength. For the prox of rings, refits of what is left, so that all
+networks have been trained for the same number of epochs; and uniformly narrower networks of as many, by the same
+recipe, or with batch normalisation and its larger learning rate all the time. For ResNet-8 with rings also: the other
+warm starts, from the strength that leaves nothing down, and what batch normalisation does.
 """
 
 import argparse
@@ -31,8 +31,9 @@ PENALTIES = ("rings", "kernels")
 TRAIN, TEST = 5_000, 2_500
 DENSE_EPOCHS, POINTS, REFIT_EPOCHS = 12, 16, 3
 STRENGTHS = tuple(0.002 * 100 ** (i / (POINTS - 1)) for i in range(POINTS))
+SEARCHED_POINTS = 8
 BATCH_NORM_STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1)
-TAUS = (0.03, 0.1)
+TAUS = (0.003, 0.03, 0.1)
 WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
 
 
@@ -65,17 +66,14 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
         "width with batch norm": arm(method="width", widths=WIDTHS, dense_epochs=DENSE_EPOCHS + more, refit_epochs=0),
     }
     for penalty in PENALTIES:
-        found[f"{penalty} prox"] = arm(penalty)
-    for penalty in PENALTIES if model == MODELS[0] else PENALTIES[:1]:
-        found[f"{penalty} subgradient"] = arm(
-            penalty, epochs=2, method="subgradient", strengths=STRENGTHS[1::2], taus=TAUS
-        )
+        found[f"{penalty} prox"] = arm(penalty, refit_epochs=REFIT_EPOCHS if penalty == "rings" else 0)
+        options: dict[str, Any] = {"strengths": STRENGTHS[1::2], "taus": TAUS, "refit_epochs": 0}
+        found[f"{penalty} subgradient"] = arm(penalty, epochs=2, method="subgradient", **options)
     if model == MODELS[0]:
-        options: dict[str, Any]
-        searched: dict[str, Any] = {"strengths": None, "points": 8, "span": 1e-4, "refit_epochs": 0}
+        searched: dict[str, Any] = {"strengths": None, "points": SEARCHED_POINTS, "span": 1e-4, "refit_epochs": 0}
         for path in ("dense", "down"):
             found[f"rings prox, {path}"] = arm("rings", path=path, **searched)
-        for kind in ("live", "folded"):
+        for kind in ("live", "scaled", "folded"):
             options = {"batch_norm": kind, "path": "dense", "strengths": BATCH_NORM_STRENGTHS, "refit_epochs": 0}
             found[f"rings prox, {kind}"] = arm("rings", epochs=2, **options)
     return found
@@ -111,9 +109,8 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
         "settings": {
             "training_samples": TRAIN,
             "test_samples": TEST,
+            "epochs": DENSE_EPOCHS + len(STRENGTHS) + REFIT_EPOCHS,
             "dense_epochs": DENSE_EPOCHS,
-            "epochs_per_point": 1,
-            "refit_epochs": REFIT_EPOCHS,
         },
         "networks": networks,
     }

@@ -28,19 +28,27 @@ def errors(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
         if "," in name:
             continue
         points = [point for path in record["paths"] for point in path["points"]]
-        row: Cells = [name]
-        for share in SHARES:
-            allowed = [error(point) for point in points if point["multiply_adds"] <= share * whole]
-            row.append(f"{min(allowed):.1f}" if allowed else None)
-        rows.append([*row, str(len(points))])
-    strengths = {point["strength"] for point in arms["rings prox"]["paths"][0]["points"]}
-    epochs = settings["dense_epochs"] + len(strengths) * settings["epochs_per_point"]
+        raw = [point | {"refitted": None} for point in points]
+        if name.startswith("width"):
+            rows.append([name, *lowest(points, whole)])
+        else:
+            rows.append([f"{name}, not refitted", *lowest(raw, whole)])
+            rows += [[f"{name}, refitted", *lowest(points, whole)]] if points[0]["refitted"] else []
     title = (
         f"{model}, {settings['training_samples']:,} training images: lowest test error in percent "
         f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} multiply-adds. "
-        f"Trained for up to {epochs} epochs and {settings['refit_epochs']} after compaction; width: all of them at once"
+        f"All but those not refitted have been trained for {settings['epochs']} epochs"
     )
     return title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows
+
+
+def lowest(points: list[dict[str, Any]], whole: int) -> Cells:
+    """By share, and the number of networks that it was chosen from."""
+    cells: Cells = []
+    for share in SHARES:
+        allowed = [error(point) for point in points if point["multiply_adds"] <= share * whole]
+        cells.append(f"{min(allowed):.1f}" if allowed else None)
+    return [*cells, str(len(points))]
 
 
 def paths(arms: dict[str, Any]) -> Parts:

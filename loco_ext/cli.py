@@ -105,6 +105,8 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--norm", help="l2 or l1, of the weight decay")
     train.add_argument("--penalty", help="none, rings or kernels, of all convolutions")
     train.add_argument("--strength", type=values.number, help="of the penalty, the draft's alpha")
+    folded = argparse.BooleanOptionalAction
+    train.add_argument("--folded", action=folded, default=None, help="penalise weights times batch norm's scale")
     train.add_argument("--solver", help="prox, exact zeros, or subgradient, the penalty as part of the loss")
     train.add_argument("--json", action="store_true", help="print the last epoch's metrics as JSON")
     train.set_defaults(command=_train)
@@ -131,7 +133,7 @@ def _add_frontier(commands: Any) -> None:
     frontier.add_argument("--path", default="dense", help="warm starts: dense, up or down (default: %(default)s)")
     frontier.add_argument("--taus", type=values.numbers, metavar="NUMBERS", help="thresholds of the method subgradient")
     frontier.add_argument("--widths", type=values.numbers, metavar="NUMBERS", help="factors of the method width")
-    frontier.add_argument("--batch-norm", help="folded, before the path begins, or live (default: folded)")
+    frontier.add_argument("--batch-norm", help="folded, scaled or live (default: folded)")
     frontier.add_argument("--dense-epochs", type=values.count, help="without a penalty (default: 8)")
     frontier.add_argument("--dense-lr", type=values.number, dest="dense_learning_rate", help="of those (default: 0.1)")
     frontier.add_argument("--epochs", type=values.count, default=2, help="of each point (default: %(default)s)")

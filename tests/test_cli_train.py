@@ -43,6 +43,7 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
         (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
         (["--penalty", "groups"], "penalty: expected one of rings, kernels"),
         (["--strength", "0.1"], "strength: expected 0 without a penalty"),
+        (["--folded"], "folded: expected False without a penalty"),
         (["--penalty", "none", "--strength", "0.1"], "strength: expected 0 without a penalty"),
         (["--penalty", "rings", "--strength", "-1"], "--strength: expected a number, at least 0"),
         (["--penalty", "rings", "--weighting", "x"], "weighting: expected one of plain, normalized, scaled"),
@@ -112,7 +113,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
     options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
     options += ["--penalty", "rings", "--strength", "0.001", "--weighting", "scaled", "--kind", "full"]
-    options += ["--solver", "subgradient", "--width", "1"]
+    options += ["--folded", "--solver", "subgradient", "--width", "1"]
     assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
     assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
@@ -136,6 +137,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "strength": 0.001,
         "weighting": "scaled",
         "kind": "full",
+        "folded": True,
         "solver": "subgradient",
     }
 

@@ -22,7 +22,7 @@ from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError, from_preset
-from loco_ext.experiments.train import make_model, make_optimizer, train
+from loco_ext.experiments.train import make_model, make_optimizer, penalty_term, train
 
 CPU = Processes(torch.device("cpu"))
 # The draft's Table 2, CIFAR-10: (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and a third of its blocks.
@@ -106,6 +106,12 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
     expected = sparsity.RingPenalty(0.3, "full", "scaled")
     assert make_optimizer(setting(**options), model).param_groups[0]["penalty"] == [expected] * 3
     assert make_optimizer(setting(**options, solver="subgradient"), model).param_groups[0]["penalty"] is None
+    folded = make_optimizer(setting(**options, folded=True), model).param_groups[0]["penalty"]
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert folded == [sparsity.FoldedPenalty(expected, norm) for norm in norms]
+    term = penalty_term(setting(**options, folded=True, solver="subgradient"), model)
+    values = [penalty.value(conv.weight) for penalty, conv in zip(folded, convolutions(model), strict=True)]
+    assert term().item() == pytest.approx(sum(values).item())
     kernels = setting(penalty="kernels", strength=0.2, weighting="normalized").make_penalty()
     assert kernels == sparsity.KernelPenalty(0.2, "normalized")
 
@@ -217,6 +223,7 @@ PATH = {"width", "penalty", "path", "multiply_adds", "latency", "metrics", "tria
             [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
         ),
         (["--method", "width", "--widths", "0.5,0.25"], [(0.0, 0.0)] * 2),
+        (["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)]),
         (["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)]),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -292,7 +299,7 @@ def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
         (["--method", "width", "--penalty", "rings"], "penalty: expected none with the method width"),
         (["--method", "width", "--widths", "0"], "width: expected 1, or more than 0"),
         (["--path", "round"], "path: expected one of dense, up, down"),
-        (["--batch-norm", "frozen"], "batch_norm: expected one of folded, live"),
+        (["--batch-norm", "frozen"], "batch_norm: expected one of folded, scaled, live"),
         (["--points", "0"], "--points: expected an integer from 1"),
         (["--span", "0"], "span: expected more than 0"),
         (["--strengths", "1;2"], "--strengths: expected a number"),
@@ -333,6 +340,8 @@ def test_settings_say_what_is_trained():
     assert (dense.epochs, dense.learning_rate, dense.penalty, dense.strength) == (7, 0.1, None, 0.0)
     assert (point.epochs, point.learning_rate, point.penalty, point.strength) == (3, 0.02, "rings", 0.3)
     assert point.solver == "subgradient"
-    changed = {"penalty", "strength", "solver", "epochs", "learning_rate"}
+    assert not point.folded
+    assert frontier.FrontierSettings(training, batch_norm="scaled").point(1.0, 0.3).folded
+    changed = {"penalty", "strength", "solver", "folded", "epochs", "learning_rate"}
     same = asdict(training).keys() - changed
     assert all(getattr(dense, name) == getattr(point, name) == getattr(training, name) for name in same)

@@ -39,7 +39,7 @@ from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.strengths import convolutions
 
 METHODS = ("prox", "subgradient", "width")
-BATCH_NORMS = ("folded", "live")
+BATCH_NORMS = ("folded", "scaled", "live")
 LOSS_SAMPLES = 1000  # that alpha_max is estimated on
 LATENCY_BATCH = 16
 
@@ -62,7 +62,8 @@ class FrontierSettings:
         widths: of the method "width".
         batch_norm: "folded": batch normalisation goes into the convolutions before the path begins, so that the penalty
             is one of the product of weights and scales (the draft, eqs. 30 and 31), which decides what the network
-            does. "live": it stays, and a penalty can shrink weights without changing anything.
+            does. "scaled": it stays, and the penalty is one of that product all the same. "live": it stays, and a
+            penalty of the weights alone can shrink them without changing anything.
         latency: networks are timed before and after compaction.
     """
 
@@ -114,12 +115,15 @@ class FrontierSettings:
 
     def without_penalty(self, width: float, epochs: int) -> Settings:
         """Like that of a point, for a network that has its structure."""
-        return replace(self.training, epochs=epochs, width=width, penalty=None, strength=0.0, solver="prox")
+        return replace(
+            self.training, epochs=epochs, width=width, penalty=None, folded=False, strength=0.0, solver="prox"
+        )
 
     def point(self, width: float, strength: float) -> Settings:
         """The training of one of its points."""
         solver = "subgradient" if self.method == "subgradient" else "prox"
-        return replace(self.training, width=width, strength=strength, solver=solver)
+        folded = self.batch_norm == "scaled"
+        return replace(self.training, width=width, strength=strength, solver=solver, folded=folded)
 
 
 def measure(

@@ -42,6 +42,7 @@ class Settings:
         width: by which the numbers of channels are multiplied, of the models that can be scaled.
         penalty: None, "rings" or "kernels", of all convolutions, see :mod:`loco_ext.sparsity`.
         strength, weighting, kind: of the penalty; kind is that of rings.
+        folded: the penalty is one of the kernels times the scales of the batch normalisations behind them.
         solver: "prox" ends every step with the penalty's exact prox, "subgradient" adds its value to the loss.
     """
 
@@ -65,6 +66,7 @@ class Settings:
     strength: float
     weighting: str
     kind: str
+    folded: bool
     solver: str
 
     def __post_init__(self) -> None:
@@ -101,6 +103,8 @@ class Settings:
     def _check_penalty(self) -> None:
         if self.penalty is not None:
             _choice("penalty", self.penalty, PENALTIES)
+        elif self.folded:
+            raise SettingsError("folded: expected False without a penalty, got True")
         elif self.strength:
             raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
         _choice("weighting", self.weighting, tuple(WEIGHTINGS))
@@ -159,6 +163,7 @@ _PAPER: dict[str, Any] = {
     "strength": 0.0,
     "weighting": "plain",
     "kind": "half",
+    "folded": False,
     "solver": "prox",
 }
 PRESETS: dict[str, dict[str, Any]] = {

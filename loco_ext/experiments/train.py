@@ -17,6 +17,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError
+from loco_ext.sparsity import Penalty, folded_penalties
 from loco_ext.sparsity.strengths import convolutions
 
 EVALUATION_BATCH = 500
@@ -57,10 +58,10 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
     """
     layers = settings.locality if isinstance(settings.locality, Mapping) else None
     everywhere = None if isinstance(settings.locality, Mapping) else settings.locality
-    penalty = settings.make_penalty() if settings.solver == "prox" else None
+    penalties = layer_penalties(settings, model) if settings.solver == "prox" else None
     options: dict[str, Any] = {"lr": settings.learning_rate, "norm": settings.norm}
     try:
-        groups = optim.parameter_groups(model, settings.weight_decay, everywhere, penalty, layers)
+        groups = optim.parameter_groups(model, settings.weight_decay, everywhere, penalties, layers)
         if settings.optimizer == "sgd":
             return optim.SGD(groups, momentum=settings.momentum, **options)
         return {"adam": optim.Adam, "adamw": optim.AdamW}[settings.optimizer](groups, **options)
@@ -70,11 +71,19 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
 
 def penalty_term(settings: Settings, model: nn.Module) -> Callable[[], Tensor] | None:
     """What the loss gets added by the solver "subgradient": the penalty's value, summed over all convolutions."""
-    penalty = settings.make_penalty()
-    if penalty is None or settings.solver != "subgradient":
+    penalties = layer_penalties(settings, model)
+    if penalties is None or settings.solver != "subgradient":
         return None
-    weights = [module.weight for module in convolutions(model).values()]
-    return lambda: torch.stack([penalty.value(weight) for weight in weights]).sum()
+    weights = {name: module.weight for name, module in convolutions(model).items()}
+    return lambda: torch.stack([penalty.value(weights[name]) for name, penalty in penalties.items()]).sum()
+
+
+def layer_penalties(settings: Settings, model: nn.Module) -> dict[str, Penalty] | None:
+    """The penalty of each convolution, by name."""
+    penalty = settings.make_penalty()
+    if penalty is None:
+        return None
+    return folded_penalties(model, penalty) if settings.folded else dict.fromkeys(convolutions(model), penalty)
 
 
 def train(
