@@ -204,7 +204,7 @@ def emit(
     padded: dict[Pads, fx.Node] = {}
     for number, bucket in enumerate(buckets):
         pads = pads_of(bucket.box, convolution)
-        target = name if len(buckets) == 1 else f"{name}_{number}"
+        target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
         if is_even(pads):
             put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
             parts.append(graph.call_module(target, (source,)))
@@ -282,6 +282,14 @@ def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
     """A view without so many places at the beginning and at the end of each axis."""
     spans = [slice(lower or None, -upper or None) for lower, upper in margins]
     return graph.call_function(operator.getitem, (source, (slice(None), slice(None), *spans)))
+
+
+def unused(owner: nn.Module, name: str) -> str:
+    """The dotted name, lengthened until the owner has nothing else there."""
+    path, _, last = name.rpartition(".")
+    while hasattr(owner.get_submodule(path), last):
+        last += "_"
+    return f"{path}.{last}" if path else last
 
 
 def put(owner: nn.Module, target: str, module: nn.Module) -> None:

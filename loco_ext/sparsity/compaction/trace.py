@@ -104,7 +104,7 @@ def _see_through_in_place(traced: fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         writes = is_in_place(node, modules)
-        if "out" in node.kwargs:
+        if node.kwargs.get("out") is not None:
             raise UntraceableError(f"{node.name} writes to its argument `out`")
         if first is None or not (writes or may_alias(node, modules)):
             if writes:
