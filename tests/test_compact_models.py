@@ -99,3 +99,88 @@ def test_hooks_of_layers_without_weights_see_all_channels() -> None:
     relu.register_forward_hook(lambda module, x, y: y + torch.arange(8).reshape(1, 8, 1, 1))
     report = check(nn.Sequential(convolution(3, 8), relu, convolution(8, 4)), *IMAGES)
     assert "hooks" in report.notes["1"]
+
+
+class Optional(nn.Module):
+    """Does something else if given more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = convolution(3, 8), convolution(8, 4)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None, twice: bool = False, *, mode: str = "relu") -> Tensor:
+        y = self.first(x)
+        y = self.last(functional.relu(y) if mode == "relu" else y)
+        if skip is not None:
+            y = y + skip
+        return y * 2 if twice else y
+
+
+def test_arguments_that_are_left_out_keep_their_defaults() -> None:
+    report = check(Optional(), *IMAGES)
+    assert report.parameters_after < report.parameters_before
+    assert not report.notes
+
+
+class Asking(nn.Module):
+    """Asks what its input is, which torch.fx cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = convolution(3, 8), convolution(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(functional.relu(self.first(x)))
+        return y * 2 if isinstance(x, Tensor) else y
+
+
+def test_a_graph_that_is_not_the_model_is_not_believed() -> None:
+    model = strike(Asking()).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "other outputs" in report.notes["model"]
+    assert (network(IMAGES[1]) - model(IMAGES[1])).abs().max() <= 1e-10 * model(IMAGES[1]).abs().max()
+    assert report.multiply_adds_executed < report.multiply_adds_before
+
+
+class Choosing(Asking):
+    """Cannot be traced; reads an attribute of a layer if told so."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.first.weight.dtype).to(self.last.weight.dtype) if self.reads else x
+        y = self.last(functional.relu(self.first(x)))
+        return y if y.sum() > 0 else y * 2
+
+
+def test_layers_whose_attributes_the_model_reads_stay() -> None:
+    model = strike(Choosing(reads=True)).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "stays as it is" in report.notes["model"]
+    assert torch.equal(network(IMAGES[1]), model(IMAGES[1]))
+
+
+def test_kernels_are_cropped_for_inputs_without_a_batch_too() -> None:
+    model = strike(Choosing(reads=False)).double().eval()
+    for example in (IMAGES[0], IMAGES[0][0]):
+        network, report = sparsity.compact(model, example, cost="multiply_adds")
+        assert report.layers[0].multiply_adds_before == 12 * 11 * 8 * 3 * 9
+        for x in (*IMAGES, IMAGES[0][0]):
+            assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
+
+
+@pytest.mark.parametrize("layer", [nn.MultiheadAttention(8, 2), nn.Bilinear(8, 8, 3)])
+def test_single_layers_of_several_arguments_stay(layer: nn.Module) -> None:
+    inputs = [torch.randn(4, 8) for _ in range(3 if isinstance(layer, nn.MultiheadAttention) else 2)]
+    network, report = sparsity.compact(layer.eval(), inputs, cost="multiply_adds")
+    torch.testing.assert_close(network(*inputs), layer(*inputs))
+    assert "model" in report.notes
+
+
+def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(functional.max_pool2d(functional.relu(net.first(x)), 2).flatten(1))
+
+    check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())

@@ -62,13 +62,9 @@ _ARITHMETIC: dict[Any, str] = {
     **{operator.truediv: "div", operator.itruediv: "div", torch.div: "div"},
 }
 _ARITHMETIC_METHODS = {name + suffix: name for name in ("add", "sub", "mul", "div") for suffix in ("", "_")}
-_POOL_FUNCTIONS = {
-    F.adaptive_avg_pool1d: "constant",
-    F.adaptive_avg_pool2d: "constant",
-    F.adaptive_avg_pool3d: "constant",
-    F.max_pool1d: "constant",
-    F.max_pool2d: "constant",
-    F.max_pool3d: "constant",
+_POOL_FUNCTIONS = {  # with their numbers of spatial axes
+    **{F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3},
+    **{F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3},
 }
 
 
@@ -162,8 +158,9 @@ class Reader:
         named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
         if named in _POINTWISE_NAMES and not _trains(node):
             return Role.PER_CHANNEL
-        if node.target in _POOL_FUNCTIONS and not node.kwargs.get("return_indices"):
-            return Role.PER_CHANNEL
+        if node.target in _POOL_FUNCTIONS:
+            batched = len(first.meta["shape"]) == _POOL_FUNCTIONS[node.target] + 2
+            return Role.PER_CHANNEL if batched else Role.OTHER
         return Role.PER_CHANNEL if is_spatial_mean(node, first) else Role.OTHER
 
 
