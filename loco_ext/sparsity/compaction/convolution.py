@@ -281,7 +281,8 @@ def _pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
 def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
     """A view without so many places at the beginning and at the end of each axis."""
     spans = [slice(lower or None, -upper or None) for lower, upper in margins]
-    return graph.call_function(operator.getitem, (source, (..., *spans)))
+    place: Any = (..., *spans)
+    return graph.call_function(operator.getitem, (source, place))
 
 
 def unused(owner: nn.Module, name: str) -> str:
