@@ -42,6 +42,29 @@ def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.
     return model
 
 
+def same(network: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
+    """Asserts equal outputs, to 1e-10 of the largest."""
+    for x in inputs:
+        expected = model(x.clone())
+        result = network(x.clone())
+        assert result.shape == expected.shape
+        assert (result - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def conv(weight: Tensor, bias: list[float] | None = None, **arguments: object) -> nn.Conv2d:
+    """A double convolution with this weight."""
+    module = nn.Conv2d(weight.shape[1], weight.shape[0], tuple(weight.shape[2:]), bias=bias is not None, **arguments)
+    with torch.no_grad():
+        module.double().weight.copy_(weight)
+        if bias is not None:
+            module.bias.copy_(torch.tensor(bias))
+    return module
+
+
+def sizes_of(network: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(m.weight.shape) for m in network.modules() if isinstance(m, nn.Conv2d)]
+
+
 class Residual(nn.Module):
     """``x + f(x)``, in either order, in place or not."""
 

@@ -7,21 +7,11 @@ import sys
 
 import pytest
 import torch
-from compact_cases import Residual, random_network, strike
+from compact_cases import Residual, conv, random_network, same, sizes_of, strike
 from torch import Tensor, nn
-from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
-
-
-def same(network: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
-    """Asserts equal outputs, to 1e-10 of the largest."""
-    for x in inputs:
-        expected = model(x.clone())
-        result = network(x.clone())
-        assert result.shape == expected.shape
-        assert (result - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
 def check_random(seed: int, dims: int) -> None:
@@ -72,20 +62,6 @@ def test_networks_of_the_experiments(name: str, pattern: dict[str, float]) -> No
     assert report.multiply_adds_executed < 0.97 * report.multiply_adds_before
     assert report.parameters_after == sum(p.numel() for p in network.parameters()) < report.parameters_before
     assert not report.notes
-
-
-def conv(weight: Tensor, bias: list[float] | None = None, **arguments: object) -> nn.Conv2d:
-    """A double convolution with this weight."""
-    module = nn.Conv2d(weight.shape[1], weight.shape[0], tuple(weight.shape[2:]), bias=bias is not None, **arguments)
-    with torch.no_grad():
-        module.double().weight.copy_(weight)
-        if bias is not None:
-            module.bias.copy_(torch.tensor(bias))
-    return module
-
-
-def sizes_of(network: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(m.weight.shape) for m in network.modules() if isinstance(m, nn.Conv2d)]
 
 
 def test_a_constant_goes_into_the_bias_where_no_padding_shows_it() -> None:
@@ -218,114 +194,6 @@ def test_identity_kernels_are_counted() -> None:
     weight[2, :, 1, 1] = 1
     _, report = sparsity.compact(nn.Sequential(conv(weight.double())), torch.randn(1, 2, 5, 5).double())
     assert report.layers[0].identity_kernels == 1
-
-
-class InPlace(nn.Module):
-    """Reads a value after it was changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        shortcut = x
-        y = self.second(self.relu(x))
-        y += shortcut
-        return functional.relu(y, inplace=True).mul_(2.0) + shortcut
-
-
-def test_operations_in_place_are_seen_through() -> None:
-    model = strike(InPlace(), 3).double().eval()
-    x = torch.randn(2, 2, 6, 6).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds")
-    same(network, model, x)
-
-
-class InPlaceAfterTheIdentity(nn.Module):
-    """Changes a sum in place whose other operand is read later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.dead = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y = functional.relu(x + self.dead(x), inplace=True)
-        return torch.cat([x, y], 1)
-
-
-def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
-    model = InPlaceAfterTheIdentity().double().eval()
-    with torch.no_grad():
-        model.dead.weight.zero_()
-    x = torch.randn(2, 2, 6, 6).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
-    same(network, model, x)
-    assert not report.notes
-    assert sizes_of(network) == [(4, 2, 3, 3)]
-
-
-class OnAView(nn.Module):
-    """Changes a view of a value that is read later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(2, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.convolution(x)
-        x.flatten(1).relu_()
-        return x
-
-
-class ByValue(nn.Module):
-    """Has a forward that torch.fx cannot follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(2, 4, 5, padding=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(x) if x.sum() > 0 else self.convolution(-x)
-
-
-@pytest.mark.parametrize("kind", [OnAView, ByValue])
-def test_models_without_a_graph_keep_their_channels_and_are_cropped(kind: type[nn.Module]) -> None:
-    model = strike(kind(), 1, dead=0.0, sizes=1.0).double().eval()
-    with torch.no_grad():
-        model.convolution.weight[:, :, 0] = 0
-    x = torch.randn(2, 2, 8, 8).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
-    same(network, model, x, -x)
-    assert "all channels are kept" in report.notes["model"]
-    assert type(network) is kind
-    assert report.multiply_adds_executed < report.multiply_adds_before
-
-
-class Shared(nn.Module):
-    """Calls one convolution twice, and one with hooks, and one inside an unknown operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.hooked, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)
-        self.hooked.register_forward_hook(lambda module, x, y: y * 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.hooked(self.twice(self.twice(x)))
-        return self.last(torch.fft.fft2(x).real.softmax(1))
-
-
-def test_what_is_not_understood_is_kept_and_named() -> None:
-    model = strike(Shared(), 2).double().eval()
-    x = torch.randn(2, 4, 8, 8).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
-    same(network, model, x)
-    assert "called more than once" in report.notes["twice"]
-    assert "hooks" in report.notes["hooked"]
-    assert "softmax" in report.notes
-    assert "fft_fft2" in report.notes
 
 
 class Flattening(nn.Module):
