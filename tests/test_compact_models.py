@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compact_cases import strike
+from compact_cases import Residual, strike
 from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
+from loco_ext.sparsity.compaction import cost
+from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.rewrite import Rewriter
+from loco_ext.sparsity.compaction.trace import trace
 
 
 class Network(nn.Module):
@@ -184,3 +188,29 @@ def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None
         return net.linear(functional.max_pool2d(functional.relu(net.first(x)), 2).flatten(1))
 
     check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_channels_that_fill_vectors_take_part_in_sums_of_fewer_channels(seed: int) -> None:
+    block = nn.Sequential(convolution(8, 5), nn.ReLU(), convolution(5, 8))
+    model = nn.Sequential(convolution(3, 8), Residual(block), convolution(8, 4))
+    model = strike(model, seed, inputs=0.4).double().eval()
+    traced = trace(model, IMAGES[:1])
+    channels = Channels(traced, Channels(traced).scatterable())
+    assert channels.scatter
+    channels.fill(8)
+    network = Rewriter(traced, channels, cost.fewest_multiply_adds).build()
+    for x in IMAGES:
+        assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
+
+
+def test_a_graph_that_loses_a_write_is_not_believed() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = functional.relu(net.first(x))
+        y.__setitem__((slice(None), 0), 0.0)
+        return net.last(y)
+
+    model = strike(Network(function, first=convolution(3, 8), last=convolution(8, 4))).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "stays as it is" in report.notes["model"]
+    assert torch.equal(network(IMAGES[1]), model(IMAGES[1]))
