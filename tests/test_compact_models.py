@@ -9,6 +9,7 @@ import torch
 from compact_cases import Residual, strike
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction import cost
@@ -214,3 +215,46 @@ def test_a_graph_that_loses_a_write_is_not_believed() -> None:
     network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
     assert "stays as it is" in report.notes["model"]
     assert torch.equal(network(IMAGES[1]), model(IMAGES[1]))
+
+
+@pytest.mark.parametrize(
+    "compute", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.ln_structured(m, "weight", 0.5, 2, 0)]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_weights_that_hooks_compute_stay(compute: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 6), nn.ReLU(), convolution(6, 4)).double()
+    compute(model[2])
+    model(IMAGES[0]).sum().backward()
+    model[0].weight.data[:4] = 0
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "hooks" in report.notes["2"]
+    result, expected = network.eval()(IMAGES[1]), model.eval()(IMAGES[1])
+    assert (result - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_blocks_with_hooks_keep_them() -> None:
+    seen: list[Tensor] = []
+    model = strike(nn.Sequential(convolution(3, 8), nn.Sequential(convolution(8, 8), nn.ReLU()), convolution(8, 4)))
+    model = model.double().eval()
+    model[1].register_forward_hook(lambda module, x, y: seen.append(y))
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "hooks" in report.notes["1"]
+    assert all(type(y) is Tensor for y in seen)
+    model(IMAGES[1])
+    network(IMAGES[1])
+    assert (seen[-1] - seen[-2]).abs().max() <= 1e-10 * seen[-2].abs().max()
+
+
+def test_a_normalisation_that_is_frozen_stays_frozen() -> None:
+    model = nn.Sequential(convolution(3, 8), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)).double()
+    model[1].eval()
+    network, _ = sparsity.compact(model, IMAGES[0], cost="multiply_adds", fold_norms=False)
+    assert network.training
+    assert [m.training for m in network.modules() if isinstance(m, nn.BatchNorm2d)] == [False, True]
+
+
+def test_scripted_models_stay() -> None:
+    model = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 4)).double().eval()
+    network, report = sparsity.compact(torch.jit.trace(model, IMAGES[0]), IMAGES[0], cost="multiply_adds")
+    assert torch.equal(network(IMAGES[0]), model(IMAGES[0]))
+    assert "model" in report.notes
