@@ -6,11 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compact_cases import strike
+from compact_cases import Residual, strike
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from loco_ext import sparsity
+from loco_ext.sparsity.compaction import cost
+from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.rewrite import Rewriter
+from loco_ext.sparsity.compaction.trace import trace
 
 
 class Network(nn.Module):
@@ -184,3 +189,72 @@ def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None
         return net.linear(functional.max_pool2d(functional.relu(net.first(x)), 2).flatten(1))
 
     check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_channels_that_fill_vectors_take_part_in_sums_of_fewer_channels(seed: int) -> None:
+    block = nn.Sequential(convolution(8, 5), nn.ReLU(), convolution(5, 8))
+    model = nn.Sequential(convolution(3, 8), Residual(block), convolution(8, 4))
+    model = strike(model, seed, inputs=0.4).double().eval()
+    traced = trace(model, IMAGES[:1])
+    channels = Channels(traced, Channels(traced).scatterable())
+    assert channels.scatter
+    channels.fill(8)
+    network = Rewriter(traced, channels, cost.fewest_multiply_adds).build()
+    for x in IMAGES:
+        assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
+
+
+def test_a_graph_that_loses_a_write_is_not_believed() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = functional.relu(net.first(x))
+        y.__setitem__((slice(None), 0), 0.0)
+        return net.last(y)
+
+    model = strike(Network(function, first=convolution(3, 8), last=convolution(8, 4))).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "stays as it is" in report.notes["model"]
+    assert torch.equal(network(IMAGES[1]), model(IMAGES[1]))
+
+
+@pytest.mark.parametrize(
+    "compute", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.ln_structured(m, "weight", 0.5, 2, 0)]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_weights_that_hooks_compute_stay(compute: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 6), nn.ReLU(), convolution(6, 4)).double()
+    compute(model[2])
+    model(IMAGES[0]).sum().backward()
+    model[0].weight.data[:4] = 0
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "hooks" in report.notes["2"]
+    result, expected = network.eval()(IMAGES[1]), model.eval()(IMAGES[1])
+    assert (result - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_blocks_with_hooks_keep_them() -> None:
+    seen: list[Tensor] = []
+    model = strike(nn.Sequential(convolution(3, 8), nn.Sequential(convolution(8, 8), nn.ReLU()), convolution(8, 4)))
+    model = model.double().eval()
+    model[1].register_forward_hook(lambda module, x, y: seen.append(y))
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "hooks" in report.notes["1"]
+    assert all(type(y) is Tensor for y in seen)
+    model(IMAGES[1])
+    network(IMAGES[1])
+    assert (seen[-1] - seen[-2]).abs().max() <= 1e-10 * seen[-2].abs().max()
+
+
+def test_a_normalisation_that_is_frozen_stays_frozen() -> None:
+    model = nn.Sequential(convolution(3, 8), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)).double()
+    model[1].eval()
+    network, _ = sparsity.compact(model, IMAGES[0], cost="multiply_adds", fold_norms=False)
+    assert network.training
+    assert [m.training for m in network.modules() if isinstance(m, nn.BatchNorm2d)] == [False, True]
+
+
+def test_scripted_models_stay() -> None:
+    model = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 4)).double().eval()
+    network, report = sparsity.compact(torch.jit.trace(model, IMAGES[0]), IMAGES[0], cost="multiply_adds")
+    assert torch.equal(network(IMAGES[0]), model(IMAGES[0]))
+    assert "model" in report.notes

@@ -168,8 +168,8 @@ class Rewriter:
         """Adds the channels that are left of ``part``, and its constants, to those of ``whole``."""
         kept = self._kept[node] = self._kept[whole]
         added = set(self._kept[part])
-        constants = self._channels.values[part].constants
-        rest = np.array([0.0 if c in added else constants[c] for c in kept])
+        constants, needed = self._channels.values[part].constants, self._channels.needed(node)
+        rest = np.array([constants[c] if needed[c] and c not in added else 0.0 for c in kept])
         result = self._new[whole]
         if rest.any():
             result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))

@@ -16,6 +16,14 @@ class UntraceableError(Exception):
     """No graph that stands for the model could be made; the text says why."""
 
 
+class _Tracer(fx.Tracer):
+    """Looks into no module with hooks: they would be given what stands for tensors, once, and then be gone."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        hooked = bool(m._forward_hooks or m._forward_pre_hooks)
+        return hooked or super().is_leaf_module(m, module_qualified_name)
+
+
 class _Recorder(fx.Interpreter):
     """Runs the graph once, and notes in every node's meta what tensor it gives."""
 
@@ -53,9 +61,9 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     root = copy.deepcopy(model).eval()
     if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
         root = nn.Sequential(root)  # a single layer: torch.fx would look inside it
-    defaults = _defaults(root, len(example_inputs))
     try:
-        traced = fx.symbolic_trace(root, concrete_args=defaults)
+        defaults = _defaults(root, len(example_inputs))
+        traced = fx.GraphModule(root, _Tracer().trace(root, defaults))
     except Exception as error:  # whatever the model's own code raises when it is given proxies
         raise UntraceableError(f"torch.fx cannot trace it: {_first_line(error)}") from error
     _forget(traced, defaults)
