@@ -20,6 +20,7 @@ test-slow: $(VENV)/built
 bench: $(VENV)/built
 	$(BIN)/python -m bench.bench_optim_step
 	$(BIN)/python -m bench.bench_ring_prox
+	$(BIN)/python -m bench.bench_compact
 
 # On a machine with an NVIDIA GPU, with what is installed there: nothing is downloaded. See bench/device_check.py.
 device-check:

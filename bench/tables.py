@@ -119,6 +119,26 @@ def locality_cifar10(report: dict[str, Any]) -> list[Table]:
     return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
 
 
+def compact(report: dict[str, Any]) -> list[Table]:
+    """Latencies of networks with half of their multiply-adds gone, as they are and compacted."""
+    names = list(report["results"][0]["candidates"])
+    ratios = ["speedup", "speedup_norms_kept", "speedup_over_folded"]
+    rows = [
+        [record["network"], record["pattern"], record["memory_format"], str(record["threads"])]
+        + [f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}" for key in ("after", "executed")]
+        + [milliseconds(record, name) for name in names]
+        + [f"{record[ratio]:.2f}" for ratio in ratios]
+        for record in report["results"]
+    ]
+    title = (
+        f"Latency in ms of {report['settings']['batch_size']} images of 32x32 pixels, shares of the multiply-adds that "
+        "are left and that are executed; how many times faster the compacted network is than the network, the same "
+        "with its batch normalisations kept, and than the network with them folded"
+    )
+    shares, times = ["left", "executed"], ["times faster", "norms kept", "than folded"]
+    return [Table(title, ["network", "struck", "format", "threads", *shares, *names, *times], rows)]
+
+
 def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
     """What pruned and narrower networks reach; the warm starts; what batch normalisation does."""
     return [
@@ -231,6 +251,7 @@ RENDERERS = {
     "optim_step": optim_step,
     "train": train,
     "locality_cifar10": locality_cifar10,
+    "compact": compact,
     "frontier_cifar10": frontier_cifar10,
     "optim_step_gpu": optim_step_gpu,
     "ring_prox": tables_ring_prox.ring_prox,
@@ -239,6 +260,7 @@ RENDERERS = {
 # What a section says while no result is committed.
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
 NOTHING_YET = {
+    "compact": "Not measured yet; `make bench` does that.",
     "optim_step_gpu": _NO_GPU,
     "ring_prox": "Not measured yet; `make bench` does that.",
     "ring_prox_gpu": _NO_GPU,

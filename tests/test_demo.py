@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from loco_ext import sparsity
 from loco_ext.analysis import locality_statistics
 from loco_ext.cli import main
 from loco_ext.experiments import demo, report
@@ -17,7 +18,7 @@ from loco_ext.experiments.data import digits
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
 
-FILES = {"demo.json", "demo.png", "ordinary.pt", "locality.pt"}
+FILES = {"demo.json", "demo.png", "ordinary.pt", "locality.pt", "smaller"}
 
 
 def run_demo(out, *, seed=3):
@@ -33,6 +34,14 @@ def finished(tmp_path_factory):
     """The folder of a finished run, and its stdout."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     return out, run_demo(out)
+
+
+def repeatable(stdout):
+    """What was printed, without latencies and what they decide: whether and how the smaller network is smaller."""
+    record = json.loads(stdout)
+    chosen = ("strength", "weighting", "accuracy", "accuracy_compacted", "multiply_adds_before", "parameters_before")
+    record["smaller"] = {key: value for key, value in record["smaller"].items() if key in chosen}
+    return record
 
 
 def load(path):
@@ -81,7 +90,7 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
 
 
 def test_locality_moves_weight_from_the_corners_to_the_centre(tmp_path):
-    networks = demo.run(demo.Settings(seed=0, device="cpu", epochs=5, weight_decay=0.05), tmp_path)
+    networks, _ = demo.run(demo.Settings(seed=0, device="cpu", epochs=5, weight_decay=0.05), tmp_path)
     ordinary, local = (network.mean_abs_weight for network in networks)
     assert local["centre"] > 1.3 * ordinary["centre"]
     assert local["corner"] < 0.85 * ordinary["corner"]
@@ -92,7 +101,7 @@ def test_same_seed_same_result(finished, tmp_path):
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.rand(5)  # what the caller drew before has no influence
     before = torch.get_rng_state()
-    assert run_demo(tmp_path) == stdout
+    assert repeatable(run_demo(tmp_path)) == repeatable(stdout)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
     torch.set_rng_state(random_state)
@@ -114,6 +123,18 @@ def test_trainings_differ_by_the_decay_map_only(tmp_path):
         torch.testing.assert_close(local[key], ordinary[key], rtol=1e-3, atol=1e-5)
 
 
+def test_the_smaller_network_answers_as_the_penalised_one(finished):
+    out, stdout = finished
+    smaller = json.loads(stdout)["smaller"]
+    assert smaller["accuracy"] == smaller["accuracy_compacted"]
+    assert smaller["latency_after"] <= smaller["latency_before"]
+    train, test = digits()
+    network = sparsity.load(out / "smaller")
+    with torch.no_grad():
+        correct = network(Normalization(train)(test.images)).argmax(1) == test.labels
+    assert correct.sum().item() / len(correct) == smaller["accuracy_compacted"]
+
+
 def test_table(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--epochs", "1"]) == 0
     printed = capsys.readouterr().out
@@ -123,6 +144,10 @@ def test_table(tmp_path, capsys):
         assert f"{network['accuracy']:.1%}" in row
         assert all(f"{value:.4f}" in row for value in network["mean_abs_weight"].values())
     assert str(tmp_path) in printed
+    smaller = json.loads((tmp_path / "demo.json").read_text())["smaller"]
+    for layer in smaller["layers"]:
+        assert f"{layer['multiply_adds_before']:,}" in printed
+    assert f"{smaller['accuracy_compacted']:.1%}, compacted" in printed
 
 
 @pytest.mark.parametrize(
@@ -169,7 +194,7 @@ def test_missing_libraries_are_named_with_the_extra(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "analyze", "info"])
+@pytest.mark.parametrize("command", ["demo", "train", "analyze", "compact", "frontier", "info"])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

@@ -63,41 +63,45 @@ LOCO_HD void sgd_decay(const Block<T>& block, SgdFlags flags, const SgdScalars<T
   sgd_momentum<Decay::l1>(block, flags, s);
 }
 
-template <Decay decay, bool amsgrad, bool table, typename T>
+template <Decay decay, bool amsgrad, bool metric, bool table, typename T>
 LOCO_HD void adam_loop(const Block<T>& block, const AdamScalars<T>& s, int64_t begin, int64_t end, const T* c) {
   const T uniform = block.uniform;
-  T *w = block.w, *m = block.state[0], *v = block.state[1], *v_max = block.state[2];
+  T *w = block.w, *m = block.state[0], *v = block.state[1], *v_max = block.state[2], *denominators = block.metric;
   const T* g = block.g;
 #pragma GCC ivdep
   for (int64_t i = begin; i < end; ++i) {
     T largest = amsgrad ? v_max[i] : T(0);
-    adam(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, AdamFlags{decay, amsgrad}, s);
+    const T denominator = adam(w[i], g[i], m[i], v[i], largest, table ? c[i] : uniform, AdamFlags{decay, amsgrad}, s);
+    if constexpr (metric) denominators[i] = denominator;
     if constexpr (amsgrad) v_max[i] = largest;
   }
 }
 
-template <Decay decay, bool amsgrad, typename T>
+template <Decay decay, bool amsgrad, bool metric, typename T>
 LOCO_HD void adam_table(const Block<T>& block, const AdamScalars<T>& s) {
   if (decay != Decay::none && block.table != nullptr) {
     over_table(block, [&](int64_t begin, int64_t end, const T* c)
-                          LOCO_INLINE { adam_loop<decay, amsgrad, true>(block, s, begin, end, c); });
+                          LOCO_INLINE { adam_loop<decay, amsgrad, metric, true>(block, s, begin, end, c); });
   } else {
-    adam_loop<decay, amsgrad, false>(block, s, 0, block.count, static_cast<const T*>(nullptr));
+    adam_loop<decay, amsgrad, metric, false>(block, s, 0, block.count, static_cast<const T*>(nullptr));
   }
 }
 
-template <bool amsgrad, typename T>
+template <bool amsgrad, bool metric, typename T>
 LOCO_HD void adam_decay(const Block<T>& block, Decay decay, const AdamScalars<T>& s) {
-  if (decay == Decay::none) return adam_table<Decay::none, amsgrad>(block, s);
-  if (decay == Decay::l2) return adam_table<Decay::l2, amsgrad>(block, s);
-  if (decay == Decay::l1) return adam_table<Decay::l1, amsgrad>(block, s);
-  adam_table<Decay::decoupled, amsgrad>(block, s);
+  if (decay == Decay::none) return adam_table<Decay::none, amsgrad, metric>(block, s);
+  if (decay == Decay::l2) return adam_table<Decay::l2, amsgrad, metric>(block, s);
+  if (decay == Decay::l1) return adam_table<Decay::l1, amsgrad, metric>(block, s);
+  adam_table<Decay::decoupled, amsgrad, metric>(block, s);
 }
 
 template <typename T>
 LOCO_HD void adam_flags(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& s) {
-  if (flags.amsgrad) return adam_decay<true>(block, flags.decay, s);
-  adam_decay<false>(block, flags.decay, s);
+  if (block.metric == nullptr) {
+    return flags.amsgrad ? adam_decay<true, false>(block, flags.decay, s)
+                         : adam_decay<false, false>(block, flags.decay, s);
+  }
+  return flags.amsgrad ? adam_decay<true, true>(block, flags.decay, s) : adam_decay<false, true>(block, flags.decay, s);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ struct Block {
   int64_t period;  // the table's length
   int64_t phase;   // the first element's place in it
   T uniform;
+  T* metric;  // where Adam's denominators go, or null
 };
 
 void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars);

@@ -54,6 +54,11 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   return result;
 }
 
+// Vectors do not straddle two of them where memory begins with one.
+struct alignas(64) CacheLine {
+  char bytes[64];
+};
+
 // What a tensor's blocks have in common.
 template <class Rule>
 struct Job {
@@ -67,6 +72,8 @@ struct Job {
   bool fill;          // coefficients are filled in block by block
   bool stochastic;    // what is bfloat16 is rounded so
   double lr;
+  void* metric;  // T*, of the element `origin` on, or null
+  int64_t origin;
 };
 
 template <typename T>
@@ -99,7 +106,7 @@ class Step {
     const auto scalars = repeats ? jobs_.back().scalars : Rule::scalars(row, lr, t.step);
     const auto flags = Rule::flags(call_.options, c.decay, t.state[0].data != nullptr, t.first);
     const bool stochastic = call_.rounding.stochastic && t.w.dtype == DType::bf16;
-    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr};
+    Job<Rule> job{&t, flags, scalars, c, c.at(1), nullptr, 0, false, stochastic, lr, nullptr, 0};
     if (t.map == nullptr || t.numel == 0 || c.decay == Decay::none) return job;
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
@@ -127,8 +134,8 @@ class Step {
     run_blocks<T>(job, segment.begin, segment.end);
   }
 
-  // Steps kernel after kernel, each followed by its prox while it lies in the caches. What the prox reads is held in
-  // the arithmetic type meanwhile if it is of another or not flat, so that it is rounded once, afterwards.
+  // Steps kernel after kernel, each followed by its prox while it lies in the caches. Parameters are held in the
+  // arithmetic type meanwhile if they are of another or not flat, so that they are rounded once, afterwards.
   template <typename T>
   void run_kernels(const Job<Rule>& job, int64_t begin, int64_t end) const {
     const TensorStep& t = *job.tensor;
@@ -136,49 +143,41 @@ class Step {
     TensorStep held_tensor = t;
     Job<Rule> held_job = job;
     held_job.tensor = &held_tensor;
-    Held<T> w{t.w, held_tensor.w, 0, {}};
-    const int k = Rule::metric_state(job.flags);
-    Held<T> v{t.state[k < 0 ? 0 : k], held_tensor.state[k < 0 ? 0 : k], 1 + k, {}};
-    Shrinkage<Rule, T> shrinkage(held_tensor, call_.hyper + t.group * Rule::columns, job.lr, job.scalars, job.flags);
+    std::vector<T> values;
+    std::vector<CacheLine> metric(Rule::has_metric ? numel * sizeof(T) / sizeof(CacheLine) + 1 : 0);
+    held_job.metric = Rule::has_metric ? metric.data() : nullptr;
+    Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
     for (int64_t at = begin; at < end; at += numel) {
-      fetch(w, at, numel);
-      if (k >= 0) fetch(v, at, numel);
+      held_job.origin = at;
+      T* const w = fetch(t.w, at, numel, values);
+      if (!in_place<T>(t.w)) held_tensor.w = {w - at, dtype_of<T>, nullptr};
       run_blocks<T>(held_job, at, at + numel);
-      shrinkage.apply(at);
+      shrinkage.apply(w, static_cast<const T*>(held_job.metric));
       put_back(job, w, at, numel);
-      if (k >= 0) put_back(job, v, at, numel);
     }
   }
 
-  // An operand of a kernel, and what the step sees in its place.
   template <typename T>
-  struct Held {
-    const Operand& operand;
-    Operand& seen;
-    int word;  // of those for random rounding
-    std::vector<T> values;
-  };
-
-  template <typename T>
-  static void fetch(Held<T>& held, int64_t begin, int64_t numel) {
-    if (in_place<T>(held.operand)) return;
-    held.values.resize(numel);
-    held.seen = {held.values.data() - begin, dtype_of<T>, nullptr};
+  static T* fetch(const Operand& operand, int64_t begin, int64_t numel, std::vector<T>& values) {
+    if (in_place<T>(operand)) return static_cast<T*>(operand.data) + begin;
+    values.resize(numel);
     RawBlock raw;
     for (int64_t i = 0; i < numel; i += kBlock) {
-      stage_in(held.operand, begin + i, std::min(kBlock, numel - i), held.values.data() + i, raw);
+      stage_in(operand, begin + i, std::min(kBlock, numel - i), values.data() + i, raw);
     }
+    return values.data();
   }
 
   template <typename T>
-  void put_back(const Job<Rule>& job, const Held<T>& held, int64_t begin, int64_t numel) const {
-    if (in_place<T>(held.operand)) return;
+  void put_back(const Job<Rule>& job, const T* w, int64_t begin, int64_t numel) const {
+    const Operand& operand = job.tensor->w;
+    if (in_place<T>(operand)) return;
     Workspace<T> space;
     for (int64_t i = 0; i < numel; i += kBlock) {
       const int64_t count = std::min(kBlock, numel - i);
       if (job.stochastic) draw(*job.tensor, begin + i, count, space);
-      const uint32_t* random = job.stochastic ? space.words[held.word] : nullptr;
-      stage_out(held.operand, begin + i, count, held.values.data() + i, random, space.raw);
+      const uint32_t* random = job.stochastic ? space.words[0] : nullptr;
+      stage_out(operand, begin + i, count, w + i, random, space.raw);
     }
   }
 
@@ -199,6 +198,7 @@ class Step {
     block.period = job.period;
     block.phase = job.table ? begin % job.period : 0;
     block.uniform = static_cast<T>(job.uniform);
+    block.metric = job.metric ? static_cast<T*>(job.metric) + (begin - job.origin) : nullptr;
     return block;
   }
 

@@ -65,9 +65,9 @@ LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) 
   w = std::fma(-s.lr, d, w);
 }
 
-// v_max is neither read nor written without amsgrad.
+// v_max is neither read nor written without amsgrad. Returns what m is divided by.
 template <typename T>
-LOCO_HD void adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
+LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
   if (f.decay == Decay::decoupled) w = w * c;
   const T d = decayed_gradient(f.decay, w, g, c);
   const T gap = d - m;
@@ -80,6 +80,7 @@ LOCO_HD void adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamS
   }
   const T denominator = std::sqrt(second) / s.bias_correction2_sqrt + s.eps;
   w = w + s.negative_step_size * m / denominator;
+  return denominator;
 }
 
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").

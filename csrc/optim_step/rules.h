@@ -46,9 +46,8 @@ struct Sgd {
     return {decay, !buffer ? Momentum::none : first ? Momentum::first : Momentum::next, o.nesterov};
   }
   // The prox that ends a step has thresholds this many times those for a step of 1: so that a weight that has come to
-  // rest is at the minimum, momentum has to be made up for. metric_state: the state that the prox's metric is made of,
-  // -1: it has none.
-  LOCO_HD static int metric_state(const Flags&) { return -1; }
+  // rest is at the minimum, momentum has to be made up for.
+  static constexpr bool has_metric = false;
   LOCO_HD static double prox_step(const double* row, double lr, bool buffer) {
     return buffer ? lr * (1 - row[kSgdDampening]) / (1 - row[kSgdMomentum]) : lr;
   }
@@ -72,9 +71,10 @@ struct Adam {
     return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, lr, row[kAdamWeightDecay]};
   }
   LOCO_HD static Flags flags(const Options& o, Decay decay, bool, bool) { return {decay, o.amsgrad}; }
-  // The prox that ends a step is in the metric (sqrt(v / (1-b2^t)) + eps) / lr, with the thresholds for a step of 1.
-  LOCO_HD static int metric_state(const Flags& flags) { return flags.amsgrad ? 2 : 1; }
-  LOCO_HD static double prox_step(const double*, double, bool) { return 1; }
+  // The prox that ends a step is in the metric (sqrt(v / (1-b2^t)) + eps) / lr, with the thresholds for a step of 1;
+  // all of it times lr, the metric is what the update divides by.
+  static constexpr bool has_metric = true;
+  LOCO_HD static double prox_step(const double*, double lr, bool) { return lr; }
   // step: the number of this step, from 1.
   LOCO_HD static Scalars<double> scalars(const double* row, double lr, double step) {
     const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];

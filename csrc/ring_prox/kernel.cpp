@@ -1,50 +1,19 @@
-// A metric and the largest norm need the channels of each tap side by side; a kernel whose taps are fastest is turned
-// for them, and its result turned back.
+// The largest norm needs the channels of each tap side by side; a kernel whose taps are fastest is turned for it, and
+// its result turned back.
 #include "ring_prox/kernel.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "ring_prox/metric_model.h"
 #include "ring_prox/rows.h"
 
 namespace loco::ring_prox {
 namespace {
 
-// Sums over the rings of a kernel whose channels lie side by side, for solve_metric. Floats are summed as floats while
-// c of the first ring is not much larger than the metric: else its rounding would drown that of the last.
-template <typename T>
-class RingSums {
- public:
-  RingSums(const Shape& shape, const T* u, const T* d, double least) : shape_(shape), u_(u), d_(d), least_(least) {}
-
-  void begin(int first) {
-    first_ = first;
-    wide_ = sizeof(T) == 8;
-  }
-
-  double tolerance() const { return wide_ ? 1e-9 : 1e-5; }
-
-  Damped operator()(int ring, double c) {
-    if (ring == first_ && !(c <= kModerate * least_)) wide_ = true;
-    Damped all{0, 0};
-    for (int k = 0; k < shape_.taps; ++k) {
-      if (shape_.ring_of_tap[k] != ring) continue;
-      const T *u = u_ + k * shape_.channels, *d = d_ + k * shape_.channels;
-      const Damped part = wide_ ? wide_damped_sums(u, d, shape_.channels, c) : damped_sums(u, d, shape_.channels, c);
-      all = {all.squares + part.squares, all.slope + part.slope};
-    }
-    return all;
-  }
-
- private:
-  static constexpr double kModerate = 8;
-
-  const Shape& shape_;
-  const T *u_, *d_;
-  double least_;  // of the metric
-  int first_ = 0;
-  bool wide_ = true;
-};
+// Of taps, if there are not many: 16 channels of all have a lane each.
+constexpr int kFewTaps = 64;
+constexpr int kChannelsOfLanes = 16;
 
 // [rows, columns] to [columns, rows]
 template <typename T>
@@ -57,14 +26,39 @@ void turn(const T* from, int64_t rows, int64_t columns, T* to) {
 }  // namespace
 
 template <typename T>
-KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape), by_tap_(shape.taps), factors_(shape.taps) {
+KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape) {
   shape_.channels_fastest |= shape.taps == 1;
+  divide();
+}
+
+// A kernel of one ring is one run, one whose channels are fastest has a run for each row of taps of the same ring, and
+// any other one is a run along which rings take turns.
+template <typename T>
+void KernelSolver<T>::divide() {
+  const Shape& s = shape_;
+  if (s.rings == 1) {
+    parts_.push_back({0, {s.numel(), 0, 0, 1, nullptr, nullptr, nullptr}});
+  } else if (s.channels_fastest) {
+    for (int k = 0; k < s.taps; ++k) {
+      const bool goes_on = k > 0 && s.ring_of_tap[k] == s.ring_of_tap[k - 1];
+      const Run run{0, s.ring_of_tap[k], 0, s.rings, nullptr, nullptr, nullptr};
+      if (!goes_on) parts_.push_back({k * s.channels, run});
+      parts_.back().run.count += s.channels;
+    }
+  } else {
+    const int64_t period = s.taps * (s.taps <= kFewTaps && s.channels >= kChannelsOfLanes ? kChannelsOfLanes : 1);
+    for (int64_t l = 0; l < period; ++l) ring_of_lane_.push_back(s.ring_of_tap[l % s.taps]);
+    ring_of_long_lane_.assign(ring_of_lane_.begin(), ring_of_lane_.end());
+    lanes_.resize((kLaneSums * period + 7) / 8);
+    parts_.push_back(
+        {0, {s.numel(), 0, period, s.rings, ring_of_lane_.data(), ring_of_long_lane_.data(), lanes_.data()->values}});
+  }
 }
 
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
   u_ = u;
-  const double scale = scaled_squares(nullptr);
+  const double scale = scaled_squares();
   for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(squares_[r]) / scale;
 }
 
@@ -73,8 +67,8 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
   u_ = u;
   d_ = d;
   out_ = out;
-  const bool turned = !shape_.channels_fastest && (d != nullptr || linf);
-  if (!turned) return solve(thresholds, linf);
+  if (!linf) return d_ != nullptr ? solve_metric(thresholds) : solve_l2(thresholds);
+  if (shape_.channels_fastest) return solve_linf(thresholds);
   turned_u_.resize(shape_.numel());
   turn(u, shape_.channels, shape_.taps, turned_u_.data());
   u_ = out_ = turned_u_.data();
@@ -83,66 +77,114 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
     turn(d, shape_.channels, shape_.taps, turned_d_.data());
     d_ = turned_d_.data();
   }
-  shape_.channels_fastest = true;
-  solve(thresholds, linf);
-  shape_.channels_fastest = false;
+  solve_linf(thresholds);
   turn(turned_u_.data(), shape_.taps, shape_.channels, out);
-}
-
-template <typename T>
-void KernelSolver<T>::solve(const Thresholds& thresholds, bool linf) {
-  if (linf) return solve_linf(thresholds);
-  return d_ != nullptr ? solve_metric(thresholds) : solve_l2(thresholds);
 }
 
 template <typename T>
 void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_squares(nullptr);
+  const double scale = scaled_squares();
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
     chain(squares_, t, rings, factors);
   };
   const auto penalty = [&](const double* of) { return l2_penalty(squares_, of, thresholds.squared, rings) / scale; };
   solve_squared(thresholds, solve, penalty, factors);
-  if (shape_.channels_fastest) {
-    for_taps([&](int64_t at, int r) { multiply(u_ + at, shape_.channels, static_cast<T>(factors[r]), out_ + at); });
-  } else {
-    for (int k = 0; k < shape_.taps; ++k) factors_[k] = static_cast<T>(factors[shape_.ring_of_tap[k]]);
-    multiply_taps(u_, shape_.channels, shape_.taps, factors_.data(), out_);
-  }
+  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out_ + part.at);
 }
 
 template <typename T>
 void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
-  double t[kMaxRings], norms[kMaxRings], weighed[kMaxRings], factors[kMaxRings];
-  double coefficients[kMaxRings], derivatives[kMaxRings];
+  double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_squares(weighed);
+  const double scale = scaled_moments();
   double sum = 0;
-  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares_[r]);
+  for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
   int first = 0;
-  RingSums<T> sums{shape_, scaled_, d_, smallest(d_, shape_.numel())};
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
-    first = chain(weighed, t, rings, factors);
-    sums.begin(first);
-    ring_prox::solve_metric(sums, norms, t, first, rings, coefficients, derivatives);
+    first = first_alive(t);
+    find_coefficients(norms, t, first, coefficients);
   };
+  const auto found = [&](int r, double) { return Damped{squares_[r], 0}; };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(sums, of, thresholds.squared, first, rings)
-               : l2_penalty(squares_, nullptr, thresholds.squared, rings)) /
+    return (of ? metric_penalty(found, coefficients, thresholds.squared, first, rings)
+               : l2_penalty(zero_.power[0], nullptr, thresholds.squared, rings)) /
            scale;
   };
   solve_squared(thresholds, solve, penalty, coefficients);
-  for_taps([&](int64_t at, int r) {
-    if (r < first || coefficients[r] == 0) {
-      multiply(u_ + at, shape_.channels, static_cast<T>(r >= first), out_ + at);
-    } else {
-      damp(u_ + at, d_ + at, shape_.channels, coefficients[r], out_ + at);
+  for (int r = 0; r < first; ++r) coefficients[r] = kInfinity;
+  for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, coefficients, out_ + part.at);
+}
+
+// The first ring that does not vanish. By Cauchy and Schwarz (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2, which mostly is
+// enough to see that all stay.
+template <typename T>
+int KernelSolver<T>::first_alive(const double* t) {
+  double factors[kMaxRings];
+  const int rings = shape_.rings;
+  if (!weighed_is_known_) {
+    constexpr double kSafely = 0.99;
+    for (int r = 0; r < rings; ++r) {
+      const double square = zero_.power[0][r], bend = zero_.power[2][r];
+      weighed_[r] = bend > 0 ? kSafely * square * square / bend : 0;
     }
-  });
+    if (chain(weighed_, t, rings, factors) == 0) return 0;
+    std::fill(weighed_, weighed_ + rings, 0.0);
+    for (const Part& part : parts_) weighed_squares(scaled_ + part.at, d_ + part.at, part.run, weighed_);
+    weighed_is_known_ = true;
+  }
+  return chain(weighed_, t, rings, factors);
+}
+
+// c of each ring from `first` on, and into squares_ what that leaves of its sum of squares, by one model after the
+// other. Floats are summed as floats while an error of theirs moves no weight by much more.
+template <typename T>
+void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
+  constexpr int kMostModels = 20;
+  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
+  constexpr double kRoughly = 1e-6;   // how far sums of floats are off
+  constexpr double kVanished = 1e25;  // to a part as small as that no rounding lets a kernel shrink without vanishing
+  const int rings = shape_.rings;
+  double c0[kMaxRings], derivatives[kMaxRings];
+  const bool from_zero = finite(zero_, first);
+  bool wide = sizeof(T) == 8 || !safe(zero_.power[3], first);
+  const auto sum = [&] {
+    std::fill(c0, c0 + first, 0.0);
+    sum_moments(wide, c0, moments_);
+    if (wide || (safe(moments_.power[0], first) && safe(moments_.power[3], first))) return;
+    wide = true;
+    sum_moments(wide, c0, moments_);
+  };
+  for (int r = first; r < rings; ++r) c0[r] = from_zero ? 0 : least_coefficient(norms, t, r, rings);
+  if (!from_zero) sum();
+  for (int i = 0; i < kMostModels; ++i) {
+    const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide ? 1e-9 : 3e-5);
+    const double derivative =
+        ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
+    double error = 0, least = kInfinity;
+    for (int r = first; r < rings; ++r) {
+      const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);
+      squares_[r] = model(r, c).squares;
+      error = of_ring > error ? of_ring : error;
+      least = c > 0 && c < least ? c : least;
+    }
+    if (derivative == 0) return;
+    if (wide && coefficients[first] > kVanished * least_coefficient(norms, t, first, rings)) {
+      std::fill(coefficients + first, coefficients + rings, kInfinity);
+      return std::fill(squares_ + first, squares_ + rings, 0.0);
+    }
+    // c is off by half of what its sum is, over the derivative, and a weight by no more than a fourth of what c is.
+    const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
+    const bool coarse = !wide && !(sensitivity <= kModerate);
+    if (!coarse && !(error * sensitivity > kAllowed)) return;
+    wide |= coarse;
+    // What floats have found where it hangs on their last digits is nowhere near.
+    if (!coarse || sensitivity < kHopeless) std::copy(coefficients + first, coefficients + rings, c0 + first);
+    sum();
+  }
 }
 
 template <typename T>
@@ -159,9 +201,23 @@ void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
     });
     return all;
   };
+  constexpr double kHuge = 1e290;
+  // The search begins with all weights; few of them are above a level that one alone would be clipped to.
+  const auto fewer_sums = [&](int n, const double* of, double level) {
+    if (level >= 0) return sums(n, of, level);
+    double least = level;
+    for_taps([&](int64_t at, int r) {
+      if (r > n) return;
+      const T* d = d_ ? d_ + at : nullptr;
+      least = std::max(least, least_level(u_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
+    });
+    // Not where a sum of all would overflow, which keeps them from being clipped, as it does on a GPU.
+    const Above all = sums(n, of, least < kHuge ? least : level);
+    return all.count > 0 ? all : sums(n, of, level);
+  };
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, 1, t);
-    ring_prox::solve_linf(sums, t, rings, caps);
+    ring_prox::solve_linf(fewer_sums, t, rings, caps);
   };
   if (thresholds.squared) measure(sizes);
   const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
@@ -186,32 +242,55 @@ void KernelSolver<T>::for_taps(const Visit& visit) const {
   for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
 }
 
-// Sums the squares of each ring, and of the weights times the metric, if asked for, times a power of two that keeps
-// them within float64, and returns that.
+// Sums the squares of each ring, times a power of two that keeps them within float64, and returns that.
 template <typename T>
-double KernelSolver<T>::scaled_squares(double* weighed) {
+double KernelSolver<T>::scaled_squares() {
   scaled_ = u_;
   sum_squares(false);
-  double scale = 1;
-  if (!safe()) {
-    if constexpr (sizeof(T) == 8) scale = bring_near_one();
-    sum_squares(true);
-  }
-  if (weighed != nullptr) {
-    for (int k = 0; k < shape_.taps; ++k) {
-      const int64_t at = k * shape_.channels;
-      by_tap_[k] = weighed_squares(scaled_ + at, d_ + at, shape_.channels);
-    }
-    add_by_ring(weighed);
-  }
+  if (safe(squares_, 0)) return 1;
+  const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
+  sum_squares(true);
   return scale;
 }
 
-// Whether the sums are far from where squares vanish or overflow.
 template <typename T>
-bool KernelSolver<T>::safe() const {
+void KernelSolver<T>::sum_squares(bool wide) {
+  std::fill(squares_, squares_ + shape_.rings, 0.0);
+  for (const Part& part : parts_) squares(scaled_ + part.at, part.run, wide, squares_);
+}
+
+// The same for the moments at c = 0.
+template <typename T>
+double KernelSolver<T>::scaled_moments() {
+  scaled_ = u_;
+  weighed_is_known_ = false;
+  sum_moments(false, nullptr, zero_);
+  if (safe(zero_.power[0], 0)) return 1;
+  const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
+  sum_moments(true, nullptr, zero_);
+  return scale;
+}
+
+template <typename T>
+void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
+  to.clear(shape_.rings);
+  for (const Part& part : parts_) moments(scaled_ + part.at, d_ + part.at, part.run, wide, c, to);
+}
+
+// Whether sums, of rings from `first` on, are far from where squares vanish or overflow.
+template <typename T>
+bool KernelSolver<T>::safe(const double* sums, int first) const {
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
-  return std::all_of(squares_, squares_ + shape_.rings, [](double sum) { return sum > kLeast && sum < 1 / kLeast; });
+  bool all = true;
+  for (int r = first; r < shape_.rings; ++r) all &= sums[r] > kLeast && sums[r] < 1 / kLeast;
+  return all;
+}
+
+template <typename T>
+bool KernelSolver<T>::finite(const Moments& moments, int first) const {
+  bool all = true;
+  for (int r = first; r < shape_.rings; ++r) all &= moments.power[3][r] < kInfinity;
+  return all;
 }
 
 // Lets scaled_ be u times a power of two, which it returns: 1 where u has no largest size.
@@ -226,27 +305,6 @@ double KernelSolver<T>::bring_near_one() {
   multiply(u_, shape_.numel(), static_cast<T>(scale), scaled_copy_.data());
   scaled_ = scaled_copy_.data();
   return scale;
-}
-
-template <typename T>
-void KernelSolver<T>::sum_squares(bool wide) {
-  if (shape_.channels_fastest) {
-    for (int k = 0; k < shape_.taps; ++k) {
-      const T* x = scaled_ + k * shape_.channels;
-      by_tap_[k] = wide ? wide_squares(x, shape_.channels) : squares(x, shape_.channels);
-    }
-  } else if (wide) {
-    wide_tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
-  } else {
-    tap_squares(scaled_, shape_.channels, shape_.taps, by_tap_.data());
-  }
-  add_by_ring(squares_);
-}
-
-template <typename T>
-void KernelSolver<T>::add_by_ring(double* sums) const {
-  for (int r = 0; r < shape_.rings; ++r) sums[r] = 0;
-  for (int k = 0; k < shape_.taps; ++k) sums[shape_.ring_of_tap[k]] += by_tap_[k];
 }
 
 template class KernelSolver<float>;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ring_prox/math.h"
+#include "ring_prox/rows.h"
 
 namespace loco::ring_prox {
 
@@ -30,25 +31,44 @@ class KernelSolver {
   void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
 
  private:
-  void solve(const Thresholds& thresholds, bool linf);
+  // A run of weights and where it begins.
+  struct Part {
+    int64_t at;
+    Run run;
+  };
+
+  struct alignas(64) Line {
+    double values[8];
+  };
+
+  void divide();
   void solve_l2(const Thresholds& thresholds);
   void solve_metric(const Thresholds& thresholds);
   void solve_linf(const Thresholds& thresholds);
+  void find_coefficients(const double* norms, const double* t, int first, double* coefficients);
   template <typename Visit>
   void for_taps(const Visit& visit) const;
   void measure(double* sizes) const;
-  double scaled_squares(double* weighed);
-  bool safe() const;
-  double bring_near_one();
+  double scaled_squares();
+  double scaled_moments();
+  int first_alive(const double* t);
   void sum_squares(bool wide);
-  void add_by_ring(double* sums) const;
+  void sum_moments(bool wide, const double* c, Moments& to);
+  bool safe(const double* sums, int first) const;
+  bool finite(const Moments& moments, int first) const;
+  double bring_near_one();
 
   Shape shape_;
+  std::vector<Part> parts_;
+  std::vector<int32_t> ring_of_lane_;
+  std::vector<int64_t> ring_of_long_lane_;
+  std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr;
   T* out_ = nullptr;
-  double squares_[kMaxRings];
-  std::vector<double> by_tap_;
-  std::vector<T> factors_, scaled_copy_, turned_u_, turned_d_;
+  double squares_[kMaxRings], weighed_[kMaxRings];
+  bool weighed_is_known_ = false;
+  Moments zero_, moments_;  // for c = 0, and for the latest
+  std::vector<T> scaled_copy_, turned_u_, turned_d_;
 };
 
 }  // namespace loco::ring_prox

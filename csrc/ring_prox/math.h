@@ -156,23 +156,27 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
 
 // Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
 // beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
-// is the error; derivatives: [rings], for use meanwhile.
+// is the error; derivatives: [rings], for use meanwhile; start: near c of the first ring, and less than twice that, or
+// 0. Returns the derivative of c beyond the last ring by that of the first, 0 where nothing had to be solved.
 template <class Sums, class Array>
-LOCO_HD void solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
-                          Array derivatives) {
+LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
+                            Array derivatives, double start = 0) {
   double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
+  if (start > c) c = start;
+  if (start / 2 > lower) lower = start / 2;
   if (!(c > 0 && c < kInfinity)) {
     for (int r = first; r < rings; ++r) coefficients[r] = c;
-    return;
+    return 0;
   }
-  double step = kInfinity;
+  double step = kInfinity, derivative = 1;
   for (int i = 0; i < 200 && std::fabs(step) > sums.tolerance() * c; ++i) {
     const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
     (shot.miss < 0 ? lower : upper) = c;
     double next = c - shot.miss / shot.derivative;
-    if (!(shot.derivative > 0 && next >= lower && next <= upper)) {
+    if (!(shot.derivative > 0 && next >= lower && next <= upper && next < kInfinity)) {
       next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
     }
+    derivative = shot.derivative;
     step = next - c;
     c = next;
   }
@@ -180,6 +184,7 @@ LOCO_HD void solve_metric(Sums& sums, const double* norms, const double* t, int 
     const double found = coefficients[r] + derivatives[r] * step;
     coefficients[r] = found < 0 ? 0 : found;
   }
+  return derivative;
 }
 
 // sum_n q_n ||x(G_n)|| of what solve_metric has found.

@@ -2,146 +2,78 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+
+#include "ring_prox/lanes.h"
 
 namespace loco::ring_prox {
 namespace {
 
-constexpr int kLanes = 16;
-constexpr int kFewTaps = 64;
-
-// Adds up the lanes in a fixed order; what they held is lost.
-LOCO_HD double total(double (&lanes)[kLanes]) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-  }
-  return lanes[0];
-}
-
-// sum term(i): term i goes to lane i modulo 16.
-template <typename Term>
-LOCO_HD double sum_of(int64_t count, const Term& term) {
-  double lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lanes[l] += term(i + l);
-  }
-  for (int l = 0; i + l < count; ++l) lanes[l] += term(i + l);
-  return total(lanes);
-}
-
-// As many squares as are summed in their own type at a time.
-constexpr int kShortSum = 4;
-
-// Part: of short sums; their total is in float64.
-template <typename Part, typename T>
-LOCO_HD Part square(T x) {
-  const Part value = static_cast<Part>(x);
-  return value * value;
-}
+constexpr int kBlock = 64;
 
 template <typename Part, typename T>
-LOCO_HD double squares_of(const T* x, int64_t count) {
-  double lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kShortSum * kLanes <= count; i += kShortSum * kLanes) {
-    for (int l = 0; l < kLanes; ++l) {
-      Part part = 0;
-      for (int k = 0; k < kShortSum; ++k) part += square<Part>(x[i + k * kLanes + l]);
-      lanes[l] += static_cast<double>(part);
-    }
-  }
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lanes[l] += square<double>(x[i + l]);
-  }
-  for (int l = 0; i + l < count; ++l) lanes[l] += square<double>(x[i + l]);
-  return total(lanes);
+LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
+  const auto term = [=](int64_t i, int64_t, Part* parts) LOCO_INLINE {
+    const Part value = static_cast<Part>(x[i]);
+    parts[0] += value * value;
+  };
+  double* const sums[1] = {by_ring};
+  run.uniform() ? sum_uniform<Part>(run, term, sums) : sum_pattern<Part>(run, term, sums);
 }
 
-// With few taps, those of 16 channels have 16 lanes of the sums.
-template <typename Part, typename T>
-LOCO_HD void tap_squares_of(const T* x, int64_t channels, int taps, double* by_tap) {
-  double near[kFewTaps * kLanes];
-  const bool few = taps <= kFewTaps && channels >= kLanes;
-  double* lanes = few ? near : by_tap;
-  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
-  for (int64_t k = 0; k < period; ++k) lanes[k] = 0;
-  int64_t i = 0;
-  for (; i + kShortSum * period <= count; i += kShortSum * period) {
-    for (int64_t k = 0; k < period; ++k) {
-      Part part = 0;
-      for (int s = 0; s < kShortSum; ++s) part += square<Part>(x[i + s * period + k]);
-      lanes[k] += static_cast<double>(part);
-    }
-  }
-  for (; i < count; i += period) {
-    const int64_t rest = std::min(period, count - i);
-    for (int64_t k = 0; k < rest; ++k) lanes[k] += square<double>(x[i + k]);
-  }
-  for (int k = 0; few && k < taps; ++k) by_tap[k] = 0;
-  for (int64_t l = 0; few && l < period; l += taps) {
-    for (int k = 0; k < taps; ++k) by_tap[k] += lanes[l + k];
-  }
+// Adds x^2 times the powers of `inverse`.
+template <typename Part>
+LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
+  Part value = x * x;
+  parts[0] += value;
+  for (int k = 1; k < Moments::kPowers; ++k) parts[k] += value *= inverse;
 }
 
 template <typename T>
-LOCO_HD double weighed_squares_of(const T* u, const T* d, int64_t count) {
-  return sum_of(count, [=](int64_t i) LOCO_INLINE {
+LOCO_HD void weighed_squares_of(const T* u, const T* d, const Run& run, double* by_ring) {
+  const auto term = [=](int64_t i, int64_t, double* parts) LOCO_INLINE {
     const double value = static_cast<double>(u[i]) * static_cast<double>(d[i]);
-    return value * value;
-  });
-}
-
-template <typename T>
-LOCO_HD Damped damped_of(const T* u, const T* d, int64_t count, T c) {
-  double squares[kLanes] = {}, slopes[kLanes] = {};
-  const auto add = [&](int64_t i, T& square, T& slope) LOCO_INLINE {
-    const T inverse = T(1) / (d[i] + c), x = u[i] * d[i] * inverse;
-    square += x * x;
-    slope += x * x * inverse;
+    parts[0] += value * value;
   };
-  int64_t i = 0;
-  for (; i + kShortSum * kLanes <= count; i += kShortSum * kLanes) {
-    for (int l = 0; l < kLanes; ++l) {
-      T square = 0, slope = 0;
-      for (int k = 0; k < kShortSum; ++k) add(i + k * kLanes + l, square, slope);
-      squares[l] += static_cast<double>(square);
-      slopes[l] += static_cast<double>(slope);
-    }
-  }
-  for (; i < count; ++i) {
-    T square = 0, slope = 0;
-    add(i, square, slope);
-    squares[i % kLanes] += static_cast<double>(square);
-    slopes[i % kLanes] += static_cast<double>(slope);
-  }
-  return {total(squares), total(slopes)};
+  double* const sums[1] = {by_ring};
+  run.uniform() ? sum_uniform<double>(run, term, sums) : sum_pattern<double>(run, term, sums);
 }
 
-LOCO_HD Damped wide_damped_of(const float* u, const float* d, int64_t count, double c) {
-  double squares[kLanes] = {}, slopes[kLanes] = {};
-  const auto add = [&](int64_t i, int l) LOCO_INLINE {
-    const double weight = d[i], inverse = 1 / (weight + c), x = u[i] * (weight * inverse);
-    squares[l] += x * x;
-    slopes[l] += x * x * inverse;
+template <typename Part, typename T>
+LOCO_HD void first_moments_of(const T* u, const T* d, const Run& run, double* const (&sums)[Moments::kPowers]) {
+  const auto term = [=](int64_t i, int64_t, Part* parts)
+                        LOCO_INLINE { add_powers(static_cast<Part>(u[i]), Part(1) / static_cast<Part>(d[i]), parts); };
+  run.uniform() ? sum_uniform<Part>(run, term, sums) : sum_pattern<Part>(run, term, sums);
+}
+
+template <typename Part, typename T, typename C>
+LOCO_HD auto moment(const T* u, const T* d, const C& c) {
+  return [=](int64_t i, int64_t lane, Part* parts) LOCO_INLINE {
+    const Part weight = d[i], inverse = Part(1) / (weight + c(lane));
+    add_powers(static_cast<Part>(u[i]) * (weight * inverse), inverse, parts);
   };
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) add(i + l, l);
-  }
-  for (int l = 0; i + l < count; ++l) add(i + l, l);
-  return {total(squares), total(slopes)};
 }
 
-template <typename T>
-LOCO_HD double smallest_of(const T* x, int64_t count) {
-  T lanes[kLanes];
-  for (T& lane : lanes) lane = x[0];
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lanes[l] = x[i + l] < lanes[l] ? x[i + l] : lanes[l];
+template <typename Part, typename T>
+LOCO_HD void moments_of(const T* u, const T* d, const Run& run, const double* c, Moments& moments) {
+  double* const sums[] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3]};
+  if (c == nullptr) return first_moments_of<Part>(u, d, run, sums);
+  if (run.uniform()) {
+    const Part same = static_cast<Part>(c[run.ring]);
+    return sum_uniform<Part>(run, moment<Part>(u, d, [=](int64_t) LOCO_INLINE { return same; }), sums);
   }
-  for (; i < count; ++i) lanes[0] = x[i] < lanes[0] ? x[i] : lanes[0];
-  return static_cast<double>(*std::min_element(lanes, lanes + kLanes));
+  Part* const by_lane = reinterpret_cast<Part*>(run.lanes + Moments::kPowers * run.period);
+  spread(run, c, by_lane);
+  sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
+}
+
+// The level as T, rounded down.
+template <typename T>
+LOCO_HD T not_above(double level) {
+  const T value = static_cast<T>(level);
+  return static_cast<double>(value) > level
+             ? value - std::fabs(value) * std::numeric_limits<T>::epsilon() - std::numeric_limits<T>::denorm_min()
+             : value;
 }
 
 template <bool weighed, typename T>
@@ -156,12 +88,36 @@ LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double
     weight[l] += over ? w : 0.0;
     number[l] += over ? 1.0 : 0.0;
   };
+  // Most blocks hold nothing above a level that has been found.
+  const T least = level > -1 ? not_above<T>(level) : T(-1);
+  int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) {
+    int any = 0;
+    for (int l = 0; l < kBlock; ++l) any |= !(std::fabs(u[i + l]) <= least);
+    if (any == 0) continue;
+    for (int k = 0; k < kBlock; k += kLanes) {
+      for (int l = 0; l < kLanes; ++l) add(i + k + l, l);
+    }
+  }
+  for (int64_t l = 0; i + l < count; ++l) add(i + l, static_cast<int>(l % kLanes));
+  return {total(mass), total(weight), total(number)};
+}
+
+template <bool weighed, typename T>
+LOCO_HD double least_level_of(const T* u, const T* d, int64_t count, double cap, double t) {
+  double lanes[kLanes];
+  for (double& lane : lanes) lane = -1;
+  const auto look = [&](int64_t i, int l) LOCO_INLINE {
+    const double size = std::fabs(static_cast<double>(u[i]));
+    const double level = (size > cap ? cap : size) - (weighed ? t / static_cast<double>(d[i]) : t);
+    lanes[l] = level > lanes[l] ? level : lanes[l];
+  };
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) add(i + l, l);
+    for (int l = 0; l < kLanes; ++l) look(i + l, l);
   }
-  for (int l = 0; i + l < count; ++l) add(i + l, l);
-  return {total(mass), total(weight), total(number)};
+  for (int l = 0; i + l < count; ++l) look(i + l, l);
+  return *std::max_element(lanes, lanes + kLanes);
 }
 
 template <typename T>
@@ -176,34 +132,36 @@ LOCO_HD double largest_of(const T* x, int64_t count) {
   return nan ? static_cast<double>(NAN) : static_cast<double>(*std::max_element(lanes, lanes + kLanes));
 }
 
-template <typename T>
-LOCO_HD void multiply_of(const T* x, int64_t count, T factor, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
-}
-
-template <typename T>
-LOCO_HD void multiply_taps_of(const T* x, int64_t channels, int taps, const T* by_tap, T* out) {
-  T factors[kFewTaps * kLanes];
-  const bool few = taps <= kFewTaps && channels >= kLanes;
-  const int64_t period = few ? taps * kLanes : taps, count = channels * taps;
-  for (int64_t l = 0; few && l < period; l += taps) {
-    for (int k = 0; k < taps; ++k) factors[l + k] = by_tap[k];
+// out[i] = change(i, value of weight i's ring)
+template <typename T, typename Change>
+LOCO_HD void change_by_ring(const Run& run, const double* by_ring, const Change& change, T* out) {
+  if (run.uniform()) {
+    const T value = static_cast<T>(by_ring[run.ring]);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < run.count; ++i) out[i] = change(i, value);
+    return;
   }
-  const T* cycle = few ? factors : by_tap;
-  for (int64_t begin = 0; begin < count; begin += period) {
-    const int64_t end = std::min(period, count - begin);
-    for (int64_t k = 0; k < end; ++k) out[begin + k] = x[begin + k] * cycle[k];
+  T* const by_lane = reinterpret_cast<T*>(run.lanes);
+  spread(run, by_ring, by_lane);
+  for (int64_t begin = 0; begin < run.count; begin += run.period) {
+    const int64_t end = std::min(run.period, run.count - begin);
+#pragma GCC ivdep
+    for (int64_t l = 0; l < end; ++l) out[begin + l] = change(begin + l, by_lane[l]);
   }
 }
 
 template <typename T>
-LOCO_HD void adam_metric_of(const T* v, int64_t count, T correction, T eps, T lr, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = (std::sqrt(v[i]) / correction + eps) / lr;
+LOCO_HD void multiply_of(const T* x, const Run& run, const double* by_ring, T* out) {
+  change_by_ring(run, by_ring, [=](int64_t i, T factor) LOCO_INLINE { return x[i] * factor; }, out);
 }
 
 template <typename T>
-LOCO_HD void damp_of(const T* u, const T* d, int64_t count, T c, T* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = u[i] * (d[i] / (d[i] + c));
+LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T* out) {
+  const auto change = [=](int64_t i, T by) LOCO_INLINE {
+    const T factor = d[i] / (d[i] + by);
+    return u[i] * (by == T(0) ? T(1) : by == T(kInfinity) ? T(0) : factor);
+  };
+  change_by_ring(run, c, change, out);
 }
 
 template <typename T>
@@ -216,49 +174,26 @@ LOCO_HD void clip_of(const T* u, int64_t count, T cap, T* out) {
 
 }  // namespace
 
-LOCO_CLONES double squares(const float* x, int64_t count) { return squares_of<float>(x, count); }
-LOCO_CLONES double squares(const double* x, int64_t count) { return squares_of<double>(x, count); }
-LOCO_CLONES double wide_squares(const float* x, int64_t count) { return squares_of<double>(x, count); }
-double wide_squares(const double* x, int64_t count) { return squares(x, count); }
-
-LOCO_CLONES void tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of<float>(x, channels, taps, by_tap);
+LOCO_CLONES void squares(const float* x, const Run& run, bool wide, double* by_ring) {
+  wide ? squares_of<double>(x, run, by_ring) : squares_of<float>(x, run, by_ring);
 }
-LOCO_CLONES void tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of<double>(x, channels, taps, by_tap);
-}
-LOCO_CLONES void wide_tap_squares(const float* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares_of<double>(x, channels, taps, by_tap);
-}
-void wide_tap_squares(const double* x, int64_t channels, int taps, double* by_tap) {
-  tap_squares(x, channels, taps, by_tap);
+LOCO_CLONES void squares(const double* x, const Run& run, bool, double* by_ring) {
+  squares_of<double>(x, run, by_ring);
 }
 
-LOCO_CLONES double weighed_squares(const float* u, const float* d, int64_t count) {
-  return weighed_squares_of(u, d, count);
+LOCO_CLONES void weighed_squares(const float* u, const float* d, const Run& run, double* by_ring) {
+  weighed_squares_of(u, d, run, by_ring);
 }
-LOCO_CLONES double weighed_squares(const double* u, const double* d, int64_t count) {
-  return weighed_squares_of(u, d, count);
-}
-
-LOCO_CLONES Damped damped_sums(const float* u, const float* d, int64_t count, double c) {
-  const Damped sums = damped_of(u, d, count, static_cast<float>(c));
-  const bool safe = sums.squares > 1e-28 && sums.slope > 1e-28 && sums.squares < 1e28 && sums.slope < 1e28;
-  return safe ? sums : wide_damped_of(u, d, count, c);
-}
-LOCO_CLONES Damped damped_sums(const double* u, const double* d, int64_t count, double c) {
-  return damped_of(u, d, count, c);
+LOCO_CLONES void weighed_squares(const double* u, const double* d, const Run& run, double* by_ring) {
+  weighed_squares_of(u, d, run, by_ring);
 }
 
-LOCO_CLONES Damped wide_damped_sums(const float* u, const float* d, int64_t count, double c) {
-  return wide_damped_of(u, d, count, c);
+LOCO_CLONES void moments(const float* u, const float* d, const Run& run, bool wide, const double* c, Moments& moments) {
+  wide ? moments_of<double>(u, d, run, c, moments) : moments_of<float>(u, d, run, c, moments);
 }
-Damped wide_damped_sums(const double* u, const double* d, int64_t count, double c) {
-  return damped_sums(u, d, count, c);
+LOCO_CLONES void moments(const double* u, const double* d, const Run& run, bool, const double* c, Moments& moments) {
+  moments_of<double>(u, d, run, c, moments);
 }
-
-LOCO_CLONES double smallest(const float* x, int64_t count) { return smallest_of(x, count); }
-LOCO_CLONES double smallest(const double* x, int64_t count) { return smallest_of(x, count); }
 
 LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double cap, double level) {
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
@@ -267,35 +202,35 @@ LOCO_CLONES Above above(const double* u, const double* d, int64_t count, double 
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
 }
 
+LOCO_CLONES double least_level(const float* u, const float* d, int64_t count, double cap, double t) {
+  return d ? least_level_of<true>(u, d, count, cap, t) : least_level_of<false>(u, d, count, cap, t);
+}
+LOCO_CLONES double least_level(const double* u, const double* d, int64_t count, double cap, double t) {
+  return d ? least_level_of<true>(u, d, count, cap, t) : least_level_of<false>(u, d, count, cap, t);
+}
+
 LOCO_CLONES double largest(const float* x, int64_t count) { return largest_of(x, count); }
 LOCO_CLONES double largest(const double* x, int64_t count) { return largest_of(x, count); }
 
 LOCO_CLONES void multiply(const float* x, int64_t count, float factor, float* out) {
-  multiply_of(x, count, factor, out);
+  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
 }
 LOCO_CLONES void multiply(const double* x, int64_t count, double factor, double* out) {
-  multiply_of(x, count, factor, out);
+  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
 }
 
-LOCO_CLONES void multiply_taps(const float* x, int64_t channels, int taps, const float* by_tap, float* out) {
-  multiply_taps_of(x, channels, taps, by_tap, out);
+LOCO_CLONES void multiply(const float* x, const Run& run, const double* by_ring, float* out) {
+  multiply_of(x, run, by_ring, out);
 }
-LOCO_CLONES void multiply_taps(const double* x, int64_t channels, int taps, const double* by_tap, double* out) {
-  multiply_taps_of(x, channels, taps, by_tap, out);
-}
-
-LOCO_CLONES void adam_metric(const float* v, int64_t count, float correction, float eps, float lr, float* out) {
-  adam_metric_of(v, count, correction, eps, lr, out);
-}
-LOCO_CLONES void adam_metric(const double* v, int64_t count, double correction, double eps, double lr, double* out) {
-  adam_metric_of(v, count, correction, eps, lr, out);
+LOCO_CLONES void multiply(const double* x, const Run& run, const double* by_ring, double* out) {
+  multiply_of(x, run, by_ring, out);
 }
 
-LOCO_CLONES void damp(const float* u, const float* d, int64_t count, double c, float* out) {
-  damp_of(u, d, count, static_cast<float>(c), out);
+LOCO_CLONES void damp(const float* u, const float* d, const Run& run, const double* c, float* out) {
+  damp_of(u, d, run, c, out);
 }
-LOCO_CLONES void damp(const double* u, const double* d, int64_t count, double c, double* out) {
-  damp_of(u, d, count, c, out);
+LOCO_CLONES void damp(const double* u, const double* d, const Run& run, const double* c, double* out) {
+  damp_of(u, d, run, c, out);
 }
 
 LOCO_CLONES void clip(const float* u, int64_t count, float cap, float* out) { clip_of(u, count, cap, out); }

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from loco_ext import optim
-from loco_ext.experiments import data, report, settings
+from loco_ext import optim, sparsity
+from loco_ext.experiments import data, report, settings, shrinking
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.run import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
@@ -52,11 +52,19 @@ class Settings:
         )
 
 
-def run(settings: Settings, out: Path) -> list[report.Network]:
-    """Trains both networks, then writes demo.json, demo.png and a checkpoint per network to ``out``, a folder.
+class Results(NamedTuple):
+    """Both networks, and what the second became when it learned its kernel sizes."""
 
-    A checkpoint is a plain state dict: ``torch.load(path, weights_only=True)`` reads it. Files that are there already
-    are replaced, each in one move, so that none is ever half written.
+    networks: list[report.Network]
+    shrunk: shrinking.Shrunk
+
+
+def run(settings: Settings, out: Path) -> Results:
+    """Trains both networks and shrinks the second, then writes demo.json, demo.png, a checkpoint per network and the
+    folder ``smaller`` to ``out``, a folder.
+
+    A checkpoint is a plain state dict: ``torch.load(path, weights_only=True)`` reads it; ``sparsity.load`` reads the
+    smaller network. Files that are there already are replaced, each in one move, so that none is ever half written.
 
     Raises:
         OSError: ``out`` cannot be written to.
@@ -65,23 +73,28 @@ def run(settings: Settings, out: Path) -> list[report.Network]:
     trainings = _trainings(settings, samples)
     with _one_thread():
         networks = [_train(training, samples, settings) for training in trainings]
+        processes = Processes(torch.device(settings.device))
+        shrunk = shrinking.shrink(trainings[1].model, samples, trainings[1].settings, processes)
+    results = Results(networks, shrunk)
 
     for training in trainings:
         state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
         with replacing(out / f"{training.name}.pt") as path:
             torch.save(state, path)
+    sparsity.save(shrunk.network, out / "smaller", shrunk.report)
     report.save_figure(networks, out / "demo.png")
     with replacing(out / "demo.json") as path:
-        path.write_text(to_json(settings, networks) + "\n")
-    return networks
+        path.write_text(to_json(settings, results) + "\n")
+    return results
 
 
-def to_json(settings: Settings, networks: list[report.Network]) -> str:
+def to_json(settings: Settings, results: Results) -> str:
     """The settings, the versions and all that was measured, as one JSON object."""
     record = {
         "settings": asdict(settings),
         "versions": versions(),
-        "networks": [asdict(network) for network in networks],
+        "networks": [asdict(network) for network in results.networks],
+        "smaller": results.shrunk.to_dict(),
     }
     return json_text(record, indent=2)
 

@@ -65,8 +65,22 @@ def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
 
 
 def _distinct(region: Region) -> bool:
+    """Whether no byte belongs to two elements."""
+    if _nested(region.tensor):
+        return True
     addresses = region.addresses()
     return len(np.unique(addresses)) == len(addresses)
+
+
+def _nested(tensor: Tensor) -> bool:
+    """Whether each axis, from the least stride on, steps over all that those before it reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True
 
 
 def _meet(a: Region, b: Region) -> bool:

@@ -75,13 +75,17 @@ def compact(
     """
     inputs = _check(model, example_inputs, cost)
     dense = copy.deepcopy(_unwrapped(model)).eval()
+    with torch.no_grad():
+        expected = dense(*_copies(inputs))
     try:
         traced = trace(dense, inputs)
+        if not _is_right(traced, inputs, expected):
+            raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
         results = _untraced(dense, inputs, COSTS[cost], str(error))
     else:
         results = _rewritten(traced, COSTS[cost], fixed_size, fold_norms)
-    network, report = _select(dense, results, inputs, measured=cost == "measured")
+    network, report = _select(dense, results, inputs, expected, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
     return network.train(model.training), report
@@ -113,12 +117,10 @@ def _untraced(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str)
     return [crop_modules(dense, inputs, choice, why) for choice in (choose, costs.as_it_is)]
 
 
-def _select(dense: nn.Module, results: list[Result], inputs: Sequence[Any], measured: bool) -> Result:
+def _select(dense: nn.Module, results: list[Result], inputs: Sequence[Any], expected: Any, measured: bool) -> Result:
     """The smaller network that is fastest or comes first; the model as it is where none is right and fast enough."""
     *smaller, same = results
-    with torch.no_grad():
-        expected = dense(*_copies(inputs))
-        right = [(network, report) for network, report in smaller if _agree(network(*_copies(inputs)), expected)]
+    right = [(network, report) for network, report in smaller if _is_right(network, inputs, expected)]
     if not right:
         return _kept(same, "the outputs of a smaller network would differ on the example")
     if not measured:
@@ -135,6 +137,15 @@ def _select(dense: nn.Module, results: list[Result], inputs: Sequence[Any], meas
 def _kept(same: Result, why: str) -> Result:
     same[1].notes["model"] = f"it stays as it is: {why}"
     return same
+
+
+def _is_right(network: nn.Module, inputs: Sequence[Any], expected: Any) -> bool:
+    """Whether the network gives what is expected; not where it fails, say as it reads a layer's attributes."""
+    try:
+        with torch.no_grad():
+            return _agree(network(*_copies(inputs)), expected)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        return False
 
 
 def _agree(results: Any, expected: Any) -> bool:

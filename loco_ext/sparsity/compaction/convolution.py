@@ -204,7 +204,7 @@ def emit(
     padded: dict[Pads, fx.Node] = {}
     for number, bucket in enumerate(buckets):
         pads = pads_of(bucket.box, convolution)
-        target = name if len(buckets) == 1 else f"{name}_{number}"
+        target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
         if is_even(pads):
             put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
             parts.append(graph.call_module(target, (source,)))
@@ -218,7 +218,7 @@ def emit(
                 padded[pads] = _pad(graph, source, pads, convolution.padding_mode)
             put(owner, target, _module(convolution, bucket, [0] * convolution.axes))
             parts.append(graph.call_module(target, (padded[pads],)))
-    return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, 1))
+    return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - convolution.axes))
 
 
 def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
@@ -228,7 +228,7 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
     back = None if free else restoring(buckets, convolution.weight.device)
     if back is not None:
         owner.register_buffer("order", back)
-        result = graph.call_function(torch.index_select, (result, 1, graph.get_attr("order")))
+        result = graph.call_function(torch.index_select, (result, -1 - convolution.axes, graph.get_attr("order")))
     graph.output(result)
     return fx.GraphModule(owner, graph)
 
@@ -281,7 +281,15 @@ def _pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
 def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
     """A view without so many places at the beginning and at the end of each axis."""
     spans = [slice(lower or None, -upper or None) for lower, upper in margins]
-    return graph.call_function(operator.getitem, (source, (slice(None), slice(None), *spans)))
+    return graph.call_function(operator.getitem, (source, (..., *spans)))
+
+
+def unused(owner: nn.Module, name: str) -> str:
+    """The dotted name, lengthened until the owner has nothing else there."""
+    path, _, last = name.rpartition(".")
+    while hasattr(owner.get_submodule(path), last):
+        last += "_"
+    return f"{path}.{last}" if path else last
 
 
 def put(owner: nn.Module, target: str, module: nn.Module) -> None:

@@ -21,6 +21,7 @@ from loco_ext.sparsity.compaction.convolution import (
     paddings,
     put,
     restoring,
+    unused,
 )
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
@@ -215,7 +216,7 @@ class Rewriter:
 
     def _constant(self, node: fx.Node, what: str, value: Tensor) -> fx.Node:
         """A buffer of the network."""
-        name = f"{node.name}_{what}"
+        name = unused(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
 

@@ -62,13 +62,9 @@ _ARITHMETIC: dict[Any, str] = {
     **{operator.truediv: "div", operator.itruediv: "div", torch.div: "div"},
 }
 _ARITHMETIC_METHODS = {name + suffix: name for name in ("add", "sub", "mul", "div") for suffix in ("", "_")}
-_POOL_FUNCTIONS = {
-    F.adaptive_avg_pool1d: "constant",
-    F.adaptive_avg_pool2d: "constant",
-    F.adaptive_avg_pool3d: "constant",
-    F.max_pool1d: "constant",
-    F.max_pool2d: "constant",
-    F.max_pool3d: "constant",
+_POOL_FUNCTIONS = {  # with their numbers of spatial axes
+    **{F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3},
+    **{F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3},
 }
 
 
@@ -89,22 +85,31 @@ class Reader:
         self._calls = Counter(id(self.modules[str(node.target)]) for node in nodes)
         owners = Counter(id(p) for m in set(self.modules.values()) for p in m.parameters(recurse=False))
         self._shared = {parameter for parameter, count in owners.items() if count > 1}
+        self._read = {
+            id(self.modules[owner])
+            for node in traced.graph.nodes
+            if node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) in self.modules
+        }
 
     def module(self, node: fx.Node) -> Any:
         """The module that the node calls, None where it calls none."""
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
     def why_opaque(self, node: fx.Node) -> str | None:
-        """Why a module with weights must stay as it is; None: no reason, or not such a module."""
+        """Why a module must stay as it is; None: no reason, or not a module."""
         module = self.module(node)
-        if module is None or not any(True for _ in module.parameters()):
+        if module is None:
+            return None
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            return "it has hooks"
+        if not any(True for _ in (*module.parameters(), *module.buffers())):
             return None
         if self._calls[id(module)] > 1:
             return "it is called more than once"
         if any(id(parameter) in self._shared for parameter in module.parameters()):
             return "it shares parameters with another module"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            return "it has hooks"
+        if id(module) in self._read:
+            return "its weights are read outside it"
         return None
 
     def read(self, node: fx.Node) -> Reading:
@@ -143,9 +148,7 @@ class Reader:
             return _role_of_arithmetic(node)
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target in (torch.cat, torch.concat):
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            dims = len(node.meta["shape"])
-            return Role.CAT if dim in (1, 1 - dims) and isinstance(node.args[0], list | tuple) else Role.OTHER
+            return Role.CAT if is_cat_of_channels(node) else Role.OTHER
         if first is None or any(x is not first and "shape" in x.meta for x in node.all_input_nodes):
             return Role.OTHER
         if is_flattening(node, first):
@@ -155,14 +158,24 @@ class Reader:
         named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
         if named in _POINTWISE_NAMES and not _trains(node):
             return Role.PER_CHANNEL
-        if node.target in _POOL_FUNCTIONS and not node.kwargs.get("return_indices"):
-            return Role.PER_CHANNEL
+        if node.target in _POOL_FUNCTIONS:
+            batched = len(first.meta["shape"]) == _POOL_FUNCTIONS[node.target] + 2
+            return Role.PER_CHANNEL if batched else Role.OTHER
         return Role.PER_CHANNEL if is_spatial_mean(node, first) else Role.OTHER
 
 
 def is_depthwise(module: Any) -> bool:
     """Whether each channel has a kernel of its own."""
     return type(module) in CONVOLUTIONS and 1 < module.groups == module.in_channels == module.out_channels
+
+
+def is_cat_of_channels(node: fx.Node) -> bool:
+    """Whether the node puts tensors one after the other along axis 1."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dims, parts = len(node.meta["shape"]), node.args[0] if node.args else None
+    if dim not in (1, 1 - dims) or not isinstance(parts, list | tuple):
+        return False
+    return all(isinstance(part, fx.Node) and len(part.meta["shape"]) == dims for part in parts)
 
 
 def arithmetic(node: fx.Node) -> str | None:
@@ -178,7 +191,7 @@ def _role_of_arithmetic(node: fx.Node) -> Role:
     tensors = [x for x in node.args if isinstance(x, fx.Node)]
     if len(tensors) == 1:
         return Role.PER_CHANNEL if all(isinstance(x, fx.Node | Real) for x in node.args) else Role.OTHER
-    one, other = (x.meta["shape"] for x in tensors)
+    one, other = (x.meta.get("shape", ()) for x in tensors)
     if len(one) != len(other) or one[1] != other[1] or tensors[0] is tensors[1]:
         return Role.OTHER
     return Role.JOIN if all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True)) else Role.OTHER
@@ -237,7 +250,7 @@ def _spatial_axes(module: nn.Module) -> int:
 
 def _reads_other_sizes(node: fx.Node) -> bool:
     """Whether the node gives sizes of its argument, and none of them is its number of channels."""
-    source = node.args[0]
+    source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or "shape" not in source.meta:
         return False
     dims = len(source.meta["shape"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
 
     A value that an operation changes in place is that operation's result from there on.
 
+    Arguments that the example leaves out keep their defaults: of None, bool or str for good.
+
     Raises:
         UntraceableError: the model's forward depends on values, has hooks, or changes a view in place.
     """
@@ -50,14 +53,37 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     root = copy.deepcopy(model).eval()
     if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
         root = nn.Sequential(root)  # a single layer: torch.fx would look inside it
+    defaults = _defaults(root, len(example_inputs))
     try:
-        traced = fx.symbolic_trace(root)
+        traced = fx.symbolic_trace(root, concrete_args=defaults)
     except Exception as error:  # whatever the model's own code raises when it is given proxies
         raise UntraceableError(f"torch.fx cannot trace it: {_first_line(error)}") from error
+    _forget(traced, defaults)
     _see_through_in_place(traced)
-    with torch.no_grad():
-        _Recorder(traced).run(*[x.clone() if isinstance(x, Tensor) else x for x in example_inputs])
+    try:
+        with torch.no_grad():
+            _Recorder(traced).run(*[x.clone() if isinstance(x, Tensor) else x for x in example_inputs])
+    except Exception as error:  # whatever a graph raises that has lost a choice which the model's own code makes
+        raise UntraceableError(f"the graph that torch.fx makes of it does not run: {_first_line(error)}") from error
     return traced
+
+
+def _defaults(root: nn.Module, given: int) -> dict[str, Any]:
+    """Defaults that code may ask for, of arguments that the example leaves out."""
+    parameters = list(inspect.signature(root.forward).parameters.values())[given:]
+    return {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, bool | str)}
+
+
+def _forget(traced: fx.GraphModule, arguments: Iterable[str]) -> None:
+    """Removes arguments that the graph does not read, and the checks that torch.fx makes of their values."""
+    names = {f"{name}_1" for name in arguments}
+    gone: dict[fx.Node, None] = {}
+    for node in traced.graph.nodes:
+        if (node.op == "placeholder" and node.target in names) or any(x in gone for x in node.all_input_nodes):
+            gone[node] = None
+    for node in reversed(gone):
+        traced.graph.erase_node(node)
+    traced.recompile()
 
 
 def _first_line(error: Exception) -> str:
@@ -104,7 +130,7 @@ def _see_through_in_place(traced: fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         writes = is_in_place(node, modules)
-        if "out" in node.kwargs:
+        if node.kwargs.get("out") is not None:
             raise UntraceableError(f"{node.name} writes to its argument `out`")
         if first is None or not (writes or may_alias(node, modules)):
             if writes:

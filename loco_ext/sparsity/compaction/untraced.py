@@ -28,7 +28,8 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
         weight = module.weight.detach()
         convolution = as_convolution(module, weight, module.bias, written["channels_last"])
         buckets = choose(convolution, read, False)
-        report.layers.append(describe_layer(name, weight, prod(written["shape"][2:]), weight, buckets))
+        pixels = prod(written["shape"][2 - weight.dim() :])
+        report.layers.append(describe_layer(name, weight, pixels, weight, buckets))
         if [bucket.box for bucket in buckets] != [tuple((0, size) for size in weight.shape[2:])]:
             put(result, name, alone(convolution, buckets))
     return result, report

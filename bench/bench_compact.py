@@ -1,0 +1,154 @@
+"""Latency of networks with half of their multiply-adds gone: as they are, and compacted.
+
+    python -m bench.bench_compact            measures all, writes bench/results/, prints a table
+    python -m bench.bench_compact --quick    a first impression; writes nothing without --out
+
+Kernels vanish at random, or lose outer half rings, or both, until eq. 10 of the draft counts half of the network's
+multiply-adds. Candidates: the network; the network with its batch normalisations folded, which is what compaction does
+too, for comparison; the compacted network with and without that. All run in eval mode, in turn, in the same memory
+format, after their outputs were found equal.
+"""
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from bench import harness, tables
+from loco_ext import geometry, sparsity
+from loco_ext.experiments.frontier import fold
+from loco_ext.experiments.models import MODELS
+
+NETWORKS = ("small", "vgg13", "resnet18")
+PATTERNS = ("kernels", "sizes", "mixed")
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+BATCH_SIZE, IMAGE = 32, (3, 32, 32)
+
+
+def half(name: str, pattern: str, seed: int = 0) -> nn.Module:
+    """The network with half of its multiply-adds gone, by bisection of the chance that a kernel is struck."""
+    lower, upper = 0.0, 1.0
+    for _ in range(8):
+        chance = (lower + upper) / 2
+        model = struck(name, pattern, chance, seed)
+        _, report = sparsity.compact(model, torch.zeros(1, *IMAGE), cost="multiply_adds")
+        if report.multiply_adds_after > report.multiply_adds_before / 2:
+            lower = chance
+        else:
+            upper = chance
+    return struck(name, pattern, upper, seed)
+
+
+def struck(name: str, pattern: str, chance: float, seed: int) -> nn.Module:
+    """The network with random weights and statistics, and each kernel struck with this chance."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = MODELS[name].make(IMAGE[0], 10, IMAGE[1]).eval()
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                _strike(module.weight.detach(), pattern, chance)
+            elif isinstance(module, nn.BatchNorm2d):
+                statistics: Any = module
+                nn.init.uniform_(statistics.running_var, 0.5, 2.0)
+                nn.init.normal_(statistics.running_mean, std=0.1)
+                nn.init.normal_(statistics.bias, std=0.1)
+    return model
+
+
+def _strike(weight: Tensor, pattern: str, chance: float) -> None:
+    rings = geometry.ring_index(tuple(weight.shape[2:]))
+    dies, shrinks = torch.rand(2, len(weight))
+    size = torch.randint(1, int(rings.max()) + 1, (len(weight),)) if rings.max() > 0 else torch.zeros(len(weight))
+    for kernel, dying, shrinking, lost in zip(weight, dies, shrinks, size, strict=True):
+        if pattern != "sizes" and dying < (chance if pattern == "kernels" else chance / 2):
+            kernel.zero_()
+        if pattern != "kernels" and shrinking < chance:
+            kernel[:, rings < lost] = 0
+
+
+def measure(name: str, pattern: str, memory_format: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
+    """Latencies of all candidates, the multiply-adds, and how much faster the compacted network is."""
+    layout: dict[str, Any] = {"memory_format": FORMATS[memory_format]}
+    label = f"{name}, {pattern}, {memory_format}, threads {threads}"
+    with harness.num_threads(threads), torch.inference_mode():
+        x = torch.randn(BATCH_SIZE, *IMAGE).contiguous(**layout)
+        with torch.inference_mode(mode=False):
+            network = half(name, pattern).to(**layout)
+            compacted, report = sparsity.compact(network, x.clone())
+            unfolded, _ = sparsity.compact(network, x.clone(), fold_norms=False)
+            folded = copy.deepcopy(network)
+            fold(folded)
+            folded.to(**layout)
+        networks: dict[str, nn.Module] = {"network": network, "norms folded": folded}
+        networks |= {"compacted, norms kept": unfolded, "compacted": compacted}
+        expected = network(x)
+        for candidate in networks.values():
+            torch.testing.assert_close(candidate(x), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+        def build() -> dict[str, Callable[[], object]]:
+            return {key: partial(copy.deepcopy(candidate), x) for key, candidate in networks.items()}
+
+        timings = harness.compare(build, effort, label)
+    return {
+        "network": name,
+        "pattern": pattern,
+        "memory_format": memory_format,
+        "threads": threads,
+        "load_average": os.getloadavg()[0],
+        "candidates": {key: asdict(timings[key]) for key in networks},
+        "speedup": timings.ratio("network", "compacted"),
+        "speedup_norms_kept": timings.ratio("network", "compacted, norms kept"),
+        "speedup_over_folded": timings.ratio("norms folded", "compacted"),
+        "multiply_adds": {
+            "before": report.multiply_adds_before,
+            "after": report.multiply_adds_after,
+            "executed": report.multiply_adds_executed,
+        },
+        "notes": report.notes,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_compact", description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", choices=MODELS, default=list(NETWORKS))
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/compact-<cpu>.json")
+    arguments = parser.parse_args(argv)
+    quick = harness.Effort(min_rounds=3, min_seconds=0.2, warmup=1, builds=1)
+    effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
+    if arguments.out is None and arguments == parser.parse_args([]):
+        arguments.out = harness.RESULTS / f"compact-{harness.slug(harness.cpu_model())}.json"
+    report = {
+        "benchmark": "compact",
+        "machine": harness.machine(),
+        "settings": asdict(effort) | {"batch_size": BATCH_SIZE, "image": IMAGE},
+        "results": [
+            measure(network, pattern, memory_format, threads, effort)
+            for network in arguments.networks
+            for pattern in arguments.patterns
+            for memory_format in arguments.formats
+            for threads in arguments.threads
+        ],
+    }
+    if arguments.out is not None:
+        harness.write_json(arguments.out, report)
+        print(f"written: {arguments.out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

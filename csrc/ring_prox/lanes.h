@@ -1,0 +1,133 @@
+// Sums of interleaved parts: term i goes to lane i modulo their number, and the lanes are added up in a fixed order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "ring_prox/rows.h"
+
+namespace loco::ring_prox {
+
+constexpr int kLanes = 16;
+// As many terms as are summed in their own type at a time.
+constexpr int kShortSum = 4;
+
+// The sum of the lanes: of halves, quarters and so on, side by side.
+LOCO_HD double total(const double (&lanes)[kLanes]) {
+  typedef double Eight __attribute__((vector_size(64)));
+  typedef double Four __attribute__((vector_size(32)));
+  typedef double Two __attribute__((vector_size(16)));
+  const auto halves = [](const auto& whole, auto& low, auto& high) LOCO_INLINE {
+    std::memcpy(&low, &whole, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&whole) + sizeof low, sizeof high);
+    low += high;
+  };
+  Eight eight, upper_eight;
+  Four four, upper_four;
+  Two two, upper_two;
+  halves(lanes, eight, upper_eight);
+  halves(eight, four, upper_four);
+  halves(four, two, upper_two);
+  return two[0] + two[1];
+}
+
+LOCO_HD const int32_t* rings_for(const Run& run, float) { return run.ring_of_lane; }
+LOCO_HD const int64_t* rings_for(const Run& run, double) { return run.ring_of_long_lane; }
+
+// Value of each ring to each lane of a run: by_lane[k] = by_ring[ring_of_lane[k]].
+template <typename T>
+LOCO_HD void spread(const Run& run, const double* by_ring, T* by_lane) {
+  const auto* const ring_of_lane = rings_for(run, T());
+  std::fill(by_lane, by_lane + run.period, static_cast<T>(by_ring[0]));
+  for (int r = 1; r < run.rings; ++r) {
+    const T value = static_cast<T>(by_ring[r]);
+#pragma GCC ivdep
+    for (int64_t k = 0; k < run.period; ++k) by_lane[k] = ring_of_lane[k] == r ? value : by_lane[k];
+  }
+}
+
+// x if the condition holds, else 0. With a select GCC 12 goes wrong: it loads x by the mask of another vector.
+LOCO_HD double only_if(bool condition, double x) {
+  int64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= -static_cast<int64_t>(condition);
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Adds the lanes of each ring to its sums: `exact`, and rough[s - 1], [period] each.
+template <int count, typename Part>
+LOCO_HD void add_lanes(const Run& run, const double* exact, const Part* rough, double* const (&sums)[count]) {
+  const int64_t period = run.period, *const ring = run.ring_of_long_lane;
+  for (int r = 0; r < run.rings; ++r) {
+    double parts[count][kLanes] = {};
+    const auto add = [&](int64_t k, int l) LOCO_INLINE {
+      const bool here = ring[k] == r;
+      parts[0][l] += only_if(here, exact[k]);
+      for (int s = 1; s < count; ++s) parts[s][l] += only_if(here, static_cast<double>(rough[(s - 1) * period + k]));
+    };
+    int64_t k = 0;
+    for (; k + kLanes <= period; k += kLanes) {
+      for (int l = 0; l < kLanes; ++l) add(k + l, l);
+    }
+    for (int l = 0; k + l < period; ++l) add(k + l, l);
+    for (int s = 0; s < count; ++s) sums[s][r] += total(parts[s]);
+  }
+}
+
+// term(i, lane, parts) adds what weight i has to each of `count` sums, of which the first is summed in float64 and all
+// others as Part; sums[s]: by ring.
+template <typename Part, int count, typename Term>
+LOCO_HD void sum_uniform(const Run& run, const Term& term, double* const (&sums)[count]) {
+  double exact[kLanes] = {};
+  Part rough[count][kLanes] = {};
+  const auto add = [&](int64_t i, int l, int terms) LOCO_INLINE {
+    Part parts[count] = {};
+    for (int k = 0; k < terms; ++k) term(i + k * kLanes + l, l, parts);
+    exact[l] += static_cast<double>(parts[0]);
+    for (int s = 1; s < count; ++s) rough[s][l] += parts[s];
+  };
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= run.count; i += kShortSum * kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i, l, kShortSum);
+  }
+  for (; i + kLanes <= run.count; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) add(i, l, 1);
+  }
+  for (int l = 0; i + l < run.count; ++l) add(i, l, 1);
+  sums[0][run.ring] += total(exact);
+  for (int s = 1; s < count; ++s) {
+    for (int l = 0; l < kLanes; ++l) exact[l] = static_cast<double>(rough[s][l]);
+    sums[s][run.ring] += total(exact);
+  }
+}
+
+template <typename Part, int count, typename Term>
+LOCO_HD void sum_pattern(const Run& run, const Term& term, double* const (&sums)[count]) {
+  const int64_t period = run.period;
+  double* const exact = run.lanes;
+  Part* const rough = reinterpret_cast<Part*>(exact + period);
+  std::fill(exact, exact + period, 0.0);
+  std::fill(rough, rough + (count - 1) * period, Part(0));
+  const auto add = [=](int64_t i, int64_t l, int terms) LOCO_INLINE {
+    Part parts[count] = {};
+    for (int k = 0; k < terms; ++k) term(i + k * period + l, l, parts);
+    exact[l] += static_cast<double>(parts[0]);
+    for (int s = 1; s < count; ++s) rough[(s - 1) * period + l] += parts[s];
+  };
+  int64_t i = 0;
+  for (; i + kShortSum * period <= run.count; i += kShortSum * period) {
+#pragma GCC ivdep
+    for (int64_t l = 0; l < period; ++l) add(i, l, kShortSum);
+  }
+  for (; i < run.count; i += period) {
+    const int64_t rest = std::min(period, run.count - i);
+#pragma GCC ivdep
+    for (int64_t l = 0; l < rest; ++l) add(i, l, 1);
+  }
+  add_lanes(run, exact, rough, sums);
+}
+
+}  // namespace loco::ring_prox

@@ -1,0 +1,81 @@
+"""A trained network that learns its kernel sizes and widths: trained on with a penalty, compacted, and tried again."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from loco_ext import optim, sparsity
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import Settings
+from loco_ext.experiments.train import Epoch, evaluate, train
+
+STRENGTH, WEIGHTING = 0.015, "normalized"
+BATCH_SIZE = 64  # that the smaller network is to be fast on
+
+
+@dataclass
+class Shrunk:
+    """The smaller network, and test accuracies in [0, 1]: of the network with zeros in it, and of the smaller one."""
+
+    network: nn.Module
+    report: sparsity.Report
+    accuracy: float
+    accuracy_compacted: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the network, as plain data."""
+        accuracies = {"accuracy": self.accuracy, "accuracy_compacted": self.accuracy_compacted}
+        return {"strength": STRENGTH, "weighting": WEIGHTING, **accuracies, **self.report.to_dict()}
+
+
+def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
+    """Trains a copy of ``model`` on with a ring penalty on its kernels as batch norms scale them, and compacts it.
+
+    Args:
+        settings: of the training; neither its weight decay nor its locality is used.
+    """
+    model = copy.deepcopy(model)
+    penalties = sparsity.folded_penalties(model, sparsity.RingPenalty(STRENGTH, weighting=WEIGHTING))
+    groups = optim.parameter_groups(model, 0.0, penalty=penalties)
+    optimizer = optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)
+    history: list[Epoch] = []
+    train(model, optimizer, samples, settings, processes, label="rings", after_epoch=history.append)
+    images = torch.zeros(BATCH_SIZE, samples.channels, samples.size, samples.size, device=processes.device)
+    network, report = sparsity.compact(model, images)
+    test = samples.test.to(processes.device)
+    _, accuracy = evaluate(network, test, Normalization(samples.train), processes)
+    return Shrunk(network, report, history[-1].test_accuracy, accuracy)
+
+
+def print_table(shrunk: Shrunk) -> None:
+    """Prints kernel sizes, multiply-adds and latency, before and after."""
+    report = shrunk.report
+    table = Table(title="Ring penalty, then sparsity.compact: what is left of each layer")
+    for heading in ("layer", "kernels", "sizes", "channels read", "multiply-adds of an image"):
+        table.add_column(heading, justify="left" if heading in ("layer", "sizes") else "right")
+    for layer in report.layers:
+        table.add_row(
+            layer.name,
+            f"{layer.kernels_before} -> {layer.kernels_after}",
+            ", ".join(f"{count} of {size}" for size, count in layer.sizes.items() if size != "0"),
+            f"{layer.channels_before} -> {layer.channels_after}",
+            f"{layer.multiply_adds_before:,} -> {layer.multiply_adds_after:,}",
+        )
+    table.add_section()
+    total = f"{report.multiply_adds_before:,} -> {report.multiply_adds_after:,}"
+    table.add_row("all", "", "", "", total)
+    Console().print(table)
+    before, after = report.latency_before or 0.0, report.latency_after or 0.0
+    print(
+        f"Latency of {BATCH_SIZE} images: {before * 1e3:.2f} ms -> {after * 1e3:.2f} ms. "
+        f"Test accuracy: {shrunk.accuracy:.1%} -> {shrunk.accuracy_compacted:.1%}, compacted."
+    )

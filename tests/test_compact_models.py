@@ -1,0 +1,186 @@
+"""Compaction of what networks do beside convolutions: what is not understood stays, and outputs are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from compact_cases import strike
+from torch import Tensor, nn
+from torch.nn import functional
+
+from loco_ext import sparsity
+
+
+class Network(nn.Module):
+    """Named layers, and a function of them and the inputs."""
+
+    def __init__(self, function: Callable[..., object], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(self, x)
+
+
+def convolution(channels: int, kernels: int, size: int = 3) -> nn.Conv2d:
+    return nn.Conv2d(channels, kernels, size, padding=size // 2)
+
+
+def check(model: nn.Module, *inputs: Tensor, seed: int = 0) -> sparsity.Report:
+    """Strikes zeros into the model and asserts that what is left gives the same; returns the last report."""
+    model = strike(model, seed).double().eval()
+    for options in ({"fixed_size": True}, {"fold_norms": False}, {}):
+        network, report = sparsity.compact(model, inputs[0], cost="multiply_adds", **options)
+        assert "model" not in report.notes
+        for x in inputs[:1] if options.get("fixed_size") else inputs:
+            results, expected = network(x.clone()), model(x.clone())
+            for result, right in zip(
+                *((y if isinstance(y, tuple) else (y,)) for y in (results, expected)), strict=True
+            ):
+                assert result.shape == right.shape
+                assert (result - right).abs().max() <= 1e-10 * right.abs().max()
+    return report
+
+
+IMAGES = torch.randn(2, 3, 12, 11).double(), torch.randn(1, 3, 9, 13).double()
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided by a size": lambda y: y / y.size(2),
+    "divided by the number of channels": lambda y: y / y.shape[1],
+    "concatenated by keyword": lambda y: torch.cat(tensors=[y[:, 2:], -y], dim=1)[:, :8],
+    "chunks by keyword": lambda y: torch.cat(torch.chunk(input=y, chunks=2, dim=1)[::-1], 1),
+    "normalised": lambda y: functional.normalize(y, dim=1),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_operations(operation: Callable[[Tensor], Tensor]) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.last(operation(functional.relu(net.middle(functional.relu(net.first(x))))))
+
+    layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
+    report = check(Network(function, **layers), *IMAGES)
+    assert report.multiply_adds_executed < report.multiply_adds_before
+
+
+def test_weights_that_are_read_outside_their_layer_stay() -> None:
+    def function(net: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+        return net.last(functional.relu(net.middle(functional.relu(net.first(x))))), net.middle.weight * 2
+
+    layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
+    report = check(Network(function, **layers), *IMAGES)
+    assert "read outside" in report.notes["middle"]
+
+
+def test_a_normalisation_without_weights_that_is_called_twice() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.last(functional.relu(net.norm(net.middle(functional.relu(net.norm(net.first(x)))))))
+
+    norm = nn.BatchNorm2d(8, affine=False)
+    layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
+    report = check(Network(function, norm=norm, **layers), *IMAGES)
+    assert "more than once" in report.notes["norm"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_new_modules_do_not_take_the_names_of_others(seed: int) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.conv_1(functional.relu(net.conv_0(functional.relu(net.conv(x)))))
+
+    layers = {"conv": convolution(3, 8), "conv_0": convolution(8, 8), "conv_1": convolution(8, 4)}
+    check(Network(function, **layers), *IMAGES, seed=seed)
+
+
+def test_hooks_of_layers_without_weights_see_all_channels() -> None:
+    relu = nn.ReLU()
+    relu.register_forward_hook(lambda module, x, y: y + torch.arange(8).reshape(1, 8, 1, 1))
+    report = check(nn.Sequential(convolution(3, 8), relu, convolution(8, 4)), *IMAGES)
+    assert "hooks" in report.notes["1"]
+
+
+class Optional(nn.Module):
+    """Does something else if given more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = convolution(3, 8), convolution(8, 4)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None, twice: bool = False, *, mode: str = "relu") -> Tensor:
+        y = self.first(x)
+        y = self.last(functional.relu(y) if mode == "relu" else y)
+        if skip is not None:
+            y = y + skip
+        return y * 2 if twice else y
+
+
+def test_arguments_that_are_left_out_keep_their_defaults() -> None:
+    report = check(Optional(), *IMAGES)
+    assert report.parameters_after < report.parameters_before
+    assert not report.notes
+
+
+class Asking(nn.Module):
+    """Asks what its input is, which torch.fx cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = convolution(3, 8), convolution(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(functional.relu(self.first(x)))
+        return y * 2 if isinstance(x, Tensor) else y
+
+
+def test_a_graph_that_is_not_the_model_is_not_believed() -> None:
+    model = strike(Asking()).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "other outputs" in report.notes["model"]
+    assert (network(IMAGES[1]) - model(IMAGES[1])).abs().max() <= 1e-10 * model(IMAGES[1]).abs().max()
+    assert report.multiply_adds_executed < report.multiply_adds_before
+
+
+class Choosing(Asking):
+    """Cannot be traced; reads an attribute of a layer if told so."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.first.weight.dtype).to(self.last.weight.dtype) if self.reads else x
+        y = self.last(functional.relu(self.first(x)))
+        return y if y.sum() > 0 else y * 2
+
+
+def test_layers_whose_attributes_the_model_reads_stay() -> None:
+    model = strike(Choosing(reads=True)).double().eval()
+    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    assert "stays as it is" in report.notes["model"]
+    assert torch.equal(network(IMAGES[1]), model(IMAGES[1]))
+
+
+def test_kernels_are_cropped_for_inputs_without_a_batch_too() -> None:
+    model = strike(Choosing(reads=False)).double().eval()
+    for example in (IMAGES[0], IMAGES[0][0]):
+        network, report = sparsity.compact(model, example, cost="multiply_adds")
+        assert report.layers[0].multiply_adds_before == 12 * 11 * 8 * 3 * 9
+        for x in (*IMAGES, IMAGES[0][0]):
+            assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
+
+
+@pytest.mark.parametrize("layer", [nn.MultiheadAttention(8, 2), nn.Bilinear(8, 8, 3)])
+def test_single_layers_of_several_arguments_stay(layer: nn.Module) -> None:
+    inputs = [torch.randn(4, 8) for _ in range(3 if isinstance(layer, nn.MultiheadAttention) else 2)]
+    network, report = sparsity.compact(layer.eval(), inputs, cost="multiply_adds")
+    torch.testing.assert_close(network(*inputs), layer(*inputs))
+    assert "model" in report.notes
+
+
+def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(functional.max_pool2d(functional.relu(net.first(x)), 2).flatten(1))
+
+    check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())
