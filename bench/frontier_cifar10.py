@@ -32,7 +32,7 @@ TRAIN, TEST = 5_000, 2_500
 DENSE_EPOCHS, POINTS, REFIT_EPOCHS = 12, 16, 3
 STRENGTHS = tuple(0.002 * 100 ** (i / (POINTS - 1)) for i in range(POINTS))
 SEARCHED_POINTS = 8
-BATCH_NORM_STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1)
+BATCH_NORM_STRENGTHS = (0.001, 0.003, 0.01, 0.03)
 TAUS = (0.003, 0.03, 0.1)
 WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
 
@@ -89,7 +89,7 @@ def share_dense(setting: frontier.FrontierSettings, dataset: data.Dataset, folde
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures all arms; those that are finished already are read."""
+    """The records of all arms, by model and name; those that are finished already are read."""
     whole = data.load("cifar10", arguments.data).first(TRAIN)
     test = Samples(*(part[:TEST] for part in whole.test))
     dataset = data.Dataset(whole.name, whole.train, test, whole.classes, whole.augmented)
@@ -103,6 +103,11 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
                 share_dense(setting, dataset, arguments.runs / f"{model}-dense", out)
             record = frontier.measure(setting, dataset, out, "cpu", resume=True)
             networks.setdefault(model, {})[name] = record
+    return networks
+
+
+def report_of(networks: dict[str, Any]) -> dict[str, Any]:
+    """The records of all arms by model and name, and what they have in common."""
     return {
         "benchmark": "frontier_cifar10",
         "machine": harness.machine(),
@@ -116,6 +121,23 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def save(report: dict[str, Any], out: Path) -> None:
+    """Writes the JSON file and beside it a figure: errors against multiply-adds, one panel for each model."""
+    harness.write_json(out, report)
+    panels: dict[str, figures.Series] = {}
+    dense = {}
+    for model, arms in report["networks"].items():
+        dense[model] = arms["width"]["paths"][0]["multiply_adds"]
+        for name, record in arms.items():
+            if "," in name:
+                continue
+            for label, points in figures.by_tau(record).items():
+                refitted = ", refitted" if points[0]["refitted"] and record["settings"]["method"] == "prox" else ""
+                label = label.replace(record["settings"]["method"], name)
+                panels.setdefault(model, {})[label + refitted] = points
+    figures.write(figures.errors(panels, dense), out.with_suffix(".png"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the study, writes the JSON file and a figure beside it, prints the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.frontier_cifar10", description=__doc__.splitlines()[0])
@@ -124,21 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="ARM", help="such as 'resnet8 rings prox': run this, write no report")
     parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
     arguments = parser.parse_args(argv)
-    report = study(arguments)
+    networks = study(arguments)
     if arguments.only:
         return 0
+    report = report_of(networks)
     out = arguments.out or harness.RESULTS / "frontier_cifar10-resnet8.json"
-    harness.write_json(out, report)
-    panels, dense = {}, {}
-    for model, records in report["networks"].items():
-        shown = [name for name in records if "," not in name]
-        panels[model] = {
-            label.replace(records[name]["settings"]["method"], name): points
-            for name in shown
-            for label, points in figures.by_tau(records[name]).items()
-        }
-        dense[model] = records[shown[0]]["paths"][0]["multiply_adds"]
-    figures.write(figures.errors(panels, dense), out.with_suffix(".png"))
+    save(report, out)
     print(f"written: {out}", file=sys.stderr)
     tables.show(report, Console())
     return 0

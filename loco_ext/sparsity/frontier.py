@@ -82,9 +82,9 @@ def frontier(
     evenly on a logarithmic scale. The search for it begins with the largest of :func:`max_strength`; from there the
     strength is doubled until a training ends with all convolutions zero, or halved as long as one does.
 
-    Every training is started warm, in one of three ways. Mind "down", the usual one of convex problems: a network whose
-    convolutions are all zero has no gradient and stays so at any strength. It suits models with one convolution, or
-    strengths that begin below "alpha_max".
+    Every training is started warm, in one of three ways. Mind "down", the usual one of convex problems: convolutions
+    that are zero, one after the other, have no gradient, and a network that starts empty stays so or recovers badly. It
+    suits models with one convolution, or strengths that begin below "alpha_max".
 
     - ``"dense"``: from the model as it is given, whatever the strength. All points had equally long trainings.
     - ``"up"``: from the point before, strengths ascending; the first from the model. Later points trained longer.
