@@ -157,9 +157,12 @@ LOCO_HD void multiply_of(const T* x, const Run& run, const double* by_ring, T* o
 
 template <typename T>
 LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T* out) {
+  const auto factor = [=](int64_t i, T by) LOCO_INLINE { return d[i] / (d[i] + by); };
+  bool special = false;
+  for (int r = 0; r < run.rings; ++r) special |= !(static_cast<T>(c[r]) > T(0) && static_cast<T>(c[r]) < T(kInfinity));
+  if (!special) return change_by_ring(run, c, [=](int64_t i, T by) LOCO_INLINE { return u[i] * factor(i, by); }, out);
   const auto change = [=](int64_t i, T by) LOCO_INLINE {
-    const T factor = d[i] / (d[i] + by);
-    return u[i] * (by == T(0) ? T(1) : by == T(kInfinity) ? T(0) : factor);
+    return u[i] * (by == T(0) ? T(1) : by == T(kInfinity) ? T(0) : factor(i, by));
   };
   change_by_ring(run, c, change, out);
 }
