@@ -49,9 +49,12 @@ void KernelSolver<T>::divide() {
     const int64_t period = s.taps * (s.taps <= kFewTaps && s.channels >= kChannelsOfLanes ? kChannelsOfLanes : 1);
     for (int64_t l = 0; l < period; ++l) ring_of_lane_.push_back(s.ring_of_tap[l % s.taps]);
     ring_of_long_lane_.assign(ring_of_lane_.begin(), ring_of_lane_.end());
-    lanes_.resize((kLaneSums * period + 7) / 8);
-    parts_.push_back(
-        {0, {s.numel(), 0, period, s.rings, ring_of_lane_.data(), ring_of_long_lane_.data(), lanes_.data()->values}});
+    Run run{s.numel(), 0, period, s.rings, ring_of_lane_.data(), nullptr, nullptr};
+    ring_of_long_lane_.resize(run.stride(), -1);
+    lanes_.resize(kLaneSums * run.stride() / 8);
+    run.ring_of_long_lane = ring_of_long_lane_.data();
+    run.lanes = lanes_.data()->values;
+    parts_.push_back({0, run});
   }
 }
 

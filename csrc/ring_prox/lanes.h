@@ -10,7 +10,6 @@
 
 namespace loco::ring_prox {
 
-constexpr int kLanes = 16;
 // As many terms as are summed in their own type at a time.
 constexpr int kShortSum = 4;
 
@@ -57,22 +56,21 @@ LOCO_HD double only_if(bool condition, double x) {
   return x;
 }
 
-// Adds the lanes of each ring to its sums: `exact`, and rough[s - 1], [period] each.
+// Adds the lanes of each ring to its sums: `exact`, and rough[s - 1], [stride] each.
 template <int count, typename Part>
 LOCO_HD void add_lanes(const Run& run, const double* exact, const Part* rough, double* const (&sums)[count]) {
-  const int64_t period = run.period, *const ring = run.ring_of_long_lane;
+  const int64_t stride = run.stride(), *const ring = run.ring_of_long_lane;
   for (int r = 0; r < run.rings; ++r) {
     double parts[count][kLanes] = {};
-    const auto add = [&](int64_t k, int l) LOCO_INLINE {
-      const bool here = ring[k] == r;
-      parts[0][l] += only_if(here, exact[k]);
-      for (int s = 1; s < count; ++s) parts[s][l] += only_if(here, static_cast<double>(rough[(s - 1) * period + k]));
-    };
-    int64_t k = 0;
-    for (; k + kLanes <= period; k += kLanes) {
-      for (int l = 0; l < kLanes; ++l) add(k + l, l);
+    for (int64_t k = 0; k < stride; k += kLanes) {
+      for (int l = 0; l < kLanes; ++l) {
+        const bool here = ring[k + l] == r;
+        parts[0][l] += only_if(here, exact[k + l]);
+        for (int s = 1; s < count; ++s) {
+          parts[s][l] += only_if(here, static_cast<double>(rough[(s - 1) * stride + k + l]));
+        }
+      }
     }
-    for (int l = 0; k + l < period; ++l) add(k + l, l);
     for (int s = 0; s < count; ++s) sums[s][r] += total(parts[s]);
   }
 }
@@ -106,16 +104,16 @@ LOCO_HD void sum_uniform(const Run& run, const Term& term, double* const (&sums)
 
 template <typename Part, int count, typename Term>
 LOCO_HD void sum_pattern(const Run& run, const Term& term, double* const (&sums)[count]) {
-  const int64_t period = run.period;
+  const int64_t period = run.period, stride = run.stride();
   double* const exact = run.lanes;
-  Part* const rough = reinterpret_cast<Part*>(exact + period);
-  std::fill(exact, exact + period, 0.0);
-  std::fill(rough, rough + (count - 1) * period, Part(0));
+  Part* const rough = reinterpret_cast<Part*>(exact + stride);
+  std::fill(exact, exact + stride, 0.0);
+  std::fill(rough, rough + (count - 1) * stride, Part(0));
   const auto add = [=](int64_t i, int64_t l, int terms) LOCO_INLINE {
     Part parts[count] = {};
     for (int k = 0; k < terms; ++k) term(i + k * period + l, l, parts);
     exact[l] += static_cast<double>(parts[0]);
-    for (int s = 1; s < count; ++s) rough[(s - 1) * period + l] += parts[s];
+    for (int s = 1; s < count; ++s) rough[(s - 1) * stride + l] += parts[s];
   };
   int64_t i = 0;
   for (; i + kShortSum * period <= run.count; i += kShortSum * period) {

@@ -62,7 +62,7 @@ LOCO_HD void moments_of(const T* u, const T* d, const Run& run, const double* c,
     const Part same = static_cast<Part>(c[run.ring]);
     return sum_uniform<Part>(run, moment<Part>(u, d, [=](int64_t) LOCO_INLINE { return same; }), sums);
   }
-  Part* const by_lane = reinterpret_cast<Part*>(run.lanes + Moments::kPowers * run.period);
+  Part* const by_lane = reinterpret_cast<Part*>(run.lanes + Moments::kPowers * run.stride());
   spread(run, c, by_lane);
   sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
 }

@@ -9,6 +9,9 @@
 
 namespace loco::ring_prox {
 
+constexpr int kLanes = 16;    // partial sums that go on side by side
+constexpr int kLaneSums = 5;  // as many as are summed at a time
+
 // Contiguous weights and the ring of each: of weight i it is ring_of_lane[i % period], or the same for all.
 struct Run {
   int64_t count;
@@ -16,13 +19,13 @@ struct Run {
   int64_t period;
   int rings;
   const int32_t* ring_of_lane;       // [period], as wide as floats
-  const int64_t* ring_of_long_lane;  // and as doubles
-  double* lanes;                     // [kLaneSums * period], for use meanwhile
+  const int64_t* ring_of_long_lane;  // [stride()], and as doubles; none beyond the period
+  double* lanes;                     // [kLaneSums * stride()], for use meanwhile
 
+  // From one sum's lanes to the next one's.
+  int64_t stride() const { return (period + kLanes - 1) / kLanes * kLanes; }
   bool uniform() const { return period == 0; }
 };
-
-constexpr int kLaneSums = 5;  // as many as are summed at a time
 
 // Sums over each ring, with x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
 struct Moments {
