@@ -62,11 +62,12 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
 
     more = len(STRENGTHS) + REFIT_EPOCHS
     found = {
-        "width": arm(method="width", widths=WIDTHS, refit_epochs=more),
+        "width": arm(method="width", widths=WIDTHS, refit_epochs=more, latency=True),
         "width with batch norm": arm(method="width", widths=WIDTHS, dense_epochs=DENSE_EPOCHS + more, refit_epochs=0),
     }
     for penalty in PENALTIES:
-        found[f"{penalty} prox"] = arm(penalty, refit_epochs=REFIT_EPOCHS if penalty == "rings" else 0)
+        rings = penalty == "rings"
+        found[f"{penalty} prox"] = arm(penalty, refit_epochs=REFIT_EPOCHS if rings else 0, latency=rings)
         options: dict[str, Any] = {"strengths": STRENGTHS[1::2], "taus": TAUS, "refit_epochs": 0}
         found[f"{penalty} subgradient"] = arm(penalty, epochs=2, method="subgradient", **options)
     if model == MODELS[0]:

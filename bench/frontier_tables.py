@@ -13,7 +13,9 @@ Parts = tuple[str, list[str], list[Cells]]
 def of(report: dict[str, Any]) -> list[Parts]:
     """What the methods reach with a share of the multiply-adds; warm starts; what batch normalisation does."""
     settings = report["settings"]
-    tables = [errors(model, arms, settings) for model, arms in report["networks"].items()]
+    tables = [
+        table(model, arms, settings) for model, arms in report["networks"].items() for table in (errors, latencies)
+    ]
     for arms in report["networks"].values():
         if "rings prox, live" in arms:
             tables += [paths(arms), norms(arms)]
@@ -29,11 +31,12 @@ def errors(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
             continue
         points = [point for path in record["paths"] for point in path["points"]]
         raw = [point | {"refitted": None} for point in points]
+        shares = [point["multiply_adds"] / whole for point in points]
         if name.startswith("width"):
-            rows.append([name, *lowest(points, whole)])
+            rows.append([name, *lowest(points, shares)])
         else:
-            rows.append([f"{name}, not refitted", *lowest(raw, whole)])
-            rows += [[f"{name}, refitted", *lowest(points, whole)]] if points[0]["refitted"] else []
+            rows.append([f"{name}, not refitted", *lowest(raw, shares)])
+            rows += [[f"{name}, refitted", *lowest(points, shares)]] if points[0]["refitted"] else []
     title = (
         f"{model}, {settings['training_samples']:,} training images: lowest test error in percent "
         f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} multiply-adds. "
@@ -42,11 +45,27 @@ def errors(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
     return title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows
 
 
-def lowest(points: list[dict[str, Any]], whole: int) -> Cells:
-    """By share, and the number of networks that it was chosen from."""
+def latencies(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
+    """The same by the share of time that a compacted network may take; pruned ones are timed beside the dense one."""
+    dense = arms["width"]["paths"][0]["latency"]
+    rows: list[Cells] = []
+    for name in ("width", "rings prox"):
+        points = [point for path in arms[name]["paths"] for point in path["points"]]
+        whole = [dense if name == "width" else point["latency_before"] for point in points]
+        shares = [point["latency_after"] / time for point, time in zip(points, whole, strict=True)]
+        rows.append([name, *lowest(points, shares)])
+    title = (
+        f"{model}, one thread: lowest test error in percent of the networks that take at most so much of "
+        f"{1e3 * dense:.2f} ms, the time of the dense one for {arms['width']['latency_batch']} images; rings refitted"
+    )
+    return title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows
+
+
+def lowest(points: list[dict[str, Any]], shares: list[float]) -> Cells:
+    """The lowest error of those that cost at most each of SHARES, and the number of networks that it is chosen from."""
     cells: Cells = []
-    for share in SHARES:
-        allowed = [error(point) for point in points if point["multiply_adds"] <= share * whole]
+    for most in SHARES:
+        allowed = [error(point) for point, share in zip(points, shares, strict=True) if share <= most]
         cells.append(f"{min(allowed):.1f}" if allowed else None)
     return [*cells, str(len(points))]
 
