@@ -228,9 +228,18 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
     back = None if free else restoring(buckets, convolution.weight.device)
     if back is not None:
         owner.register_buffer("order", back)
-        result = graph.call_function(torch.index_select, (result, -1 - convolution.axes, graph.get_attr("order")))
+        result = select(graph, result, graph.get_attr("order"), convolution)
     graph.output(result)
     return fx.GraphModule(owner, graph)
+
+
+def select(graph: fx.Graph, result: fx.Node, index: fx.Node, convolution: Convolution) -> fx.Node:
+    """The convolution's channels in another order, in its memory format, which torch.index_select does not keep."""
+    selected = graph.call_function(torch.index_select, (result, -1 - convolution.axes, index))
+    if not convolution.channels_last:
+        return selected
+    memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
+    return graph.call_method("contiguous", (selected,), {"memory_format": memory_format})
 
 
 def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:

@@ -21,6 +21,7 @@ from loco_ext.sparsity.compaction.convolution import (
     paddings,
     put,
     restoring,
+    select,
     unused,
 )
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
@@ -138,7 +139,7 @@ class Rewriter:
         if back is None:
             return result, order
         index = self._constant(node, "order", back)
-        return self._graph.call_function(torch.index_select, (result, 1, index)), sorted(order)
+        return select(self._graph, result, index, convolution), sorted(order)
 
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]
