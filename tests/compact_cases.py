@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loco_ext import geometry
+from loco_ext import geometry, sparsity
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -40,6 +41,13 @@ def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.
                     weight.uniform_(0.5, 1.5, generator=generator)
                     module.bias.normal_(generator=generator)
     return model
+
+
+def compacted(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], **options: Any) -> tuple[nn.Module, Any]:
+    """What compaction makes of the model by counting multiply-adds; asserts that it did not fall back on the model."""
+    network, report = sparsity.compact(model, inputs, cost="multiply_adds", **options)
+    assert "it stays as it is" not in report.notes.get("model", "")
+    return network, report
 
 
 def same(network: nn.Module, model: nn.Module, *inputs: Tensor) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from compact_cases import Residual, conv, random_network, same, sizes_of, strike
+from compact_cases import Residual, compacted, conv, random_network, same, sizes_of, strike
 from torch import Tensor, nn
 
 from loco_ext import sparsity
@@ -25,9 +25,7 @@ def check_random(seed: int, dims: int) -> None:
         pytest.skip("no image of this size")
     before = copy.deepcopy(model.state_dict())
     for fold_norms, fixed_size in ((True, False), (False, False), (False, True)):
-        network, report = sparsity.compact(
-            model, inputs[0], cost="multiply_adds", fold_norms=fold_norms, fixed_size=fixed_size
-        )
+        network, report = compacted(model, inputs[0], fold_norms=fold_norms, fixed_size=fixed_size)
         same(network, model, *(inputs[:1] if fixed_size else inputs))
         assert "model" not in report.notes
         assert report.multiply_adds_after <= report.multiply_adds_executed <= report.multiply_adds_before
@@ -57,7 +55,7 @@ def test_networks_of_the_experiments(name: str, pattern: dict[str, float]) -> No
     torch.manual_seed(0)
     model = strike(models.MODELS[name].make(3, 10, 32), **pattern).double().eval()
     x = torch.randn(2, 3, 32, 32, dtype=torch.double)
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     same(network, model, x, x.contiguous(memory_format=torch.channels_last))
     assert report.multiply_adds_executed < 0.97 * report.multiply_adds_before
     assert report.parameters_after == sum(p.numel() for p in network.parameters()) < report.parameters_before
@@ -69,7 +67,7 @@ def test_a_constant_goes_into_the_bias_where_no_padding_shows_it() -> None:
     first[1] = 0
     model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second))
     x = torch.randn(1, 2, 6, 7).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds")
+    network, _ = compacted(model, x)
     assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
     same(network, model, x, torch.randn(2, 2, 3, 3).double())
 
@@ -79,7 +77,7 @@ def test_a_constant_that_padding_shows_is_kept_and_named() -> None:
     first[1] = 0
     model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second, padding=1))
     x = torch.randn(1, 2, 6, 7).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     assert sizes_of(network) == [(3, 2, 1, 1), (2, 3, 3, 3)]
     assert "padding of 2" in str(report.layers[0].kept)
     same(network, model, x, torch.randn(2, 2, 1, 4).double())
@@ -90,7 +88,7 @@ def test_one_constant_stands_for_all_that_padding_shows() -> None:
     first[:4] = 0
     model = nn.Sequential(conv(first, [0.5, 2.0, -1.0, 1e-9, 0.0, 0.0]), nn.Tanh(), conv(second, padding=1))
     x = torch.randn(1, 2, 6, 7).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds")
+    network, _ = compacted(model, x)
     assert sizes_of(network) == [(3, 2, 1, 1), (2, 3, 3, 3)]
     same(network, model, x, torch.randn(2, 2, 1, 4).double())
 
@@ -100,7 +98,7 @@ def test_a_map_of_biases_binds_the_size() -> None:
     first[1] = 0
     model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second, padding=1))
     x = torch.randn(1, 2, 6, 7).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds", fixed_size=True)
+    network, _ = compacted(model, x, fixed_size=True)
     assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
     same(network, model, x, torch.randn(3, 2, 6, 7).double())
     with pytest.raises(RuntimeError, match="size"):
@@ -111,7 +109,7 @@ def test_a_zero_constant_goes_whatever_the_padding() -> None:
     first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
     first[1] = 0
     model = nn.Sequential(conv(first, [0.0, -2.0, 0.0]), nn.ReLU(), conv(second, padding=1))
-    network, _ = sparsity.compact(model, torch.randn(1, 2, 6, 7).double(), cost="multiply_adds")
+    network, _ = compacted(model, torch.randn(1, 2, 6, 7).double())
     assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
 
 
@@ -124,7 +122,7 @@ def test_a_kernel_of_one_tap_reads_the_right_place(mode: str, stride: int, kept:
     model = nn.Sequential(conv(weight, stride=stride, padding=2, padding_mode=mode))
     for size in ((9, 8), (3, 4), (12, 3)):
         x = torch.randn(2, 1, *size).double()
-        network, report = sparsity.compact(model, torch.randn(1, 1, 9, 9).double(), cost="multiply_adds")
+        network, report = compacted(model, torch.randn(1, 1, 9, 9).double())
         assert sizes_of(network) == [(1, 1, 1, 1)]
         assert torch.equal(network(x), model(x))
     assert report.layers[0].sizes == {"1x1": 1}
@@ -134,7 +132,7 @@ def test_cropping_is_right_for_images_smaller_than_what_is_cropped() -> None:
     weight = torch.zeros(1, 1, 7, 7).double()
     weight[0, 0, 6, 6] = 1
     model = nn.Sequential(conv(weight, padding=3))
-    network, _ = sparsity.compact(model, torch.randn(1, 1, 9, 9).double(), cost="multiply_adds")
+    network, _ = compacted(model, torch.randn(1, 1, 9, 9).double())
     for size in (1, 2, 3):
         x = torch.randn(1, 1, size, size).double()
         assert torch.equal(network(x), model(x))
@@ -146,7 +144,7 @@ def test_a_block_that_adds_nothing_becomes_the_identity() -> None:
         block.residual[3].weight.zero_()
     model = nn.Sequential(nn.Conv2d(3, 4, 1), block, nn.Conv2d(4, 2, 1)).double().eval()
     x = torch.randn(2, 3, 5, 5).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     same(network, model, x)
     assert sizes_of(network) == [(4, 3, 1, 1), (2, 4, 1, 1)]
     assert [layer.kernels_after for layer in report.layers] == [4, 0, 0, 2]
@@ -159,7 +157,7 @@ def test_a_channel_of_a_residual_network_goes_when_every_writer_is_dead() -> Non
         model[0].weight[1], model[0].bias[1] = 0, 0
         model[1].residual[3].weight[:2] = 0
     x = torch.randn(2, 3, 5, 5).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds")
+    network, _ = compacted(model, x)
     same(network, model, x)
     assert sizes_of(network) == [(3, 3, 1, 1), (4, 3, 3, 3), (2, 4, 3, 3), (2, 3, 1, 1)]
 
@@ -171,7 +169,7 @@ def test_multiply_adds_are_those_of_eq_10() -> None:
     weight[2, :, [0, 2]] = 0
     weight[2, :, :, [0, 2]] = 0
     model = nn.Sequential(conv(weight.double(), padding=1, stride=2))
-    _, report = sparsity.compact(model, torch.randn(7, 3, 9, 8).double(), cost="multiply_adds")
+    _, report = compacted(model, torch.randn(7, 3, 9, 8).double())
     pixels = 5 * 4
     assert report.multiply_adds_before == pixels * 4 * 3 * 9
     assert report.multiply_adds_after == pixels * 3 * (0 + 4 + 1 + 9)
@@ -183,7 +181,7 @@ def test_a_single_layer_is_cropped() -> None:
     weight = torch.zeros(1, 1, 3, 3).double()
     weight[0, 0, 1, 1] = 1
     x = torch.randn(1, 1, 5, 5).double()
-    network, _ = sparsity.compact(conv(weight, padding=1), x, cost="multiply_adds")
+    network, _ = compacted(conv(weight, padding=1), x)
     assert sizes_of(network) == [(1, 1, 1, 1)]
     assert torch.equal(network(x), x)
 
@@ -212,7 +210,7 @@ def test_features_of_channels_that_are_gone_leave_the_linear_layer() -> None:
         model.convolution.weight[2:4] = 0
         model.linear.weight[:, 20:40] = 0
     x = torch.randn(2, 1, 6, 7).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     same(network, model, x)
     assert network.linear.weight.shape == (3, 60)
     assert report.layers[1].multiply_adds_after == 180
@@ -224,7 +222,7 @@ def test_nan_and_infinite_weights_stay() -> None:
         model[1].bias[:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0]).double()
         model[3].weight[5, 2, 1, 1] = float("nan")
     x = torch.randn(2, 3, 8, 8).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds", fold_norms=False)
+    network, _ = compacted(model, x, fold_norms=False)
     assert torch.equal(network(x).isnan(), model(x).isnan())
 
 
@@ -247,7 +245,7 @@ def test_the_smaller_network_trains_and_compiles() -> None:
     model = strike(models.small_cnn(3, 4, 8), 0)
     model.train()
     x = torch.randn(4, 3, 8, 8)
-    network, _ = sparsity.compact(model, x, cost="multiply_adds", fold_norms=False)
+    network, _ = compacted(model, x, fold_norms=False)
     assert network.training
     assert model.training
     compiled = torch.compile(copy.deepcopy(network).eval(), fullgraph=True, backend="eager")
@@ -259,7 +257,7 @@ def test_the_smaller_network_trains_and_compiles() -> None:
 def test_frozen_parameters_stay_frozen() -> None:
     model = strike(models.small_cnn(3, 4, 8), 0)
     model[0].weight.requires_grad_(False)
-    network, _ = sparsity.compact(model, torch.randn(2, 3, 8, 8), cost="multiply_adds")
+    network, _ = compacted(model, torch.randn(2, 3, 8, 8))
     frozen = [name for name, p in network.named_parameters() if not p.requires_grad]
     assert "0.weight" in frozen or any(name.startswith("0_") for name in frozen)
     assert not any(name.startswith("3") for name in frozen)
@@ -269,7 +267,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     model = strike(models.resnet18(3, 10, 8), 4).to(dtype).eval()
     x = torch.randn(2, 3, 8, 8).to(dtype)
-    network, _ = sparsity.compact(model, x, cost="multiply_adds", fold_norms=False)
+    network, _ = compacted(model, x, fold_norms=False)
     expected = model(x)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert network(x).dtype == dtype
@@ -294,7 +292,7 @@ def test_wrappers_are_taken_off() -> None:
     model = strike(models.small_cnn(3, 4, 8), 0).eval()
     x = torch.randn(2, 3, 8, 8)
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
-        network, _ = sparsity.compact(wrapped, x, cost="multiply_adds")
+        network, _ = compacted(wrapped, x)
         torch.testing.assert_close(network(x), model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -310,7 +308,7 @@ def test_a_model_of_nested_outputs_and_several_inputs() -> None:
 
     model = strike(Two(), 5).double().eval()
     inputs = torch.randn(2, 2, 6, 6).double(), torch.randn(2, 3, 6, 6).double()
-    network, _ = sparsity.compact(model, inputs, cost="multiply_adds")
+    network, _ = compacted(model, inputs)
     for result, expected in zip(network(*inputs)["both"], model(*inputs)["both"], strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
@@ -337,5 +335,5 @@ def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
 
     model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), Twice(), Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
     x = torch.randn(2, 3, 5, 5).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds")
+    network, _ = compacted(model, x)
     same(network, model, x)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from compact_cases import same, sizes_of, strike
+from compact_cases import compacted, same, sizes_of, strike
 from torch import Tensor, nn
 from torch.nn import functional
-
-from loco_ext import sparsity
 
 
 class InPlace(nn.Module):
@@ -28,7 +26,7 @@ class InPlace(nn.Module):
 def test_operations_in_place_are_seen_through() -> None:
     model = strike(InPlace(), 3).double().eval()
     x = torch.randn(2, 2, 6, 6).double()
-    network, _ = sparsity.compact(model, x, cost="multiply_adds")
+    network, _ = compacted(model, x)
     same(network, model, x)
 
 
@@ -50,7 +48,7 @@ def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
     with torch.no_grad():
         model.dead.weight.zero_()
     x = torch.randn(2, 2, 6, 6).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     same(network, model, x)
     assert not report.notes
     assert sizes_of(network) == [(4, 2, 3, 3)]
@@ -86,7 +84,7 @@ def test_models_without_a_graph_keep_their_channels_and_are_cropped(kind: type[n
     with torch.no_grad():
         model.convolution.weight[:, :, 0] = 0
     x = torch.randn(2, 2, 8, 8).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     same(network, model, x, -x)
     assert "all channels are kept" in report.notes["model"]
     assert type(network) is kind
@@ -109,7 +107,7 @@ class Shared(nn.Module):
 def test_what_is_not_understood_is_kept_and_named() -> None:
     model = strike(Shared(), 2).double().eval()
     x = torch.randn(2, 4, 8, 8).double()
-    network, report = sparsity.compact(model, x, cost="multiply_adds")
+    network, report = compacted(model, x)
     same(network, model, x)
     assert "called more than once" in report.notes["twice"]
     assert "hooks" in report.notes["hooked"]

@@ -100,6 +100,7 @@ def union(some: Sequence[Box]) -> Box:
 
 
 def taps(box: Box) -> int:
+    """How many taps the box has."""
     return prod(b - a for a, b in box)
 
 
@@ -129,6 +130,7 @@ def pads_of(box: Box, convolution: Convolution) -> Pads:
 
 
 def is_even(pads: Pads) -> bool:
+    """Whether a convolution module can pad so: alike on both sides of each axis, by 0 or more."""
     return all(lower == upper >= 0 for lower, upper in pads)
 
 
