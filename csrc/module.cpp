@@ -4,6 +4,7 @@
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
+#include "block_sparse/bind_pattern.h"
 #include "common/registry.h"
 #include "optim_step/cpu.h"
 
@@ -15,4 +16,5 @@ PYBIND11_MODULE(_C, module) {
     return info;
   });
   module.def("release", &loco::release);
+  loco::block_sparse::define_pattern(module);
 }

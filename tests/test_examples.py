@@ -18,10 +18,14 @@ MODULES = sorted(
     if not module.name.endswith(("._C", ".__main__"))
 )
 # Where a user looks first; each has to have an example.
-SHOWN = {"loco_ext.geometry", "loco_ext.info", "loco_ext.optim.adam", "loco_ext.optim.groups", "loco_ext.optim.sgd"}
+SHOWN = {"loco_ext.info", "loco_ext.optim.adam", "loco_ext.optim.groups", "loco_ext.optim.sgd"}
 SHOWN |= {
     "loco_ext.analysis.cohesion",
     "loco_ext.analysis.locality",
+    "loco_ext.geometry.block_distances",
+    "loco_ext.geometry.block_pattern",
+    "loco_ext.geometry.conv",
+    "loco_ext.geometry.taps",
     "loco_ext.ops.backends",
     "loco_ext.ops.optim_step",
     "loco_ext.ops.ring_prox",

@@ -1,6 +1,5 @@
 """Distances, classes, decay maps and rings against hand-written examples and plain Python."""
 
-import doctest
 import itertools
 import math
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from loco_ext import geometry
 from loco_ext.geometry import decay_map, distance_classes, ring_index, tap_distances
 
 ODD = [1, 7, (1,), (1, 1), (3, 3), (1, 7), (7, 1), (5, 3), (5, 5), (11, 11), (1, 1, 1), (3, 3, 3), (3, 1, 5)]
@@ -310,9 +308,3 @@ def test_unknown_choices():
 def test_bad_factors(kernel_size, factors, error):
     with pytest.raises(error, match=r"factors: expected .* got "):
         decay_map(kernel_size, factors)
-
-
-def test_examples():
-    result = doctest.testmod(geometry)
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -85,6 +85,11 @@ def decay_map(kernel_size: KernelSize, factors: Sequence[float], center: str | N
     [[18.0, 9.0, 18.0], [9.0, 4.5, 9.0], [18.0, 9.0, 18.0]]
     """
     index, distances = distance_classes(kernel_size, center)
+    return relative_decay(index, distances, factors, f"kernel_size {tuple(index.shape)}")
+
+
+def relative_decay(index: Tensor, distances: Sequence[float], factors: Sequence[float], of: str) -> Tensor:
+    """``g / Z`` of everything that ``index`` has the distance class of; ``of`` names it in messages."""
     values = _check_factors(factors)
     if len(values) == 2:
         gamma, eta = values
@@ -92,12 +97,12 @@ def decay_map(kernel_size: KernelSize, factors: Sequence[float], center: str | N
     elif len(values) != len(distances):
         raise ValueError(
             f"factors: expected (gamma, eta) or one factor for each of the {len(distances)} distance classes of "
-            f"kernel_size {tuple(index.shape)}, got {len(values)}: {factors!r}"
+            f"{of}, got {len(values)}: {factors!r}"
         )
     g = torch.tensor(values, dtype=torch.float64, device="cpu")[index]
     z = g.mean().item()
     if not 0 < z < math.inf:
-        raise ValueError(f"factors: expected a positive and finite mean over all taps, got {factors!r}, of mean {z}")
+        raise ValueError(f"factors: expected a positive and finite mean over {of}, got {factors!r}, of mean {z}")
     return g / z
 
 
@@ -171,16 +176,22 @@ def _peeled(size: int, rings: int, kind: str, top_left_first: bool) -> list[int]
 def _doubled_squares(kernel_size: KernelSize, center: str | None) -> Tensor:
     """Squared distances in half taps: integers, so that classes are exact, for a centre between two taps as well."""
     shape = _check_kernel_size(kernel_size)
-    _check_choice("center", center, (None, "midpoint"))
-    if center is None and any(size % 2 == 0 for size in shape):
-        raise ValueError(
-            f'kernel_size: expected odd sizes, for an even one has no centre tap, unless center="midpoint"; got {shape}'
-        )
+    check_center(center, shape)
     total = torch.zeros(shape, dtype=torch.int64, device="cpu")
     for axis, size in enumerate(shape):
         offsets = 2 * torch.arange(size, dtype=torch.int64, device="cpu") - (size - 1)
         total += (offsets**2).view([size if other == axis else 1 for other in range(len(shape))])
     return total
+
+
+def check_center(center: str | None, kernel_size: tuple[int, ...]) -> None:
+    """Refuses to measure from a centre tap that there is not."""
+    _check_choice("center", center, (None, "midpoint"))
+    if center is None and any(size % 2 == 0 for size in kernel_size):
+        raise ValueError(
+            'kernel_size: expected odd sizes, for an even one has no centre tap, unless center="midpoint"; got '
+            f"{kernel_size}"
+        )
 
 
 def _check_kernel_size(kernel_size: KernelSize) -> tuple[int, ...]:

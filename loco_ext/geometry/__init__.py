@@ -1,0 +1,25 @@
+"""Taps of convolution kernels, and the pairs of pixels that layers between convolution and full connection have.
+
+Distances, decay maps and rings of taps; patterns of blocks and their distances. No weights are seen here.
+"""
+
+from loco_ext.geometry.block_distances import block_decay_map, block_distance_classes, block_offsets
+from loco_ext.geometry.block_pattern import BlockPattern, ConvTaps, Transposed
+from loco_ext.geometry.conv import ConvGeometry, values_bytes
+from loco_ext.geometry.taps import decay_map, distance_classes, ring_index, ring_list, tap_distances
+
+__all__ = [
+    "BlockPattern",
+    "ConvGeometry",
+    "ConvTaps",
+    "Transposed",
+    "block_decay_map",
+    "block_distance_classes",
+    "block_offsets",
+    "decay_map",
+    "distance_classes",
+    "ring_index",
+    "ring_list",
+    "tap_distances",
+    "values_bytes",
+]

@@ -1,0 +1,65 @@
+"""Checks of counts and of indices that come from outside, before anything is computed with them."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+LARGEST_COUNT = 2**63 - 1
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def is_int(value: object) -> bool:
+    """True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: int, smallest: int = 0) -> int:
+    """The value, if it is an int and not too small."""
+    if not is_int(value):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < smallest:
+        raise ValueError(f"{name}: expected at least {smallest}, got {value}")
+    return int(value)
+
+
+def check_indices(crow: Tensor, col: Tensor, n_in: int) -> tuple[Tensor, Tensor]:
+    """Copies of both, int64 on the CPU, if they are the indices of a pattern."""
+    crow, col = _copy("crow_indices", crow), _copy("col_indices", col)
+    counts = crow.diff()
+    if len(crow) == 0 or crow[0] != 0:
+        raise ValueError(f"crow_indices: expected n_out + 1 of them, the first 0, got {_start(crow)}")
+    if (counts < 0).any():
+        row = int((counts < 0).nonzero()[0])
+        raise ValueError(f"crow_indices: expected none to descend, got {crow[row]} and {crow[row + 1]} at row {row}")
+    if crow[-1] != len(col):
+        raise ValueError(f"crow_indices: expected the last to be the number of col_indices, {len(col)}, got {crow[-1]}")
+    outside = (col < 0) | (col >= n_in)
+    if outside.any():
+        block = int(outside.nonzero()[0])
+        raise ValueError(f"col_indices: expected input pixels from 0 to {n_in - 1}, got {col[block]} at {block}")
+    ascends = col.diff() > 0
+    begins = crow[1:-1]  # rows after the first; what comes before one of them is another row's
+    ascends[begins[(begins > 0) & (begins < len(col))] - 1] = True
+    if not ascends.all():
+        block = int((~ascends).nonzero()[0])
+        raise ValueError(
+            f"col_indices: expected each row to ascend strictly, got {col[block]} and then {col[block + 1]} at {block}"
+        )
+    return crow, col
+
+
+def _copy(name: str, indices: Tensor) -> Tensor:
+    if not isinstance(indices, Tensor) or indices.dtype not in INTEGERS:
+        raise TypeError(
+            f"{name}: expected a tensor of integers, got {getattr(indices, 'dtype', type(indices).__name__)}"
+        )
+    if indices.dim() != 1 or indices.layout != torch.strided:
+        raise ValueError(f"{name}: expected one dimension, got shape {tuple(indices.shape)}, {indices.layout}")
+    return indices.detach().to("cpu", torch.int64, copy=True).contiguous()
+
+
+def _start(indices: Tensor) -> str:
+    return f"{len(indices)}, from {indices[0]}" if len(indices) else "none"

@@ -1,0 +1,110 @@
+"""The compiled functions on patterns in NumPy and SciPy: the same arguments and results, for where there is no library.
+
+Images and kernels have three axes here, leading ones of size 1 where there are fewer. A pattern is a pair of int64
+arrays, ``crow`` and ``col``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy import ndimage
+
+Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
+Sizes = tuple[int, int, int]
+
+
+def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    output, _, pixel = _reads(pixels, image)
+    n_out = math.prod(len(table) for table in pixels)
+    return _pattern(np.unique(output * math.prod(image) + pixel), n_out, math.prod(image))
+
+
+def conv_taps(
+    pixels: Tables, image: Sizes, crow: np.ndarray, col: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    output, tap, pixel = _reads(pixels, image)
+    n_in = math.prod(image)
+    block = _find(output * n_in + pixel, _keys(crow, col, n_in))
+    there = block >= 0
+    return block[there], tap[there], output[there]
+
+
+def grow(
+    crow: np.ndarray, col: np.ndarray, image: Sizes, radius: int, wraps: bool, seeds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    n_out, n_in = len(crow) - 1, math.prod(image)
+    counts, found = [], []
+    step = max(1, 2**24 // n_in)  # rows at a time, so that the marks take 16 MiB
+    for start in range(0, n_out, step):
+        rows = np.arange(start, min(start + step, n_out))
+        marks = np.zeros((len(rows), n_in), dtype=bool)
+        first, last = crow[start], crow[rows[-1] + 1]
+        marks[np.repeat(rows - start, np.diff(crow[start : rows[-1] + 2])), col[first:last]] = True
+        empty = ~marks.any(axis=1)
+        marks[empty, seeds[rows][empty]] = True
+        images = marks.reshape(len(rows), *image)
+        for axis, size in enumerate(image, 1):
+            width = 2 * min(radius, size) + 1
+            images = ndimage.maximum_filter1d(images, width, axis=axis, mode="wrap" if wraps else "constant")
+        row, pixel = images.reshape(len(rows), n_in).nonzero()
+        counts.append(np.bincount(row, minlength=len(rows)))
+        found.append(pixel)
+    ends = np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64)
+    return ends, np.concatenate([np.empty(0, np.int64), *found])
+
+
+def unite(
+    crow: np.ndarray, col: np.ndarray, other_crow: np.ndarray, other_col: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    n_in = _width(col, other_col)
+    keys = np.union1d(_keys(crow, col, n_in), _keys(other_crow, other_col, n_in))
+    return _pattern(keys, len(crow) - 1, n_in)
+
+
+def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col: np.ndarray) -> np.ndarray:
+    n_in = _width(col, whole_col)
+    return _find(_keys(crow, col, n_in), _keys(whole_crow, whole_col, n_in))
+
+
+def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    blocks = np.argsort(col, kind="stable").astype(np.int64)
+    ends = np.cumsum(np.concatenate([[0], np.bincount(col, minlength=n_in)]), dtype=np.int64)
+    return ends, _rows(crow)[blocks], blocks
+
+
+def _reads(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Output pixel, tap and input pixel of all that is read, in this order."""
+    # Each along its own axes of [outputs z, y, x, taps z, y, x].
+    z, y, x = (np.expand_dims(table, [i for i in range(6) if i % 3 != axis]) for axis, table in enumerate(pixels))
+    read = (z * image[1] + y) * image[2] + x
+    live = (z >= 0) & (y >= 0) & (x >= 0)
+    n_taps = math.prod(table.shape[1] for table in pixels)
+    output, tap = live.reshape(-1, n_taps).nonzero()
+    return output, tap, read.reshape(-1, n_taps)[output, tap]
+
+
+def _rows(crow: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(len(crow) - 1), np.diff(crow))
+
+
+def _width(col: np.ndarray, other: np.ndarray) -> int:
+    return 1 + int(max(col.max(initial=0), other.max(initial=0)))
+
+
+def _keys(crow: np.ndarray, col: np.ndarray, n_in: int) -> np.ndarray:
+    """One number for each block, ascending with row and column."""
+    return _rows(crow) * n_in + col
+
+
+def _pattern(keys: np.ndarray, n_out: int, n_in: int) -> tuple[np.ndarray, np.ndarray]:
+    rows, col = np.divmod(keys, n_in)
+    return np.cumsum(np.concatenate([[0], np.bincount(rows, minlength=n_out)]), dtype=np.int64), col
+
+
+def _find(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:
+    """Where the keys are among the sorted ones, -1 where they are not."""
+    at = np.searchsorted(sorted_keys, keys)
+    there = np.append(sorted_keys, -1)[at] == keys
+    return np.where(there, at, -1)
