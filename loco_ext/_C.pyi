@@ -34,7 +34,7 @@ def unite(
     """The blocks of either pattern."""
 
 def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col: np.ndarray) -> np.ndarray:
-    """The index of each block in the whole pattern, -1 where it is not there."""
+    """The index of each block in the whole pattern, which has them all."""
 
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""

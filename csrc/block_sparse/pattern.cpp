@@ -204,12 +204,12 @@ Pattern unite(const Rows& a, const Rows& b) {
 }
 
 Indices locate(const Rows& part, const Rows& whole) {
-  Indices found(part.crow[part.count], -1);
+  Indices found(part.crow[part.count]);
   for (int64_t row = 0; row < part.count; ++row) {
     int64_t at = whole.crow[row];
     for (int64_t block = part.crow[row]; block < part.crow[row + 1]; ++block) {
-      while (at < whole.crow[row + 1] && whole.col[at] < part.col[block]) ++at;
-      if (at < whole.crow[row + 1] && whole.col[at] == part.col[block]) found[block] = at;
+      while (whole.col[at] != part.col[block]) ++at;
+      found[block] = at;
     }
   }
   return found;

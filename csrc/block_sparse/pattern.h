@@ -48,7 +48,7 @@ Pattern grow(const Rows& rows, const Sizes& image, int64_t radius, bool wraps, c
 // The blocks of either pattern; they have as many rows.
 Pattern unite(const Rows& a, const Rows& b);
 
-// The index in `whole` of every block of `part`, -1 where it is not there.
+// The index in `whole` of every block of `part`; all of them have to be there.
 Indices locate(const Rows& part, const Rows& whole);
 
 // By input pixel: its output pixels, ascending, and the blocks' indices in `rows`.

@@ -26,8 +26,9 @@ def conv_taps(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     output, tap, pixel = _reads(pixels, image)
     n_in = math.prod(image)
-    block = _find(output * n_in + pixel, _keys(crow, col, n_in))
-    there = block >= 0
+    wanted, keys = output * n_in + pixel, _keys(crow, col, n_in)
+    block = np.searchsorted(keys, wanted)
+    there = np.append(keys, -1)[block] == wanted
     return block[there], tap[there], output[there]
 
 
@@ -65,7 +66,7 @@ def unite(
 
 def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col: np.ndarray) -> np.ndarray:
     n_in = _width(col, whole_col)
-    return _find(_keys(crow, col, n_in), _keys(whole_crow, whole_col, n_in))
+    return np.searchsorted(_keys(whole_crow, whole_col, n_in), _keys(crow, col, n_in))
 
 
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -101,10 +102,3 @@ def _keys(crow: np.ndarray, col: np.ndarray, n_in: int) -> np.ndarray:
 def _pattern(keys: np.ndarray, n_out: int, n_in: int) -> tuple[np.ndarray, np.ndarray]:
     rows, col = np.divmod(keys, n_in)
     return np.cumsum(np.concatenate([[0], np.bincount(rows, minlength=n_out)]), dtype=np.int64), col
-
-
-def _find(keys: np.ndarray, sorted_keys: np.ndarray) -> np.ndarray:
-    """Where the keys are among the sorted ones, -1 where they are not."""
-    at = np.searchsorted(sorted_keys, keys)
-    there = np.append(sorted_keys, -1)[at] == keys
-    return np.where(there, at, -1)
