@@ -275,6 +275,24 @@ def test_patterns_on_a_device():
     assert torch.equal(there.taps.block, pattern.taps.block)
 
 
+def test_compiled_and_exported_graphs_use_patterns():
+    class Transposing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pattern = BlockPattern.from_conv((4, 5), 3, padding=1)
+            self.pattern.transpose()
+
+        def forward(self, x):
+            pattern = self.pattern.to(x.device)
+            _, rows, blocks = pattern.transpose()
+            return x[:, pattern.col_indices][:, blocks] * rows + pattern.nnz * pattern.n_in + pattern.n_out
+
+    module, x = Transposing(), torch.randn(2, 20)
+    expected = module(x)
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), expected)
+    assert torch.equal(torch.export.export(module, (x,)).module()(x), expected)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_patterns_on_a_gpu():
     pattern = BlockPattern.from_conv((6, 7), 3, padding=1)

@@ -184,7 +184,10 @@ class BlockPattern:
         return rows.repeat_interleave(counts, output_size=self.nnz)
 
     def transpose(self) -> Transposed:
-        """The pattern by input pixel, as the gradient of the input needs it; computed once."""
+        """The pattern by input pixel, as the gradient of the input needs it.
+
+        Computed at the first call, as :attr:`taps` are, which is to come before torch.compile traces one.
+        """
         return self._transposed
 
     def to(self, device: torch.device | str | int) -> BlockPattern:
