@@ -54,6 +54,21 @@ def test_kernels_find_what_the_reference_finds(mode, size, dtype):
     assert_native_is_reference(case)
 
 
+@pytest.mark.parametrize("weakness", [1e-1, 1e-2, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", ["1x1", "3x3", "5x5_full"])
+def test_weak_thresholds_in_a_metric_move_weights_by_what_they_should(size, dtype, weakness):
+    rings, channels = SIZES[size]
+    case = make_case(rings, 24, channels, metric=True)
+    case = replace(case, thresholds=weakness * case.thresholds).to(dtype)
+    wide = case.to(torch.float64)
+    moved, expected = wide.weight - case.prox("native").double(), wide.weight - wide.prox("reference")
+    rounding = torch.finfo(dtype).eps * wide.weight.abs()
+    allowed = {torch.float64: 1e-10, torch.float32: 1e-6}[dtype]
+    assert ((moved - expected).abs() <= allowed * expected.abs() + 2 * rounding).all()
+    assert (expected[wide.weight != 0] != 0).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in FLAT_MODES], ids=mode_id)
 def test_kernels_find_what_the_reference_finds_with_squares_in_a_metric(mode, dtype):

@@ -20,6 +20,14 @@ struct Block {
   int64_t phase;   // the first element's place in it
   T uniform;
   T* metric;  // where Adam's denominators go, or null
+
+  // To as many elements that come next; the metric is written anew.
+  void advance() {
+    w += count;
+    g += count;
+    for (T*& s : state) s = s ? s + count : nullptr;
+    if (table) phase = (phase + count) % period;
+  }
 };
 
 void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars);

@@ -147,6 +147,16 @@ class Step {
     std::vector<CacheLine> metric(Rule::has_metric ? numel * sizeof(T) / sizeof(CacheLine) + 1 : 0);
     held_job.metric = Rule::has_metric ? metric.data() : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
+    if (!is_staged<T>(job)) {
+      held_job.origin = begin;
+      Block<T> block = direct_block<T>(held_job, begin, numel);
+      const auto scalars = Rule::template as<T>(job.scalars);
+      for (int64_t at = begin; at < end; at += numel, block.advance()) {
+        update(block, job.flags, scalars);
+        shrinkage.apply(block.w, block.metric);
+      }
+      return;
+    }
     for (int64_t at = begin; at < end; at += numel) {
       held_job.origin = at;
       T* const w = fetch(t.w, at, numel, values);
@@ -183,11 +193,19 @@ class Step {
 
   template <typename T>
   void run_blocks(const Job<Rule>& job, int64_t begin, int64_t end) const {
+    if (!is_staged<T>(job)) {
+      return update(direct_block<T>(job, begin, end - begin), job.flags, Rule::template as<T>(job.scalars));
+    }
+    for (int64_t at = begin; at < end; at += kBlock) run_staged<T>(job, at, std::min(kBlock, end - at));
+  }
+
+  // Whether anything has to be brought into buffers for the update.
+  template <typename T>
+  bool is_staged(const Job<Rule>& job) const {
     const TensorStep& t = *job.tensor;
     bool staged = job.fill || call_.options.maximize || call_.grad_scale != 0 || !in_place<T>(t.w) || !in_place<T>(t.g);
     for (const Operand& state : t.state) staged = staged || (state.data && !in_place<T>(state));
-    if (!staged) return run_direct<T>(job, begin, end - begin);
-    for (int64_t at = begin; at < end; at += kBlock) run_staged<T>(job, at, std::min(kBlock, end - at));
+    return staged;
   }
 
   template <typename T>
@@ -203,14 +221,14 @@ class Step {
   }
 
   template <typename T>
-  void run_direct(const Job<Rule>& job, int64_t begin, int64_t count) const {
+  static Block<T> direct_block(const Job<Rule>& job, int64_t begin, int64_t count) {
     const TensorStep& t = *job.tensor;
     const auto at = [&](const Operand& o) { return o.data ? static_cast<T*>(o.data) + begin : nullptr; };
     Block<T> block = make_block<T>(job, begin, count);
     block.w = at(t.w);
     block.g = at(t.g);
     for (int k = 0; k < kStates; ++k) block.state[k] = at(t.state[k]);
-    update(block, job.flags, Rule::template as<T>(job.scalars));
+    return block;
   }
 
   template <typename T>

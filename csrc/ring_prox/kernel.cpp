@@ -50,7 +50,9 @@ void KernelSolver<T>::divide() {
     for (int64_t l = 0; l < period; ++l) ring_of_lane_.push_back(s.ring_of_tap[l % s.taps]);
     ring_of_long_lane_.assign(ring_of_lane_.begin(), ring_of_lane_.end());
     Run run{s.numel(), 0, period, s.rings, ring_of_lane_.data(), nullptr, nullptr};
+    ring_of_lane_.resize(run.stride(), -1);
     ring_of_long_lane_.resize(run.stride(), -1);
+    run.ring_of_lane = ring_of_lane_.data();
     lanes_.resize(kLaneSums * run.stride() / 8);
     run.ring_of_long_lane = ring_of_long_lane_.data();
     run.lanes = lanes_.data()->values;
@@ -130,11 +132,13 @@ int KernelSolver<T>::first_alive(const double* t) {
   const int rings = shape_.rings;
   if (!weighed_is_known_) {
     constexpr double kSafely = 0.99;
+    bool all = true;
     for (int r = 0; r < rings; ++r) {
       const double square = zero_.power[0][r], bend = zero_.power[2][r];
       weighed_[r] = bend > 0 ? kSafely * square * square / bend : 0;
+      all &= weighed_[r] > t[r] * t[r];  // no ring vanishes that is larger than its own threshold
     }
-    if (chain(weighed_, t, rings, factors) == 0) return 0;
+    if (all || chain(weighed_, t, rings, factors) == 0) return 0;
     std::fill(weighed_, weighed_ + rings, 0.0);
     for (const Part& part : parts_) weighed_squares(scaled_ + part.at, d_ + part.at, part.run, weighed_);
     weighed_is_known_ = true;
@@ -165,8 +169,10 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
   if (!from_zero) sum();
   for (int i = 0; i < kMostModels; ++i) {
     const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide ? 1e-9 : 3e-5);
-    const double derivative =
-        ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
+    const double part = iterate(model, norms, t, first, rings, kAllowed, coefficients);
+    const double derivative = part < 1 ? 1 - part
+                                       : ring_prox::solve_metric(model, norms, t, first, rings, coefficients,
+                                                                 derivatives, c0[first]);
     double error = 0, least = kInfinity;
     for (int r = first; r < rings; ++r) {
       const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "ring_prox/rows.h"
 
@@ -48,30 +49,34 @@ LOCO_HD void spread(const Run& run, const double* by_ring, T* by_lane) {
 }
 
 // x if the condition holds, else 0. With a select GCC 12 goes wrong: it loads x by the mask of another vector.
-LOCO_HD double only_if(bool condition, double x) {
-  int64_t bits;
+template <typename T>
+LOCO_HD T only_if(bool condition, T x) {
+  std::conditional_t<sizeof(T) == 4, int32_t, int64_t> bits;
   std::memcpy(&bits, &x, sizeof bits);
-  bits &= -static_cast<int64_t>(condition);
+  bits &= -static_cast<decltype(bits)>(condition);
   std::memcpy(&x, &bits, sizeof x);
   return x;
+}
+
+// Adds up the lanes, [stride], of ring r.
+template <typename T>
+LOCO_HD double sum_lanes(const Run& run, const T* lanes, int r) {
+  const auto* const ring = rings_for(run, T());
+  T parts[kLanes] = {};
+  for (int64_t k = 0; k < run.stride(); k += kLanes) {
+    for (int l = 0; l < kLanes; ++l) parts[l] += only_if(ring[k + l] == r, lanes[k + l]);
+  }
+  double wide[kLanes];
+  for (int l = 0; l < kLanes; ++l) wide[l] = static_cast<double>(parts[l]);
+  return total(wide);
 }
 
 // Adds the lanes of each ring to its sums: `exact`, and rough[s - 1], [stride] each.
 template <int count, typename Part>
 LOCO_HD void add_lanes(const Run& run, const double* exact, const Part* rough, double* const (&sums)[count]) {
-  const int64_t stride = run.stride(), *const ring = run.ring_of_long_lane;
   for (int r = 0; r < run.rings; ++r) {
-    double parts[count][kLanes] = {};
-    for (int64_t k = 0; k < stride; k += kLanes) {
-      for (int l = 0; l < kLanes; ++l) {
-        const bool here = ring[k + l] == r;
-        parts[0][l] += only_if(here, exact[k + l]);
-        for (int s = 1; s < count; ++s) {
-          parts[s][l] += only_if(here, static_cast<double>(rough[(s - 1) * stride + k + l]));
-        }
-      }
-    }
-    for (int s = 0; s < count; ++s) sums[s][r] += total(parts[s]);
+    sums[0][r] += sum_lanes(run, exact, r);
+    for (int s = 1; s < count; ++s) sums[s][r] += sum_lanes(run, rough + (s - 1) * run.stride(), r);
   }
 }
 

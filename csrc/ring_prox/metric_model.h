@@ -9,6 +9,7 @@
 // c0. So from c0 = 0 the solutions of such models rise to the one sought, and their errors are cubed.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "ring_prox/math.h"
@@ -51,5 +52,32 @@ class MetricModel {
   double tolerance_;
   double pole_[kMaxRings], moving_[kMaxRings];
 };
+
+// Writes c of every ring from `first` on where it hardly changes ||x||, as is mostly so: from the norms of u, then
+// again from those of what it leaves of u. The first time that changes c by some part of it, and each time the error
+// becomes as many times smaller, until it is allowed. Returns that part, or 1 where that does not happen or there is
+// nothing to solve.
+inline double iterate(const MetricModel& model, const double* norms, const double* t, int first, int rings,
+                      double allowed, double* coefficients) {
+  double left[kMaxRings], part = 1, most = kInfinity;
+  std::copy(norms + first, norms + rings, left + first);
+  for (int i = 0;; ++i) {
+    double c = 0, change = 0;
+    for (int r = rings - 1; r >= first; --r) {
+      c += t[r] == 0 ? 0 : t[r] / left[r];
+      const double rise = i > 0 && c != 0 ? c / coefficients[r] - 1 : 0;
+      change = rise <= change ? change : rise;  // NaN wins
+      coefficients[r] = c;
+    }
+    if (i == 0 && !(c > 0 && c < kInfinity)) return 1;
+    if (!(change <= most)) return 1;
+    if (i == 1) part = change;
+    if (i > 0) most = change / 2;
+    if (i == 1 && !(part * part * part * part < allowed)) return 1;
+    if (i > 0 && change * part <= allowed) return part;
+    double squares = 0;
+    for (int r = first; r < rings; ++r) left[r] = std::sqrt(squares += model(r, coefficients[r]).squares);
+  }
+}
 
 }  // namespace loco::ring_prox
