@@ -21,10 +21,10 @@ from loco_ext.sparsity.compaction.convolution import (
     paddings,
     put,
     restoring,
-    select,
     unused,
 )
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
+from loco_ext.sparsity.compaction.take import take_channels
 from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
 
 # Given a convolution, the kind of tensor that it reads, and whether its kernels may come in any order.
@@ -104,7 +104,7 @@ class Rewriter:
         needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[inputs]
         whole = module.weight.detach()[outputs]
         whole[~torch.from_numpy(needed)] = 0
-        bias = None if module.bias is None else module.bias.detach()[outputs]
+        bias = self._bias(node, module, outputs)
         if layer.groups > 1:
             return whole, bias, None
         weight = whole[:, inputs]
@@ -128,6 +128,16 @@ class Rewriter:
         weight[:, representative] = (weight[:, representative].double() + merged).to(whole.dtype)
         return weight, bias, None
 
+    def _bias(self, node: fx.Node, module: Any, outputs: list[int]) -> Tensor | None:
+        """The bias of these kernels; of those that do not matter, the number that they are said to give."""
+        fillers = ~self._channels.needed(node)[outputs]
+        constants = np.where(fillers, np.nan_to_num(self._channels.values[node].constants[outputs]), 0.0)
+        if module.bias is None and not constants.any():
+            return None
+        bias = module.weight.new_zeros(len(outputs)) if module.bias is None else module.bias.detach()[outputs]
+        numbers = torch.from_numpy(constants).to(bias.device, bias.dtype)
+        return torch.where(torch.from_numpy(fillers).to(bias.device), numbers, bias)
+
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """The convolution's result, and the order in which its kernels come."""
         name = str(node.target)
@@ -139,7 +149,7 @@ class Rewriter:
         if back is None:
             return result, order
         index = self._constant(node, "order", back)
-        return select(self._graph, result, index, convolution), sorted(order)
+        return self._graph.call_function(take_channels, (result, index)), sorted(order)
 
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]
@@ -168,21 +178,32 @@ class Rewriter:
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
         """Adds the channels that are left of ``part``, and its constants, to those of ``whole``."""
         kept = self._kept[node] = self._kept[whole]
-        added = set(self._kept[part])
         constants, needed = self._channels.values[part].constants, self._channels.needed(node)
-        rest = np.array([constants[c] if needed[c] and c not in added else 0.0 for c in kept])
+        rest = np.where(needed, np.nan_to_num(constants), 0.0)[kept]
         result = self._new[whole]
+        if set(self._kept[part]) & set(kept):
+            addend, rest = self._spread(node, part, kept, rest)
+            result = self._graph.call_function(torch.add, (result, addend))
         if rest.any():
             result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))
-        both = [c for c in self._kept[part] if c in set(kept)]
-        if not both:
-            return result
-        addend, device = self._new[part], whole.meta["device"]
-        if len(both) < len(added):
-            which = torch.tensor([self._kept[part].index(c) for c in both], device=device)
-            addend = self._graph.call_function(torch.index_select, (addend, 1, self._constant(node, "which", which)))
-        places = self._constant(node, "places", torch.tensor([kept.index(c) for c in both], device=device))
-        return self._graph.call_function(torch.index_add, (result, 1, places, addend))
+        return result
+
+    def _spread(self, node: fx.Node, part: fx.Node, kept: list[int], rest: Floats) -> tuple[fx.Node, Floats]:
+        """The channels of ``part`` at those of ``kept``, and what its constants that are gone still lack there."""
+        present, constants = self._kept[part], self._channels.values[part].constants
+        result = self._new[part]
+        known = [c for c in present if np.isfinite(constants[c])]
+        missing = ~np.isin(kept, present)
+        if missing.any() and not known:
+            result = self._graph.call_function(F.pad, (result, [0] * (2 * len(part.meta["shape"]) - 4) + [0, 1]))
+        places = {constants[c]: present.index(c) for c in known} or {0.0: len(present)}
+        default = next(iter(places))
+        found = [constants[c] if constants[c] in places else default for c in kept]
+        index = [places[k] if gone else present.index(c) for c, k, gone in zip(kept, found, missing, strict=True)]
+        if index != list(range(len(present))):
+            which = torch.tensor(index, device=part.meta["device"])
+            result = self._graph.call_function(take_channels, (result, self._constant(node, "which", which)))
+        return result, np.where(missing, rest - np.array(found), 0.0)
 
     def _join_constant(self, node: fx.Node, sources: Sequence[fx.Node], constant: int) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[1 - constant]]

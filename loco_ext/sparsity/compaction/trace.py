@@ -112,7 +112,7 @@ _NEW = {
         "max_pool2d",
         "boolean_dispatch",
     ),
-    *("conv1d", "conv2d", "conv3d", "linear", "batch_norm", "interpolate", "pad", "index_add", "index_select"),
+    *("conv1d", "conv2d", "conv3d", "linear", "batch_norm", "interpolate", "pad", "index_add", "index_select", "take_channels"),
 }
 
 
