@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.describe import describe
+from loco_ext.sparsity.compaction.layout import in_channels_last
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
@@ -45,7 +46,8 @@ def compact(
             inside modules of torch.nn) stays as in eval mode.
         example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast.
         cost: "measured": kernels of several sizes in one layer become several convolutions where this is measured to
-            be faster on the example, and the model itself is returned if all this makes it slower; "multiply_adds":
+            be faster on the example, images are converted to channels_last on their way in, and back on their way out,
+            where that is, and the model itself is returned if all this makes it slower; "multiply_adds":
             one convolution for each size, nothing is measured, the result is the same on every machine.
         fold_norms: batch normalisations that follow a convolution or linear layer go into its weights, by their running
             statistics; False where the result is to be trained on with them.
@@ -84,7 +86,7 @@ def compact(
     except UntraceableError as error:
         results = _untraced(dense, inputs, COSTS[cost], str(error))
     else:
-        results = _rewritten(traced, COSTS[cost], fixed_size, fold_norms)
+        results = _rewritten(traced, inputs, COSTS[cost], fixed_size, fold_norms)
     network, report = _select(dense, results, inputs, expected, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
@@ -97,9 +99,13 @@ def compact(
 Result = tuple[nn.Module, Report]
 
 
-def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool, norms_folded: bool) -> list[Result]:
+def _rewritten(
+    traced: fx.GraphModule, inputs: Sequence[Any], choose: Choose, fixed_size: bool, norms_folded: bool
+) -> list[Result]:
     """The smaller network, perhaps in two versions, and last the model as it is."""
-    same = _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
+    same = _as_it_is(traced)
+    if choose is costs.fastest:
+        traced = _in_faster_format(traced, same[0], inputs)
     if norms_folded:
         fold(traced)
     plain = Channels(traced, fixed_size=fixed_size)
@@ -109,6 +115,20 @@ def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool, norms_f
         for channels in versions:
             channels.fill(costs.VECTOR)
     return [*(_rewrite(traced, channels, choose) for channels in versions), same]
+
+
+def _in_faster_format(traced: fx.GraphModule, network: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph, with images in channels_last memory format inside where ``network``, all of it, is faster so."""
+    other = in_channels_last(traced, inputs)
+    if other is None:
+        return traced
+    calls = [partial(network, *inputs), partial(_as_it_is(other)[0], *inputs)]
+    first, second = costs.latencies(calls, _device(network))
+    return other if second < first else traced
+
+
+def _as_it_is(traced: fx.GraphModule) -> Result:
+    return _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
 
 
 def _rewrite(traced: fx.GraphModule, channels: Channels, choose: Choose) -> Result:
