@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +22,9 @@ from loco_ext.sparsity.compaction.convolution import (
     restoring,
     unused,
 )
+from loco_ext.sparsity.compaction.memory import overwrite_by_relus, own_what_is_written
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.take import take_channels
-from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
 
 # Given a convolution, the kind of tensor that it reads, and whether its kernels may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
@@ -53,7 +52,8 @@ class Rewriter:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
-        _make_out_of_place(network, network.graph)
+        own_what_is_written(network)
+        overwrite_by_relus(network)
         network.graph.lint()
         return fx.GraphModule(network, network.graph)  # with the modules and buffers that are still there
 
@@ -281,44 +281,3 @@ def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:
         if buffer.dim():
             setattr(smaller, name, buffer[kept].clone())
     return smaller
-
-
-_OUT_OF_PLACE = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-
-
-def _make_out_of_place(owner: nn.Module, graph: fx.Graph) -> None:
-    """Lets operations write to a new tensor where something else may read, or own, what they would write to."""
-    modules = dict(owner.named_modules())
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or not is_in_place(node, modules):
-            continue
-        if _owns(node, modules):
-            continue
-        if node.op == "call_module":
-            module: Any = copy.copy(modules[str(node.target)])
-            module.inplace = False
-            node.target = f"{str(node.target).replace('.', '_')}_{node.name}"
-            owner.add_module(node.target, module)
-        elif node.op == "call_method":
-            node.target = str(node.target)[:-1]
-        elif node.target in _OUT_OF_PLACE:
-            node.target = _OUT_OF_PLACE[node.target]
-        elif node.kwargs.get("inplace"):
-            node.kwargs = {**node.kwargs, "inplace": False}
-        else:
-            node.target = getattr(torch, node.target.__name__[:-1])
-
-
-def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether nothing else reads the memory that the node writes to."""
-    source = node.args[0]
-    while isinstance(source, fx.Node) and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
-        if not (may_alias(source, modules) or is_in_place(source, modules)):
-            return True
-        source = source.args[0]
-    return False

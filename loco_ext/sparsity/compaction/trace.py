@@ -117,7 +117,18 @@ _NEW = {
         "max_pool2d",
         "boolean_dispatch",
     ),
-    *("conv1d", "conv2d", "conv3d", "linear", "batch_norm", "interpolate", "pad", "index_add", "index_select", "take_channels"),
+    *(
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "linear",
+        "batch_norm",
+        "interpolate",
+        "pad",
+        "index_add",
+        "index_select",
+        "take_channels",
+    ),
 }
 
 
