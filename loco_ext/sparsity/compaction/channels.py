@@ -160,11 +160,13 @@ class Channels:
         """Which channels of the result matter; others that are kept have weights of zero on both sides."""
         return self.atoms.needed(self.values[node].atoms)
 
-    def fill(self, multiple: int) -> None:
+    def fill(self, multiple: int) -> bool:
         """Keeps more channels of convolutions, of those that do not matter, so that their numbers are multiples.
 
-        Processors compute so many channels at once; some operations are slow for other numbers.
+        Processors compute so many channels at once; some operations are slow for other numbers. Returns whether there
+        are more now.
         """
+        changed = False
         grouped = {self.atoms.find(atom) for atom in self._grouped}
         for node, layer in self.layers.items():
             value = self.values[node]
@@ -175,7 +177,10 @@ class Channels:
             spare = [i for i in np.flatnonzero(~kept) if self.atoms.find(value.atoms[i]) not in grouped]
             spare.sort(key=lambda i: bool(value.varies[i]))  # dead kernels first
             step = multiple if count > multiple // 2 else multiple // 2
-            self.atoms.fill(value.atoms[spare[: -count % step]].tolist())
+            fillers = value.atoms[spare[: -count % step]].tolist()
+            self.atoms.fill(fillers)
+            changed |= bool(fillers)
+        return changed
 
     def constant_operand(self, node: fx.Node) -> int | None:
         """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it."""

@@ -76,6 +76,7 @@ def compact(
         (torch.Size([2, 1, 3, 3]), True)
     """
     inputs = _check(model, example_inputs, cost)
+    costs.forget()
     dense = _copy(_unwrapped(model)).eval()
     with torch.no_grad():
         expected = dense(*_copies(inputs))
@@ -102,7 +103,7 @@ Result = tuple[nn.Module, Report]
 def _rewritten(
     traced: fx.GraphModule, inputs: Sequence[Any], choose: Choose, fixed_size: bool, norms_folded: bool
 ) -> list[Result]:
-    """The smaller network, perhaps in two versions, and last the model as it is."""
+    """The smaller network, perhaps in several versions, and last the model as it is."""
     same = _as_it_is(traced)
     if choose is costs.fastest:
         traced = _in_faster_format(traced, same[0], inputs)
@@ -111,10 +112,12 @@ def _rewritten(
     plain = Channels(traced, fixed_size=fixed_size)
     scatter = plain.scatterable()
     versions = [Channels(traced, scatter, fixed_size), plain] if scatter else [plain]
-    if choose is costs.fastest:
-        for channels in versions:
-            channels.fill(costs.VECTOR)
-    return [*(_rewrite(traced, channels, choose) for channels in versions), same]
+    results: list[Result] = []
+    for multiple in costs.MULTIPLES if choose is costs.fastest else (1,):
+        changed = [channels.fill(multiple) for channels in versions]
+        if any(changed) or not results:
+            results = [*(_rewrite(traced, channels, choose) for channels in versions), *results]
+    return [*results, same]
 
 
 def _in_faster_format(traced: fx.GraphModule, network: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
