@@ -31,7 +31,7 @@ _ORDER = random.Random(0)  # of turns; the state of the module random stays as i
 VECTOR = 16  # channels that processors compute at once
 MULTIPLES = (VECTOR // 2, VECTOR)  # of channels, to which they may be filled up: memory is read in halves of vectors
 _EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
-_MOST_SIZES, _MOST_WAYS = 5, 3  # that are considered, and timed
+_MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # that are considered, timed in parts, and timed as a whole
 _MEASURED: dict[Hashable, float] = {}  # seconds, by _name
 _MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
 
@@ -50,8 +50,8 @@ def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> l
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """What takes the least time on inputs of the shape, type and memory format that the example has there.
 
-    Kernels of each size, and of sizes next to each other together, are timed alone. The parts with the least sum are
-    then timed as a whole, what joins them included, against one convolution for all kernels.
+    Kernels of each size, and of sizes next to each other together, are timed alone. The ways with the least sums of
+    parts are then timed as a whole, what joins them included, against one convolution for all kernels.
     """
     sizes = by_size(convolution, most=_MOST_SIZES)
     ways = [[join(sizes)], *_promising(sizes)]
@@ -67,9 +67,10 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     single, *others = [[best[kernels] for kernels, _ in way] for way in ways]
     if not others:
         return single
-    split = min(others, key=lambda way: sum(times[bucket] for bucket in way))
-    whole, together = _times(convolution, [single, split], kind, free)
-    return split if together < _MARGIN * whole else single
+    others = sorted(others, key=lambda way: sum(times[bucket] for bucket in way))[:_MOST_WHOLE]
+    whole, *together = _times(convolution, [single, *others], kind, free)
+    least = min(together)
+    return others[together.index(least)] if least < _MARGIN * whole else single
 
 
 def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
@@ -106,7 +107,7 @@ def _times(
     if fresh:
         x = _example(kind, convolution)
         calls = [partial(alone(convolution, way, free), x) for way in fresh.values()]
-        times = [min(values) for values in _samples(calls, x.device, budget=0.1 * len(calls))]
+        times = [min(values) for values in _samples(calls, x.device, budget=0.06 * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
 
@@ -122,8 +123,13 @@ def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, An
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
-    """Seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least."""
+    """Seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least.
+
+    A single thread is told the processor's time that it takes, whatever else the machine does.
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    single = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if single else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
         for call in calls:
@@ -132,10 +138,10 @@ def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget
         while len(times[-1]) < 3 or (time.perf_counter() < end and len(times[-1]) < 100):
             for place in _ORDER.sample(range(len(calls)), len(calls)):
                 wait()
-                start = time.perf_counter()
+                start = clock()
                 calls[place]()
                 wait()
-                times[place].append(time.perf_counter() - start)
+                times[place].append(clock() - start)
     return times
 
 
