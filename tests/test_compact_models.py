@@ -258,3 +258,36 @@ def test_scripted_models_stay() -> None:
     network, report = sparsity.compact(torch.jit.trace(model, IMAGES[0]), IMAGES[0], cost="multiply_adds")
     assert torch.equal(network(IMAGES[0]), model(IMAGES[0]))
     assert "model" in report.notes
+
+
+FLATTENINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by features": lambda y: y.view(-1, 8),
+    "by features, reshaped": lambda y: torch.reshape(y, (-1, 8)),
+    "by the batch": lambda y: y.reshape(y.shape[0], -1),
+}
+
+
+@pytest.mark.parametrize("flatten", FLATTENINGS.values(), ids=FLATTENINGS)
+def test_rows_of_features_are_samples_only_where_the_code_says_so(flatten: Callable[[Tensor], Tensor]) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(flatten(functional.relu(net.first(x))))
+
+    model = strike(Network(function, first=convolution(3, 8, 1), linear=nn.Linear(8, 5))).double().eval()
+    network, _ = sparsity.compact(model, torch.randn(2, 3, 1, 1).double(), cost="multiply_adds")
+    for size in ((2, 3, 1, 1), (5, 3, 1, 1), (2, 3, 4, 6)):
+        x = torch.randn(*size).double()
+        try:
+            expected = model(x)
+        except RuntimeError:  # one row a sample is too long for the linear layer then
+            continue
+        assert network(x).shape == expected.shape
+        assert (network(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_rows_of_features_are_samples_after_pooling_to_one_pixel() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(functional.adaptive_avg_pool2d(functional.relu(net.first(x)), 1).view(-1, 8))
+
+    report = check(Network(function, first=convolution(3, 8), linear=nn.Linear(8, 5)), *IMAGES)
+    assert not report.notes
+    assert report.layers[1].channels_after < 8

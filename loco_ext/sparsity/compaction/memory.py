@@ -28,6 +28,9 @@ _LAYERS = (*CONVOLUTIONS, *BATCH_NORMS, nn.Linear)
 _FUNCTIONS = (operator.add, operator.iadd, torch.add, torch.cat, take_channels)
 
 
+HOLDERS = "holders"  # in a sum's meta: places of terms that have its shape and type
+
+
 def own_what_is_written(network: fx.GraphModule) -> None:
     """Lets operations write to a new tensor where something else may read, or own, what they would write to."""
     modules = dict(network.named_modules())
@@ -61,8 +64,8 @@ def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return False
 
 
-def overwrite_by_relus(network: fx.GraphModule) -> None:
-    """Lets ReLUs overwrite the results of layers and sums that nothing else reads.
+def overwrite(network: fx.GraphModule) -> None:
+    """Lets sums and ReLUs overwrite the results of layers and sums that nothing else reads.
 
     Fresh memory is what takes most of their time: the processor's caches do not have it, at times no page either.
     """
@@ -70,12 +73,21 @@ def overwrite_by_relus(network: fx.GraphModule) -> None:
     calls: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in network.graph.nodes:
         module = modules[str(node.target)] if node.op == "call_module" else None
-        if type(module) is nn.ReLU and not _is_hooked(module):
+        if node.target in (operator.add, torch.add) and len(node.args) == 2 and not node.kwargs:
+            _add_in_place(node, modules)
+        elif type(module) is nn.ReLU and not _is_hooked(module):
             calls[module].append(node)
         elif _is_relu(node) and _is_free(node.args[0], modules):
             node.op, node.target, node.args, node.kwargs = "call_function", torch.relu_, node.args[:1], {}
     for module, nodes in calls.items():
         module.inplace = module.inplace or all(_is_free(node.args[0], modules) for node in nodes)
+
+
+def _add_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Where a term that can hold the sum may be overwritten."""
+    place = next((place for place in node.meta.get(HOLDERS, ()) if _is_free(node.args[place], modules)), None)
+    if place is not None:
+        node.target, node.args = operator.iadd, (node.args[place], node.args[1 - place])
 
 
 def _is_relu(node: fx.Node) -> bool:

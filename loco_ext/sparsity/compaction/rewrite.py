@@ -22,7 +22,7 @@ from loco_ext.sparsity.compaction.convolution import (
     restoring,
     unused,
 )
-from loco_ext.sparsity.compaction.memory import overwrite_by_relus, own_what_is_written
+from loco_ext.sparsity.compaction.memory import HOLDERS, overwrite, own_what_is_written
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.take import take_channels
 
@@ -53,7 +53,7 @@ class Rewriter:
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
         own_what_is_written(network)
-        overwrite_by_relus(network)
+        overwrite(network)
         network.graph.lint()
         return fx.GraphModule(network, network.graph)  # with the modules and buffers that are still there
 
@@ -173,7 +173,10 @@ class Rewriter:
             return self._join_scattered(node, sources[1 - operand], sources[operand])
         self._kept[node] = self._kept[sources[0]]
         assert self._kept[node] == self._kept[sources[1]], node
-        return self._graph.node_copy(node, self._new.__getitem__)
+        result = self._graph.node_copy(node, self._new.__getitem__)
+        kinds = [(source.meta["shape"], source.meta["dtype"]) for source in sources]
+        result.meta[HOLDERS] = (0, 1) if kinds[0] == kinds[1] else ()
+        return result
 
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
         """Adds the channels that are left of ``part``, and its constants, to those of ``whole``."""
@@ -184,8 +187,10 @@ class Rewriter:
         if set(self._kept[part]) & set(kept):
             addend, rest = self._spread(node, part, kept, rest)
             result = self._graph.call_function(torch.add, (result, addend))
+            result.meta[HOLDERS] = (0, 1) if whole.meta["dtype"] == part.meta["dtype"] else ()
         if rest.any():
             result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))
+            result.meta[HOLDERS] = (0,) if node.meta["dtype"] == whole.meta["dtype"] else ()
         return result
 
     def _spread(self, node: fx.Node, part: fx.Node, kept: list[int], rest: Floats) -> tuple[fx.Node, Floats]:

@@ -151,7 +151,7 @@ class Reader:
             return Role.CAT if is_cat_of_channels(node) else Role.OTHER
         if first is None or any(x is not first and "shape" in x.meta for x in node.all_input_nodes):
             return Role.OTHER
-        if is_flattening(node, first):
+        if is_flattening(node, first, self._is_pixel(first)):
             return Role.FLATTEN
         if len(node.all_input_nodes) > 1:
             return Role.OTHER
@@ -162,6 +162,17 @@ class Reader:
             batched = len(first.meta["shape"]) == _POOL_FUNCTIONS[node.target] + 2
             return Role.PER_CHANNEL if batched else Role.OTHER
         return Role.PER_CHANNEL if is_spatial_mean(node, first) else Role.OTHER
+
+    def _is_pixel(self, node: fx.Node) -> bool:
+        """Whether the result is pooled to a single pixel, whatever the image's size."""
+        module = self.module(node)
+        if type(module) in _ADAPTIVE_AVERAGE_POOLS:
+            size = module.output_size
+        elif node.target in (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d):
+            size = node.args[1] if len(node.args) > 1 else node.kwargs["output_size"]
+        else:
+            return False
+        return size == 1 or (isinstance(size, tuple | list) and all(length == 1 for length in size))
 
 
 def is_depthwise(module: Any) -> bool:
@@ -197,14 +208,34 @@ def _role_of_arithmetic(node: fx.Node) -> Role:
     return Role.JOIN if all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True)) else Role.OTHER
 
 
-def is_flattening(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result is one row of features a sample, channel after channel."""
+def is_flattening(node: fx.Node, source: fx.Node, pixel: bool) -> bool:
+    """Whether the result is one row of features a sample, channel after channel, whatever the image's size.
+
+    Args:
+        pixel: whether the source has a single one at every size.
+    """
     shape = source.meta["shape"]
     if len(shape) < 2 or node.meta["shape"] != (shape[0], torch.Size(shape[1:]).numel()):
         return False
     if node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten"):
         return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)) == 1)
-    return node.target is torch.reshape or (node.op == "call_method" and node.target in ("view", "reshape"))
+    if node.target is not torch.reshape and not (node.op == "call_method" and node.target in ("view", "reshape")):
+        return False
+    sizes = node.args[1] if len(node.args) == 2 else node.args[1:]
+    rows = sizes[0] if isinstance(sizes, list | tuple) and sizes else sizes
+    return pixel or _is_batch_size(rows)
+
+
+def _is_batch_size(node: Any) -> bool:
+    """Whether the node gives the size of an input's or result's first axis."""
+    if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != 0:
+        return False
+    asked: Any = node.args[0]
+    if node.target is operator.getitem and (asked.target == "size" or asked.target is getattr):
+        asked = asked.args[0]
+    elif node.op != "call_method" or node.target != "size":
+        return False
+    return asked.op != "get_attr" and "shape" in asked.meta
 
 
 def is_spatial_mean(node: fx.Node, source: fx.Node) -> bool:
