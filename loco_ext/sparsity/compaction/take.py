@@ -21,7 +21,7 @@ def take_channels(x: Tensor, index: Tensor, axis: int = 1) -> Tensor:
         axis: of the channels.
 
     Raises:
-        IndexError: an index is not one of a channel.
+        IndexError, RuntimeError: an index is not one of a channel.
 
     Example:
         >>> import torch
