@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from loco_ext.sparsity.compaction.atoms import Atoms, Integers
 from loco_ext.sparsity.compaction.convolution import paddings
 from loco_ext.sparsity.compaction.roles import (
     BATCH_NORMS,
@@ -30,8 +31,6 @@ from loco_ext.sparsity.compaction.roles import (
 )
 
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
 
 _NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 _RATHER = 1e-3  # a constant that is there anyway serves others that are larger by its inverse at most
@@ -47,60 +46,6 @@ class Value:
     @property
     def varies(self) -> NDArray[np.bool_]:
         return np.isnan(self.constants)
-
-
-class Atoms:
-    """Classes of channels that stay or go together, and why those that stay do."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = []
-        self._reasons: dict[int, str] = {}
-        self._fillers: set[int] = set()
-        self.ordered: set[int] = set()  # read by something that knows nothing of other orders
-
-    def new(self, count: int) -> Integers:
-        first = len(self._parent)
-        self._parent.extend(range(first, first + count))
-        return np.arange(first, first + count)
-
-    def find(self, atom: int) -> int:
-        while self._parent[atom] != atom:
-            self._parent[atom] = self._parent[self._parent[atom]]
-            atom = self._parent[atom]
-        return atom
-
-    def unite(self, some: Iterable[int], others: Iterable[int]) -> None:
-        for one, other in zip(some, others, strict=True):
-            one, other = self.find(one), self.find(other)
-            if one != other:
-                self._parent[other] = one
-                if other in self._reasons:
-                    self._reasons.setdefault(one, self._reasons.pop(other))
-
-    def need(self, atoms: Iterable[int], reason: str) -> bool:
-        """Marks the atoms as needed; whether one of them was not before."""
-        fresh = {root for atom in atoms if (root := self.find(atom)) not in self._reasons}
-        self._reasons.update(dict.fromkeys(fresh, reason))
-        return bool(fresh)
-
-    def needed(self, atoms: Integers) -> NDArray[np.bool_]:
-        return np.array([self.find(atom) in self._reasons for atom in atoms], dtype=bool)
-
-    def fill(self, atoms: Iterable[int]) -> None:
-        """Keeps atoms that nothing needs."""
-        self._fillers.update(self.find(atom) for atom in atoms)
-
-    def kept(self, atoms: Integers) -> NDArray[np.bool_]:
-        """Which are needed, or fill up a number of channels."""
-        return self.needed(atoms) | np.array([self.find(atom) in self._fillers for atom in atoms], dtype=bool)
-
-    def reason(self, atom: int) -> str:
-        return self._reasons[self.find(atom)]
-
-    def alone(self, atoms: Integers) -> bool:
-        """Whether each of the atoms is the only one of its class."""
-        sizes = np.bincount([self.find(atom) for atom in range(len(self._parent))], minlength=len(self._parent))
-        return all(sizes[self.find(atom)] == 1 for atom in atoms)
 
 
 @dataclass
@@ -192,6 +137,15 @@ class Channels:
             return None
         return constant.index(True)
 
+    def classes(self, node: fx.Node) -> tuple[int, ...]:
+        """The classes of the result's channels."""
+        return tuple(self.atoms.find(atom) for atom in self.values[node].atoms)
+
+    def movable(self, classes: Iterable[int]) -> bool:
+        """Whether all that reads channels of these classes knows of other orders, and none is in a group."""
+        fixed = {self.atoms.find(atom) for atom in (*self.atoms.ordered, *self._grouped)}
+        return fixed.isdisjoint(classes)
+
     def free(self, node: fx.Node) -> bool:
         """Whether the channels may come in any order, because all readers are rewritten along with the node."""
         atoms = self.values[node].atoms
@@ -250,6 +204,7 @@ class Channels:
             return None
         value = Value(self.atoms.new(shape[1]), np.full(shape[1], np.nan))
         self.atoms.need(value.atoms, f"made by {node.name}")
+        self.atoms.ordered.update(value.atoms.tolist())
         return value
 
     def _convolution(self, node: fx.Node, source: Value) -> Value:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from loco_ext.sparsity.compaction.convolution import (
 )
 from loco_ext.sparsity.compaction.memory import HOLDERS, overwrite, own_what_is_written
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
+from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
 
 # Given a convolution, the kind of tensor that it reads, and whether its kernels may come in any order.
@@ -45,9 +48,13 @@ class Rewriter:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # channels of each result in the order in which they now come
+        self._ranks: dict[int, int] = {}  # of classes of channels in streams with an order of their own
+        self._led: dict[fx.Node, list[Bucket]] = {}  # how the layers are computed that gave it
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # weights that are left, by the module's name
 
     def build(self) -> fx.GraphModule:
+        for node in leaders(self._channels):
+            self._lead(node)
         for node in self._traced.graph.nodes:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
@@ -57,10 +64,32 @@ class Rewriter:
         network.graph.lint()
         return fx.GraphModule(network, network.graph)  # with the modules and buffers that are still there
 
+    def _lead(self, node: fx.Node) -> None:
+        """Computes the layer in the order that is best for it, for all that writes the same channels."""
+        (source,) = self._channels.readings[node].sources
+        outputs, classes = self._channels.kept(node).tolist(), self._channels.classes(node)
+        if not outputs:
+            return
+        weight, bias, _ = self._cut(node, source, outputs, self._channels.kept(source).tolist())
+        module = self._channels.layers[node].module
+        buckets = self._choose(as_convolution(module, weight, bias, node.meta["channels_last"]), source.meta, True)
+        order = [k for bucket in buckets for k in bucket.kernels]
+        self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(order)})
+        ends = itertools.accumulate(len(bucket.kernels) for bucket in buckets)
+        self._led[node] = [
+            replace(bucket, kernels=tuple(range(end - len(bucket.kernels), end)))
+            for bucket, end in zip(buckets, ends, strict=True)
+        ]
+
+    def _in_order(self, node: fx.Node) -> list[int]:
+        """Channels of the result that are kept, in the order of its stream."""
+        classes = self._channels.classes(node)
+        return sorted(self._channels.kept(node).tolist(), key=lambda c: self._ranks.get(classes[c], 0))
+
     def _add(self, node: fx.Node) -> None:
         reading = self._channels.readings[node]
         if node in self._channels.values:
-            self._kept[node] = self._channels.kept(node).tolist()
+            self._kept[node] = self._in_order(node)
             if not self._kept[node]:
                 return
         if reading.role in (Role.OTHER, Role.SIZE):
@@ -141,7 +170,7 @@ class Rewriter:
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """The convolution's result, and the order in which its kernels come."""
         name = str(node.target)
-        buckets = self._choose(convolution, source.meta, free)
+        buckets = self._led.get(node) or self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
         result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets)
         order = [k for bucket in buckets for k in bucket.kernels]
