@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,11 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by the number of channels": lambda y: y / y.shape[1],
     "concatenated by keyword": lambda y: torch.cat(tensors=[y[:, 2:], -y], dim=1)[:, :8],
     "chunks by keyword": lambda y: torch.cat(torch.chunk(input=y, chunks=2, dim=1)[::-1], 1),
+    "chunks": lambda y: torch.cat(y.chunk(2, 1)[::-1], 1) + torch.cat(torch.split(y, [3, 5], dim=1)[::-1], dim=1),
+    "uneven chunks": lambda y: torch.cat([torch.chunk(y, 3, dim=1)[k].relu() for k in (2, 0, 1)], 1),
+    "sums of parts": lambda y: torch.cat([y[:, :4] + y[:, 4:], y[:, ::2], y[:, :] + y], 1)[:, 1:9, :],
+    "cropped and padded": lambda y: functional.pad(y[:, :, 1:, :-1], [1, 0, 2, 1]) + functional.pad(y, [0, 0, 1, 1]),
+    "reflected": lambda y: functional.pad(y[..., 1:, 2:], [1, 1, 0, 2], mode="reflect"),
     "normalised": lambda y: functional.normalize(y, dim=1),
 }
 
@@ -69,6 +75,15 @@ def test_operations(operation: Callable[[Tensor], Tensor]) -> None:
     layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
     report = check(Network(function, **layers), *IMAGES)
     assert report.multiply_adds_executed < report.multiply_adds_before
+
+
+def test_shuffled_channels() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.last(functional.relu(net.shuffle(net.middle(functional.relu(net.first(x))))))
+
+    layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
+    report = check(Network(function, shuffle=nn.ChannelShuffle(4), **layers), *IMAGES)
+    assert not report.notes
 
 
 def test_weights_that_are_read_outside_their_layer_stay() -> None:
@@ -291,3 +306,27 @@ def test_rows_of_features_are_samples_after_pooling_to_one_pixel() -> None:
     report = check(Network(function, first=convolution(3, 8), linear=nn.Linear(8, 5)), *IMAGES)
     assert not report.notes
     assert report.layers[1].channels_after < 8
+
+
+PATTERNS = ({"sizes": 0.0}, {"dead": 0.0}, {})
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_compaction_writes_it_reads(seed: int, pattern: dict[str, float]) -> None:
+    block = nn.Sequential(convolution(8, 6), nn.BatchNorm2d(6), nn.ReLU(), convolution(6, 8), nn.BatchNorm2d(8))
+    blocks = [nn.Sequential(Residual(copy.deepcopy(block)), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(convolution(3, 8, 5), nn.ReLU(), *blocks, convolution(8, 4))
+    model = strike(model, seed, **pattern).double().eval()
+    once, first = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    with torch.no_grad():
+        for node in once.graph.nodes:
+            if node.op == "call_module" and node.target.startswith("2.0.function.0"):
+                once.get_submodule(node.target).weight[0] = 0
+                once.get_submodule(node.target).bias[0] = 0
+    twice, second = sparsity.compact(once, IMAGES[0], cost="multiply_adds")
+    for x in IMAGES:
+        expected = once(x)
+        assert (twice(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert all(name.startswith("pad") for name in second.notes)  # by a channel of zeros for sums, which stays
+    assert second.multiply_adds_executed < first.multiply_adds_executed

@@ -26,6 +26,7 @@ from loco_ext.sparsity.compaction.roles import (
     Role,
     arithmetic,
     is_depthwise,
+    is_padding,
     is_resampling,
     keeps_constants,
 )
@@ -183,6 +184,11 @@ class Channels:
             return Value(sources[0].atoms, self._per_channel(node, sources[0]))
         if reading.role is Role.JOIN:
             return self._join(node, sources)
+        if reading.role is Role.PARTS:
+            return None
+        if reading.role is Role.TAKE:
+            taken = self.reader.taken(node)
+            return Value(sources[0].atoms[taken], sources[0].constants[taken])
         if reading.role is Role.CAT:
             parts = [self.values[part] for part in node.args[0]]  # type: ignore[union-attr,index]
             return Value(np.concatenate([p.atoms for p in parts]), np.concatenate([p.constants for p in parts]))
@@ -202,6 +208,9 @@ class Channels:
         shape = node.meta.get("shape", ())
         if len(shape) < 2:
             return None
+        vector = self.reader.buffer(node)
+        if vector is not None and vector.numel() == shape[1] and vector.isfinite().all():
+            return Value(self.atoms.new(shape[1]), vector.double().cpu().numpy().reshape(-1))
         value = Value(self.atoms.new(shape[1]), np.full(shape[1], np.nan))
         self.atoms.need(value.atoms, f"made by {node.name}")
         self.atoms.ordered.update(value.atoms.tolist())
@@ -243,6 +252,11 @@ class Channels:
             foldable = np.isfinite(constants) & ((constants == 0) | self._inside(module))
             live = _live(module.weight.detach())
             return _outputs(module, constants.reshape(-1, 1, 1), live, foldable.reshape(-1, 1, 1))
+        if is_padding(node):
+            kept = node.kwargs.get("mode", "constant") != "constant"
+            return np.where((source.constants == 0) | kept, source.constants, np.nan)
+        if node.target is operator.getitem:
+            return source.constants
         if is_resampling(node, module):
             kept = source.constants if keeps_constants(module) else np.where(source.constants == 0, 0.0, np.nan)
             return kept.copy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,8 +93,13 @@ class Rewriter:
             self._kept[node] = self._in_order(node)
             if not self._kept[node]:
                 return
+        if reading.role is Role.PARTS:
+            return
         if reading.role in (Role.OTHER, Role.SIZE):
-            if all(source in self._new for source in node.all_input_nodes):
+            buffer = self._channels.reader.buffer(node)
+            if buffer is not None and node in self._kept and self._kept[node] != list(range(buffer.shape[1])):
+                self._new[node] = self._constant(node, "vector", buffer[:, self._kept[node]])
+            elif all(source in self._new for source in node.all_input_nodes):
                 self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
             return
         add = {
@@ -101,6 +107,7 @@ class Rewriter:
             Role.PER_CHANNEL: self._per_channel,
             Role.JOIN: self._join,
             Role.CAT: self._cat,
+            Role.TAKE: self._take,
             Role.FLATTEN: self._flatten,
         }[reading.role]
         self._new[node] = add(node, reading.sources)
@@ -200,9 +207,13 @@ class Rewriter:
         if node.name in self._channels.scatter:
             operand = self._channels.scatter[node.name]
             return self._join_scattered(node, sources[1 - operand], sources[operand])
-        self._kept[node] = self._kept[sources[0]]
-        assert self._kept[node] == self._kept[sources[1]], node
-        result = self._graph.node_copy(node, self._new.__getitem__)
+        kept, others = self._kept[sources[0]], self._kept[sources[1]]
+        self._kept[node] = kept
+        terms = {source: self._new[source] for source in sources}
+        if kept != others:
+            index = self._constant(node, "order", torch.tensor([others.index(c) for c in kept]).to(node.meta["device"]))
+            terms[sources[1]] = self._graph.call_function(take_channels, (terms[sources[1]], index))
+        result = self._graph.node_copy(node, terms.__getitem__)
         kinds = [(source.meta["shape"], source.meta["dtype"]) for source in sources]
         result.meta[HOLDERS] = (0, 1) if kinds[0] == kinds[1] else ()
         return result
@@ -259,6 +270,18 @@ class Rewriter:
                 parts.append(self._new[part])
         self._kept[node] = kept
         return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, 1))
+
+    def _take(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        taken: Any = self._channels.reader.taken(node)
+        source = self._new[sources[0]]
+        places = [self._kept[sources[0]].index(taken[c]) for c in self._kept[node]]
+        first, past = places[0], places[0] + len(places)
+        if places != list(range(first, past)):
+            index = torch.tensor(places, device=sources[0].meta["device"])
+            return self._graph.call_function(take_channels, (source, self._constant(node, "index", index)))
+        if len(places) == len(self._kept[sources[0]]):
+            return source
+        return self._graph.call_function(operator.getitem, (source, (slice(None), slice(first, past))))
 
     def _flatten(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         pixels = node.meta["shape"][1] // sources[0].meta["shape"][1]
