@@ -86,7 +86,7 @@ def test_only_images_in_other_formats_are_converted() -> None:
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             y = functional.relu(self.first(x))
-            return self.last(y.view(-1, 36)), y.view(-1, 9)
+            return self.last(y.view(y.size(0), -1)), y.view(-1, 9)
 
     model, x = Viewing().double().eval(), torch.randn(2, 2, 5, 5).double()
     converted = in_channels_last(trace(model, [x]), [x])
@@ -95,6 +95,9 @@ def test_only_images_in_other_formats_are_converted() -> None:
         torch.testing.assert_close(result, expected)
     formats = [node.kwargs["memory_format"] for node in converted.graph.nodes if node.target == "contiguous"]
     assert formats == [torch.channels_last, torch.contiguous_format]
+    network, _ = sparsity.compact(model, x)
+    for result, expected in zip(network(x), model(x), strict=True):
+        torch.testing.assert_close(result, expected)
     pixels = x.contiguous(memory_format=torch.channels_last)
     assert in_channels_last(trace(nn.Conv2d(2, 4, 3).double(), [pixels]), [pixels]) is None
     assert in_channels_last(trace(nn.Linear(2, 4).double(), [x[:, :, 0, 0]]), [x[:, :, 0, 0]]) is None

@@ -253,8 +253,8 @@ class Channels:
             live = _live(module.weight.detach())
             return _outputs(module, constants.reshape(-1, 1, 1), live, foldable.reshape(-1, 1, 1))
         if is_padding(node):
-            kept = node.kwargs.get("mode", "constant") != "constant"
-            return np.where((source.constants == 0) | kept, source.constants, np.nan)
+            zeros = node.kwargs.get("mode", "constant") == "constant"
+            return np.where((source.constants != 0) & zeros, np.nan, source.constants)
         if node.target is operator.getitem:
             return source.constants
         if is_resampling(node, module):

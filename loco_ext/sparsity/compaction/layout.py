@@ -22,7 +22,8 @@ def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     """
     result = copy.deepcopy(traced)
     reader = Reader(result)
-    known = {node: reader.read(node).role is not Role.OTHER for node in result.graph.nodes}
+    strict = (Role.OTHER, Role.FLATTEN)  # views among them
+    known = {node: reader.read(node).role not in strict for node in result.graph.nodes}
     images = [node for node in known if len(node.meta.get("shape", ())) in _FORMATS and node.op != "get_attr"]
     converted = False
     for node in images:
