@@ -1,5 +1,6 @@
 """Compaction by measured cost: channels filled up to whole vectors, any way to compute a layer, the same outputs."""
 
+import copy
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compact_cases import random_network
+from compact_cases import random_network, strike
 from torch import nn
 
 from loco_ext import sparsity
@@ -83,3 +84,50 @@ def test_the_clock_of_candidates_leaves_random_states_alone() -> None:
     sparsity.compact(model, torch.zeros(2, 3, 8, 8))
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == python
+
+
+def test_layers_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def clock(calls: Sequence[object], device: torch.device, budget: float) -> list[list[float]]:
+        measured.append(len(calls))
+        return [[1.0] for _ in calls]
+
+    def measurements(depth: int) -> int:
+        measured.clear()
+        monkeypatch.setattr(cost, "latencies", smaller_is_faster)
+        sparsity.compact(nn.Sequential(*[copy.deepcopy(layer) for _ in range(depth)]).eval(), x)
+        return sum(measured)
+
+    monkeypatch.setattr(cost, "_samples", clock)
+    layer, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()), torch.zeros(2, 8, 6, 6)
+    with torch.no_grad():
+        layer[0].weight[2:, :, 0] = 0
+    inner = measurements(3) - measurements(2)
+    assert measurements(2) > 0
+    assert inner == 0
+
+
+def test_any_order_is_aligned_with_any_other() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+            self.last = nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([self.first(x), self.second(x)], 1)
+            return self.last(self.first.bias.sum() + both[:, 8:] + self.second(x))
+
+    class Same(Halves):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.first(x)
+            both = torch.cat([first, self.second(x)], 1)
+            return self.last(both[:, :8] + first)
+
+    x = torch.randn(2, 3, 7, 6).double()
+    for kind in (Halves, Same):
+        model = strike(kind(), 1).double().eval()
+        network, report = sparsity.compact(model, x, cost="multiply_adds")
+        assert "model" not in report.notes
+        assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -184,8 +185,8 @@ def test_layers_whose_attributes_the_model_reads_stay() -> None:
 
 def test_kernels_are_cropped_for_inputs_without_a_batch_too() -> None:
     model = strike(Choosing(reads=False)).double().eval()
-    for example in (IMAGES[0], IMAGES[0][0]):
-        network, report = sparsity.compact(model, example, cost="multiply_adds")
+    for example, measure in itertools.product((IMAGES[0], IMAGES[0][0]), ("multiply_adds", "measured")):
+        network, report = sparsity.compact(model, example, cost=measure)
         assert report.layers[0].multiply_adds_before == 12 * 11 * 8 * 3 * 9
         for x in (*IMAGES, IMAGES[0][0]):
             assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
