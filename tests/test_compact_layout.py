@@ -206,3 +206,20 @@ def test_a_sum_whose_terms_have_other_channels_needs_no_channel_of_zeros() -> No
     network, _ = compacted(model, x)
     same(network, model, x)
     assert network.get_submodule("1.function").weight.shape == (2, 4, 3, 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_terms_of_a_sum_whose_channels_come_in_different_orders_are_aligned(seed: int) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+            self.last = nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.first(x)
+            return self.last(torch.cat([first, self.second(x)], 1)[:, :8] + first)
+
+    model, x = strike(Parts(), seed, dead=0.2).double().eval(), torch.randn(2, 3, 7, 6).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)

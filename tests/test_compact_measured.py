@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compact_cases import random_network, strike
+from compact_cases import random_network
 from torch import nn
 
 from loco_ext import sparsity
@@ -106,28 +106,3 @@ def test_layers_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPatch) 
     inner = measurements(3) - measurements(2)
     assert measurements(2) > 0
     assert inner == 0
-
-
-def test_any_order_is_aligned_with_any_other() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
-            self.last = nn.Conv2d(8, 2, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            both = torch.cat([self.first(x), self.second(x)], 1)
-            return self.last(self.first.bias.sum() + both[:, 8:] + self.second(x))
-
-    class Same(Halves):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            first = self.first(x)
-            both = torch.cat([first, self.second(x)], 1)
-            return self.last(both[:, :8] + first)
-
-    x = torch.randn(2, 3, 7, 6).double()
-    for kind in (Halves, Same):
-        model = strike(kind(), 1).double().eval()
-        network, report = sparsity.compact(model, x, cost="multiply_adds")
-        assert "model" not in report.notes
-        assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
