@@ -266,11 +266,8 @@ class Channels:
 
     def _join(self, node: fx.Node, sources: list[Value]) -> Value:
         one, other = sources
-        operate = getattr(
-            np, {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}[str(arithmetic(node))]
-        )
         with np.errstate(all="ignore"):
-            constants = _finite(operate(one.constants, other.constants))
+            constants = _finite(_NUMPY[str(arithmetic(node))](one.constants, other.constants))
         constant = self.constant_operand(node)
         if constant is not None:
             return Value(sources[1 - constant].atoms, constants)
