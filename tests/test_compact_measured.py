@@ -1,5 +1,6 @@
 """Compaction by measured cost: channels filled up to whole vectors, any way to compute a layer, the same outputs."""
 
+import copy
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -83,3 +84,25 @@ def test_the_clock_of_candidates_leaves_random_states_alone() -> None:
     sparsity.compact(model, torch.zeros(2, 3, 8, 8))
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == python
+
+
+def test_layers_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def clock(calls: Sequence[object], device: torch.device, budget: float) -> list[list[float]]:
+        measured.append(len(calls))
+        return [[1.0] for _ in calls]
+
+    def measurements(depth: int) -> int:
+        measured.clear()
+        monkeypatch.setattr(cost, "latencies", smaller_is_faster)
+        sparsity.compact(nn.Sequential(*[copy.deepcopy(layer) for _ in range(depth)]).eval(), x)
+        return sum(measured)
+
+    monkeypatch.setattr(cost, "_samples", clock)
+    layer, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()), torch.zeros(2, 8, 6, 6)
+    with torch.no_grad():
+        layer[0].weight[2:, :, 0] = 0
+    inner = measurements(3) - measurements(2)
+    assert measurements(2) > 0
+    assert inner == 0

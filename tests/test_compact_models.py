@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +59,11 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by the number of channels": lambda y: y / y.shape[1],
     "concatenated by keyword": lambda y: torch.cat(tensors=[y[:, 2:], -y], dim=1)[:, :8],
     "chunks by keyword": lambda y: torch.cat(torch.chunk(input=y, chunks=2, dim=1)[::-1], 1),
+    "chunks": lambda y: torch.cat(y.chunk(2, 1)[::-1], 1) + torch.cat(torch.split(y, [3, 5], dim=1)[::-1], dim=1),
+    "uneven chunks": lambda y: torch.cat([torch.chunk(y, 3, dim=1)[k].relu() for k in (2, 0, 1)], 1),
+    "sums of parts": lambda y: torch.cat([y[:, :4] + y[:, 4:], y[:, ::2], y[:, :] + y], 1)[:, 1:9, :],
+    "cropped and padded": lambda y: functional.pad(y[:, :, 1:, :-1], [1, 0, 2, 1]) + functional.pad(y, [0, 0, 1, 1]),
+    "reflected": lambda y: functional.pad(y[..., 1:, 2:], [1, 1, 0, 2], mode="reflect"),
     "normalised": lambda y: functional.normalize(y, dim=1),
 }
 
@@ -69,6 +76,15 @@ def test_operations(operation: Callable[[Tensor], Tensor]) -> None:
     layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
     report = check(Network(function, **layers), *IMAGES)
     assert report.multiply_adds_executed < report.multiply_adds_before
+
+
+def test_shuffled_channels() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.last(functional.relu(net.shuffle(net.middle(functional.relu(net.first(x))))))
+
+    layers = {"first": convolution(3, 8), "middle": convolution(8, 8), "last": convolution(8, 4)}
+    report = check(Network(function, shuffle=nn.ChannelShuffle(4), **layers), *IMAGES)
+    assert not report.notes
 
 
 def test_weights_that_are_read_outside_their_layer_stay() -> None:
@@ -169,8 +185,8 @@ def test_layers_whose_attributes_the_model_reads_stay() -> None:
 
 def test_kernels_are_cropped_for_inputs_without_a_batch_too() -> None:
     model = strike(Choosing(reads=False)).double().eval()
-    for example in (IMAGES[0], IMAGES[0][0]):
-        network, report = sparsity.compact(model, example, cost="multiply_adds")
+    for example, measure in itertools.product((IMAGES[0], IMAGES[0][0]), ("multiply_adds", "measured")):
+        network, report = sparsity.compact(model, example, cost=measure)
         assert report.layers[0].multiply_adds_before == 12 * 11 * 8 * 3 * 9
         for x in (*IMAGES, IMAGES[0][0]):
             assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
@@ -258,3 +274,60 @@ def test_scripted_models_stay() -> None:
     network, report = sparsity.compact(torch.jit.trace(model, IMAGES[0]), IMAGES[0], cost="multiply_adds")
     assert torch.equal(network(IMAGES[0]), model(IMAGES[0]))
     assert "model" in report.notes
+
+
+FLATTENINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by features": lambda y: y.view(-1, 8),
+    "by features, reshaped": lambda y: torch.reshape(y, (-1, 8)),
+    "by the batch": lambda y: y.reshape(y.shape[0], -1),
+}
+
+
+@pytest.mark.parametrize("flatten", FLATTENINGS.values(), ids=FLATTENINGS)
+def test_rows_of_features_are_samples_only_where_the_code_says_so(flatten: Callable[[Tensor], Tensor]) -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(flatten(functional.relu(net.first(x))))
+
+    model = strike(Network(function, first=convolution(3, 8, 1), linear=nn.Linear(8, 5))).double().eval()
+    network, _ = sparsity.compact(model, torch.randn(2, 3, 1, 1).double(), cost="multiply_adds")
+    for size in ((2, 3, 1, 1), (5, 3, 1, 1), (2, 3, 4, 6)):
+        x = torch.randn(*size).double()
+        try:
+            expected = model(x)
+        except RuntimeError:  # one row a sample is too long for the linear layer then
+            continue
+        assert network(x).shape == expected.shape
+        assert (network(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_rows_of_features_are_samples_after_pooling_to_one_pixel() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.linear(functional.adaptive_avg_pool2d(functional.relu(net.first(x)), 1).view(-1, 8))
+
+    report = check(Network(function, first=convolution(3, 8), linear=nn.Linear(8, 5)), *IMAGES)
+    assert not report.notes
+    assert report.layers[1].channels_after < 8
+
+
+PATTERNS = ({"sizes": 0.0}, {"dead": 0.0}, {})
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_compaction_writes_it_reads(seed: int, pattern: dict[str, float]) -> None:
+    block = nn.Sequential(convolution(8, 6), nn.BatchNorm2d(6), nn.ReLU(), convolution(6, 8), nn.BatchNorm2d(8))
+    blocks = [nn.Sequential(Residual(copy.deepcopy(block)), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(convolution(3, 8, 5), nn.ReLU(), *blocks, convolution(8, 4))
+    model = strike(model, seed, **pattern).double().eval()
+    once, first = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    with torch.no_grad():
+        for node in once.graph.nodes:
+            if node.op == "call_module" and node.target.startswith("2.0.function.0"):
+                once.get_submodule(node.target).weight[0] = 0
+                once.get_submodule(node.target).bias[0] = 0
+    twice, second = sparsity.compact(once, IMAGES[0], cost="multiply_adds")
+    for x in IMAGES:
+        expected = once(x)
+        assert (twice(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert all(name.startswith("pad") for name in second.notes)  # by a channel of zeros for sums, which stays
+    assert second.multiply_adds_executed < first.multiply_adds_executed

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.sparsity.compaction.take import take_channels
+
 
 class ModelFileError(ValueError):
     """A model that cannot be saved, or files that hold none; the text names the node, module, tensor or file.
@@ -92,6 +94,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_table("torch", torch, _TORCH),
     **_table("torch.nn.functional", F, _FUNCTIONAL),
     **_table("torch.Tensor", torch.Tensor, _METHODS),
+    "loco_ext.take_channels": take_channels,
 }
 FUNCTION_NAMES = {function: name for name, function in reversed(FUNCTIONS.items())}
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from loco_ext.sparsity.compaction.atoms import Atoms, Integers
 from loco_ext.sparsity.compaction.convolution import paddings
 from loco_ext.sparsity.compaction.roles import (
     BATCH_NORMS,
@@ -25,13 +26,12 @@ from loco_ext.sparsity.compaction.roles import (
     Role,
     arithmetic,
     is_depthwise,
+    is_padding,
     is_resampling,
     keeps_constants,
 )
 
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
 
 _NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 _RATHER = 1e-3  # a constant that is there anyway serves others that are larger by its inverse at most
@@ -47,60 +47,6 @@ class Value:
     @property
     def varies(self) -> NDArray[np.bool_]:
         return np.isnan(self.constants)
-
-
-class Atoms:
-    """Classes of channels that stay or go together, and why those that stay do."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = []
-        self._reasons: dict[int, str] = {}
-        self._fillers: set[int] = set()
-        self.ordered: set[int] = set()  # read by something that knows nothing of other orders
-
-    def new(self, count: int) -> Integers:
-        first = len(self._parent)
-        self._parent.extend(range(first, first + count))
-        return np.arange(first, first + count)
-
-    def find(self, atom: int) -> int:
-        while self._parent[atom] != atom:
-            self._parent[atom] = self._parent[self._parent[atom]]
-            atom = self._parent[atom]
-        return atom
-
-    def unite(self, some: Iterable[int], others: Iterable[int]) -> None:
-        for one, other in zip(some, others, strict=True):
-            one, other = self.find(one), self.find(other)
-            if one != other:
-                self._parent[other] = one
-                if other in self._reasons:
-                    self._reasons.setdefault(one, self._reasons.pop(other))
-
-    def need(self, atoms: Iterable[int], reason: str) -> bool:
-        """Marks the atoms as needed; whether one of them was not before."""
-        fresh = {root for atom in atoms if (root := self.find(atom)) not in self._reasons}
-        self._reasons.update(dict.fromkeys(fresh, reason))
-        return bool(fresh)
-
-    def needed(self, atoms: Integers) -> NDArray[np.bool_]:
-        return np.array([self.find(atom) in self._reasons for atom in atoms], dtype=bool)
-
-    def fill(self, atoms: Iterable[int]) -> None:
-        """Keeps atoms that nothing needs."""
-        self._fillers.update(self.find(atom) for atom in atoms)
-
-    def kept(self, atoms: Integers) -> NDArray[np.bool_]:
-        """Which are needed, or fill up a number of channels."""
-        return self.needed(atoms) | np.array([self.find(atom) in self._fillers for atom in atoms], dtype=bool)
-
-    def reason(self, atom: int) -> str:
-        return self._reasons[self.find(atom)]
-
-    def alone(self, atoms: Integers) -> bool:
-        """Whether each of the atoms is the only one of its class."""
-        sizes = np.bincount([self.find(atom) for atom in range(len(self._parent))], minlength=len(self._parent))
-        return all(sizes[self.find(atom)] == 1 for atom in atoms)
 
 
 @dataclass
@@ -160,11 +106,13 @@ class Channels:
         """Which channels of the result matter; others that are kept have weights of zero on both sides."""
         return self.atoms.needed(self.values[node].atoms)
 
-    def fill(self, multiple: int) -> None:
+    def fill(self, multiple: int) -> bool:
         """Keeps more channels of convolutions, of those that do not matter, so that their numbers are multiples.
 
-        Processors compute so many channels at once; some operations are slow for other numbers.
+        Processors compute so many channels at once; some operations are slow for other numbers. Returns whether there
+        are more now.
         """
+        changed = False
         grouped = {self.atoms.find(atom) for atom in self._grouped}
         for node, layer in self.layers.items():
             value = self.values[node]
@@ -175,7 +123,10 @@ class Channels:
             spare = [i for i in np.flatnonzero(~kept) if self.atoms.find(value.atoms[i]) not in grouped]
             spare.sort(key=lambda i: bool(value.varies[i]))  # dead kernels first
             step = multiple if count > multiple // 2 else multiple // 2
-            self.atoms.fill(value.atoms[spare[: -count % step]].tolist())
+            fillers = value.atoms[spare[: -count % step]].tolist()
+            self.atoms.fill(fillers)
+            changed |= bool(fillers)
+        return changed
 
     def constant_operand(self, node: fx.Node) -> int | None:
         """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it."""
@@ -186,6 +137,15 @@ class Channels:
         if self.keep_all or sum(constant) != 1 or sources[constant.index(False)].meta["shape"] != node.meta["shape"]:
             return None
         return constant.index(True)
+
+    def classes(self, node: fx.Node) -> tuple[int, ...]:
+        """The classes of the result's channels."""
+        return tuple(self.atoms.find(atom) for atom in self.values[node].atoms)
+
+    def movable(self, classes: Iterable[int]) -> bool:
+        """Whether all that reads channels of these classes knows of other orders, and none is in a group."""
+        fixed = {self.atoms.find(atom) for atom in (*self.atoms.ordered, *self._grouped)}
+        return fixed.isdisjoint(classes)
 
     def free(self, node: fx.Node) -> bool:
         """Whether the channels may come in any order, because all readers are rewritten along with the node."""
@@ -224,6 +184,11 @@ class Channels:
             return Value(sources[0].atoms, self._per_channel(node, sources[0]))
         if reading.role is Role.JOIN:
             return self._join(node, sources)
+        if reading.role is Role.PARTS:
+            return None
+        if reading.role is Role.TAKE:
+            taken = self.reader.taken(node)
+            return Value(sources[0].atoms[taken], sources[0].constants[taken])
         if reading.role is Role.CAT:
             parts = [self.values[part] for part in node.args[0]]  # type: ignore[union-attr,index]
             return Value(np.concatenate([p.atoms for p in parts]), np.concatenate([p.constants for p in parts]))
@@ -243,8 +208,12 @@ class Channels:
         shape = node.meta.get("shape", ())
         if len(shape) < 2:
             return None
+        vector = self.reader.buffer(node)
+        if vector is not None and vector.numel() == shape[1] and vector.isfinite().all():
+            return Value(self.atoms.new(shape[1]), vector.double().cpu().numpy().reshape(-1))
         value = Value(self.atoms.new(shape[1]), np.full(shape[1], np.nan))
         self.atoms.need(value.atoms, f"made by {node.name}")
+        self.atoms.ordered.update(value.atoms.tolist())
         return value
 
     def _convolution(self, node: fx.Node, source: Value) -> Value:
@@ -283,6 +252,11 @@ class Channels:
             foldable = np.isfinite(constants) & ((constants == 0) | self._inside(module))
             live = _live(module.weight.detach())
             return _outputs(module, constants.reshape(-1, 1, 1), live, foldable.reshape(-1, 1, 1))
+        if is_padding(node):
+            zeros = node.kwargs.get("mode", "constant") == "constant"
+            return np.where((source.constants != 0) & zeros, np.nan, source.constants)
+        if node.target is operator.getitem:
+            return source.constants
         if is_resampling(node, module):
             kept = source.constants if keeps_constants(module) else np.where(source.constants == 0, 0.0, np.nan)
             return kept.copy()
@@ -292,11 +266,8 @@ class Channels:
 
     def _join(self, node: fx.Node, sources: list[Value]) -> Value:
         one, other = sources
-        operate = getattr(
-            np, {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}[str(arithmetic(node))]
-        )
         with np.errstate(all="ignore"):
-            constants = _finite(operate(one.constants, other.constants))
+            constants = _finite(_NUMPY[str(arithmetic(node))](one.constants, other.constants))
         constant = self.constant_operand(node)
         if constant is not None:
             return Value(sources[1 - constant].atoms, constants)

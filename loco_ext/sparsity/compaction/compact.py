@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.describe import describe
+from loco_ext.sparsity.compaction.layout import in_channels_last
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
@@ -45,7 +46,8 @@ def compact(
             inside modules of torch.nn) stays as in eval mode.
         example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast.
         cost: "measured": kernels of several sizes in one layer become several convolutions where this is measured to
-            be faster on the example, and the model itself is returned if all this makes it slower; "multiply_adds":
+            be faster on the example, images are converted to channels_last on their way in, and back on their way out,
+            where that is, and the model itself is returned if all this makes it slower; "multiply_adds":
             one convolution for each size, nothing is measured, the result is the same on every machine.
         fold_norms: batch normalisations that follow a convolution or linear layer go into its weights, by their running
             statistics; False where the result is to be trained on with them.
@@ -74,6 +76,7 @@ def compact(
         (torch.Size([2, 1, 3, 3]), True)
     """
     inputs = _check(model, example_inputs, cost)
+    costs.forget()
     dense = _copy(_unwrapped(model)).eval()
     with torch.no_grad():
         expected = dense(*_copies(inputs))
@@ -84,7 +87,7 @@ def compact(
     except UntraceableError as error:
         results = _untraced(dense, inputs, COSTS[cost], str(error))
     else:
-        results = _rewritten(traced, COSTS[cost], fixed_size, fold_norms)
+        results = _rewritten(traced, inputs, COSTS[cost], fixed_size, fold_norms)
     network, report = _select(dense, results, inputs, expected, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
@@ -97,18 +100,34 @@ def compact(
 Result = tuple[nn.Module, Report]
 
 
-def _rewritten(traced: fx.GraphModule, choose: Choose, fixed_size: bool, norms_folded: bool) -> list[Result]:
-    """The smaller network, perhaps in two versions, and last the model as it is."""
+def _rewritten(
+    traced: fx.GraphModule, inputs: Sequence[Any], choose: Choose, fixed_size: bool, norms_folded: bool
+) -> list[Result]:
+    """The smaller network, perhaps in several versions, and last the model as it is."""
     same = _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
+    if choose is costs.fastest:
+        traced = _in_faster_format(traced, inputs)
     if norms_folded:
         fold(traced)
     plain = Channels(traced, fixed_size=fixed_size)
     scatter = plain.scatterable()
     versions = [Channels(traced, scatter, fixed_size), plain] if scatter else [plain]
-    if choose is costs.fastest:
-        for channels in versions:
-            channels.fill(costs.VECTOR)
-    return [*(_rewrite(traced, channels, choose) for channels in versions), same]
+    results: list[Result] = []
+    for multiple in costs.MULTIPLES if choose is costs.fastest else (1,):
+        changed = [channels.fill(multiple) for channels in versions]
+        if any(changed) or not results:
+            results = [*(_rewrite(traced, channels, choose) for channels in versions), *results]
+    return [*results, same]
+
+
+def _in_faster_format(traced: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph, with images in channels_last memory format inside where what becomes of it is faster so."""
+    other = in_channels_last(traced, inputs)
+    if other is None:
+        return traced
+    networks = [_rewrite(graph, Channels(graph), costs.fewest_multiply_adds)[0] for graph in (traced, other)]
+    first, second = costs.latencies([partial(network, *inputs) for network in networks], _device(traced))
+    return other if second < first else traced
 
 
 def _rewrite(traced: fx.GraphModule, channels: Channels, choose: Choose) -> Result:

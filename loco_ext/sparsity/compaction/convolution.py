@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from loco_ext.sparsity.compaction.take import take_channels
+
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
 Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds all of theirs
@@ -230,25 +232,16 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
     back = None if free else restoring(buckets, convolution.weight.device)
     if back is not None:
         owner.register_buffer("order", back)
-        result = select(graph, result, graph.get_attr("order"), convolution)
+        result = graph.call_function(take_channels, (result, graph.get_attr("order"), -1 - convolution.axes))
     graph.output(result)
     return fx.GraphModule(owner, graph)
-
-
-def select(graph: fx.Graph, result: fx.Node, index: fx.Node, convolution: Convolution) -> fx.Node:
-    """The convolution's channels in another order, in its memory format, which torch.index_select does not keep."""
-    selected = graph.call_function(torch.index_select, (result, -1 - convolution.axes, index))
-    if not convolution.channels_last:
-        return selected
-    memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
-    return graph.call_method("contiguous", (selected,), {"memory_format": memory_format})
 
 
 def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
     """Indices that bring the buckets' kernels back to their order; None where they are in it."""
     order = torch.tensor([kernel for bucket in buckets for kernel in bucket.kernels], device=device)
     back = order.argsort()
-    return None if torch.equal(order, back) and torch.equal(order, order.sort().values) else back
+    return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
 
 def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:

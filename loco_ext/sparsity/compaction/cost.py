@@ -6,12 +6,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from loco_ext.sparsity.compaction.convolution import (
     Bucket,
@@ -22,14 +22,17 @@ from loco_ext.sparsity.compaction.convolution import (
     filled,
     join,
     partitions,
+    restoring,
     styles,
     taps,
 )
 
 _ORDER = random.Random(0)  # of turns; the state of the module random stays as it is
 VECTOR = 16  # channels that processors compute at once
+MULTIPLES = (VECTOR // 2, VECTOR)  # of channels, to which they may be filled up: memory is read in halves of vectors
 _EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
-_MOST_SIZES, _MOST_WAYS = 5, 3  # that are considered, and timed
+_MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # that are considered, timed in parts, and timed as a whole
+_MEASURED: dict[Hashable, float] = {}  # seconds, by _name
 _MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
 
 
@@ -47,17 +50,16 @@ def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> l
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """What takes the least time on inputs of the shape, type and memory format that the example has there.
 
-    Kernels of each size, and of sizes next to each other together, are timed alone. The parts with the least sum are
-    then timed as a whole, what joins them included, against one convolution for all kernels.
+    Kernels of each size, and of sizes next to each other together, are timed alone. The ways with the least sums of
+    parts are then timed as a whole, what joins them included, against one convolution for all kernels.
     """
-    x = _example(kind, convolution)
     sizes = by_size(convolution, most=_MOST_SIZES)
     ways = [[join(sizes)], *_promising(sizes)]
     parts = list(dict.fromkeys(part for way in ways for part in way))
     candidates = [Bucket(kernels, like, style) for kernels, box in parts for like, style in styles(box, convolution)]
     if len(candidates) == 1:
         return candidates
-    times = dict(zip(candidates, _times([alone(convolution, [c], free) for c in candidates], x), strict=True))
+    times = dict(zip(candidates, _times(convolution, [[c] for c in candidates], kind, free), strict=True))
     best: dict[tuple[int, ...], Bucket] = {}
     for candidate in candidates:
         if candidate.kernels not in best or times[candidate] < times[best[candidate.kernels]]:
@@ -65,9 +67,10 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     single, *others = [[best[kernels] for kernels, _ in way] for way in ways]
     if not others:
         return single
-    split = min(others, key=lambda way: sum(times[bucket] for bucket in way))
-    whole, together = _times([alone(convolution, single, free), alone(convolution, split, free)], x)
-    return split if together < _MARGIN * whole else single
+    others = sorted(others, key=lambda way: sum(times[bucket] for bucket in way))[:_MOST_WHOLE]
+    whole, *together = _times(convolution, [single, *others], kind, free)
+    least = min(together)
+    return others[together.index(least)] if least < _MARGIN * whole else single
 
 
 def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
@@ -87,15 +90,46 @@ def latencies(calls: Sequence[Callable[[], object]], device: torch.device) -> li
     return [statistics.median(values) for values in _samples(calls, device, budget=4.0)]
 
 
-def _times(models: Sequence[nn.Module], x: Tensor) -> list[float]:
-    """Least seconds of each, which other work on the machine disturbs less than the median of so few."""
-    calls = [partial(model, x) for model in models]
-    return [min(values) for values in _samples(calls, x.device, budget=0.05 * len(calls))]
+def forget() -> None:
+    """Lets all be measured anew, on a machine that may do something else now."""
+    _MEASURED.clear()
+
+
+def _times(
+    convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: Mapping[str, Any], free: bool
+) -> list[float]:
+    """Least seconds of each way, which other work on the machine disturbs less than the median of so few.
+
+    Layers of one shape, and versions of one network, share what has been measured.
+    """
+    names = [_name(convolution, way, kind, free) for way in ways]
+    fresh = {name: way for name, way in zip(names, ways, strict=True) if name not in _MEASURED}
+    if fresh:
+        x = _example(kind, convolution)
+        calls = [partial(alone(convolution, way, free), x) for way in fresh.values()]
+        times = [min(values) for values in _samples(calls, x.device, budget=0.06 * len(calls))]
+        _MEASURED.update(zip(fresh, times, strict=True))
+    return [_MEASURED[name] for name in names]
+
+
+def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
+    """All that a way's time depends on."""
+    layer = tuple(getattr(convolution, name) for name in ("stride", "pads", "dilation", "groups", "padding_mode"))
+    buckets = tuple((len(bucket.kernels), bucket.box, bucket.style) for bucket in way)
+    in_order = free or restoring(way, convolution.weight.device) is None
+    weight = tuple(convolution.weight.shape[2:]), convolution.bias is None, convolution.channels_last
+    example = _shape(kind, convolution), kind["dtype"], kind["device"], kind["channels_last"]
+    return example, layer, weight, buckets, in_order
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
-    """Seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least."""
+    """Seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least.
+
+    A single thread is told the processor's time that it takes, whatever else the machine does.
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    single = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if single else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
         for call in calls:
@@ -104,19 +138,26 @@ def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget
         while len(times[-1]) < 3 or (time.perf_counter() < end and len(times[-1]) < 100):
             for place in _ORDER.sample(range(len(calls)), len(calls)):
                 wait()
-                start = time.perf_counter()
+                start = clock()
                 calls[place]()
                 wait()
-                times[place].append(time.perf_counter() - start)
+                times[place].append(clock() - start)
     return times
+
+
+def _shape(kind: Mapping[str, Any], convolution: Convolution) -> tuple[int, ...]:
+    """Of what the convolution reads, with or without a batch."""
+    channels = convolution.weight.shape[1] * convolution.groups
+    *batch, _ = kind["shape"][: -convolution.axes]
+    return (*batch, channels, *kind["shape"][-convolution.axes :])
 
 
 def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:
     """Random numbers in the place of what the convolution reads, with the channels that are left."""
-    shape = (kind["shape"][0], convolution.weight.shape[1] * convolution.groups, *kind["shape"][2:])
+    shape = _shape(kind, convolution)
     memory_format = torch.contiguous_format
     if kind["channels_last"]:
-        memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
     generator = torch.Generator(kind["device"]).manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=kind["dtype"], device=kind["device"])
     return x.contiguous(memory_format=memory_format)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,12 @@ from loco_ext.sparsity.compaction.convolution import (
     paddings,
     put,
     restoring,
-    select,
     unused,
 )
+from loco_ext.sparsity.compaction.memory import HOLDERS, overwrite, own_what_is_written
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
-from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
+from loco_ext.sparsity.compaction.streams import leaders
+from loco_ext.sparsity.compaction.take import take_channels
 
 # Given a convolution, the kind of tensor that it reads, and whether its kernels may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
@@ -46,25 +49,57 @@ class Rewriter:
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # channels of each result in the order in which they now come
+        self._ranks: dict[int, int] = {}  # of classes of channels in streams with an order of their own
+        self._led: dict[fx.Node, list[Bucket]] = {}  # how the layers are computed that gave it
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # weights that are left, by the module's name
 
     def build(self) -> fx.GraphModule:
+        for node in leaders(self._channels):
+            self._lead(node)
         for node in self._traced.graph.nodes:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
-        _make_out_of_place(network, network.graph)
+        own_what_is_written(network)
+        overwrite(network)
         network.graph.lint()
         return fx.GraphModule(network, network.graph)  # with the modules and buffers that are still there
+
+    def _lead(self, node: fx.Node) -> None:
+        """Computes the layer in the order that is best for it, for all that writes the same channels."""
+        (source,) = self._channels.readings[node].sources
+        outputs, classes = self._channels.kept(node).tolist(), self._channels.classes(node)
+        if not outputs:
+            return
+        weight, bias, _ = self._cut(node, source, outputs, self._channels.kept(source).tolist())
+        module = self._channels.layers[node].module
+        buckets = self._choose(as_convolution(module, weight, bias, node.meta["channels_last"]), source.meta, True)
+        order = [k for bucket in buckets for k in bucket.kernels]
+        self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(order)})
+        ends = itertools.accumulate(len(bucket.kernels) for bucket in buckets)
+        self._led[node] = [
+            replace(bucket, kernels=tuple(range(end - len(bucket.kernels), end)))
+            for bucket, end in zip(buckets, ends, strict=True)
+        ]
+
+    def _in_order(self, node: fx.Node) -> list[int]:
+        """Channels of the result that are kept, in the order of its stream."""
+        classes = self._channels.classes(node)
+        return sorted(self._channels.kept(node).tolist(), key=lambda c: self._ranks.get(classes[c], 0))
 
     def _add(self, node: fx.Node) -> None:
         reading = self._channels.readings[node]
         if node in self._channels.values:
-            self._kept[node] = self._channels.kept(node).tolist()
+            self._kept[node] = self._in_order(node)
             if not self._kept[node]:
                 return
+        if reading.role is Role.PARTS:
+            return
         if reading.role in (Role.OTHER, Role.SIZE):
-            if all(source in self._new for source in node.all_input_nodes):
+            buffer = self._channels.reader.buffer(node)
+            if buffer is not None and node in self._kept and self._kept[node] != list(range(buffer.shape[1])):
+                self._new[node] = self._constant(node, "vector", buffer[:, self._kept[node]])
+            elif all(source in self._new for source in node.all_input_nodes):
                 self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
             return
         add = {
@@ -72,6 +107,7 @@ class Rewriter:
             Role.PER_CHANNEL: self._per_channel,
             Role.JOIN: self._join,
             Role.CAT: self._cat,
+            Role.TAKE: self._take,
             Role.FLATTEN: self._flatten,
         }[reading.role]
         self._new[node] = add(node, reading.sources)
@@ -104,7 +140,7 @@ class Rewriter:
         needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[inputs]
         whole = module.weight.detach()[outputs]
         whole[~torch.from_numpy(needed)] = 0
-        bias = None if module.bias is None else module.bias.detach()[outputs]
+        bias = self._bias(node, module, outputs)
         if layer.groups > 1:
             return whole, bias, None
         weight = whole[:, inputs]
@@ -128,10 +164,20 @@ class Rewriter:
         weight[:, representative] = (weight[:, representative].double() + merged).to(whole.dtype)
         return weight, bias, None
 
+    def _bias(self, node: fx.Node, module: Any, outputs: list[int]) -> Tensor | None:
+        """The bias of these kernels; of those that do not matter, the number that they are said to give."""
+        fillers = ~self._channels.needed(node)[outputs]
+        constants = np.where(fillers, np.nan_to_num(self._channels.values[node].constants[outputs]), 0.0)
+        if module.bias is None and not constants.any():
+            return None
+        bias = module.weight.new_zeros(len(outputs)) if module.bias is None else module.bias.detach()[outputs]
+        numbers = torch.from_numpy(constants).to(bias.device, bias.dtype)
+        return torch.where(torch.from_numpy(fillers).to(bias.device), numbers, bias)
+
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
         """The convolution's result, and the order in which its kernels come."""
         name = str(node.target)
-        buckets = self._choose(convolution, source.meta, free)
+        buckets = self._led.get(node) or self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
         result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets)
         order = [k for bucket in buckets for k in bucket.kernels]
@@ -139,7 +185,7 @@ class Rewriter:
         if back is None:
             return result, order
         index = self._constant(node, "order", back)
-        return select(self._graph, result, index, convolution), sorted(order)
+        return self._graph.call_function(take_channels, (result, index)), sorted(order)
 
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]
@@ -161,28 +207,48 @@ class Rewriter:
         if node.name in self._channels.scatter:
             operand = self._channels.scatter[node.name]
             return self._join_scattered(node, sources[1 - operand], sources[operand])
-        self._kept[node] = self._kept[sources[0]]
-        assert self._kept[node] == self._kept[sources[1]], node
-        return self._graph.node_copy(node, self._new.__getitem__)
+        kept, others = self._kept[sources[0]], self._kept[sources[1]]
+        self._kept[node] = kept
+        terms = {source: self._new[source] for source in sources}
+        if kept != others:
+            index = self._constant(node, "order", torch.tensor([others.index(c) for c in kept]).to(node.meta["device"]))
+            terms[sources[1]] = self._graph.call_function(take_channels, (terms[sources[1]], index))
+        result = self._graph.node_copy(node, terms.__getitem__)
+        kinds = [(source.meta["shape"], source.meta["dtype"]) for source in sources]
+        result.meta[HOLDERS] = (0, 1) if kinds[0] == kinds[1] else ()
+        return result
 
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
         """Adds the channels that are left of ``part``, and its constants, to those of ``whole``."""
         kept = self._kept[node] = self._kept[whole]
-        added = set(self._kept[part])
         constants, needed = self._channels.values[part].constants, self._channels.needed(node)
-        rest = np.array([constants[c] if needed[c] and c not in added else 0.0 for c in kept])
+        rest = np.where(needed, np.nan_to_num(constants), 0.0)[kept]
         result = self._new[whole]
+        if set(self._kept[part]) & set(kept):
+            addend, rest = self._spread(node, part, kept, rest)
+            result = self._graph.call_function(torch.add, (result, addend))
+            result.meta[HOLDERS] = (0, 1) if whole.meta["dtype"] == part.meta["dtype"] else ()
         if rest.any():
             result = self._graph.call_function(torch.add, (result, self._vector(node, whole, rest)))
-        both = [c for c in self._kept[part] if c in set(kept)]
-        if not both:
-            return result
-        addend, device = self._new[part], whole.meta["device"]
-        if len(both) < len(added):
-            which = torch.tensor([self._kept[part].index(c) for c in both], device=device)
-            addend = self._graph.call_function(torch.index_select, (addend, 1, self._constant(node, "which", which)))
-        places = self._constant(node, "places", torch.tensor([kept.index(c) for c in both], device=device))
-        return self._graph.call_function(torch.index_add, (result, 1, places, addend))
+            result.meta[HOLDERS] = (0,) if node.meta["dtype"] == whole.meta["dtype"] else ()
+        return result
+
+    def _spread(self, node: fx.Node, part: fx.Node, kept: list[int], rest: Floats) -> tuple[fx.Node, Floats]:
+        """The channels of ``part`` at those of ``kept``, and what its constants that are gone still lack there."""
+        present, constants = self._kept[part], self._channels.values[part].constants
+        result = self._new[part]
+        known = [c for c in present if np.isfinite(constants[c])]
+        missing = ~np.isin(kept, present)
+        if missing.any() and not known:
+            result = self._graph.call_function(F.pad, (result, [0] * (2 * len(part.meta["shape"]) - 4) + [0, 1]))
+        places = {constants[c]: present.index(c) for c in known} or {0.0: len(present)}
+        default = next(iter(places))
+        found = [constants[c] if constants[c] in places else default for c in kept]
+        index = [places[k] if gone else present.index(c) for c, k, gone in zip(kept, found, missing, strict=True)]
+        if index != list(range(len(present))):
+            which = torch.tensor(index, device=part.meta["device"])
+            result = self._graph.call_function(take_channels, (result, self._constant(node, "which", which)))
+        return result, np.where(missing, rest - np.array(found), 0.0)
 
     def _join_constant(self, node: fx.Node, sources: Sequence[fx.Node], constant: int) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[1 - constant]]
@@ -204,6 +270,18 @@ class Rewriter:
                 parts.append(self._new[part])
         self._kept[node] = kept
         return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, 1))
+
+    def _take(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        taken: Any = self._channels.reader.taken(node)
+        source = self._new[sources[0]]
+        places = [self._kept[sources[0]].index(taken[c]) for c in self._kept[node]]
+        first, past = places[0], places[0] + len(places)
+        if places != list(range(first, past)):
+            index = torch.tensor(places, device=sources[0].meta["device"])
+            return self._graph.call_function(take_channels, (source, self._constant(node, "index", index)))
+        if len(places) == len(self._kept[sources[0]]):
+            return source
+        return self._graph.call_function(operator.getitem, (source, (slice(None), slice(first, past))))
 
     def _flatten(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         pixels = node.meta["shape"][1] // sources[0].meta["shape"][1]
@@ -260,44 +338,3 @@ def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:
         if buffer.dim():
             setattr(smaller, name, buffer[kept].clone())
     return smaller
-
-
-_OUT_OF_PLACE = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-
-
-def _make_out_of_place(owner: nn.Module, graph: fx.Graph) -> None:
-    """Lets operations write to a new tensor where something else may read, or own, what they would write to."""
-    modules = dict(owner.named_modules())
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or not is_in_place(node, modules):
-            continue
-        if _owns(node, modules):
-            continue
-        if node.op == "call_module":
-            module: Any = copy.copy(modules[str(node.target)])
-            module.inplace = False
-            node.target = f"{str(node.target).replace('.', '_')}_{node.name}"
-            owner.add_module(node.target, module)
-        elif node.op == "call_method":
-            node.target = str(node.target)[:-1]
-        elif node.target in _OUT_OF_PLACE:
-            node.target = _OUT_OF_PLACE[node.target]
-        elif node.kwargs.get("inplace"):
-            node.kwargs = {**node.kwargs, "inplace": False}
-        else:
-            node.target = getattr(torch, node.target.__name__[:-1])
-
-
-def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether nothing else reads the memory that the node writes to."""
-    source = node.args[0]
-    while isinstance(source, fx.Node) and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
-        if not (may_alias(source, modules) or is_in_place(source, modules)):
-            return True
-        source = source.args[0]
-    return False

@@ -9,9 +9,13 @@ from enum import Enum
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+
+from loco_ext.sparsity.compaction.take import take_channels
 
 
 class Role(Enum):
@@ -21,6 +25,8 @@ class Role(Enum):
     PER_CHANNEL = "per channel"  # channel i of the result depends on channel i alone
     JOIN = "join"  # so do sums and products of several tensors of the same shape
     CAT = "cat"
+    TAKE = "take"  # some channels, or all in another order
+    PARTS = "parts"  # a tuple of such; what takes one out of it is TAKE
     FLATTEN = "flatten"  # each channel becomes as many features as it has pixels
     SIZE = "size"  # reads sizes of other axes
     OTHER = "other"  # anything: nothing is known of its channels
@@ -81,6 +87,7 @@ class Reader:
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self.modules = dict(traced.named_modules())
+        self._root = traced
         nodes = [node for node in traced.graph.nodes if node.op == "call_module"]
         self._calls = Counter(id(self.modules[str(node.target)]) for node in nodes)
         owners = Counter(id(p) for m in set(self.modules.values()) for p in m.parameters(recurse=False))
@@ -115,8 +122,13 @@ class Reader:
     def read(self, node: fx.Node) -> Reading:
         """The node's role; OTHER for whatever is not known to be one of the others."""
         sources = tuple(source for source in node.all_input_nodes if "shape" in source.meta)
-        if not sources or self.why_opaque(node) is not None:
+        opaque = self.why_opaque(node) is not None
+        if not opaque and self.taken(node) is not None:
+            return Reading(Role.TAKE, (_taken_from(node),))
+        if not sources or opaque:
             return Reading(Role.OTHER, sources)
+        if _splits_channels(node) and all(self.taken(user) is not None for user in node.users):
+            return Reading(Role.PARTS, sources)
         if "shape" not in node.meta:
             return Reading(Role.SIZE if _reads_other_sizes(node) else Role.OTHER, sources)
         role = self._role_of_module(node, sources[0]) if node.op == "call_module" else self._role_of_call(node)
@@ -151,17 +163,53 @@ class Reader:
             return Role.CAT if is_cat_of_channels(node) else Role.OTHER
         if first is None or any(x is not first and "shape" in x.meta for x in node.all_input_nodes):
             return Role.OTHER
-        if is_flattening(node, first):
+        if is_flattening(node, first, self._is_pixel(first)):
             return Role.FLATTEN
         if len(node.all_input_nodes) > 1:
             return Role.OTHER
         named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
-        if named in _POINTWISE_NAMES and not _trains(node):
+        if (named in _POINTWISE_NAMES and not _trains(node)) or _is_crop(node) or is_padding(node):
             return Role.PER_CHANNEL
         if node.target in _POOL_FUNCTIONS:
             batched = len(first.meta["shape"]) == _POOL_FUNCTIONS[node.target] + 2
             return Role.PER_CHANNEL if batched else Role.OTHER
         return Role.PER_CHANNEL if is_spatial_mean(node, first) else Role.OTHER
+
+    def taken(self, node: fx.Node) -> NDArray[np.int64] | None:
+        """The channels of its source that the node gives; None where it does something else."""
+        source = node.args[0] if node.args else None
+        if "shape" not in node.meta or not isinstance(source, fx.Node):
+            return None
+        if node.target is operator.getitem and isinstance(node.args[1], int) and _splits_channels(source):
+            whole: Any = source.args[0]
+            split = getattr(torch, getattr(source.target, "__name__", str(source.target)))
+            parts = split(torch.arange(whole.meta["shape"][1]), *source.args[1:2])
+            return np.asarray(parts[node.args[1]])
+        channels = np.arange(source.meta.get("shape", (0, 0))[1]) if len(source.meta.get("shape", ())) > 1 else None
+        if channels is None or len(node.meta["shape"]) != len(source.meta["shape"]):
+            return None
+        if node.target is operator.getitem:
+            return _sliced(channels, node.args[1])
+        if node.target is take_channels and node.args[2:] in ((), (1,)) and isinstance(node.args[1], fx.Node):
+            index = self.buffer(node.args[1])
+            return None if index is None else channels[index.cpu().numpy()]
+        groups = self.module(node).groups if isinstance(self.module(node), nn.ChannelShuffle) else None
+        return None if groups is None else channels.reshape(groups, -1).T.reshape(-1)
+
+    def buffer(self, node: fx.Node) -> Tensor | None:
+        """The buffer that the node reads, None where it does something else."""
+        return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
+
+    def _is_pixel(self, node: fx.Node) -> bool:
+        """Whether the result is pooled to a single pixel, whatever the image's size."""
+        module = self.module(node)
+        if type(module) in _ADAPTIVE_AVERAGE_POOLS:
+            size = module.output_size
+        elif node.target in (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d):
+            size = node.args[1] if len(node.args) > 1 else node.kwargs["output_size"]
+        else:
+            return False
+        return size == 1 or (isinstance(size, tuple | list) and all(length == 1 for length in size))
 
 
 def is_depthwise(module: Any) -> bool:
@@ -197,14 +245,81 @@ def _role_of_arithmetic(node: fx.Node) -> Role:
     return Role.JOIN if all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True)) else Role.OTHER
 
 
-def is_flattening(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the result is one row of features a sample, channel after channel."""
+def is_flattening(node: fx.Node, source: fx.Node, pixel: bool) -> bool:
+    """Whether the result is one row of features a sample, channel after channel, whatever the image's size.
+
+    Args:
+        pixel: whether the source has a single one at every size.
+    """
     shape = source.meta["shape"]
     if len(shape) < 2 or node.meta["shape"] != (shape[0], torch.Size(shape[1:]).numel()):
         return False
     if node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten"):
         return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)) == 1)
-    return node.target is torch.reshape or (node.op == "call_method" and node.target in ("view", "reshape"))
+    if node.target is not torch.reshape and not (node.op == "call_method" and node.target in ("view", "reshape")):
+        return False
+    sizes = node.args[1] if len(node.args) == 2 else node.args[1:]
+    rows = sizes[0] if isinstance(sizes, list | tuple) and sizes else sizes
+    return pixel or _is_batch_size(rows)
+
+
+def _splits_channels(node: fx.Node) -> bool:
+    """Whether the node gives a tuple of parts of the channels, each of them next to each other."""
+    named = node.op == "call_method" and node.target in ("chunk", "split")
+    source = node.args[0] if node.args else None
+    if not (named or node.target in (torch.chunk, torch.split)) or not isinstance(source, fx.Node):
+        return False
+    dims = len(source.meta.get("shape", ()))
+    axis = node.args[2] if len(node.args) == 3 else node.kwargs.get("dim", 0)
+    plain = len(node.args) > 1 and not isinstance(node.args[1], fx.Node) and set(node.kwargs) <= {"dim"}
+    return plain and dims > 1 and axis in (1, 1 - dims)
+
+
+def _taken_from(node: fx.Node) -> fx.Node:
+    source: Any = node.args[0]
+    return source if "shape" in source.meta else source.args[0]
+
+
+def _sliced(channels: NDArray[np.int64], place: Any) -> NDArray[np.int64] | None:
+    """Of ``x[place]``; None where it does more than to slice channels."""
+    if not isinstance(place, tuple) or place[:1] != (slice(None),) or not isinstance((*place, 0)[1], slice):
+        return None
+    if any(isinstance(number, fx.Node) for number in (place[1].start, place[1].stop, place[1].step)):
+        return None
+    return channels[place[1]] if all(part in (slice(None), ...) for part in place[2:]) else None
+
+
+def _is_crop(node: fx.Node) -> bool:
+    """Whether the node slices spatial axes alone."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+        return False
+    dims, place = len(node.args[0].meta["shape"]), node.args[1]  # type: ignore[union-attr]
+    if place[:1] == (...,):
+        return len(place) <= dims - 1 and all(isinstance(part, slice) for part in place[1:])
+    return place[:2] == (slice(None), slice(None)) and all(isinstance(part, slice) for part in place)
+
+
+def is_padding(node: fx.Node) -> bool:
+    """Whether the node pads spatial axes alone, with zeros or by what is there."""
+    if node.target is not F.pad or len(node.args) != 2 or not set(node.kwargs) <= {"mode", "value"}:
+        return False
+    if node.kwargs.get("value"):
+        return False
+    pads: Any = node.args[1]
+    spatial = len(node.meta["shape"]) - 2
+    return isinstance(pads, list | tuple) and len(pads) <= 2 * spatial and all(isinstance(p, int) for p in pads)
+
+
+def _is_batch_size(node: Any) -> bool:
+    """Whether the node gives the size of an input's or result's first axis."""
+    if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != 0:
+        return False
+    asked: Any = node.args[0]
+    if node.target is operator.getitem and (asked.target == "size" or asked.target is getattr):
+        asked = asked.args[0]
+    elif node.op != "call_method" or node.target != "size":
+        return False
+    return asked.op != "get_attr" and "shape" in asked.meta
 
 
 def is_spatial_mean(node: fx.Node, source: fx.Node) -> bool:

@@ -69,11 +69,16 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     _forget(traced, defaults)
     _see_through_in_place(traced)
     try:
-        with torch.no_grad():
-            _Recorder(traced).run(*[x.clone() if isinstance(x, Tensor) else x for x in example_inputs])
+        record(traced, example_inputs)
     except Exception as error:  # whatever a graph raises that has lost a choice which the model's own code makes
         raise UntraceableError(f"the graph that torch.fx makes of it does not run: {_first_line(error)}") from error
     return traced
+
+
+def record(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Notes in every node's meta what kind of tensor it gives on the example."""
+    with torch.no_grad():
+        _Recorder(traced).run(*[x.clone() if isinstance(x, Tensor) else x for x in example_inputs])
 
 
 def _defaults(root: nn.Module, given: int) -> dict[str, Any]:
@@ -112,7 +117,18 @@ _NEW = {
         "max_pool2d",
         "boolean_dispatch",
     ),
-    *("conv1d", "conv2d", "conv3d", "linear", "batch_norm", "interpolate", "pad", "index_add", "index_select"),
+    *(
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "linear",
+        "batch_norm",
+        "interpolate",
+        "pad",
+        "index_add",
+        "index_select",
+        "take_channels",
+    ),
 }
 
 

@@ -1,0 +1,53 @@
+"""Images in channels_last memory format inside a network, whatever the format of what it is given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from loco_ext.sparsity.compaction.roles import Reader, Role
+from loco_ext.sparsity.compaction.trace import record
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+    """A copy of the graph that converts images once on their way in; None where none is, or all are so already.
+
+    What is not known to work on any memory format, and the caller, get images in the format that they had.
+    """
+    result = copy.deepcopy(traced)
+    reader = Reader(result)
+    strict = (Role.OTHER, Role.FLATTEN)  # views among them
+    known = {node: reader.read(node).role not in strict for node in result.graph.nodes}
+    images = [node for node in known if len(node.meta.get("shape", ())) in _FORMATS and node.op != "get_attr"]
+    converted = False
+    for node in images:
+        if not known[node] and not node.meta["channels_last"]:
+            memory_format = _FORMATS[len(node.meta["shape"])]
+            converted |= _convert(result.graph, node, lambda user: known[user], memory_format)
+    if not converted:
+        return None
+    for node in images:
+        if known[node] and not node.meta["channels_last"]:
+            _convert(result.graph, node, lambda user: not known.get(user, True), torch.contiguous_format)
+    result.recompile()
+    record(result, example_inputs)
+    return result
+
+
+def _convert(
+    graph: fx.Graph, node: fx.Node, reads: Callable[[fx.Node], bool], memory_format: torch.memory_format
+) -> bool:
+    """Lets those of the node's users that ``reads`` tells read it in another format; whether there are any."""
+    users = [user for user in node.users if reads(user)]
+    if users:
+        with graph.inserting_after(node):
+            converted = graph.call_method("contiguous", (node,), {"memory_format": memory_format})
+        for user in users:
+            user.replace_input_with(node, converted)
+    return bool(users)

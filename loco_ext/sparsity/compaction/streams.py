@@ -1,0 +1,38 @@
+"""Channels that several layers write, as those of a residual network, and that may come in any order.
+
+One of the layers can then leave its kernels in the order in which it computes them; the others follow.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+from torch import fx
+
+from loco_ext.sparsity.compaction.channels import Channels
+
+Stream = tuple[int, ...]  # classes of channels
+
+
+def leaders(channels: Channels) -> list[fx.Node]:
+    """The convolution with the most work of each stream whose channels may come in any order."""
+    found: dict[int, set[Stream]] = defaultdict(set)
+    for node in channels.values:
+        stream = channels.classes(node)
+        for channel in stream:
+            found[channel].add(stream)
+    writers: dict[Stream, list[fx.Node]] = defaultdict(list)
+    for node, layer in channels.layers.items():
+        if layer.groups == 1 and layer.module.weight.dim() > 2 and not channels.free(node):
+            writers[channels.classes(node)].append(node)
+
+    def movable(stream: Stream) -> bool:
+        """Whether all values with one of the channels have all of them, each once, and every reader can follow."""
+        whole = len(set(stream)) == len(stream) and all(len(found[channel]) == 1 for channel in stream)
+        return whole and channels.movable(stream)
+
+    def work(node: fx.Node) -> int:
+        return prod(node.meta["shape"][2:]) * int(channels.layers[node].module.weight.numel())
+
+    return [max(nodes, key=work) for stream, nodes in writers.items() if movable(stream)]
