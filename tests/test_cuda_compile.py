@@ -21,8 +21,8 @@ def name_of(path):
 
 
 def assert_within_budget(source, targets, out):
-    """The budget stands in cuda_budget.json beside the source."""
-    budget = json.loads(source.with_name("cuda_budget.json").read_text())["kernels"]
+    """The budget of NAME.cu stands in NAME_budget.json beside it."""
+    budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
     usages = ptxas.parse(ptxas.compile_cubin(need_nvcc(), source, targets, out, [CSRC]))
     assert {usage.target for usage in usages} == {f"sm_{target}" for target in targets}
     found = ptxas.complaints(usages, budget)
