@@ -66,7 +66,7 @@ def assert_is_reference(actual: Case, case: Case) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):  # noqa: F811
-    if mode == "squared" and dtype != torch.float32:
+    if mode == "squared" and (dtype != torch.float32 or rule not in ("momentum", "adam")):
         pytest.skip("two nested searches take long")
     case = penalised(rule, mode, dtypes=[dtype] * 3)
     assert_is_reference(interpreter.step(case), case)
