@@ -4,8 +4,9 @@
     python -m bench.bench_ring_prox_gpu --quick    a first impression; writes nothing without --out
 
 The cases are those of bench/bench_ring_prox.py, clocks and cold caches those of bench/bench_optim_step_gpu.py. "cuda"
-and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. Alone, what a prox cannot avoid is to read the weight, and the metric if there is one, and to
-write the result; the bandwidth of that stands beside a device copy's. Eager and compiled PyTorch run in float32.
+and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. Alone, what a prox cannot
+avoid is to read the weight, and the metric if there is one, and to write the result; the bandwidth of that stands
+beside a device copy's. Eager and compiled PyTorch run in float32.
 """
 
 import argparse

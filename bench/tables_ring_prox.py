@@ -107,8 +107,8 @@ def gpu_steps(report: dict[str, Any]) -> Table:
     ]
     title = (
         "Microseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than one "
-        "tap, and on all, called one by one (eager) or replayed from a CUDA graph: of the GPU / of the host; ratios of the "
-        "longer of the two, of graphs of the GPU's"
+        "tap, and on all, called one by one (eager) or replayed from a CUDA graph: of the GPU / of the host; ratios of "
+        "the longer of the two, of graphs the GPU's"
     )
     return Table(title, ["network", "rule", "mode", *map(in_words, names), *ratios], rows)
 

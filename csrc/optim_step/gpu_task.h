@@ -26,7 +26,8 @@ struct Parameters {
 };
 
 LOCO_DEVICE double value_of(const DeviceScalar& scalar) {
-  return scalar.is_double ? *static_cast<const double*>(scalar.data) : *static_cast<const float*>(scalar.data);
+  return scalar.is_double ? *in_global(static_cast<const double*>(scalar.data))
+                          : *in_global(static_cast<const float*>(scalar.data));
 }
 
 LOCO_DEVICE bool is_set(const DeviceScalar& scalar) { return scalar.data != nullptr && value_of(scalar) != 0; }

@@ -7,8 +7,9 @@ the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch'
 ``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's weight
 ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)`` (lr
 without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1 - beta2^t)) +
-eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. The prox of a :class:`LayerPenalty`,
-any function, follows the step in its own operator calls.
+eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. In compiled kernels that is the last
+act of the step, on chip; in Triton it is a launch behind the step's. The prox of a :class:`LayerPenalty`, any
+function, follows the step in its own operator calls.
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
 

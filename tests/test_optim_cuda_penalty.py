@@ -56,7 +56,7 @@ def put_rates(ours, reference):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("name", CLASSES)
-def test_steps_end_with_the_references_prox_and_wait_for_nothing(backend, name, penalty, dtype):  # noqa: F811
+def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name, penalty, dtype):  # noqa: F811
     if dtype != torch.float32 and penalty == "squared":
         pytest.skip("the reference takes seconds for two nested searches")
     ours, reference = twins = make_twins(name, penalty, dtype)
