@@ -4,7 +4,8 @@ One launch steps all tensors whose operands have the same dtypes and are as well
 one more, which counts the steps. What the programs know of the tensors lies in tables, which are copied to the device
 when something in them changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so
 that nothing waits for it and a CUDA graph can record the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was recorded with.
+``rounding_step`` that it was recorded with. The prox that ends the step of a parameter with a penalty is a launch of its
+own, :mod:`loco_ext.triton_kernels.optim_step_prox`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,6 @@ def optim_step_sgd(
     rounding_step: int,
 ) -> None:
     """SGD with momentum; see :func:`loco_ext.ops.optim_step_sgd`, whose checks the arguments have passed.
-
-    A prox that ends the step is a launch of its own, see :mod:`loco_ext.triton_kernels.optim_step_prox`.
 
     Args:
         hyper, maps: in host memory; all other tensors are on the device of the parameters.

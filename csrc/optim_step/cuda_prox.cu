@@ -166,11 +166,11 @@ LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, con
   return {plain, has_squared ? squared : nullptr};
 }
 
-template <class Rule, typename T, bool linf, bool on_chip>
+template <class Rule, typename T, bool on_chip>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
     step_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
   __shared__ ring_prox::Scratch scratch;
-  __shared__ ring_prox::Solver<linf, Rule::has_metric> solver;
+  __shared__ ring_prox::AnySolver<Rule::has_metric> solver;
   __shared__ double plain[kMaxRings], squared[kMaxRings];
   __shared__ T coefficients[kCoefficients];
   LOCO_SHARED(memory);
@@ -187,29 +187,24 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task.prox_step, plain, squared);
     __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
-    solver.solve(sums, thresholds);
+    solver.solve(prox.linf, sums, thresholds);
     write_kernel(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();
-      return solver.shrunk(kernel.weight(i), kernel.metric(i), walk.ring());
+      return solver.shrunk(prox.linf, kernel.weight(i), kernel.metric(i), walk.ring());
     });
   }
 }
 
 int64_t blocks_of(const ProxWork& work) { return work.on_chip ? work.kernels : std::min(work.kernels, kSlots); }
 
-template <class Rule, typename T, bool linf>
+template <class Rule, typename T>
 void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
   const auto blocks = static_cast<unsigned>(blocks_of(work)), bytes = static_cast<unsigned>(work.bytes);
   if (work.on_chip) {
-    LOCO_LAUNCH_SHARED((step_kernels<Rule, T, linf, true>), blocks, work.threads, bytes, stream, p, q);
+    LOCO_LAUNCH_SHARED((step_kernels<Rule, T, true>), blocks, work.threads, bytes, stream, p, q);
   } else {
-    LOCO_LAUNCH((step_kernels<Rule, T, linf, false>), blocks, work.threads, stream, p, q);
+    LOCO_LAUNCH((step_kernels<Rule, T, false>), blocks, work.threads, stream, p, q);
   }
-}
-
-template <class Rule, typename T>
-void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
-  work.linf ? launch<Rule, T, true>(p, q, work, stream) : launch<Rule, T, false>(p, q, work, stream);
 }
 
 }  // namespace

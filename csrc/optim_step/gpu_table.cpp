@@ -82,8 +82,8 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const bool is_double = t.w.dtype == DType::f64;
   const int64_t bytes = shape.numel() * (is_double ? 8 : 4) * (has_metric ? 2 : 1);
   const int64_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  return {is_double, t.penalty->linf, bytes <= ring_prox::kMostStaged, ring_prox::threads_for(shape), 0, 1, t.kernels,
-          whole};
+  const bool on_chip = bytes <= ring_prox::kMostStaged;
+  return {is_double, on_chip, ring_prox::threads_for(shape), 0, 1, t.kernels, whole};
 }
 
 class Builder {
@@ -208,6 +208,7 @@ class Builder {
     prox.tap_count = static_cast<uint32_t>(shape.taps);
     prox.rings = shape.rings;
     prox.channels_fastest = shape.channels_fastest;
+    prox.linf = penalty.linf;
     s_.proxes.push_back(prox);
     s_.known_proxes.push_back({&penalty, shape.channels, shape.channels_fastest});
     return static_cast<int32_t>(s_.proxes.size() - 1);
@@ -255,7 +256,7 @@ class Builder {
       if (s_.entries[i].prox < 0) continue;
       order.emplace_back(prox_work_of(tensors[i], has_metric), static_cast<int32_t>(i));
     }
-    const auto sort_of = [](const ProxWork& w) { return std::make_tuple(w.is_double, w.linf, w.on_chip, w.threads); };
+    const auto sort_of = [](const ProxWork& w) { return std::make_tuple(w.is_double, w.on_chip, w.threads); };
     std::stable_sort(order.begin(), order.end(),
                      [&](const auto& a, const auto& b) { return sort_of(a.first) < sort_of(b.first); });
     table_.prox_works.clear();
@@ -263,8 +264,8 @@ class Builder {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
           works.back().kernels + of_entry.kernels > most) {
-        works.push_back({of_entry.is_double, of_entry.linf, of_entry.on_chip, of_entry.threads,
-                         static_cast<int64_t>(s_.chunks.size()), 0, 0, 0});
+        works.push_back(
+            {of_entry.is_double, of_entry.on_chip, of_entry.threads, static_cast<int64_t>(s_.chunks.size()), 0, 0, 0});
       }
       ProxWork& work = works.back();
       s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});

@@ -51,7 +51,7 @@ struct Prox {
   int64_t plain, squared;  // the same of its thresholds; squared -1: none
   uint32_t channels, tap_count;
   int32_t rings;
-  bool channels_fastest;
+  bool channels_fastest, linf;
 };
 
 // Elements begin .. end - 1 of an entry, where begin is 0 or head + a multiple of kChunk. Of an entry with a prox all,
@@ -76,8 +76,7 @@ struct Work {
 // Consecutive chunks of entries with a prox whose kernels are stepped in one launch.
 struct ProxWork {
   bool is_double;  // what arithmetic is done in
-  bool linf;
-  bool on_chip;  // shared memory holds a kernel
+  bool on_chip;    // shared memory holds a kernel
   unsigned threads;
   int64_t first, count;
   int64_t kernels;

@@ -264,7 +264,21 @@ struct Linf {
   }
 };
 
-template <bool linf, bool in_metric>
-using Solver = std::conditional_t<linf, Linf, std::conditional_t<in_metric, L2InMetric, L2>>;
+// One of them, as the penalty asks for it.
+template <bool in_metric>
+union AnySolver {
+  Linf linf;
+  std::conditional_t<in_metric, L2InMetric, L2> l2;
+
+  template <class Sums>
+  LOCO_DEVICE void solve(bool is_linf, Sums& sums, const Thresholds& thresholds) {
+    is_linf ? linf.solve(sums, thresholds) : l2.solve(sums, thresholds);
+  }
+
+  template <typename T>
+  LOCO_DEVICE T shrunk(bool is_linf, T u, T d, int ring) const {
+    return is_linf ? linf.shrunk(u, d, ring) : l2.shrunk(u, d, ring);
+  }
+};
 
 }  // namespace loco::ring_prox
