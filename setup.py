@@ -55,7 +55,7 @@ ROOT = Path(__file__).parent.resolve()
 CUDA_SOURCES = (
     *("library_cuda.cpp", "module_cuda.cpp", "common/device.cpp", "common/overlap.cpp", "common/registry.cpp"),
     *("optim_step/bind.cpp", "optim_step/bind_cuda.cpp", "optim_step/gather.cpp", "optim_step/gpu_table.cpp"),
-    *("ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
+    *("ring_prox/bind.cpp", "ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
 )
 
 

@@ -4,8 +4,9 @@
     python -m bench.bench_ring_prox_gpu --quick    a first impression; writes nothing without --out
 
 The cases are those of bench/bench_ring_prox.py, clocks and cold caches those of bench/bench_optim_step_gpu.py. "cuda"
-and "triton" are ours. Alone, what a prox cannot avoid is to read the weight, and the metric if there is one, and to
-write the result; the bandwidth of that stands beside a device copy's. Eager and compiled PyTorch run in float32.
+and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. Alone, what a prox cannot
+avoid is to read the weight, and the metric if there is one, and to write the result; the bandwidth of that stands
+beside a device copy's. Eager and compiled PyTorch run in float32.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torch import Tensor
 import loco_ext
 from bench import bench_optim_step_gpu, bench_ring_prox, harness, tables
 from bench.bench_optim_step import State, Step
-from bench.bench_optim_step_gpu import BACKENDS, DTYPES, Flush, forced, make_flush, time_both
+from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, capture, forced, make_flush, time_both
 from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, check, make_metric, make_weight, penalised_step
 from bench.ring_prox_peers import PEERS
 from loco_ext.ops import backends
@@ -97,26 +98,30 @@ def both(gpu: dict[str, harness.Timing], host: dict[str, harness.Timing]) -> dic
     return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
 
 
-def make_steps(rule_name: str, missing: Collection[str]) -> dict[str, Step]:
+def make_steps(rule_name: str, mode: str, missing: Collection[str]) -> dict[str, Step]:
     """Our steps without a penalty and with, in each backend, on the same parameters and states."""
     parameters = bench_optim_step_gpu.make_parameters(NETWORK, torch.float32)
     state: State = defaultdict(dict)
-    return {
+    steps = {
         f"{label}_{name}": forced(penalised_step(RULES[rule_name], parameters, state, least), backend)
         for label, backend in BACKENDS.items()
         if label not in missing
         for name, least in STEPS.items()
     }
+    return {name: capture(step) for name, step in steps.items()} if mode == "graph" else steps
 
 
-def measure_step(rule_name: str, effort: harness.Effort, flush: Flush, missing: Collection[str]) -> dict[str, Any]:
-    """The record of a rule."""
-    build = functools.partial(make_steps, rule_name, missing)
-    gpu, host = time_both(build, effort, flush, f"{NETWORK} {rule_name}")
-    seconds = {name: max(gpu[name].median, host[name].median) for name in gpu}
+def measure_step(
+    rule_name: str, mode: str, effort: harness.Effort, flush: Flush, missing: Collection[str]
+) -> dict[str, Any]:
+    """The record of a rule in a mode."""
+    build = functools.partial(make_steps, rule_name, mode, missing)
+    gpu, host = time_both(build, effort, flush, f"{NETWORK} {rule_name} {mode}")
+    seconds = {name: max(gpu[name].median, host[name].median if mode == "eager" else 0.0) for name in gpu}
     return {
         "network": NETWORK,
         "rule": rule_name,
+        "mode": mode,
         "candidates": both(gpu, host),
         "ratios": {
             f"{label}, {name}": seconds[f"{label}_{a}"] / seconds[f"{label}_{b}"]
@@ -132,7 +137,7 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
     quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
     missing = not_measured()
-    cases = len(arguments.cases) * len(arguments.dtypes) + len(arguments.rules)
+    cases = len(arguments.cases) * len(arguments.dtypes) + len(arguments.rules) * len(arguments.modes)
     report: dict[str, Any] = {
         "benchmark": "ring_prox_gpu",
         "machine": harness.machine() | harness.gpu(),
@@ -148,8 +153,9 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
             report["results"].append(measure_prox(name, dtype, effort, flush, copy, missing))
             save(report)
     for rule in arguments.rules:
-        report["steps"].append(measure_step(rule, effort, flush, missing))
-        save(report)
+        for mode in arguments.modes:
+            report["steps"].append(measure_step(rule, mode, effort, flush, missing))
+            save(report)
     return report
 
 
@@ -163,7 +169,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES}
+OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES}
 
 
 def is_full(arguments: argparse.Namespace) -> bool:

@@ -31,9 +31,9 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-GPU_TESTS = "test_optim_cuda"
+GPU_TESTS = ("test_optim_cuda", "test_optim_cuda_penalty")
 # Names of tests that need the GPU; the module has some that do not.
-ON_GPU = re.compile(rf"{GPU_TESTS}::.*\[.*(native|triton)")
+ON_GPU = re.compile(rf"({'|'.join(GPU_TESTS)})::.*\[.*(native|triton)")
 # Without these not even the report could be written.
 NEEDED = ("torch", "numpy", "scipy", "tqdm")
 
@@ -196,7 +196,7 @@ def find_sanitizer() -> str | None:
 def sanitized(program: str, tool: str, backend: str) -> Command:
     """The tests of a backend's kernels under one tool."""
     options = ["--tool", tool, "--error-exitcode", str(FOUND_BY_SANITIZER), "--target-processes", "all"]
-    chosen = [f"tests/{GPU_TESTS}.py", "-k", f"kernels and {backend}", "-x"]
+    chosen = [*(f"tests/{name}.py" for name in GPU_TESTS), "-k", f"kernels and {backend}", "-x"]
     return Command(
         f"{tool} {backend}", [program, *options, *python("-m", "pytest", *PYTEST_OPTIONS, *chosen)], UNCACHED
     )

@@ -100,16 +100,17 @@ def gpu_steps(report: dict[str, Any]) -> Table:
     """The optimizer step with and without a ring penalty, on the GPU."""
     names, ratios = entries(report["steps"], "candidates"), entries(report["steps"], "ratios")
     rows = [
-        [record["network"], RULE_NAMES[record["rule"]]]
+        [record["network"], RULE_NAMES[record["rule"]], record["mode"]]
         + [microseconds(record, name) for name in names]
         + [ratio(record, name) for name in ratios]
         for record in report["steps"]
     ]
     title = (
         "Microseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than one "
-        "tap, and on all: of the GPU / of the host; ratios of the longer of the two"
+        "tap, and on all, called one by one (eager) or replayed from a CUDA graph: of the GPU / of the host; ratios of "
+        "the longer of the two, of graphs the GPU's"
     )
-    return Table(title, ["network", "rule", *map(in_words, names), *ratios], rows)
+    return Table(title, ["network", "rule", "mode", *map(in_words, names), *ratios], rows)
 
 
 def ring_prox_gpu(report: dict[str, Any]) -> list[Table]:

@@ -203,6 +203,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch)
     run_on_the_cpu(monkeypatch)
     monkeypatch.setattr(bench_ring_prox_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_ring_prox_gpu, "capture", lambda step: step)
 
 
 def test_gpu_report_and_tables(no_gpu_needed: None, tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_gpu_report_and_tables(no_gpu_needed: None, tmp_path: Path) -> None:
     assert report["machine"].items() >= FACTS.items()
     cases = [(record["case"], record["dtype"]) for record in report["results"]]
     assert cases == [*itertools.product(CASES, ("float32", "bfloat16"))]
-    assert report["settings"]["cases"] == len(report["results"]) + len(report["steps"]) == 13
+    assert report["settings"]["cases"] == len(report["results"]) + len(report["steps"]) == 16
     for record in report["results"]:
         peers = {"torch_groups", "torch_rings", "torch_compile"} & set(CASES[record["case"]].peers)
         assert set(record["candidates"]) == {"cuda", "triton"} | (peers if record["dtype"] == "float32" else set())
@@ -222,8 +223,8 @@ def test_gpu_report_and_tables(no_gpu_needed: None, tmp_path: Path) -> None:
         arrays = 3 if "metric" in record["case"] else 2
         moved = arrays * 9 * 5 * 9 * (4 if record["dtype"] == "float32" else 2)
         assert record["of_copy"]["cuda"] == pytest.approx(moved / gpu / 1e12)
-    for record, rule in zip(report["steps"], RULES, strict=True):
-        assert record["rule"] == rule
+    for record, (rule, mode) in zip(report["steps"], itertools.product(RULES, ("eager", "graph")), strict=True):
+        assert (record["rule"], record["mode"]) == (rule, mode)
         assert len(record["candidates"]) == 6
         assert set(record["ratios"]) == {
             f"{backend}, {name}"
@@ -233,7 +234,7 @@ def test_gpu_report_and_tables(no_gpu_needed: None, tmp_path: Path) -> None:
     text = tables.section("ring_prox_gpu", tmp_path)
     assert "Made-Up GPU 80GB" in text
     assert "\n| half rings, metric | bfloat16 |" in text
-    assert "\n| resnet50 | Adam |" in text
+    assert "\n| resnet50 | Adam | graph |" in text
     assert "No GPU has been measured" in tables.section("ring_prox_gpu", tmp_path / "nothing")
 
 
@@ -255,7 +256,7 @@ def test_triton_is_left_out_where_it_is_missing(no_gpu_needed: None, monkeypatch
         "torch_groups",
         "torch_rings",
     ]
-    assert all(name.startswith("cuda") for name in bench_ring_prox_gpu.make_steps("adam", missing))
+    assert all(name.startswith("cuda") for name in bench_ring_prox_gpu.make_steps("adam", "eager", missing))
 
 
 def test_without_a_gpu_the_benchmark_says_so(

@@ -21,8 +21,8 @@ def name_of(path):
 
 
 def assert_within_budget(source, targets, out):
-    """The budget stands in cuda_budget.json beside the source."""
-    budget = json.loads(source.with_name("cuda_budget.json").read_text())["kernels"]
+    """The budget of NAME.cu stands in NAME_budget.json beside it."""
+    budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
     usages = ptxas.parse(ptxas.compile_cubin(need_nvcc(), source, targets, out, [CSRC]))
     assert {usage.target for usage in usages} == {f"sm_{target}" for target in targets}
     found = ptxas.complaints(usages, budget)
@@ -171,6 +171,37 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
         elements = 1 + 16 // types_of(kernel)[0] if kernel.startswith("step_vectors") else 1
         fused = sum(one.startswith("fma.") for one in instructions)
         assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
+
+
+@pytest.fixture(scope="module")
+def prox_kernels(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ptx") / "prox_kernels.ptx"
+    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "optim_step" / "cuda_prox.cu", "90", out, [CSRC]))
+
+
+# Vectors of a step's operands by the type of its arithmetic, and the elements of each: one kernel takes all dtypes, and
+# bfloat16 with either rounding. What a prox leaves is written by dtype and rounding.
+PROX_VECTORS = {"double": [2], "float": [4, *[8] * 6]}
+PROX_RESULTS = {"double": 1, "float": 4}
+
+
+@pytest.mark.parametrize("rule", FUSED)
+def test_steps_with_a_prox_move_16_bytes_at_a_time_and_fuse_only_what_the_rules_do(prox_kernels, rule):
+    for kernel, instructions in kernels_named(prox_kernels, f"step_kernels<{rule},").items():
+        arithmetic = "double" if "double" in kernel else "float"
+        widths, results = PROX_VECTORS[arithmetic], PROX_RESULTS[arithmetic]
+        assert ptx.wide(instructions, "ld") >= len(widths) * (2 + STATES[rule]), kernel
+        assert ptx.wide(instructions, "st") >= len(widths) * (1 + STATES[rule]) + results, kernel
+        fused = sum(one.startswith("fma.") for one in instructions)
+        assert fused == FUSED[rule] * (sum(widths) + 1), f"{kernel}: {fused} fused"
+
+
+def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(prox_kernels):
+    assert len(prox_kernels) == 8
+    for kernel, instructions in prox_kernels.items():
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
 
 
 def test_payload_is_read_where_it_was_passed(tmp_path):

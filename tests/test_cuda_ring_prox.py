@@ -257,31 +257,22 @@ def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        ("gpu_kernel.h", "tail + threadIdx.x - head;", "tail + threadIdx.x - head + 1;"),
-        ("gpu_kernel.h", "turn_ ^= 1;", ""),  # the next sum overwrites the last one's parts
+        ("gpu_rings.h", "tail + k - head;", "tail + k - head + 1;"),
+        ("gpu_solve.h", "turn_ ^= 1;", ""),  # the next sum overwrites the last one's parts
         ("gpu_kernel.h", "weights.kernel_stride * element_size", "element_size"),
-        ("gpu_kernel.h", "exponent > 1020 ? -1020 : -exponent", "exponent > 1020 ? -1020 : exponent"),
-        ("gpu_kernel.h", "if (p.metric.data) stage(p.metric, kMetric, d_);\n      __syncthreads();",
-         "if (p.metric.data) stage(p.metric, kMetric, d_);"),
+        ("gpu_solve.h", "exponent > 1020 ? -1020 : -exponent", "exponent > 1020 ? -1020 : exponent"),
+        ("gpu_kernel.h", "ordered_.metrics);\n      __syncthreads();", "ordered_.metrics);"),
         ("gpu_table.cpp", "shape.ring_of_tap[a] < shape.ring_of_tap[b]", "a < b"),
         ("gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring > 0 ? ring - 1 : 0;"),
-        ("cuda.cu", "__syncthreads();  // caps have been written", ""),
-        ("cuda.cu", "solve_squared(thresholds, solve, penalty, factors);\n  }\n  __syncthreads();",
-         "solve_squared(thresholds, solve, penalty, factors);\n  }"),
-        ("cuda.cu", "const bool alone = r < first ||", "const bool alone ="),
+        ("gpu_solve.h", "__syncthreads();  // caps have been written", ""),
+        ("gpu_solve.h", "penalty, factors);\n    }\n    __syncthreads();", "penalty, factors);\n    }"),
+        ("gpu_solve.h", "const bool alone = ring < first ||", "const bool alone ="),
     ],
     ids=["tail", "turn", "kernel", "scale", "staged", "order", "ring", "caps", "factors", "first"],
-)  # fmt: skip
+)
 def test_planted_mistakes_are_found(name: str, right: str, wrong: str, tmp_path: Path) -> None:
-    folder = tmp_path / "ring_prox"
-    folder.mkdir()
-    for file in ("cuda.cu", "gpu_kernel.h", "gpu_table.cpp", "gpu_table.h"):
-        text = (build.CSRC / "ring_prox" / file).read_text()
-        if file == name:
-            assert text.count(right) == 1
-            text = text.replace(right, wrong)
-        (folder / file).write_text(text.replace('"ring_prox/gpu_kernel.h"', '"gpu_kernel.h"'))
-    sources = [folder / "cuda.cu", folder / "gpu_table.cpp", *SOURCES[2:], CHECK]
-    program = build.compile_program(sources, tmp_path / "check", flags=["-Wno-unused"])
+    csrc = build.with_mistake(tmp_path, f"ring_prox/{name}", right, wrong)
+    sources = [*(csrc / source.relative_to(build.CSRC) for source in SOURCES), CHECK]
+    program = build.compile_program(sources, tmp_path / "check", csrc=csrc, flags=["-Wno-unused"])
     found = [build.run_program(program, 0, 60, order=order, timeout=300) for order in ("forward", "eager")]
     assert any(done.returncode for done in found) or len({done.stdout for done in found}) > 1

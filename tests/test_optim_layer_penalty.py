@@ -116,12 +116,13 @@ def test_any_layout_gives_the_same(layout):
 
 
 @pytest.mark.parametrize("kind", ["momentum", "Adam"])
-def test_where_kernels_know_no_penalty_at_all_the_step_is_the_same(kind, monkeypatch):
-    """What a GPU does, done on the CPU."""
-    expected, params = make_params(torch.float64), make_params(torch.float64)
-    train(make(kind, expected, PENALTIES["mixed"]()), 2)
-    monkeypatch.setattr("loco_ext.ops.optim_step._ends_with_prox", lambda *_: False)
+@pytest.mark.usefixtures("native")
+def test_what_follows_the_step_and_what_ends_it_may_mix(kind):
+    """On a GPU's kernels, too."""
+    params, expected = make_params(torch.float64), make_params(torch.float64)
     train(make(kind, params, PENALTIES["mixed"]()), 2)
+    with loco_ext.backend("reference"):
+        train(make(kind, expected, PENALTIES["mixed"]()), 2)
     for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q)
         assert torch.equal(p == 0, q == 0)

@@ -14,6 +14,9 @@ import loco_ext
 from loco_ext import optim, sparsity
 from loco_ext.optim.repeat import Repeat
 
+# The CPU's kernels and the GPU's.
+pytestmark = pytest.mark.usefixtures("native")
+
 SHAPES = [(6, 20, 3, 3), (4, 3, 5, 5), (8, 1, 3, 3), (7,), (5, 33, 3), (3, 2, 3, 3, 3)]
 KINDS = {
     "plain": ("SGD", {"lr": 0.1}),
@@ -117,35 +120,6 @@ def test_torchs_own_path_ends_with_the_same_prox(kind):
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q)
         assert torch.equal(p == 0, q == 0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prox_after_the_step_is_that_within_it(kind, dtype, monkeypatch):
-    """What a GPU does, whose step does not end with it, done on the CPU."""
-    penalty = PENALTIES["rings"]
-    expected = stepped(kind, penalty, "native", dtype)
-    monkeypatch.setattr("loco_ext.ops.optim_step._ends_with_prox", lambda *_: False)
-    params = stepped(kind, penalty, "native", dtype)
-    scales = [p.detach().abs().amax().item() for p in make_params(dtype)]
-    for p, q, scale in zip(params, expected, scales, strict=True):
-        assert_within_ulps(p.detach(), q.detach(), scale=scale)
-        assert torch.equal(p == 0, q == 0)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_found_inf_undoes_a_prox_after_the_step(name, monkeypatch):
-    monkeypatch.setattr("loco_ext.ops.optim_step._ends_with_prox", lambda *_: False)
-    test_found_inf_leaves_everything_alone(name)
-
-
-def test_random_rounding_after_the_step_is_refused(monkeypatch):
-    monkeypatch.setattr("loco_ext.ops.optim_step._ends_with_prox", lambda *_: False)
-    params = make_params(torch.bfloat16)
-    before = clones(params)
-    with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
-        train(make("momentum", params, PENALTIES["rings"], stochastic_rounding=7), 1)
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 def test_random_rounding_is_of_what_the_prox_leaves():

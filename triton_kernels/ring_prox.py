@@ -37,7 +37,7 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     weight = weight.resolve_neg()  # kernels see the memory as it is
     if weight.shape[0] == 0:
         return norms
-    with _device(weight):
+    with _device(weight.device):
         table, options = _plan([weight], rings, count)
         sizes = (weight.shape[1], len(rings), count)
         norms_kernel[(weight.shape[0],)](weight, norms, table, *sizes, weight.stride()[:2], **options)
@@ -57,16 +57,22 @@ def ring_prox(
     Args:
         thresholds, squared: contiguous, in host memory.
     """
+    return ring_prox_by(weight, rings, *thresholds_on(weight.device, thresholds, squared), metric, linf)
+
+
+def ring_prox_by(
+    weight: Tensor, rings: Sequence[int], t: Tensor, q: Tensor | None, metric: Tensor | None, linf: bool
+) -> Tensor:
+    """The same with thresholds and squared that are contiguous on the weight's device."""
     weight = weight.resolve_neg()  # kernels see the memory as it is
     metric = None if metric is None else metric.resolve_neg()
     out = torch.empty_like(weight)
     if weight.shape[0] == 0:
         return out
-    count = thresholds.shape[-1]
+    count = t.shape[-1]
     operands = [weight, out, weight if metric is None else metric]
-    with _device(weight):
-        t, q = _thresholds(thresholds, squared, weight.device)
-        table, options = _plan(operands, rings, count, metric=metric, linf=linf, squared=squared is not None)
+    with _device(weight.device):
+        table, options = _plan(operands, rings, count, metric=metric, linf=linf, squared=q is not None)
         prox_kernel[(weight.shape[0],)](
             weight,
             metric,
@@ -77,20 +83,24 @@ def ring_prox(
             weight.shape[1],
             len(rings),
             count,
-            0 if thresholds.dim() == 1 else count,
+            0 if t.dim() == 1 else count,
             *(operand.stride()[:2] for operand in operands),
             **options,
         )
     return out
 
 
-def _thresholds(t: Tensor, q: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """In device memory."""
-    host = [each.detach().numpy().ravel() for each in (t, q) if each is not None]
-    uploaded, _host = _UPLOADS.find(
-        "thresholds", device, lambda: [array.tobytes() for array in host], lambda: upload(host, device)
-    )
-    return uploaded[0], uploaded[1] if q is not None else None
+def thresholds_on(device: torch.device, thresholds: Tensor, squared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The same numbers in the device's memory; the squared part may be None."""
+    host = [each.detach().numpy() for each in (thresholds, squared) if each is not None]
+    with _device(device):
+        (t, *q), _host = _UPLOADS.find(
+            "thresholds",
+            device,
+            lambda: [array.tobytes() for array in host],
+            lambda: upload([array.ravel() for array in host], device),
+        )
+    return t.view(thresholds.shape), q[0].view(thresholds.shape) if q else None
 
 
 def _plan(operands: Sequence[Tensor], rings: Sequence[int], count: int, **mode: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -154,5 +164,5 @@ def form_of(
     )
 
 
-def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+def _device(device: torch.device) -> torch.cuda.device | nullcontext[None]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -81,13 +81,13 @@ template <typename T>
 LOCO_DEVICE T load_any(DType dtype, const void* memory, int64_t i) {
   switch (dtype) {
     case DType::f64:
-      return widened<DType::f64, T>(static_cast<const double*>(memory)[i]);
+      return widened<DType::f64, T>(in_global(static_cast<const double*>(memory))[i]);
     case DType::f32:
-      return widened<DType::f32, T>(static_cast<const float*>(memory)[i]);
+      return widened<DType::f32, T>(in_global(static_cast<const float*>(memory))[i]);
     case DType::bf16:
-      return widened<DType::bf16, T>(static_cast<const uint16_t*>(memory)[i]);
+      return widened<DType::bf16, T>(in_global(static_cast<const uint16_t*>(memory))[i]);
     default:
-      return widened<DType::f16, T>(static_cast<const uint16_t*>(memory)[i]);
+      return widened<DType::f16, T>(in_global(static_cast<const uint16_t*>(memory))[i]);
   }
 }
 
@@ -95,16 +95,16 @@ template <typename T>
 LOCO_DEVICE void store_any(DType dtype, void* memory, int64_t i, T value) {
   switch (dtype) {
     case DType::f64:
-      static_cast<double*>(memory)[i] = narrowed<DType::f64>(value);
+      in_global(static_cast<double*>(memory))[i] = narrowed<DType::f64>(value);
       break;
     case DType::f32:
-      static_cast<float*>(memory)[i] = narrowed<DType::f32>(value);
+      in_global(static_cast<float*>(memory))[i] = narrowed<DType::f32>(value);
       break;
     case DType::bf16:
-      static_cast<uint16_t*>(memory)[i] = narrowed<DType::bf16>(value);
+      in_global(static_cast<uint16_t*>(memory))[i] = narrowed<DType::bf16>(value);
       break;
     default:
-      static_cast<uint16_t*>(memory)[i] = narrowed<DType::f16>(value);
+      in_global(static_cast<uint16_t*>(memory))[i] = narrowed<DType::f16>(value);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "common/cuda_upload.h"
 #include "common/device.h"
@@ -86,8 +87,9 @@ struct Cuda {
     call.stream = current_stream(place.index);
     const bool capturing = is_capturing(call.stream);
     check_capture(capturing, arguments);
+    for (size_t i = 0; i < gather.steps().size(); ++i) check_kernels(gather.steps()[i], i);
 
-    build(memory.table, gather.steps(), gather.hyper(), gather.groups(), Rule::columns, lrs);
+    build(memory.table, gather.steps(), gather.hyper(), gather.groups(), Rule::columns, Rule::has_metric, lrs);
     // A graph that is being captured gets a table of its own, which each replay writes anew: this one will change.
     DeviceTable of_graph;
     DeviceTable& table = capturing ? of_graph : memory.on_device;
@@ -100,6 +102,14 @@ struct Cuda {
   }
 
  private:
+  static void check_kernels(const TensorStep& t, size_t index) {
+    if (t.penalty == nullptr) return;
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    STD_TORCH_CHECK(t.kernels <= most && t.numel / t.kernels <= most, "params[", index,
+                    "]: expected at most 2^31 - 1 kernels and as many weights in each where there is a penalty, got ",
+                    t.kernels, " of ", t.numel / t.kernels);
+  }
+
   static void check_capture(bool capturing, const Arguments& a) {
     if (!capturing) return;
     const bool first = std::any_of(a.first.begin(), a.first.end(), [](int64_t f) { return f != 0; });

@@ -46,7 +46,7 @@ LOCO_DEVICE int64_t offset_in(const Nest* nests, int32_t number, int64_t element
 template <typename T>
 LOCO_DEVICE void store_any(DType dtype, void* memory, int64_t i, T value, bool stochastic, uint32_t random) {
   if (stochastic && dtype == DType::bf16) {
-    static_cast<uint16_t*>(memory)[i] = float_to_bf16_stochastic(static_cast<float>(value), random);
+    in_global(static_cast<uint16_t*>(memory))[i] = float_to_bf16_stochastic(static_cast<float>(value), random);
   } else {
     store_any(dtype, memory, i, value);
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <tuple>
 
 namespace loco::optim_step {
 namespace {
@@ -69,17 +70,34 @@ bool same(const Nest& a, const Nest& b) {
          });
 }
 
+ring_prox::Shape shape_of(const TensorStep& t) {
+  const ring_prox::Penalty& penalty = *t.penalty;
+  const int64_t channels = t.numel / t.kernels / penalty.taps();
+  return {channels, penalty.taps(), penalty.rings(), penalty.ring_of_tap.data(), t.channels_fastest};
+}
+
+// A launch for one tensor.
+ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
+  const ring_prox::Shape shape = shape_of(t);
+  const bool is_double = t.w.dtype == DType::f64;
+  const int64_t bytes = shape.numel() * (is_double ? 8 : 4) * (has_metric ? 2 : 1);
+  const int64_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const bool on_chip = bytes <= ring_prox::kMostStaged;
+  return {is_double, on_chip, ring_prox::threads_for(shape), 0, 1, t.kernels, whole};
+}
+
 class Builder {
  public:
   explicit Builder(GpuTable& table) : table_(table), s_(table.sections) { s_.clear(); }
 
-  void add(const std::vector<TensorStep>& tensors) {
+  void add(const std::vector<TensorStep>& tensors, bool has_metric) {
     s_.entries.reserve(tensors.size());
     for (const TensorStep& t : tensors) {
       s_.entries.push_back(entry_of(t));
       s_.grads.push_back(t.g.data);
     }
     add_chunks(tensors);
+    add_prox_chunks(tensors, has_metric);
   }
 
   void write(const double* hyper, int64_t groups, int columns, const std::vector<DeviceScalar>& lrs) {
@@ -92,6 +110,10 @@ class Builder {
     table_.nests = append(s_.nests.data(), static_cast<int64_t>(s_.nests.size()));
     table_.maps = append(s_.maps.data(), static_cast<int64_t>(s_.maps.size()));
     table_.chunks = append(s_.chunks.data(), static_cast<int64_t>(s_.chunks.size()));
+    table_.proxes = append(s_.proxes.data(), static_cast<int64_t>(s_.proxes.size()));
+    table_.taps = append(s_.taps.data(), static_cast<int64_t>(s_.taps.size()));
+    table_.begins = append(s_.begins.data(), static_cast<int64_t>(s_.begins.size()));
+    table_.thresholds = append(s_.thresholds.data(), static_cast<int64_t>(s_.thresholds.size()));
     table_.entry_count = static_cast<int64_t>(s_.entries.size());
   }
 
@@ -116,6 +138,7 @@ class Builder {
     e.group = static_cast<int32_t>(t.group);
     e.ordinal = t.ordinal;
     e.first = t.first;
+    e.prox = t.penalty != nullptr && t.numel > 0 ? keep_prox(t) : -1;
     set_map(t, e);
     e.types = types_of(t, e.map_kind);
     e.head = e.types < Types::any ? static_cast<uint8_t>(head_of(t)) : 0;
@@ -164,6 +187,40 @@ class Builder {
     return begin;
   }
 
+  int32_t keep_prox(const TensorStep& t) {
+    const ring_prox::Penalty& penalty = *t.penalty;
+    const ring_prox::Shape shape = shape_of(t);
+    for (size_t i = 0; i < s_.proxes.size(); ++i) {
+      const Sections::KnownProx& known = s_.known_proxes[i];
+      if (known.penalty == &penalty && known.channels == shape.channels &&
+          known.channels_fastest == shape.channels_fastest) {
+        return static_cast<int32_t>(i);
+      }
+    }
+    Prox prox;
+    std::memset(&prox, 0, sizeof prox);
+    const ring_prox::RingOrder order = ring_prox::ring_order(shape);
+    prox.taps = extend(s_.taps, order.taps);
+    prox.begins = extend(s_.begins, order.begins);
+    prox.plain = extend(s_.thresholds, penalty.plain);
+    prox.squared = penalty.squared.empty() ? -1 : extend(s_.thresholds, penalty.squared);
+    prox.channels = static_cast<uint32_t>(shape.channels);
+    prox.tap_count = static_cast<uint32_t>(shape.taps);
+    prox.rings = shape.rings;
+    prox.channels_fastest = shape.channels_fastest;
+    prox.linf = penalty.linf;
+    s_.proxes.push_back(prox);
+    s_.known_proxes.push_back({&penalty, shape.channels, shape.channels_fastest});
+    return static_cast<int32_t>(s_.proxes.size() - 1);
+  }
+
+  template <typename T>
+  static int64_t extend(std::vector<T>& values, const std::vector<T>& more) {
+    const auto begin = static_cast<int64_t>(values.size());
+    values.insert(values.end(), more.begin(), more.end());
+    return begin;
+  }
+
   int32_t keep(const Nest* nest) {
     if (nest == nullptr) return kFlat;
     Nest copy;
@@ -177,7 +234,8 @@ class Builder {
   void add_chunks(const std::vector<TensorStep>& tensors) {
     table_.works.clear();
     for (size_t i = 0; i < tensors.size(); ++i) {
-      if (tensors[i].numel > 0) s_.order.emplace_back(s_.entries[i].types, static_cast<int32_t>(i));
+      if (tensors[i].numel > 0 && s_.entries[i].prox < 0)
+        s_.order.emplace_back(s_.entries[i].types, static_cast<int32_t>(i));
     }
     std::stable_sort(s_.order.begin(), s_.order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     for (const auto& [types, entry] : s_.order) {
@@ -188,6 +246,32 @@ class Builder {
       }
       for (int64_t k = 0; k < count; ++k) s_.chunks.push_back({entry, static_cast<int32_t>(k)});
       table_.works.back().count += count;
+    }
+  }
+
+  void add_prox_chunks(const std::vector<TensorStep>& tensors, bool has_metric) {
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    std::vector<std::pair<ProxWork, int32_t>> order;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (s_.entries[i].prox < 0) continue;
+      order.emplace_back(prox_work_of(tensors[i], has_metric), static_cast<int32_t>(i));
+    }
+    const auto sort_of = [](const ProxWork& w) { return std::make_tuple(w.is_double, w.on_chip, w.threads); };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](const auto& a, const auto& b) { return sort_of(a.first) < sort_of(b.first); });
+    table_.prox_works.clear();
+    for (const auto& [of_entry, entry] : order) {
+      auto& works = table_.prox_works;
+      if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
+          works.back().kernels + of_entry.kernels > most) {
+        works.push_back(
+            {of_entry.is_double, of_entry.on_chip, of_entry.threads, static_cast<int64_t>(s_.chunks.size()), 0, 0, 0});
+      }
+      ProxWork& work = works.back();
+      s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
+      ++work.count;
+      work.kernels += of_entry.kernels;
+      work.bytes = std::max(work.bytes, of_entry.bytes);
     }
   }
 
@@ -207,9 +291,9 @@ class Builder {
 }  // namespace
 
 void build(GpuTable& table, const std::vector<TensorStep>& tensors, const double* hyper, int64_t groups, int columns,
-           const std::vector<DeviceScalar>& lrs) {
+           bool has_metric, const std::vector<DeviceScalar>& lrs) {
   Builder builder(table);
-  builder.add(tensors);
+  builder.add(tensors, has_metric);
   builder.write(hyper, groups, columns, lrs);
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "optim_step/tensor_step.h"
+#include "ring_prox/gpu_table.h"
 
 namespace loco::optim_step {
 
@@ -35,6 +36,7 @@ struct Entry {
   uint32_t run, period;   // of a cyclic map
   int32_t nests[kNests];  // numbers of nests, or kFlat
   int32_t group;          // row of hyper
+  int32_t prox;           // that ends the step: number among the table's, or -1
   uint32_t ordinal;       // for stochastic rounding
   uint8_t head;           // elements before the first at a 16-byte boundary; 0 for those taken one by one
   MapKind map_kind;
@@ -43,7 +45,17 @@ struct Entry {
   DType w_dtype, g_dtype, state_dtype[kStates];
 };
 
-// Elements begin .. end - 1 of an entry, where begin is 0 or head + a multiple of kChunk.
+// The prox of a penalty on kernels of one shape.
+struct Prox {
+  int64_t taps, begins;    // where its ring order begins among the table's
+  int64_t plain, squared;  // the same of its thresholds; squared -1: none
+  uint32_t channels, tap_count;
+  int32_t rings;
+  bool channels_fastest, linf;
+};
+
+// Elements begin .. end - 1 of an entry, where begin is 0 or head + a multiple of kChunk. Of an entry with a prox all,
+// and index is the number of its first kernel in the launch.
 struct Chunk {
   int32_t entry;
   int32_t index;
@@ -61,6 +73,16 @@ struct Work {
   int64_t first, count;
 };
 
+// Consecutive chunks of entries with a prox whose kernels are stepped in one launch.
+struct ProxWork {
+  bool is_double;  // what arithmetic is done in
+  bool on_chip;    // shared memory holds a kernel
+  unsigned threads;
+  int64_t first, count;
+  int64_t kernels;
+  int64_t bytes;  // that a kernel takes there, or in a slot of global memory, at most
+};
+
 // The sections of a table while it is built; their memory serves the next table, too.
 struct Sections {
   // Distinct values of a decay map, from number begin of all maps' on.
@@ -70,31 +92,46 @@ struct Sections {
     int64_t begin;
   };
 
+  // One for all parameters with the same penalty and as many channels in the same order.
+  struct KnownProx {
+    const ring_prox::Penalty* penalty;
+    int64_t channels;
+    bool channels_fastest;
+  };
+
   std::vector<void*> grads;
   std::vector<Entry> entries;
   std::vector<Nest> nests;
   std::vector<double> maps;
   std::vector<Map> known_maps;
   std::vector<Chunk> chunks;
-  std::vector<std::pair<Types, int32_t>> order;  // of entries that have elements
+  std::vector<std::pair<Types, int32_t>> order;  // of entries that have elements and no prox
+  std::vector<Prox> proxes;
+  std::vector<KnownProx> known_proxes;  // in the order of proxes
+  std::vector<ring_prox::Tap> taps;
+  std::vector<uint32_t> begins;
+  std::vector<double> thresholds;
 
   void clear() {
     grads.clear(), entries.clear(), nests.clear(), maps.clear(), known_maps.clear(), chunks.clear(), order.clear();
+    proxes.clear(), known_proxes.clear(), taps.clear(), begins.clear(), thresholds.clear();
   }
 };
 
 struct GpuTable {
   std::vector<unsigned char> bytes;
   std::vector<Work> works;
+  std::vector<ProxWork> prox_works;
   int64_t entry_count = 0;
   // Where sections begin among the bytes. Those that change most come first.
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;
+  int64_t proxes = 0, taps = 0, begins = 0, thresholds = 0;
   bool has_lrs = false;
   Sections sections;
 };
 
-// lrs: as many as hyper has rows, or none.
+// lrs: as many as hyper has rows, or none. has_metric: the rule's proxes need one.
 void build(GpuTable& table, const std::vector<TensorStep>& tensors, const double* hyper, int64_t groups, int columns,
-           const std::vector<DeviceScalar>& lrs);
+           bool has_metric, const std::vector<DeviceScalar>& lrs);
 
 }  // namespace loco::optim_step

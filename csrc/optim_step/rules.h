@@ -36,6 +36,7 @@ struct Sgd {
   template <typename T>
   using Scalars = SgdScalars<T>;
   static constexpr int columns = kSgdColumns;
+  static constexpr bool counts_steps = false;
 
   LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {
     const Decay kind = o.l1 ? Decay::l1 : Decay::l2;
@@ -65,6 +66,7 @@ struct Adam {
   template <typename T>
   using Scalars = AdamScalars<T>;
   static constexpr int columns = kAdamColumns;
+  static constexpr bool counts_steps = true;
 
   LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {
     const Decay kind = o.decoupled ? Decay::decoupled : o.l1 ? Decay::l1 : Decay::l2;

@@ -1,6 +1,4 @@
 // torch.ops.loco_ext.ring_norms and ring_prox on CPU tensors.
-#include <array>
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -9,8 +7,6 @@
 #include "common/strided.h"
 #include "ring_prox/bind.h"
 #include "ring_prox/cpu.h"
-#include "ring_prox/math.h"
-#include "ring_prox/penalty.h"
 
 namespace loco::ring_prox {
 namespace {
@@ -42,29 +38,6 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
   const View to = view_of(out, "out", 0);
   store(to.dtype, norms.data(), to.data, to.numel);
   return out;
-}
-
-int64_t ring_penalty_hold(Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf) {
-  const auto read = [](const Tensor& tensor, const char* name) {
-    const View view = view_of(tensor, name, 0);
-    STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && view.numel >= 1 && view.numel <= kMaxRings &&
-                        tensor.is_contiguous(),
-                    name, ": expected a contiguous float64 tensor of 1 to ", kMaxRings, " numbers");
-    const auto* values = static_cast<const double*>(view.data);
-    return std::vector<double>(values, values + view.numel);
-  };
-  auto penalty = std::make_shared<Penalty>();
-  penalty->plain = read(thresholds, "thresholds");
-  if (squared) penalty->squared = read(*squared, "squared");
-  STD_TORCH_CHECK(!squared || penalty->squared.size() == penalty->plain.size(), "squared: expected ",
-                  penalty->plain.size(), " numbers, got ", penalty->squared.size());
-  for (const int64_t ring : rings) {
-    STD_TORCH_CHECK(ring >= 0 && ring < penalty->rings(), "rings: expected entries from 0 to ", penalty->rings() - 1,
-                    ", got ", ring);
-    penalty->ring_of_tap.push_back(static_cast<int>(ring));
-  }
-  penalty->linf = linf;
-  return keep(std::move(penalty));
 }
 
 Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,

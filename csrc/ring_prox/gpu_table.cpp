@@ -19,8 +19,14 @@ int64_t append(std::vector<unsigned char>& bytes, const T* values, int64_t count
 
 }  // namespace
 
-GpuTable build(const CudaCall& call) {
-  const Shape& shape = call.shape;
+unsigned threads_for(const Shape& shape) {
+  constexpr int64_t kShare = 32;  // weights
+  unsigned threads = 32;
+  while (threads < kMostThreads && threads * kShare < shape.numel()) threads *= 2;
+  return threads;
+}
+
+RingOrder ring_order(const Shape& shape) {
   std::vector<int> order(shape.taps), rank(shape.taps);
   for (int k = 0; k < shape.taps; ++k) order[k] = k;
   std::stable_sort(order.begin(), order.end(),
@@ -28,28 +34,36 @@ GpuTable build(const CudaCall& call) {
   for (int k = 0; k < shape.taps; ++k) rank[order[k]] = k;
 
   const auto channels = static_cast<uint32_t>(shape.channels);
-  std::vector<uint32_t> begins(shape.rings + 1, 0);
+  RingOrder result{std::vector<Tap>(shape.taps), std::vector<uint32_t>(shape.rings + 1, 0)};
+  std::vector<uint32_t>& begins = result.begins;
   for (int k = 0; k < shape.taps; ++k) begins[shape.ring_of_tap[k] + 1] += channels;
   for (int r = 0; r < shape.rings; ++r) begins[r + 1] += begins[r];
-
-  const Placed* operands[] = {&call.weight, &call.metric, &call.out};
-  std::vector<Tap> taps(shape.taps);
   for (int k = 0; k < shape.taps; ++k) {
     const int ring = shape.ring_of_tap[k];
     const uint32_t first = begins[ring] / channels, of_ring = begins[ring + 1] / channels - first;
-    Tap& tap = taps[k];
-    for (int n = 0; n < kOperands; ++n) {
-      tap.offset[n] = operands[n]->tap_offsets.empty() ? 0 : operands[n]->tap_offsets[k];
-    }
+    Tap& tap = result.taps[k];
     tap.begin = shape.channels_fastest ? rank[k] * channels : begins[ring] + (rank[k] - first);
     tap.step = shape.channels_fastest ? 1 : of_ring;
     tap.ring = ring;
     tap.ordered = order[k];
   }
+  return result;
+}
 
+GpuTable build(const CudaCall& call) {
+  const Shape& shape = call.shape;
+  const Placed* operands[] = {&call.weight, &call.metric, &call.out};
+  std::vector<Offsets> offsets(shape.taps);
+  for (int k = 0; k < shape.taps; ++k) {
+    for (int n = 0; n < kOperands; ++n) {
+      offsets[k].of[n] = operands[n]->tap_offsets.empty() ? 0 : operands[n]->tap_offsets[k];
+    }
+  }
+  const RingOrder order = ring_order(shape);
   GpuTable table{};
-  table.taps = append(table.bytes, taps.data(), shape.taps);
-  table.begins = append(table.bytes, begins.data(), shape.rings + 1);
+  table.offsets = append(table.bytes, offsets.data(), shape.taps);
+  table.taps = append(table.bytes, order.taps.data(), shape.taps);
+  table.begins = append(table.bytes, order.begins.data(), shape.rings + 1);
   const int64_t rows = call.thresholds_stride == 0 ? 1 : call.kernels;
   if (call.plain) table.plain = append(table.bytes, call.plain, rows * shape.rings);
   if (call.squared) table.squared = append(table.bytes, call.squared, rows * shape.rings);

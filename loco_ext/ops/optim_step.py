@@ -7,8 +7,9 @@ the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch'
 ``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's weight
 ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)`` (lr
 without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1 - beta2^t)) +
-eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. The prox of a :class:`LayerPenalty`,
-any function, follows the step in its own operator calls.
+eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. In compiled kernels that is the last
+act of the step, on chip; in Triton it is a launch behind the step's. The prox of a :class:`LayerPenalty`, any
+function, follows the step in its own operator calls.
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
 
@@ -217,30 +218,24 @@ def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """The CPU's kernels end each parameter's step with the prox of a StepPenalty; all others follow the step."""
+    """Kernels end each parameter's step with the prox of a StepPenalty; all others follow the step."""
     check_step(name, arguments)
     named = _named(name, arguments)
+    within = [penalty if isinstance(penalty, StepPenalty) else None for penalty in named["penalties"]]
+    after = [penalty if isinstance(penalty, LayerPenalty) else None for penalty in named["penalties"]]
 
     def step(changed: dict[str, Any]) -> None:
         _run_kernels(chosen, name, tuple({**named, **changed}.values()), None)
 
-    if not _ends_with_prox(chosen, named["params"][0]):
-        step_then_shrink(name, named, lambda held: step({**held, "penalties": []}))
-        return
-    within = [penalty if isinstance(penalty, StepPenalty) else None for penalty in named["penalties"]]
-    after = [penalty if isinstance(penalty, LayerPenalty) else None for penalty in named["penalties"]]
-    numbers = [0 if penalty is None else penalty.number for penalty in within]
-
     def step_with_prox(held: dict[str, list[Tensor]]) -> None:
+        if chosen != "native":
+            step({**held, "penalties": within})
+            return
+        numbers = [0 if penalty is None else penalty.number_for(named["params"][0]) for penalty in within]
         copied = {**named, **held, "penalties": within}
         step_on_copies(copied, lambda params: step({**held, "params": params, "penalties": numbers}))
 
     step_then_shrink(name, {**named, "penalties": after}, step_with_prox)
-
-
-def _ends_with_prox(chosen: str, param: Tensor) -> bool:
-    """Whether the step's own kernels can end with the prox of a penalty."""
-    return chosen == "native" and param.is_cpu
 
 
 def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...], held: Held | None) -> None:

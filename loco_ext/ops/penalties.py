@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from torch import Tensor
 
@@ -37,19 +37,21 @@ class StepPenalty:
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
-        self._number: int | None = None
+        self._numbers: dict[ModuleType | None, int] = {}
 
-    @property
-    def number(self) -> int:
-        """What stands for it in calls of the compiled library, which keeps it until this object is gone."""
-        if self._number is None:
-            self._number = backends.operators().ring_penalty_hold(self.rings, self.thresholds, self.squared, self.linf)
-            self._release: Any = backends.library.release if backends.library else None
-        return self._number
+    def number_for(self, param: Tensor) -> int:
+        """What stands for it in steps of such parameters by the compiled library for their device, which keeps it until
+        this object is gone."""
+        library = backends.cuda_library if param.is_cuda else backends.library
+        if library not in self._numbers:
+            hold = backends.operators().ring_penalty_hold
+            self._numbers[library] = hold(param, self.rings, self.thresholds, self.squared, self.linf)
+        return self._numbers[library]
 
     def __del__(self) -> None:
-        if getattr(self, "_number", None) is not None and self._release:
-            self._release(self._number)
+        for library, number in getattr(self, "_numbers", {}).items():
+            if library:
+                library.release(number)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The optimizer step of penalised parameters where its kernels cannot end it with their prox."""
+"""The step of parameters with a penalty that no kernel ends it with: a LayerPenalty, or any where torch steps."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str,
     chosen = [i for i, penalty in enumerate(penalties) if penalty is not None]
     if named["seed"] is not None and any(named["params"][i].dtype == torch.bfloat16 for i in chosen):
         raise NotImplementedError(
-            "stochastic_rounding: expected None for bfloat16 parameters with a penalty on a GPU, or one whose prox is "
-            "no part of the step's kernels"
+            "stochastic_rounding: expected None for bfloat16 parameters with a penalty whose prox is no part of the "
+            "step's kernels"
         )
     # What the prox reads is held in the type that arithmetic is done in, so that it is rounded once, afterwards.
     names = ["params", *(key for key in ("exp_avg_sqs", "max_exp_avg_sqs") if named.get(key))]

@@ -46,7 +46,7 @@ class Repeat:
         tensors = [*filter(None, batch.states), *filter(None, [batch.steps])]
         self.tensors = list(zip(state_names, tensors, strict=True))
         lists = (batch.params, *batch.states, batch.steps, batch.maps)
-        numbers = [p.number if isinstance(p, StepPenalty) else 0 for p in batch.penalties]
+        numbers = [p.number_for(batch.params[0]) if isinstance(p, StepPenalty) else 0 for p in batch.penalties]
         batch.held = Held(lists, (batch.group_index, batch.map_index, numbers, batch.ordinals))
 
     @staticmethod
@@ -54,7 +54,7 @@ class Repeat:
         """Whether the step runs in the compiled library, on tensors that are their own storage."""
         possible = batch.plain and not rule.reference and Held.possible(batch.params[0])
         return possible and all(
-            penalty is None or (isinstance(penalty, StepPenalty) and param.is_cpu and lies_by_kernels(param))
+            penalty is None or (isinstance(penalty, StepPenalty) and lies_by_kernels(param))
             for param, penalty in zip(batch.params, batch.penalties, strict=False)
         )
 

@@ -101,9 +101,10 @@ def compile_command(
     shared: bool = False,
     include: Sequence[Path] = (),
     flags: Sequence[str] = (),
+    csrc: Path = CSRC,
 ) -> list[str]:
     """How ``compile_program`` calls g++."""
-    folders = [f"-I{folder}" for folder in (CSRC, *include)]
+    folders = [f"-I{folder}" for folder in (csrc, *include)]
     cuda = [word for folder in cuda_includes() for word in ("-isystem", str(folder))]
     kind = [*(SANITIZE if sanitize else ["-O2"]), *(SHARED if shared else [])]
     forced = ["-include", str(HERE / "cuda_on_cpu.h")]
@@ -118,19 +119,29 @@ def compile_program(
     shared: bool = False,
     include: Sequence[Path] = (),
     flags: Sequence[str] = (),
+    csrc: Path = CSRC,
 ) -> Path:
     """An executable, or a shared library, made of .cu and .cpp files. Warnings are errors.
 
     sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
-    include: folders of headers besides csrc. flags: more of the compiler's arguments.
+    include: folders of headers besides csrc, or a copy of it. flags: more of the compiler's arguments.
     """
     need_cuda_headers()
     command = compile_command(
-        sources, out, sanitize=sanitize, shared=shared, include=include, flags=["-Werror", *flags]
+        sources, out, sanitize=sanitize, shared=shared, include=include, flags=["-Werror", *flags], csrc=csrc
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
     return out
+
+
+def with_mistake(folder: Path, name: str, right: str, wrong: str) -> Path:
+    """A copy of csrc in the folder, in one file of which the right text has become the wrong one."""
+    copy = Path(shutil.copytree(CSRC, folder / "csrc"))
+    text = (copy / name).read_text()
+    assert text.count(right) == 1
+    (copy / name).write_text(text.replace(right, wrong))
+    return copy
 
 
 def run_program(

@@ -1,7 +1,11 @@
-// The pybind11 module of library.cpp.
+// The pybind11 module of library.cpp; launches(): of kernels since the start.
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
 #include "common/registry.h"
+#include "launch.h"
 
-PYBIND11_MODULE(_C_cuda_on_cpu, module) { module.def("release", &loco::release); }
+PYBIND11_MODULE(_C_cuda_on_cpu, module) {
+  module.def("release", &loco::release);
+  module.def("launches", [] { return cuda_on_cpu::launches; });
+}

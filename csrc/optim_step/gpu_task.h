@@ -1,0 +1,231 @@
+// What the kernels of a step share: their parameters, what the elements of an entry have in common, and the update of
+// one of them or of 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "common/gpu_memory.h"
+#include "optim_step/cuda.h"
+#include "optim_step/gpu_operand.h"
+
+namespace loco::optim_step {
+
+template <class Rule>
+struct Parameters {
+  void* const* grads;
+  const double* hyper;
+  const DeviceScalar* lrs;  // null: none
+  const Entry* entries;
+  const Nest* nests;
+  const double* maps;
+  const Chunk* chunks;
+  typename Rule::template Scalars<double>* scalars;  // one for each entry; null: made from hyper
+  Options options;
+  DeviceScalar grad_scale, found_inf;
+  Rounding rounding;
+};
+
+LOCO_DEVICE double value_of(const DeviceScalar& scalar) {
+  return scalar.is_double ? *in_global(static_cast<const double*>(scalar.data))
+                          : *in_global(static_cast<const float*>(scalar.data));
+}
+
+LOCO_DEVICE bool is_set(const DeviceScalar& scalar) { return scalar.data != nullptr && value_of(scalar) != 0; }
+
+template <class Rule>
+LOCO_DEVICE const double* row_of(const Parameters<Rule>& p, const Entry& entry) {
+  return p.hyper + entry.group * Rule::columns;
+}
+
+template <class Rule>
+LOCO_DEVICE double lr_of(const Parameters<Rule>& p, const Entry& entry) {
+  const bool own = p.lrs == nullptr || p.lrs[entry.group].data == nullptr;
+  return own ? row_of(p, entry)[0] : value_of(p.lrs[entry.group]);
+}
+
+// Returns the weight's metric for a prox after the step, of a rule that has one.
+template <typename T>
+LOCO_DEVICE T update(T& w, T g, T (&state)[kStates], T c, SgdFlags flags, const SgdScalars<T>& scalars) {
+  sgd(w, g, state[0], c, flags, scalars);
+  return 1;
+}
+
+template <typename T>
+LOCO_DEVICE T update(T& w, T g, T (&state)[kStates], T c, AdamFlags flags, const AdamScalars<T>& scalars) {
+  return adam(w, g, state[0], state[1], state[2], c, flags, scalars);
+}
+
+// What elements of an entry, those from `begin` on, have in common.
+template <class Rule, typename T>
+struct Task {
+  const Parameters<Rule>& p;
+  const Entry& entry;
+  int64_t begin;
+  void* g;
+  double prox_step;  // of the prox that may end the step
+  Coefficients coefficients;
+  typename Rule::Flags flags;
+  typename Rule::template Scalars<T> scalars;
+
+  LOCO_DEVICE Task(const Parameters<Rule>& p, int32_t number, int64_t begin)
+      : p(p), entry(p.entries[number]), begin(begin) {
+    g = p.grads[number];
+    const double* row = row_of(p, entry);
+    const double lr = lr_of(p, entry);
+    coefficients = Rule::coefficients(p.options, row, lr);
+    flags = Rule::flags(p.options, coefficients.decay, entry.state[0] != nullptr, entry.first);
+    scalars = Rule::template as<T>(p.scalars ? p.scalars[number] : Rule::scalars(row, lr, 0));
+    prox_step = Rule::prox_step(row, lr, entry.state[0] != nullptr);
+  }
+
+  LOCO_DEVICE T coefficient(int64_t value) const { return static_cast<T>(coefficients.at(p.maps[entry.map + value])); }
+
+  LOCO_DEVICE PhiloxKey key() const {
+    const Rounding& r = p.rounding;
+    return {static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), entry.ordinal, r.step};
+  }
+
+  // Whether parameters and states of bfloat16 are rounded so.
+  LOCO_DEVICE bool stochastic() const { return p.rounding.stochastic && entry.w_dtype == DType::bf16; }
+
+  LOCO_DEVICE void draw(int64_t i, uint32_t (&words)[1 + kStates]) const {
+    philox(key(), static_cast<uint64_t>(offset_in(p.nests, entry.nests[kNestLogical], i, narrow())), words);
+  }
+
+  LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
+
+  // The gradient as the rule wants it; written back if it is scaled.
+  LOCO_DEVICE T descent(T gradient) const { return p.options.maximize ? -gradient : gradient; }
+  LOCO_DEVICE T grad_scale() const { return static_cast<T>(value_of(p.grad_scale)); }
+};
+
+// Updates one element, whatever its operands' types and strides. keep(w, its metric, where it lies, random word) stores
+// the parameter.
+template <class Rule, typename T, class Keep>
+LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep& keep) {
+  const Entry& e = task.entry;
+  const Nest* nests = task.p.nests;
+  const int64_t i = task.begin + offset;
+  const bool narrow = task.narrow();
+  const int64_t at_w = offset_in(nests, e.nests[kNestW], i, narrow),
+                at_g = offset_in(nests, e.nests[kNestG], i, narrow);
+  T w = load_any<T>(e.w_dtype, e.w, at_w), g = load_any<T>(e.g_dtype, task.g, at_g);
+  T state[kStates];
+  int64_t at[kStates];
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) {
+    if (e.state[k] == nullptr) continue;
+    at[k] = offset_in(nests, e.nests[kNestState + k], i, narrow);
+    state[k] = load_any<T>(e.state_dtype[k], e.state[k], at[k]);
+  }
+  if (task.p.grad_scale.data) {
+    g = g / task.grad_scale();
+    store_any(e.g_dtype, task.g, at_g, g);
+  }
+  int64_t value = 0;
+  if (e.map_kind == MapKind::cyclic) value = i / e.run % e.period;
+  if (e.map_kind == MapKind::nest) value = offset_in(nests, e.nests[kNestMap], i, narrow);
+  const T metric = update(w, task.descent(g), state, task.coefficient(value), task.flags, task.scalars);
+  const bool stochastic = task.stochastic();
+  uint32_t words[1 + kStates] = {};
+  if (stochastic) task.draw(i, words);
+  keep(w, metric, at_w, words[0]);
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) {
+    if (e.state[k]) store_any(e.state_dtype[k], e.state[k], at[k], state[k], stochastic, words[1 + k]);
+  }
+}
+
+// The decay coefficients of a task whose map repeats, if it has one.
+template <typename T>
+struct Cycle {
+  const T* table;        // in shared memory; null: too long for it
+  uint32_t run, period;  // 0: uniform
+  uint32_t rest, phase;  // the task's beginning / run leaves rest, its quotient modulo period is phase
+  T uniform;
+
+  // table: memory for so many coefficients.
+  template <class Rule>
+  LOCO_DEVICE Cycle(const Task<Rule, T>& task, T* table, uint32_t size) : uniform(task.coefficient(0)) {
+    const Entry& e = task.entry;
+    run = e.run;
+    period = e.map_kind == MapKind::cyclic && task.flags.decay != Decay::none ? e.period : 0;
+    this->table = period <= size ? table : nullptr;
+    rest = period ? static_cast<uint32_t>(task.begin % run) : 0;
+    phase = period ? static_cast<uint32_t>(task.begin / run % period) : 0;
+    if (period == 0 || this->table == nullptr) return;
+    for (uint32_t k = threadIdx.x; k < period; k += blockDim.x) table[k] = task.coefficient(k);
+    __syncthreads();
+  }
+
+  template <int N, class Rule>
+  LOCO_DEVICE void read(const Task<Rule, T>& task, uint32_t offset, T (&c)[N]) const {
+    if (period == 0) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) c[k] = uniform;
+      return;
+    }
+    const uint32_t at = rest + offset;
+    uint32_t within = run == 1 ? 0 : at % run;
+    uint32_t place = (phase + (run == 1 ? at : at / run)) % period;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      c[k] = table ? table[place] : task.coefficient(place);
+      if (++within < run) continue;
+      within = 0;
+      place = place + 1 == period ? 0 : place + 1;
+    }
+  }
+};
+
+// Updates as many elements as fill 16 bytes of the parameter, at a 16-byte boundary of every operand. keep(w, their
+// metrics, random words or null) stores the parameter.
+template <class Types, class Rule, typename T, class Keep>
+LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset, bool stochastic,
+                             const Keep& keep) {
+  constexpr int N = Types::width;
+  const Entry& e = task.entry;
+  const int64_t i = task.begin + offset;
+  T w[N], g[N], state[kStates][N], c[N], metric[N];
+  load_vector<Types::w, N>(e.w, i, w);
+  load_vector<Types::w, N>(task.g, i, g);
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) {
+    if (e.state[k]) load_vector<Types::state, N>(e.state[k], i, state[k]);
+  }
+  cycle.read(task, offset, c);
+  if (task.p.grad_scale.data) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) g[k] = g[k] / task.grad_scale();
+    store_vector<Types::w, N>(task.g, i, g);
+  }
+  uint32_t words[1 + kStates][N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
+    metric[k] = update(w[k], task.descent(g[k]), of_element, c[k], task.flags, task.scalars);
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
+    if (stochastic) {
+      uint32_t four[1 + kStates];
+      task.draw(i + k, four);
+#pragma unroll
+      for (int j = 0; j <= kStates; ++j) words[j][k] = four[j];
+    }
+  }
+  keep(w, metric, stochastic ? words[0] : nullptr);
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) {
+    if (e.state[k]) store_vector<Types::state, N>(e.state[k], i, state[k], stochastic ? words[1 + k] : nullptr);
+  }
+}
+
+// DTypes of parameters and gradients, and of states.
+template <DType w_, DType state_>
+struct VectorTypes {
+  static constexpr DType w = w_, state = state_;
+  static constexpr int width = w == DType::f64 ? 2 : w == DType::f32 ? 4 : 8;
+  using T = std::conditional_t<w == DType::f64, double, float>;
+};
+
+}  // namespace loco::optim_step

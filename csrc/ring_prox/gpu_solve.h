@@ -1,0 +1,284 @@
+// The scalars of math.h for a block's kernel. All threads go the same way: a sum over weights is that of the whole
+// block, in float64, in an order that the shape alone decides, and every thread gets it. Arrays of scalars lie in
+// shared memory, and thread 0 alone writes to them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/platform.h"
+#include "ring_prox/gpu_table.h"
+#include "ring_prox/math.h"
+
+namespace loco::ring_prox {
+
+constexpr int kMostWarps = kMostThreads / 32;
+constexpr int kMostSums = 3;  // that are made at a time
+
+// Where sums meet; two of each, so that one barrier a sum is enough.
+struct Scratch {
+  double parts[2][kMostSums][kMostWarps];
+};
+
+struct Add {
+  LOCO_DEVICE double operator()(double a, double b) const { return a + b; }
+};
+
+struct Larger {
+  LOCO_DEVICE double operator()(double a, double b) const { return b > a || is_nan(b) ? b : a; }
+};
+
+// Sums over a kernel's weights. T: the type that these are held in; held.for_ring(ring, visit) calls visit(weight, its
+// metric) for a thread's share of a ring.
+template <typename T, class Held>
+class Sums {
+ public:
+  LOCO_DEVICE Sums(const Held& held, int rings, Scratch& scratch) : held_(held), rings_(rings), scratch_(scratch) {}
+
+  LOCO_DEVICE int rings() const { return rings_; }
+
+  template <class Visit>
+  LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
+    held_.for_ring(ring, visit);
+  }
+
+  // What op makes of all threads' values, in an order that never varies; every thread gets it.
+  template <int count, class Op>
+  LOCO_DEVICE void reduce(double (&values)[count], const Op& op) {
+    turn_ ^= 1;
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) {
+        values[k] = op(values[k], __shfl_xor_sync(0xffffffff, values[k], lanes));
+      }
+      if (threadIdx.x % 32 == 0) scratch_.parts[turn_][k][threadIdx.x / 32] = values[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      const double* parts = scratch_.parts[turn_][k];
+      values[k] = parts[0];
+      for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(values[k], parts[w]);
+    }
+  }
+
+  // A weight times the power of two that scaled_squares has found.
+  LOCO_DEVICE T scaled(T u) const {
+    if constexpr (sizeof(T) == 4) return u;
+    return u * static_cast<T>(scale_);
+  }
+
+  // The largest size in rings begin .. end - 1; NaN if any is.
+  LOCO_DEVICE double largest(int begin, int end) {
+    double size[1] = {0};
+    for (int r = begin; r < end; ++r) {
+      for_ring(r, [&](T u, T) { size[0] = Larger()(size[0], std::fabs(static_cast<double>(u))); });
+    }
+    reduce(size, Larger());
+    return size[0];
+  }
+
+  // Sums the squares of each ring to to[0], and of the weights times the metric to to[1] if that is asked for, times a
+  // power of two that keeps them within float64, and returns that.
+  template <int count>
+  LOCO_DEVICE double scaled_squares(double* const (&to)[count]) {
+    sum_squares(to);
+    if constexpr (sizeof(T) == 4) return 1;  // their squares are within float64
+    bool safe = true;
+    for (int r = 0; r < rings_; ++r) safe = safe && to[0][r] > 1e-280 && to[0][r] < 1e280;
+    if (safe) return 1;
+    const double size = largest(0, rings_);
+    if (!(size > 0) || size == kInfinity) return 1;
+    int exponent;
+    std::frexp(size, &exponent);
+    scale_ = std::ldexp(1.0, exponent < -1020 ? 1020 : exponent > 1020 ? -1020 : -exponent);
+    sum_squares(to);
+    return scale_;
+  }
+
+ private:
+  template <int count>
+  LOCO_DEVICE void sum_squares(double* const (&to)[count]) {
+    for (int r = 0; r < rings_; ++r) {
+      double sums[count] = {};
+      for_ring(r, [&](T u, T d) {
+        const double value = scaled(u), weighed = value * static_cast<double>(d);
+        sums[0] += value * value;
+        if constexpr (count == 2) sums[1] += weighed * weighed;
+      });
+      reduce(sums, Add());
+      for (int k = 0; k < count && threadIdx.x == 0; ++k) to[k][r] = sums[k];
+    }
+    __syncthreads();
+  }
+
+  const Held& held_;
+  int rings_;
+  Scratch& scratch_;
+  double scale_ = 1;
+  int turn_ = 0;
+};
+
+// An array for thread 0; what other threads do with theirs goes nowhere.
+struct OfLeader {
+  struct Element {
+    double* at;
+    LOCO_DEVICE operator double() const { return at ? *at : 0; }
+    LOCO_DEVICE void operator=(double value) const {
+      if (at) *at = value;
+    }
+  };
+
+  double* values;
+  LOCO_DEVICE Element operator[](int i) const { return {threadIdx.x == 0 ? values + i : nullptr}; }
+};
+
+// Each of these is the shared memory of one way to solve. solve() leaves there what shrunk(weight, its metric, its
+// ring) needs, for all threads to read.
+struct L2 {
+  double squares[kMaxRings], t[kMaxRings], factors[kMaxRings];
+
+  template <class Sums>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+    const double scale = sums.scaled_squares({squares});
+    const int rings = sums.rings();
+    if (threadIdx.x == 0) {
+      const auto solve = [&](double factor) {
+        merge(thresholds, rings, factor, scale, t);
+        chain(squares, t, rings, factors);
+      };
+      const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
+      solve_squared(thresholds, solve, penalty, factors);
+    }
+    __syncthreads();
+  }
+
+  template <typename T>
+  LOCO_DEVICE T shrunk(T u, T, int ring) const {
+    return u * static_cast<T>(factors[ring]);
+  }
+};
+
+// What solve_metric asks of a kernel.
+template <class Sums>
+struct MetricSums {
+  Sums& sums;
+
+  LOCO_DEVICE double tolerance() const { return 1e-9; }
+
+  LOCO_DEVICE Damped operator()(int ring, double c) {
+    double values[2] = {0, 0};
+    sums.for_ring(ring, [&](auto u, auto d) {
+      const double value = damped(sums.scaled(u), d, c);
+      values[0] += value * value;
+      values[1] += value * value / (static_cast<double>(d) + c);
+    });
+    sums.reduce(values, Add());
+    return {values[0], values[1]};
+  }
+};
+
+struct L2InMetric {
+  double squares[kMaxRings], weighed[kMaxRings], norms[kMaxRings], t[kMaxRings], factors[kMaxRings],
+      coefficients[kMaxRings], derivatives[kMaxRings];
+  int first;  // ring that does not vanish
+
+  template <class Sums>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+    const double scale = sums.scaled_squares({squares, weighed});
+    const int rings = sums.rings();
+    MetricSums<Sums> in_metric{sums};
+    if (threadIdx.x == 0) {
+      double sum = 0;
+      for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares[r]);
+    }
+    int alive = 0;  // first, while no thread may change it
+    const auto solve = [&](double factor) {
+      if (threadIdx.x == 0) {
+        merge(thresholds, rings, factor, scale, t);
+        first = chain(weighed, t, rings, factors);
+      }
+      __syncthreads();
+      alive = first;
+      solve_metric(in_metric, norms, t, alive, rings, OfLeader{coefficients}, OfLeader{derivatives});
+      __syncthreads();
+    };
+    const auto penalty = [&](const double* of) {
+      return (of ? metric_penalty(in_metric, of, thresholds.squared, alive, rings)
+                 : l2_penalty(squares, nullptr, thresholds.squared, rings)) /
+             scale;
+    };
+    solve_squared(thresholds, solve, penalty, coefficients);
+  }
+
+  template <typename T>
+  LOCO_DEVICE T shrunk(T u, T d, int ring) const {
+    const bool alone = ring < first || coefficients[ring] == 0;
+    return alone ? u * static_cast<T>(ring >= first) : static_cast<T>(damped(u, d, coefficients[ring]));
+  }
+};
+
+struct Linf {
+  double sizes[kMaxRings], t[kMaxRings], caps[kMaxRings];
+
+  template <class Sums>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+    const int rings = sums.rings();
+    const auto above = [&](int n, OfLeader, double level) {
+      __syncthreads();  // caps have been written
+      double values[3] = {0, 0, 0};
+      for (int r = 0; r <= n; ++r) {
+        const double cap = r == n ? kInfinity : caps[r];
+        sums.for_ring(r, [&](auto u, auto d) {
+          const double size = std::fabs(static_cast<double>(u)), clipped = size > cap ? cap : size;
+          if (clipped <= level) return;
+          values[0] += static_cast<double>(d) * clipped;
+          values[1] += static_cast<double>(d);
+          values[2] += 1;
+        });
+      }
+      sums.reduce(values, Add());
+      return Above{values[0], values[1], values[2]};
+    };
+    const auto solve = [&](double factor) {
+      if (threadIdx.x == 0) merge(thresholds, rings, factor, 1, t);
+      __syncthreads();
+      solve_linf(above, t, rings, OfLeader{caps});
+      __syncthreads();
+    };
+    for (int r = 0; thresholds.squared && r < rings; ++r) {
+      const double size = sums.largest(r, r + 1);
+      if (threadIdx.x == 0) sizes[r] = size;
+    }
+    __syncthreads();
+    const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
+    solve_squared(thresholds, solve, penalty, caps);
+  }
+
+  template <typename T>
+  LOCO_DEVICE T shrunk(T u, T, int ring) const {
+    const T size = std::fabs(u), cap = static_cast<T>(caps[ring]);
+    return std::copysign(size > cap || cap != cap ? cap : size, u);
+  }
+};
+
+// One of them, as the penalty asks for it.
+template <bool in_metric>
+union AnySolver {
+  Linf linf;
+  std::conditional_t<in_metric, L2InMetric, L2> l2;
+
+  template <class Sums>
+  LOCO_DEVICE void solve(bool is_linf, Sums& sums, const Thresholds& thresholds) {
+    is_linf ? linf.solve(sums, thresholds) : l2.solve(sums, thresholds);
+  }
+
+  template <typename T>
+  LOCO_DEVICE T shrunk(bool is_linf, T u, T d, int ring) const {
+    return is_linf ? linf.shrunk(u, d, ring) : l2.shrunk(u, d, ring);
+  }
+};
+
+}  // namespace loco::ring_prox

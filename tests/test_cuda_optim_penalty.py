@@ -1,0 +1,77 @@
+"""The CUDA kernels that end a step with a prox, executed on the CPU through the operators: what the tests of penalties,
+which run there too, do not see."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_on_cpu import operators
+from optim_step_cases import Case, assert_same, make_case
+from stepping import train
+from test_optim_step import LOCO_2D
+from test_optim_step_layouts import LAYOUTS
+from tolerances import assert_within_ulps
+from torch import nn
+
+import loco_ext
+from loco_ext import geometry, ops, optim, sparsity
+
+CLASSES = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {"amsgrad": True}}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
+    operators.use(monkeypatch, compiled)
+    with loco_ext.backend("native"):
+        yield
+
+
+def without_threshold() -> ops.StepPenalty:
+    rings = geometry.ring_index((3, 3)).flatten().tolist()
+    return ops.StepPenalty(rings, torch.zeros(max(rings) + 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name in ("contiguous", "channels_last")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@pytest.mark.usefixtures("cuda")
+def test_a_prox_that_changes_nothing_leaves_every_bit_of_the_step(rule, dtype, layout):
+    options = {"maps": [LOCO_2D], "map_index": [0, -1], "grad_scale": torch.tensor(2.0), "seed": 7, "rounding_step": 3}
+    case = make_case(rule, [(6, 5, 3, 3), (3, 33, 3, 3)], dtypes=[dtype] * 3, ordinals=[4, 9], **options)
+    case = case.laid_out(params=LAYOUTS[layout])
+    penalised: Case = case.copy(penalties=[without_threshold()] * 2)
+    assert_same(penalised.step(), case.copy().step())
+
+
+def test_blocks_share_slots_where_kernels_are_too_large_to_stay_on_chip(monkeypatch, compiled):
+    """More kernels than slots, in Adam of 41 KB each."""
+    results = []
+    for use in (lambda: None, lambda: operators.use(monkeypatch, compiled)):
+        use()
+        generator = torch.Generator().manual_seed(0)
+        param = nn.Parameter(torch.randn(306, 321, 8, dtype=torch.float64, generator=generator))
+        param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator)
+        with loco_ext.backend("native"):
+            optim.Adam([param], lr=0.02, penalty=sparsity.RingPenalty(2.0)).step()
+        results.append(param.detach())
+    expected, actual = results
+    assert_within_ulps(actual, expected, ulps=2**12, scale=expected.abs().max().item())
+    assert torch.equal(actual == 0, expected == 0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.usefixtures("cuda")
+def test_many_small_parameters_are_few_launches(compiled, name):
+    """All penalised parameters of a width, and all others, are stepped together."""
+    shapes = [(4, channels, 3, 3) for channels in range(1, 41)] + [(4,)] * 40
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = getattr(optim, name)(params, lr=0.01, penalty=sparsity.RingPenalty(0.1), **CLASSES[name])
+    train(optimizer, 2)
+    assert optimizer._repeat is not None
+    library = operators.library(compiled)
+    before = library.launches()
+    for _ in range(3):  # the table is where it was, and unchanged
+        optimizer.step()
+    counts = name != "SGD"
+    assert library.launches() - before == 3 * (counts + 1 + 1)

@@ -1,0 +1,122 @@
+"""Steps that end with a prox on a GPU: those of the reference, without waiting, and in CUDA graphs."""
+
+import pytest
+import torch
+from stepping import CLASSES
+from test_optim_cuda import (
+    backend,  # noqa: F401
+    capture,
+    give_gradients,
+    gradients_of,
+    no_syncs,
+    on_gpu,
+    params_of,
+    refill,
+)
+from test_optim_penalty import PENALTIES, make_params
+from tolerances import assert_within_ulps
+
+from loco_ext import optim
+
+RICH = {
+    "SGD": {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "locality": (0.5, 2.0)},
+    "Adam": {"lr": 0.02, "amsgrad": True},
+    "AdamW": {"lr": 0.02, "weight_decay": 0.1, "locality": (0.5, 2.0)},
+}
+
+
+def make_twins(name, penalty, dtype=torch.float32, **options):
+    """Our optimizer on the GPU and the reference on the CPU, of equal parameters."""
+    params = make_params(dtype)
+    options = {**RICH[name], "penalty": PENALTIES[penalty], **options}
+    make = getattr(optim, name)
+    return make(on_gpu(params), **options), make(params, **options, fused=False)
+
+
+def assert_near(ours, reference):
+    """As near as sums in another order let them be, and zero in the same places; then ours takes over the rest."""
+    for p, q in zip(params_of(ours), params_of(reference), strict=True):
+        there = p.detach().cpu()
+        assert_within_ulps(there, q.detach(), scale=q.detach().abs().max().clamp(min=1).item())
+        assert torch.equal(there == 0, q == 0)
+        with torch.no_grad():
+            p.copy_(q)
+
+
+def set_rates(optimizers, lr):
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"].fill_(lr)
+
+
+def put_rates(ours, reference):
+    ours.param_groups[0]["lr"] = torch.tensor(0.05, device="cuda")
+    reference.param_groups[0]["lr"] = torch.tensor(0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name, penalty, dtype):  # noqa: F811
+    if dtype != torch.float32 and penalty == "squared":
+        pytest.skip("the reference takes seconds for two nested searches")
+    ours, reference = twins = make_twins(name, penalty, dtype)
+    put_rates(*twins)
+    give_gradients(*twins, 0)
+    ours.step()
+    reference.step()
+    assert_near(*twins)
+    for step, lr in enumerate([0.05, 0.02], start=1):
+        set_rates(twins, lr)
+        give_gradients(*twins, step)
+        with no_syncs():
+            ours.step()
+        reference.step()
+        assert_near(*twins)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_replays_follow_what_lives_on_the_gpu(backend, name):  # noqa: F811
+    ours, reference = twins = make_twins(name, "rings")
+    put_rates(*twins)
+    give_gradients(*twins, 0)
+    ours.step()
+    reference.step()
+    assert_near(*twins)
+    give_gradients(*twins, 1)
+    gradients = gradients_of(ours)
+    ours.grad_scale, ours.found_inf = torch.tensor(1.0, device="cuda"), torch.tensor(0.0, device="cuda")
+    graph = capture(ours)
+    for step, (lr, found) in enumerate([(0.05, 0.0), (0.02, 0.0), (0.02, 1.0), (0.1, 0.0)], start=1):
+        refill(gradients, reference, step)
+        set_rates(twins, lr)
+        ours.found_inf.fill_(found)
+        with no_syncs():
+            graph.replay()
+        if not found:
+            reference.step()
+        assert_near(*twins)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_graph_is_not_disturbed_by_steps_between(backend, name):  # noqa: F811
+    ours, reference = twins = make_twins(name, "rings")
+    give_gradients(*twins, 0)
+    ours.step()
+    reference.step()
+    assert_near(*twins)
+    give_gradients(*twins, 1)
+    gradients, lr = gradients_of(ours), RICH[name]["lr"]
+    graph = capture(ours)
+    for step in range(1, 4):
+        refill(gradients, reference, step)
+        graph.replay()
+        reference.step()
+        assert_near(*twins)
+        for optimizer in twins:
+            optimizer.param_groups[0].update(lr=lr / (1 + step), penalty=PENALTIES["kernels"])
+        give_gradients(*twins, 100 + step)
+        ours.step()
+        reference.step()
+        assert_near(*twins)
+        for optimizer in twins:
+            optimizer.param_groups[0].update(lr=lr, penalty=PENALTIES["rings"])

@@ -1,0 +1,117 @@
+"""The Triton step of parameters with a penalty against the reference, in Triton's interpreter: the step, and the prox
+behind it. Learning rates, step counts and found_inf are of tensors that must not be looked at."""
+
+import importlib.util
+
+import pytest
+import torch
+from optim_step_cases import Case, assert_untouched, make_case
+from test_optim_step import FLOATS, LOCO_2D
+from test_optim_step_layouts import LAYOUTS
+from test_triton_optim_step import interpreter  # noqa: F401
+from tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
+
+from loco_ext import geometry, ops
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SHAPES = [(6, 20, 3, 3), (7,), (3, 2, 3, 3)]
+RULES = {
+    "sgd": ("sgd", {"states": 0}),
+    "momentum": ("sgd", {"nesterov": True, "maps": [LOCO_2D], "map_index": [0, -1, 0]}),
+    "adam": ("adam", {"amsgrad": True, "states": 3}),
+    "adamw": ("adam", {"decoupled": True, "maps": [LOCO_2D], "map_index": [0, -1, 0]}),
+}
+MODES = {"l2": {}, "linf": {"linf": True}, "squared": {"squared": 0.2}}
+
+
+class Unread(torch.Tensor):
+    """A number that only the device may look at."""
+
+    def item(self):
+        raise AssertionError("a number of the device was read")
+
+    __float__ = __bool__ = __int__ = __index__ = tolist = item
+
+
+def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
+    rings = geometry.ring_index((3, 3)).flatten().tolist()
+    count = max(rings) + 1
+    t = torch.linspace(12.0, 20.0, count, dtype=torch.float64) * (3 if linf else 1)
+    return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf)
+
+
+def penalised(rule: str, mode: str = "l2", **options) -> Case:
+    name, given = RULES[rule]
+    end = penalty(**MODES[mode])
+    return make_case(name, SHAPES, **{**given, **options, "penalties": [end, None, end]})
+
+
+def assert_is_reference(actual: Case, case: Case) -> None:
+    expected = case.copy().step("reference")
+    for name, tensors in expected.lists.items():
+        for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
+            scale = case.lists[name][i].double().abs().max()
+            if name == "params" and i != 1:
+                assert_within_ulps(a, b, max(8, ULPS_OF_ROOTS[a.dtype]) if a.element_size() > 2 else 1, scale=scale)
+                assert torch.equal(a == 0, b == 0)
+                assert not torch.equal(a, case.params[i])
+            elif case.params[i].dtype == torch.float64:
+                assert_within_ulps(a, b, scale=scale.clamp(min=4))
+            else:
+                assert same_bits(a, b), f"{name}[{i}]"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):  # noqa: F811
+    if mode == "squared" and (dtype != torch.float32 or rule not in ("momentum", "adam")):
+        pytest.skip("two nested searches take long")
+    case = penalised(rule, mode, dtypes=[dtype] * 3)
+    assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed"])
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_any_layout_gives_the_same(interpreter, rule, layout):  # noqa: F811
+    case = penalised(rule)
+    case = case.laid_out(params=lambda t: LAYOUTS[layout](t) if t.dim() == 4 else t)
+    assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_of_the_device_are_not_read(interpreter, rule, dtype):  # noqa: F811
+    case = penalised(rule, dtypes=[dtype] * 3, lrs=[torch.tensor(0.03)], lr_index=[0])
+    case.options |= {"found_inf": torch.zeros(()), "grad_scale": torch.tensor(2.0)}
+    unread = case.copy()
+    for name in ("found_inf", "grad_scale"):
+        unread.options[name] = unread.options[name].as_subclass(Unread)
+    unread.options["lrs"] = [lr.as_subclass(Unread) for lr in case.options["lrs"]]
+    if "steps" in unread.lists:
+        unread.lists["steps"] = [step.as_subclass(Unread) for step in unread.lists["steps"]]
+    done = interpreter.step(unread)
+    if "steps" in done.lists:
+        done.lists["steps"] = [step.as_subclass(torch.Tensor) for step in done.lists["steps"]]
+    assert_is_reference(done, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_changes_where_infinity_was_found(interpreter, rule, dtype):  # noqa: F811
+    case = penalised(rule, dtypes=[dtype] * 3, found_inf=torch.ones(()))
+    assert_untouched(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_a_learning_rate_of_0_shrinks_nothing(interpreter, rule):  # noqa: F811
+    case = penalised(rule, lrs=[torch.tensor(0.0)], lr_index=[0])
+    done = interpreter.step(case)
+    assert all(torch.equal(p, q) for p, q in zip(done.params, case.params, strict=True))
+
+
+def test_random_rounding_before_the_prox_is_refused(interpreter):  # noqa: F811
+    case = penalised("sgd", dtypes=[torch.bfloat16] * 3, seed=7)
+    with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
+        interpreter.step(case)
