@@ -18,6 +18,32 @@ from torch import Tensor
 KernelSize = int | Sequence[int]
 
 
+class BlockPattern:
+    """The live (output pixel, input pixel) pairs of a layer, by output pixel."""
+
+    def __init__(self, crow_indices: Tensor, col_indices: Tensor, n_in: int) -> None:
+        self.crow_indices, self.col_indices, self.n_in = crow_indices, col_indices, n_in
+        rows = torch.arange(self.n_out).repeat_interleave(crow_indices.diff().cpu(), output_size=self.nnz)
+        blocks = torch.sort(col_indices.cpu(), stable=True).indices
+        crow = torch.zeros(n_in + 1, dtype=torch.int64)
+        crow[1:] = torch.bincount(col_indices.cpu(), minlength=n_in).cumsum(0)
+        self._transposed = tuple(t.to(crow_indices.device) for t in (crow, rows[blocks], blocks))
+
+    @property
+    def n_out(self) -> int:
+        return len(self.crow_indices) - 1
+
+    @property
+    def nnz(self) -> int:
+        return len(self.col_indices)
+
+    def transpose(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._transposed
+
+    def to(self, device: torch.device | str) -> "BlockPattern":
+        return BlockPattern(self.crow_indices.to(device), self.col_indices.to(device), self.n_in)
+
+
 def tap_distances(kernel_size: KernelSize, center: str | None = None) -> Tensor:
     """Euclidean distance of every tap from the centre of the kernel, in tap units.
 
