@@ -4,6 +4,7 @@
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
+#include "block_sparse/cpu.h"
 #include "common/registry.h"
 #include "optim_step/cpu.h"
 
@@ -15,4 +16,12 @@ PYBIND11_MODULE(_C, module) {
     return info;
   });
   module.def("release", &loco::release);
+  module.def("block_sparse_levels", [] {
+    pybind11::list names;
+    for (const char* const* name = loco::block_sparse::levels(); *name; ++name) names.append(*name);
+    return names;
+  });
+  module.def("use_block_sparse_level", [](const char* name) {
+    if (!loco::block_sparse::use_level(name)) throw pybind11::value_error("name: expected one of block_sparse_levels()");
+  });
 }

@@ -1,0 +1,27 @@
+#include "common/platform.h"
+
+#ifdef LOCO_X86_LEVELS
+// Headers of others come before the pragma: what they define belongs to all files.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "common/convert.h"
+#include "common/parallel.h"
+// GCC 12 warns of its own intrinsics.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+#include "block_sparse/lanes_v4.h"
+#include "block_sparse/level.h"
+
+namespace loco::block_sparse {
+
+const Level kLevelV4 = {"x86-64-v4",
+                        [] { return __builtin_cpu_supports("x86-64-v4") != 0; },
+                        {kernels_of<Plain<v4::Double>>(), kernels_of<Plain<v4::Float>>(),
+                         kernels_of<Converted<v4::Float>>(), kernels_of<Converted<v4::Float>>()}};
+
+}  // namespace loco::block_sparse
+#endif
