@@ -22,6 +22,7 @@ PYBIND11_MODULE(_C, module) {
     return names;
   });
   module.def("use_block_sparse_level", [](const char* name) {
-    if (!loco::block_sparse::use_level(name)) throw pybind11::value_error("name: expected one of block_sparse_levels()");
+    if (!loco::block_sparse::use_level(name))
+      throw pybind11::value_error("name: expected one of block_sparse_levels()");
   });
 }

@@ -44,9 +44,7 @@ const Kernels& kernels_for(DType dtype) {
   return found().levels[at]->kernels[static_cast<int>(dtype)];
 }
 
-int64_t grain(int64_t work, int64_t items) {
-  return items > 0 ? 1 + kLeastShare / (1 + work / items) : 1;
-}
+int64_t grain(int64_t work, int64_t items) { return items > 0 ? 1 + kLeastShare / (1 + work / items) : 1; }
 
 }  // namespace
 

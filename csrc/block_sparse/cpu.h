@@ -1,5 +1,5 @@
-// Multiplication by block-sparse matrices on the CPU, without torch: plain structs in. Strides are in elements; channels
-// lie side by side in every activation, and blocks are stored as [block][group][channel in][channel out].
+// Multiplication by block-sparse matrices on the CPU, without torch: plain structs in. Strides are in elements;
+// channels lie side by side in every activation, and blocks are stored as [block][group][channel in][channel out].
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Product {
   DType dtype;
   int64_t batch, rows, groups;
   int64_t depth, width;  // channels of a group in `from` and in `to`
-  const int64_t *first;  // [rows + 1]: where each row's entries begin
+  const int64_t* first;  // [rows + 1]: where each row's entries begin
   const int64_t *source, *blocks;
   Pixels from, to;
   const void *values, *bias;  // bias [rows, groups * width], or null

@@ -20,8 +20,10 @@ struct Square16 {
       const char* at = from + quarter * 16;
       const __m512 a = rows(at, row_bytes), b = rows(at + row_bytes, row_bytes);
       const __m512 c = rows(at + 2 * row_bytes, row_bytes), d = rows(at + 3 * row_bytes, row_bytes);
-      const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
-      const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)), cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+      const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)),
+                    cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+      const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
+                    cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
       Word* column = to + quarter * 4 * to_row;
       _mm512_storeu_pd(column, _mm512_unpacklo_pd(ab_low, cd_low));
       _mm512_storeu_pd(column + to_row, _mm512_unpackhi_pd(ab_low, cd_low));
@@ -32,9 +34,8 @@ struct Square16 {
 
   // 16 bytes of each of rows 0, 4, 8 and 12.
   static LOCO_INLINE __m512 rows(const char* at, int64_t row_bytes) {
-    const auto quarter = [&](int64_t row) LOCO_INLINE {
-      return _mm_loadu_ps(reinterpret_cast<const float*>(at + row * row_bytes));
-    };
+    const auto quarter = [&](int64_t row)
+                             LOCO_INLINE { return _mm_loadu_ps(reinterpret_cast<const float*>(at + row * row_bytes)); };
     __m512 all = _mm512_castps128_ps512(quarter(0));
     all = _mm512_insertf32x4(all, quarter(4), 1);
     all = _mm512_insertf32x4(all, quarter(8), 2);

@@ -69,8 +69,8 @@ struct Pairs {
 
   static bool words_in_place(int64_t depth) { return depth % 2 == 0; }
 
-  static void pack_rows(DType, const Storage* from, int64_t stride, int64_t rows, int64_t columns, Word* __restrict__ to,
-                        int64_t to_row) {
+  static void pack_rows(DType, const Storage* from, int64_t stride, int64_t rows, int64_t columns,
+                        Word* __restrict__ to, int64_t to_row) {
     for (int64_t i = 0; i < rows; i += 2, to += to_row) {
       const Storage *low = from + i * stride, *high = low + stride;
       if (i + 1 < rows) {

@@ -1,9 +1,9 @@
 // What the panels of products and value gradients share.
 //
-// product: a panel is a row of `to`, some of the batch, and as many of its channels as a tile is wide. The row's entries
-// come in strips of so many steps that their blocks stay in cache over all tiles, or, where they have to be packed, fit
-// into scratch memory. Sums stay in registers during a strip.
-// value_gradient: the depth is the batch, a panel is a part of a block, its tiles' rows are channels of `from`.
+// product: a panel is a row of `to`, some of the batch, and as many of its channels as a tile is wide. The row's
+// entries come in strips of so many steps that their blocks stay in cache over all tiles, or, where they have to be
+// packed, fit into scratch memory. Sums stay in registers during a strip. value_gradient: the depth is the batch, a
+// panel is a part of a block, its tiles' rows are channels of `from`.
 //
 // A sum's terms are added in one order, whoever computes it and whatever lies beside it.
 #pragma once
@@ -31,7 +31,8 @@ LOCO_HD int64_t piece_length(int64_t count, int64_t most) { return count > 0 ? p
 template <typename M>
 int64_t panel_batch(int64_t batch) {
   constexpr int64_t kMost = M::kInPlace ? kMostBatch : kMostBatchPacked;
-  return batch <= kMost ? batch : (piece_length(batch, kMost) + 1) / 2 * 2;
+  if (batch <= kMost) return batch > 0 ? batch : 1;
+  return (piece_length(batch, kMost) + 1) / 2 * 2;
 }
 
 struct Counting {

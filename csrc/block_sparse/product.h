@@ -95,7 +95,8 @@ class ProductPanel {
     if (left_in_place_) {
       f.left = reinterpret_cast<const char*>(from);
       f.pixels = call_.source + strip.entry;
-      f.pixel_bytes = call_.from.pixel_stride * sizeof(Storage), f.row_bytes = call_.from.batch_stride * sizeof(Storage);
+      f.pixel_bytes = call_.from.pixel_stride * sizeof(Storage),
+      f.row_bytes = call_.from.batch_stride * sizeof(Storage);
       f.next_pixel = strip.next_entry < end ? call_.source[strip.next_entry] : 0;
     } else {
       f.left = reinterpret_cast<const char*>(scratch_.left);
@@ -112,7 +113,8 @@ class ProductPanel {
       f.right_step = call_.width, f.right_entry = call_.groups * block_;
     } else {
       f.right = scratch_.right, f.right_step = row_, f.right_entry = strip.steps * row_;
-      for (int64_t e = 0; e < strip.entries; ++e) pack_right(strip, strip.entry + e, scratch_.right + e * f.right_entry);
+      for (int64_t e = 0; e < strip.entries; ++e)
+        pack_right(strip, strip.entry + e, scratch_.right + e * f.right_entry);
     }
     Ahead ahead = ahead_of(strip);
     tiles<A, true>(f, rows_, vectors_, sums, &ahead);

@@ -30,7 +30,8 @@ class ValueGradientPanels {
 
  private:
   void panel(int64_t entry, int64_t row, int64_t group, int64_t column, int64_t channel) {
-    const int64_t columns = least(Scratch<M>::kPanel, call_.width - column), depth = least(kDepth, call_.depth - channel);
+    const int64_t columns = least(Scratch<M>::kPanel, call_.width - column),
+                  depth = least(kDepth, call_.depth - channel);
     const int64_t vectors = pieces(columns, A::kWidth), to_row = vectors * A::kWidth;
     const int64_t block = (entry * call_.groups + group) * call_.depth * call_.width;
     Storage* values = static_cast<Storage*>(call_.values) + block + channel * call_.width + column;

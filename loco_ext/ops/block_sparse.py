@@ -7,10 +7,12 @@ bilinear, and each one's gradients are the two others; so they can be differenti
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends
@@ -40,7 +42,7 @@ def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: 
         ``(N, n_out, C_out)``, contiguous.
 
     Raises:
-        TypeError: a wrong dtype, layout or device, or tensors that do not agree in them; ``pattern`` is no BlockPattern.
+        TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; no BlockPattern.
         ValueError: shapes that do not match each other or the pattern.
 
     Source:
@@ -122,10 +124,14 @@ class _ValueGradient(torch.autograd.Function):
 
 def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
     chosen = backends.choose(_FAMILY, activations.device)
-    with torch.autocast(activations.device.type, enabled=False):
-        if chosen == "reference":
-            return getattr(_reference, name)(activations, *arguments)
+    if chosen == "native":
         return getattr(backends.operators(), name)(activations, *arguments)
+    with _without_autocast(activations.device.type):
+        return getattr(_reference, name)(activations, *arguments)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
 
 
 def _adjacent(activations: Tensor) -> Tensor:
@@ -137,17 +143,17 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _autocast(x: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _autocast(*tensors: Any) -> Any:
     """As torch.matmul's autocast rule has it: all but float64 in autocast's dtype."""
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
-        return x, values, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
 
-    def cast(tensor: Tensor | None) -> Any:
-        eligible = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
+    def eligible(tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
-    return cast(x), cast(values), cast(bias)
+    return tuple(tensor.to(dtype) if eligible(tensor) else tensor for tensor in tensors)
 
 
 def _check(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> None:
@@ -193,9 +199,7 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, shape: str, like: Tensor
 if backends.library is not None:
 
     @torch.library.register_fake("loco_ext::block_sparse_matmul")
-    def _(
-        x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty((x.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[3]))
 
     @torch.library.register_fake("loco_ext::block_sparse_input_gradient")
