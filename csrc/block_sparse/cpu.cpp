@@ -37,11 +37,13 @@ const Found& found() {
 
 std::atomic<int> first_level{0};
 
-// Of the first level from the chosen one on that has kernels of its own for the type.
-const Kernels& kernels_for(DType dtype) {
+// Of the first level from the chosen one on that has kernels of its own for the type and size of blocks.
+const Kernels& kernels_for(DType dtype, int64_t depth, int64_t width) {
+  const auto kernels = depth == 1 && width == 1 ? &Level::depthwise : &Level::kernels;
+  const int type = static_cast<int>(dtype);
   int at = first_level;
-  while (!found().levels[at]->kernels[static_cast<int>(dtype)].product) ++at;
-  return found().levels[at]->kernels[static_cast<int>(dtype)];
+  while (!(found().levels[at]->*kernels)[type].product) ++at;
+  return (found().levels[at]->*kernels)[type];
 }
 
 int64_t grain(int64_t work, int64_t items) { return items > 0 ? 1 + kLeastShare / (1 + work / items) : 1; }
@@ -49,7 +51,7 @@ int64_t grain(int64_t work, int64_t items) { return items > 0 ? 1 + kLeastShare 
 }  // namespace
 
 void product_cpu(const Product& call) {
-  const Kernels& kernels = kernels_for(call.dtype);
+  const Kernels& kernels = kernels_for(call.dtype, call.depth, call.width);
   const int64_t items = kernels.product_items(call);
   const int64_t work = call.first[call.rows] * call.groups * call.depth * call.width * call.batch;
   run_parallel(call.parallel_for, items, grain(work, items),
@@ -62,7 +64,7 @@ void value_gradient_cpu(const ValueGradient& call) {
     std::memset(call.values, 0, items * block * element_size(call.dtype));
     return;
   }
-  const Kernels& kernels = kernels_for(call.dtype);
+  const Kernels& kernels = kernels_for(call.dtype, call.depth, call.width);
   run_parallel(call.parallel_for, items, grain(items * block * call.batch, items),
                [&](int64_t begin, int64_t end) { kernels.value_gradient(call, begin, end); });
 }

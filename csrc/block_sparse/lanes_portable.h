@@ -21,6 +21,11 @@ struct Lanes {
     std::memcpy(&value, at, sizeof value);
     return value;
   }
+  static LOCO_INLINE Vec load_f16(const uint16_t* at) {
+    Vec value;
+    for (int i = 0; i < kWidth; ++i) value[i] = f16_to_float(at[i]);
+    return value;
+  }
   static LOCO_INLINE void store(T* at, Vec value) { std::memcpy(at, &value, sizeof value); }
   static LOCO_INLINE In words(const T* at) { return load(at); }
   static LOCO_INLINE In broadcast(const char* at) { return *reinterpret_cast<const T*>(at) - Vec{}; }

@@ -16,6 +16,9 @@ struct Float {
   static constexpr int kWidth = 8, kVectors = 2, kPair = 1;
 
   static Vec load(const float* at) { return _mm256_loadu_ps(at); }
+  static Vec load_f16(const uint16_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  }
   static void store(float* at, Vec value) { _mm256_storeu_ps(at, value); }
   static In words(const float* at) { return _mm256_loadu_ps(at); }
   static In broadcast(const char* at) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(at)); }

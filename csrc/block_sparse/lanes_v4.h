@@ -52,6 +52,9 @@ struct Float {
   static constexpr int kWidth = 16, kVectors = 4, kPair = 1;
 
   static Vec load(const float* at) { return _mm512_loadu_ps(at); }
+  static Vec load_f16(const uint16_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  }
   static void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
   static In words(const float* at) { return _mm512_loadu_ps(at); }
   static In broadcast(const char* at) { return _mm512_set1_ps(*reinterpret_cast<const float*>(at)); }

@@ -3,9 +3,6 @@
 
 namespace loco::block_sparse {
 
-const Level kLevelPortable = {"portable",
-                              [] { return true; },
-                              {kernels_of<Plain<portable::Double>>(), kernels_of<Plain<portable::Float>>(),
-                               kernels_of<Converted<portable::Float>>(), kernels_of<Converted<portable::Float>>()}};
+const Level kLevelPortable = level_of<portable::Double, portable::Float>("portable", [] { return true; });
 
 }  // namespace loco::block_sparse

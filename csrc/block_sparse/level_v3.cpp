@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "common/convert.h"
 #include "common/parallel.h"
@@ -16,10 +17,8 @@
 
 namespace loco::block_sparse {
 
-const Level kLevelV3 = {"x86-64-v3",
-                        [] { return __builtin_cpu_supports("x86-64-v3") != 0; },
-                        {kernels_of<Plain<v3::Double>>(), kernels_of<Plain<v3::Float>>(),
-                         kernels_of<Converted<v3::Float>>(), kernels_of<Converted<v3::Float>>()}};
+const Level kLevelV3 =
+    level_of<v3::Double, v3::Float>("x86-64-v3", [] { return __builtin_cpu_supports("x86-64-v3") != 0; });
 
 }  // namespace loco::block_sparse
 #endif

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "common/convert.h"
 #include "common/parallel.h"
@@ -18,10 +19,8 @@
 
 namespace loco::block_sparse {
 
-const Level kLevelV4 = {"x86-64-v4",
-                        [] { return __builtin_cpu_supports("x86-64-v4") != 0; },
-                        {kernels_of<Plain<v4::Double>>(), kernels_of<Plain<v4::Float>>(),
-                         kernels_of<Converted<v4::Float>>(), kernels_of<Converted<v4::Float>>()}};
+const Level kLevelV4 =
+    level_of<v4::Double, v4::Float>("x86-64-v4", [] { return __builtin_cpu_supports("x86-64-v4") != 0; });
 
 }  // namespace loco::block_sparse
 #endif

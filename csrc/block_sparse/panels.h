@@ -60,7 +60,8 @@ struct Scratch {
 template <typename T>
 class Memory {
  public:
-  Memory() : held_(static_cast<T*>(std::aligned_alloc(kLine, pieces(sizeof(T), kLine) * kLine))) {
+  explicit Memory(int64_t count = 1)
+      : held_(static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine))) {
     if (!held_) std::abort();
   }
   ~Memory() { std::free(held_); }
