@@ -136,7 +136,12 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 def _adjacent(activations: Tensor) -> Tensor:
     """The channels of each pixel side by side, by a copy where they are not."""
-    return activations if activations.stride(2) == 1 or activations.shape[2] <= 1 else activations.contiguous()
+    if activations.stride(2) == 1 or activations.shape[2] <= 1:
+        return activations
+    recorded = torch.is_grad_enabled() and activations.requires_grad
+    if recorded or backends.choose(_FAMILY, activations.device) != "native":
+        return activations.contiguous()
+    return backends.operators().block_sparse_by_pixel(activations)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -197,6 +202,10 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, shape: str, like: Tensor
 
 
 if backends.library is not None:
+
+    @torch.library.register_fake("loco_ext::block_sparse_by_pixel")
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("loco_ext::block_sparse_matmul")
     def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
