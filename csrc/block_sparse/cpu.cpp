@@ -74,7 +74,7 @@ void turn_cpu(const Turn& call) {
   int at = first_level;
   while (!found().levels[at]->turn[type]) ++at;
   const auto turn = found().levels[at]->turn[type];
-  run_parallel(call.parallel_for, turn_items(call), kLeastShare / (kTurnPixels * (1 + call.channels)),
+  run_parallel(call.parallel_for, turn_items(call), 1 + kLeastShare / (kTurnPixels * (1 + call.channels)),
                [&](int64_t begin, int64_t end) { turn(call, begin, end); });
 }
 

@@ -15,8 +15,8 @@
 namespace loco::block_sparse {
 
 constexpr int kRows = 6;
-constexpr int64_t kLine = 64;  // bytes of a line of cache
-constexpr int64_t kAheadSteps = 16;
+constexpr int64_t kLine = 64;        // bytes of a line of cache
+constexpr int64_t kAheadSteps = 16;  // between two looks ahead: a line of floats
 
 // What will be read next, brought nearer on the way: `rows` rows of each of `entries` blocks.
 struct Ahead {
