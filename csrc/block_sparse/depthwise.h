@@ -49,53 +49,93 @@ struct Elements {
   }
 };
 
-// The sums of one row for some samples and vectors of channels.
-template <typename E, int samples, int vectors, bool whole>
+// What a row's sums start from.
+template <typename E, bool whole>
+LOCO_HD typename E::Vec depthwise_start(const Product& call, int64_t row, int64_t channel) {
+  const typename E::Acc zeros[E::Arithmetic::kWidth] = {};
+  const auto* bias = static_cast<const typename E::Storage*>(call.bias) + row * call.groups + channel;
+  return call.bias ? E::template read<whole>(bias, call.groups - channel) : E::Arithmetic::load(zeros);
+}
+
+// The sums of one row, or of two side by side, for some samples and vectors of channels. A pixel that both rows read
+// next is read once; each row takes its entries in their order.
+template <typename E, int rows, int samples, int vectors, bool whole>
 void depthwise_tile(const Product& call, int64_t row, int64_t batch, int64_t channel) {
   using A = typename E::Arithmetic;
   using Storage = typename E::Storage;
   const int64_t count = call.groups - channel;
   const auto* from = static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + channel;
   const auto* values = static_cast<const Storage*>(call.values) + channel;
-  typename E::Acc zeros[A::kWidth] = {};
-  typename A::Vec sums[samples][vectors];
-  LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
-    const auto* bias = static_cast<const Storage*>(call.bias) + row * call.groups + channel + j * A::kWidth;
-    const typename A::Vec start = call.bias ? E::template read<whole>(bias, count - j * A::kWidth) : A::load(zeros);
-    LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[i][j] = start;
-  }
-  for (int64_t e = call.first[row]; e < call.first[row + 1]; ++e) {
-    const Storage* pixel = from + call.source[e] * call.from.pixel_stride;
-    const Storage* value = values + (call.blocks ? call.blocks[e] : e) * call.groups;
+  typename A::Vec sums[rows][samples][vectors];
+  int64_t entry[rows], end[rows];
+  LOCO_UNROLL for (int r = 0; r < rows; ++r) {
+    entry[r] = call.first[row + r], end[r] = call.first[row + r + 1];
     LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
-      const int64_t at = j * A::kWidth;
-      const typename A::Vec v = E::template read<whole>(value + at, count - at);
-      LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-        sums[i][j] = A::multiply_add(E::template read<whole>(pixel + i * call.from.batch_stride + at, count - at), v,
-                                     sums[i][j]);
-      }
+      const typename A::Vec start = depthwise_start<E, whole>(call, row + r, channel + j * A::kWidth);
+      LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[r][i][j] = start;
     }
   }
-  auto* to = static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + row * call.to.pixel_stride + channel;
-  LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+  // The next entry of the rows from `first` to before `last`, which read one pixel.
+  const auto add = [&](auto first, auto last) LOCO_INLINE {
+    constexpr int low = decltype(first)::value, high = decltype(last)::value;
+    const Storage* pixel = from + call.source[entry[low]] * call.from.pixel_stride;
+    const Storage* value[rows];
+    LOCO_UNROLL for (int r = low; r < high; ++r) {
+      value[r] = values + (call.blocks ? call.blocks[entry[r]] : entry[r]) * call.groups;
+      ++entry[r];
+    }
     LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
-      E::write(to + i * call.to.batch_stride + j * A::kWidth, count - j * A::kWidth, sums[i][j]);
+      const int64_t at = j * A::kWidth;
+      typename A::Vec v[rows];
+      LOCO_UNROLL for (int r = low; r < high; ++r) v[r] = E::template read<whole>(value[r] + at, count - at);
+      LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+        const typename A::Vec x = E::template read<whole>(pixel + i * call.from.batch_stride + at, count - at);
+        LOCO_UNROLL for (int r = low; r < high; ++r) sums[r][i][j] = A::multiply_add(x, v[r], sums[r][i][j]);
+      }
+    }
+  };
+  constexpr std::integral_constant<int, 0> kFirst{};
+  constexpr std::integral_constant<int, 1> kSecond{};
+  constexpr std::integral_constant<int, rows> kEnd{};
+  if constexpr (rows == 2) {
+    while (entry[0] < end[0] && entry[1] < end[1]) {
+      const int64_t gap = call.source[entry[0]] - call.source[entry[1]];
+      gap == 0 ? add(kFirst, kEnd) : gap < 0 ? add(kFirst, kSecond) : add(kSecond, kEnd);
+    }
+    while (entry[1] < end[1]) add(kSecond, kEnd);
+  }
+  while (entry[0] < end[0]) add(kFirst, kSecond);
+  auto* to = static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + row * call.to.pixel_stride + channel;
+  LOCO_UNROLL for (int r = 0; r < rows; ++r) {
+    LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+      LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
+        E::write(to + r * call.to.pixel_stride + i * call.to.batch_stride + j * A::kWidth, count - j * A::kWidth,
+                 sums[r][i][j]);
+      }
     }
   }
 }
 
-// All channels of one row, for some samples.
-template <typename E, int samples>
+// All channels of some rows, for some samples.
+template <typename E, int rows, int samples>
 void depthwise_samples(const Product& call, int64_t row, int64_t batch) {
-  constexpr int64_t kWidth = E::Arithmetic::kWidth, kWhole = kWidth * kDepthwiseVectors;
+  constexpr int kVectors = E::Arithmetic::kVectors > 2 ? kDepthwiseVectors : 1;
+  constexpr int64_t kWidth = E::Arithmetic::kWidth, kWhole = kWidth * kVectors;
   int64_t channel = 0;
   for (; channel + kWhole <= call.groups; channel += kWhole) {
-    depthwise_tile<E, samples, kDepthwiseVectors, true>(call, row, batch, channel);
+    depthwise_tile<E, rows, samples, kVectors, true>(call, row, batch, channel);
   }
   for (; channel + kWidth <= call.groups; channel += kWidth) {
-    depthwise_tile<E, samples, 1, true>(call, row, batch, channel);
+    depthwise_tile<E, rows, samples, 1, true>(call, row, batch, channel);
   }
-  if (channel < call.groups) depthwise_tile<E, samples, 1, false>(call, row, batch, channel);
+  if (channel < call.groups) depthwise_tile<E, rows, samples, 1, false>(call, row, batch, channel);
+}
+
+template <typename E, int rows>
+void depthwise_rows(const Product& call, int64_t row, int64_t batch) {
+  const int64_t last = least(batch + kDepthwiseBatch, call.batch);
+  for (; batch + kRows <= last; batch += kRows) depthwise_samples<E, rows, kRows>(call, row, batch);
+  for (; batch < last; ++batch) depthwise_samples<E, rows, 1>(call, row, batch);
 }
 
 template <typename E>
@@ -106,12 +146,11 @@ int64_t depthwise_items(const Product& call) {
 // Items are the rows of `to` for one part of the batch, then for the next.
 template <typename E>
 void depthwise_range(const Product& call, int64_t begin, int64_t end) {
-  for (int64_t item = begin; item < end; ++item) {
-    const int64_t row = item % call.rows;
-    int64_t batch = item / call.rows * kDepthwiseBatch;
-    const int64_t last = least(batch + kDepthwiseBatch, call.batch);
-    for (; batch + kRows <= last; batch += kRows) depthwise_samples<E, kRows>(call, row, batch);
-    for (; batch < last; ++batch) depthwise_samples<E, 1>(call, row, batch);
+  for (int64_t item = begin; item < end;) {
+    const int64_t row = item % call.rows, batch = item / call.rows * kDepthwiseBatch;
+    const int rows = item + 1 < end && row + 1 < call.rows ? 2 : 1;
+    (rows == 2 ? depthwise_rows<E, 2> : depthwise_rows<E, 1>)(call, row, batch);
+    item += rows;
   }
 }
 
