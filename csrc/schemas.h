@@ -15,6 +15,10 @@ namespace loco {
 // entries at all.
 //
 // The ring operators take the ring of every tap, counted from 0, in the order of a contiguous kernel.
+//
+// Activations of the block-sparse operators are [batch, pixels, channels], the channels of a pixel side by side, and
+// values [blocks, groups, channels of a group in, channels of a group out]. The input gradient takes the pattern by
+// input pixel: its entries' output pixels and blocks.
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "optim_step_sgd("
@@ -47,6 +51,14 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "
+      "Tensor");
+  m.def(
+      "block_sparse_matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, Tensor? bias) -> Tensor");
+  m.def(
+      "block_sparse_input_gradient(Tensor grad, Tensor values, Tensor crow_indices, Tensor rows, Tensor blocks) -> "
+      "Tensor");
+  m.def(
+      "block_sparse_value_gradient(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_indices, int groups) -> "
       "Tensor");
 }
 

@@ -38,3 +38,9 @@ def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col:
 
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""
+
+def block_sparse_levels() -> list[str]:
+    """The instruction sets that the block-sparse kernels can use on this machine, best first."""
+
+def use_block_sparse_level(name: str) -> None:
+    """From now on these kernels: one of :func:`block_sparse_levels`, for tests and measurements."""

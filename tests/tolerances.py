@@ -70,3 +70,20 @@ def assert_near_by_kernel(actual: Tensor, expected: Tensor, weight: Tensor, tole
     error = (actual.double() - expected.double()).abs() / largest_of_kernels(weight).clamp(min=1e-300)
     worst = error.max().item() if error.numel() else 0.0
     assert worst <= tolerance, f"{worst:.3g} of a kernel's largest weight off, {tolerance:.3g} allowed"
+
+
+def assert_sum_of_products(actual: Tensor, expected: Tensor, sizes: Tensor) -> None:
+    """Asserts that sums of products differ from the exact ones, ``expected``, by roundings in their own type, which is
+    at least float32, and by one more where the result is stored in half precision.
+
+    ``sizes``: the sums of the terms' sizes, in which the first are measured.
+    """
+    half = actual.dtype in (torch.bfloat16, torch.float16)
+    summed_in = torch.float32 if half else actual.dtype
+    allowed = ULPS[summed_in] * torch.finfo(summed_in).eps * sizes
+    if half:
+        kept = torch.finfo(actual.dtype)
+        allowed = allowed + (expected.abs() + allowed) * kept.eps / 2 + kept.smallest_normal * kept.eps / 2
+    excess = ((actual.double() - expected).abs() - allowed).nan_to_num(nan=torch.inf)
+    worst = excess.max().item() if excess.numel() else 0.0
+    assert worst <= 0, f"{worst:.3g} more than rounding allows"

@@ -26,3 +26,8 @@
 #else
 #define LOCO_CLONES
 #endif
+
+// Where files can be compiled for one x86-64 level each, by a pragma.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define LOCO_X86_LEVELS
+#endif

@@ -1,0 +1,82 @@
+// What the block-sparse operators take, checked and read. Schemas: schemas.h.
+#pragma once
+
+#include <optional>
+
+#include "block_sparse/cpu.h"
+#include "common/stable.h"
+
+namespace loco::block_sparse {
+
+// A one-dimensional int64 tensor on the CPU, contiguous.
+struct Indices {
+  const int64_t* data;
+  int64_t count;
+};
+
+inline Indices indices_of(const Tensor& tensor, const char* name) {
+  int32_t code = 0;
+  int64_t dims = 0;
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dims));
+  STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && tensor.is_contiguous() &&
+                      place_of(tensor).type == Place::cpu().type,
+                  name, ": expected a contiguous one-dimensional int64 tensor on the CPU");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return {static_cast<const int64_t*>(data), tensor.size(0)};
+}
+
+// Indices from 0 to below `bound`.
+inline Indices bounded(const Tensor& tensor, const char* name, int64_t bound) {
+  const Indices indices = indices_of(tensor, name);
+  uint64_t largest = 0;  // a negative one is larger than any
+  for (int64_t i = 0; i < indices.count; ++i) {
+    const auto index = static_cast<uint64_t>(indices.data[i]);
+    largest = index > largest ? index : largest;
+  }
+  STD_TORCH_CHECK(indices.count == 0 || largest < static_cast<uint64_t>(bound), name, ": expected indices from 0 to ",
+                  bound - 1);
+  return indices;
+}
+
+// Where rows begin: from 0, never descending, to `total`.
+inline Indices row_starts(const Tensor& tensor, const char* name, int64_t total) {
+  const Indices starts = indices_of(tensor, name);
+  bool ordered = starts.count >= 1 && starts.data[0] == 0 && starts.data[starts.count - 1] == total;
+  for (int64_t i = 1; i < starts.count; ++i) ordered &= starts.data[i - 1] <= starts.data[i];
+  STD_TORCH_CHECK(ordered, name, ": expected row starts that do not descend, from 0 to ", total);
+  return starts;
+}
+
+// [batch, pixels, channels], channels side by side.
+struct Activations {
+  View view;
+
+  Activations(const Tensor& tensor, const char* name) : view(view_of(tensor, name, 0)) {
+    STD_TORCH_CHECK(view.ndim == 3 && (view.sizes[2] <= 1 || view.strides[2] == 1), name,
+                    ": expected three dimensions, the channels of a pixel side by side");
+  }
+
+  int64_t batch() const { return view.sizes[0]; }
+  int64_t pixels() const { return view.sizes[1]; }
+  int64_t channels() const { return view.sizes[2]; }
+  Pixels layout() const { return {view.data, view.strides[0], view.strides[1]}; }
+};
+
+// [blocks, groups, channels of a group in, channels of a group out].
+struct Blocks {
+  View view;
+
+  Blocks(const Tensor& tensor, DType dtype) : view(view_of(tensor, "values", 0)) {
+    STD_TORCH_CHECK(view.ndim == 4 && tensor.is_contiguous() && view.dtype == dtype,
+                    "values: expected a contiguous tensor of four dimensions, of the activations' dtype");
+  }
+
+  int64_t count() const { return view.sizes[0]; }
+  int64_t groups() const { return view.sizes[1]; }
+  int64_t in() const { return view.sizes[2]; }
+  int64_t out() const { return view.sizes[3]; }
+};
+
+}  // namespace loco::block_sparse

@@ -1,0 +1,80 @@
+// torch.ops.loco_ext.block_sparse_matmul and its gradients on CPU tensors.
+#include "block_sparse/bind.h"
+#include "common/pages.h"
+
+namespace loco::block_sparse {
+namespace {
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
+  const std::vector<int64_t> shape(sizes);
+  Tensor out = torch::stable::new_empty(like, shape);
+  const View view = view_of(out, "out", 0);
+  expect_writes(view.data, view.numel * element_size(dtype));
+  return out;
+}
+
+Tensor matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, std::optional<Tensor> bias) {
+  const Activations from(x, "x");
+  const DType dtype = from.view.dtype;
+  const Blocks blocks(values, dtype);
+  const Indices columns = bounded(col_indices, "col_indices", from.pixels());
+  const Indices starts = row_starts(crow_indices, "crow_indices", columns.count);
+  STD_TORCH_CHECK(blocks.count() == columns.count && from.channels() == blocks.groups() * blocks.in(),
+                  "values: expected a block for each of the ", columns.count, " entries of the pattern and x's ",
+                  from.channels(), " channels, got shape ", shape_text(blocks.view.sizes, 4));
+  const int64_t rows = starts.count - 1, channels = blocks.groups() * blocks.out();
+  const void* start = nullptr;
+  if (bias) {
+    const View view = view_of(*bias, "bias", 0);
+    STD_TORCH_CHECK(view.ndim == 2 && view.sizes[0] == rows && view.sizes[1] == channels && view.dtype == dtype &&
+                        bias->is_contiguous(),
+                    "bias: expected a contiguous tensor of shape (", rows, ", ", channels, ") of x's dtype");
+    start = view.data;
+  }
+  Tensor y = empty(x, {from.batch(), rows, channels}, dtype);
+  product_cpu({dtype, from.batch(), rows, blocks.groups(), blocks.in(), blocks.out(), starts.data, columns.data,
+               nullptr, from.layout(), Activations(y, "y").layout(), blocks.view.data, start, parallel_for});
+  return y;
+}
+
+Tensor input_gradient(Tensor grad, Tensor values, Tensor crow_indices, Tensor rows, Tensor blocks) {
+  const Activations from(grad, "grad");
+  const DType dtype = from.view.dtype;
+  const Blocks all(values, dtype);
+  const Indices sources = bounded(rows, "rows", from.pixels()), order = bounded(blocks, "blocks", all.count());
+  const Indices starts = row_starts(crow_indices, "crow_indices", sources.count);
+  STD_TORCH_CHECK(order.count == sources.count && from.channels() == all.groups() * all.out(),
+                  "values: expected grad's ", from.channels(), " channels, and as many blocks as rows, got shape ",
+                  shape_text(all.view.sizes, 4));
+  const int64_t pixels = starts.count - 1;
+  Tensor out = empty(grad, {from.batch(), pixels, all.groups() * all.in()}, dtype);
+  product_cpu({dtype, from.batch(), pixels, all.groups(), all.out(), all.in(), starts.data, sources.data, order.data,
+               from.layout(), Activations(out, "out").layout(), all.view.data, nullptr, parallel_for});
+  return out;
+}
+
+Tensor value_gradient(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_indices, int64_t groups) {
+  const Activations from(x, "x"), to(grad, "grad");
+  const DType dtype = from.view.dtype;
+  const Indices columns = bounded(col_indices, "col_indices", from.pixels());
+  const Indices starts = row_starts(crow_indices, "crow_indices", columns.count);
+  STD_TORCH_CHECK(to.view.dtype == dtype && to.batch() == from.batch() && to.pixels() == starts.count - 1,
+                  "grad: expected x's dtype and batch, and ", starts.count - 1, " pixels, got shape ",
+                  shape_text(to.view.sizes, 3));
+  STD_TORCH_CHECK(groups >= 1 && from.channels() % groups == 0 && to.channels() % groups == 0,
+                  "groups: expected a divisor of ", from.channels(), " and ", to.channels(), " channels, got ", groups);
+  const int64_t in = from.channels() / groups, out = to.channels() / groups;
+  Tensor values = empty(x, {columns.count, groups, in, out}, dtype);
+  value_gradient_cpu({dtype, from.batch(), to.pixels(), groups, in, out, starts.data, columns.data, from.layout(),
+                      to.layout(), view_of(values, "values", 0).data, parallel_for});
+  return values;
+}
+
+}  // namespace
+}  // namespace loco::block_sparse
+
+STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) {
+  m.impl("block_sparse_matmul", TORCH_BOX(&loco::block_sparse::matmul));
+  m.impl("block_sparse_input_gradient", TORCH_BOX(&loco::block_sparse::input_gradient));
+  m.impl("block_sparse_value_gradient", TORCH_BOX(&loco::block_sparse::value_gradient));
+}

@@ -1,0 +1,81 @@
+// Which kernels run, and on how many threads: items go to threads in whole, so that their number changes no bit.
+#include "block_sparse/cpu.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "block_sparse/level.h"
+
+namespace loco::block_sparse {
+namespace {
+
+constexpr int64_t kLeastShare = 1 << 18;  // multiply-adds; a thread with fewer is not worth waking
+
+#ifdef LOCO_X86_LEVELS
+const Level* const kLevels[] = {&kLevelV4Bf16, &kLevelV4, &kLevelV3, &kLevelPortable};
+#else
+const Level* const kLevels[] = {&kLevelPortable};
+#endif
+
+// The levels that run here, best first, and their names.
+struct Found {
+  const Level* levels[5] = {};
+  const char* names[5] = {};
+
+  Found() {
+    int count = 0;
+    for (const Level* level : kLevels) {
+      if (level->runs_here()) levels[count] = level, names[count++] = level->name;
+    }
+  }
+};
+
+const Found& found() {
+  static const Found all;
+  return all;
+}
+
+std::atomic<int> first_level{0};
+
+// Of the first level from the chosen one on that has kernels of its own for the type and size of blocks.
+const Kernels& kernels_for(DType dtype, int64_t depth, int64_t width) {
+  const auto kernels = depth == 1 && width == 1 ? &Level::depthwise : &Level::kernels;
+  const int type = static_cast<int>(dtype);
+  int at = first_level;
+  while (!(found().levels[at]->*kernels)[type].product) ++at;
+  return (found().levels[at]->*kernels)[type];
+}
+
+int64_t grain(int64_t work, int64_t items) { return items > 0 ? 1 + kLeastShare / (1 + work / items) : 1; }
+
+}  // namespace
+
+void product_cpu(const Product& call) {
+  const Kernels& kernels = kernels_for(call.dtype, call.depth, call.width);
+  const int64_t items = kernels.product_items(call);
+  const int64_t work = call.first[call.rows] * call.groups * call.depth * call.width * call.batch;
+  run_parallel(call.parallel_for, items, grain(work, items),
+               [&](int64_t begin, int64_t end) { kernels.product(call, begin, end); });
+}
+
+void value_gradient_cpu(const ValueGradient& call) {
+  const int64_t items = call.first[call.rows], block = call.groups * call.depth * call.width;
+  if (call.batch == 0) {
+    std::memset(call.values, 0, items * block * element_size(call.dtype));
+    return;
+  }
+  const Kernels& kernels = kernels_for(call.dtype, call.depth, call.width);
+  run_parallel(call.parallel_for, items, grain(items * block * call.batch, items),
+               [&](int64_t begin, int64_t end) { kernels.value_gradient(call, begin, end); });
+}
+
+const char* const* levels() { return found().names; }
+
+bool use_level(const char* name) {
+  for (int at = 0; found().names[at]; ++at) {
+    if (std::strcmp(found().names[at], name) == 0) return first_level = at, true;
+  }
+  return false;
+}
+
+}  // namespace loco::block_sparse

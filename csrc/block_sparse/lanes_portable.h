@@ -1,0 +1,38 @@
+// Arithmetic in vectors of 16 bytes by the compiler's own means, for any CPU.
+#pragma once
+
+#include <cstring>
+
+#include "block_sparse/modes.h"
+
+namespace loco::block_sparse::portable {
+
+template <typename T>
+struct Lanes {
+  typedef T Vec __attribute__((vector_size(16)));
+  using In = Vec;
+  using Word = T;
+  using Acc = T;
+  using Square = PlainSquare<Lanes<T>>;
+  static constexpr int kWidth = 16 / sizeof(T), kVectors = 2, kPair = 1;
+
+  static LOCO_INLINE Vec load(const T* at) {
+    Vec value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+  }
+  static LOCO_INLINE Vec load_f16(const uint16_t* at) {
+    Vec value;
+    for (int i = 0; i < kWidth; ++i) value[i] = f16_to_float(at[i]);
+    return value;
+  }
+  static LOCO_INLINE void store(T* at, Vec value) { std::memcpy(at, &value, sizeof value); }
+  static LOCO_INLINE In words(const T* at) { return load(at); }
+  static LOCO_INLINE In broadcast(const char* at) { return *reinterpret_cast<const T*>(at) - Vec{}; }
+  static LOCO_INLINE Vec multiply_add(In a, In b, Vec c) { return a * b + c; }
+};
+
+using Float = Lanes<float>;
+using Double = Lanes<double>;
+
+}  // namespace loco::block_sparse::portable

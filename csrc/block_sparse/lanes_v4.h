@@ -1,0 +1,79 @@
+// Arithmetic in vectors of 64 bytes, for files that are compiled for AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "block_sparse/modes.h"
+
+namespace loco::block_sparse::v4 {
+
+// Transposes 16 x 16 words of 4 bytes: quarters of rows are brought side by side in loading, then turned 4 x 4.
+struct Square16 {
+  static constexpr int64_t kSize = 16;
+
+  template <typename Word>
+  static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
+    static_assert(sizeof(Word) == 4, "words of 4 bytes");
+    LOCO_UNROLL for (int64_t quarter = 0; quarter < 4; ++quarter) {
+      const char* at = from + quarter * 16;
+      const __m512 a = rows(at, row_bytes), b = rows(at + row_bytes, row_bytes);
+      const __m512 c = rows(at + 2 * row_bytes, row_bytes), d = rows(at + 3 * row_bytes, row_bytes);
+      const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)),
+                    cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+      const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
+                    cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+      Word* column = to + quarter * 4 * to_row;
+      _mm512_storeu_pd(column, _mm512_unpacklo_pd(ab_low, cd_low));
+      _mm512_storeu_pd(column + to_row, _mm512_unpackhi_pd(ab_low, cd_low));
+      _mm512_storeu_pd(column + 2 * to_row, _mm512_unpacklo_pd(ab_high, cd_high));
+      _mm512_storeu_pd(column + 3 * to_row, _mm512_unpackhi_pd(ab_high, cd_high));
+    }
+  }
+
+  // 16 bytes of each of rows 0, 4, 8 and 12.
+  static LOCO_INLINE __m512 rows(const char* at, int64_t row_bytes) {
+    const auto quarter = [&](int64_t row)
+                             LOCO_INLINE { return _mm_loadu_ps(reinterpret_cast<const float*>(at + row * row_bytes)); };
+    __m512 all = _mm512_castps128_ps512(quarter(0));
+    all = _mm512_insertf32x4(all, quarter(4), 1);
+    all = _mm512_insertf32x4(all, quarter(8), 2);
+    return _mm512_insertf32x4(all, quarter(12), 3);
+  }
+};
+
+struct Float {
+  using Word = float;
+  using Acc = float;
+  using In = __m512;
+  using Vec = __m512;
+  using Square = Square16;
+  static constexpr int kWidth = 16, kVectors = 4, kPair = 1;
+
+  static Vec load(const float* at) { return _mm512_loadu_ps(at); }
+  static Vec load_f16(const uint16_t* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  }
+  static void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
+  static In words(const float* at) { return _mm512_loadu_ps(at); }
+  static In broadcast(const char* at) { return _mm512_set1_ps(*reinterpret_cast<const float*>(at)); }
+  static Vec multiply_add(In a, In b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+};
+
+struct Double {
+  using Word = double;
+  using Acc = double;
+  using In = __m512d;
+  using Vec = __m512d;
+  using Square = PlainSquare<Double>;
+  static constexpr int kWidth = 8, kVectors = 4, kPair = 1;
+
+  static Vec load(const double* at) { return _mm512_loadu_pd(at); }
+  static void store(double* at, Vec value) { _mm512_storeu_pd(at, value); }
+  static In words(const double* at) { return _mm512_loadu_pd(at); }
+  static In broadcast(const char* at) { return _mm512_set1_pd(*reinterpret_cast<const double*>(at)); }
+  static Vec multiply_add(In a, In b, Vec c) { return _mm512_fmadd_pd(a, b, c); }
+};
+
+}  // namespace loco::block_sparse::v4

@@ -1,0 +1,47 @@
+// The kernels of one instruction set.
+#pragma once
+
+#include "block_sparse/cpu.h"
+#include "block_sparse/depthwise.h"
+#include "block_sparse/product.h"
+#include "block_sparse/value_gradient.h"
+
+namespace loco::block_sparse {
+
+// For one element type: how many items a call has, and the work on some of them.
+struct Kernels {
+  int64_t (*product_items)(const Product&);
+  void (*product)(const Product&, int64_t begin, int64_t end);
+  void (*value_gradient)(const ValueGradient&, int64_t begin, int64_t end);
+};
+
+struct Level {
+  const char* name;
+  bool (*runs_here)();
+  Kernels kernels[4], depthwise[4];  // by DType; none: those of the next level
+};
+
+template <typename M>
+constexpr Kernels kernels_of() {
+  return {product_items<M>, product_range<M>, value_gradient_range<M>};
+}
+
+template <typename E>
+constexpr Kernels depthwise_of() {
+  return {depthwise_items<E>, depthwise_range<E>, depthwise_gradient_range<E>};
+}
+
+// All that an instruction set has of its own.
+template <typename Double, typename Float>
+constexpr Level level_of(const char* name, bool (*runs_here)()) {
+  return {name,
+          runs_here,
+          {kernels_of<Plain<Double>>(), kernels_of<Plain<Float>>(), kernels_of<Converted<Float>>(),
+           kernels_of<Converted<Float>>()},
+          {depthwise_of<Elements<Double, DType::f64>>(), depthwise_of<Elements<Float, DType::f32>>(),
+           depthwise_of<Elements<Float, DType::bf16>>(), depthwise_of<Elements<Float, DType::f16>>()}};
+}
+
+extern const Level kLevelV4Bf16, kLevelV4, kLevelV3, kLevelPortable;
+
+}  // namespace loco::block_sparse

@@ -1,0 +1,26 @@
+#include "common/platform.h"
+
+#ifdef LOCO_X86_LEVELS
+// Headers of others come before the pragma: what they define belongs to all files.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#include "common/convert.h"
+#include "common/parallel.h"
+// GCC 12 warns of its own intrinsics.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+#include "block_sparse/lanes_v4.h"
+#include "block_sparse/level.h"
+
+namespace loco::block_sparse {
+
+const Level kLevelV4 =
+    level_of<v4::Double, v4::Float>("x86-64-v4", [] { return __builtin_cpu_supports("x86-64-v4") != 0; });
+
+}  // namespace loco::block_sparse
+#endif

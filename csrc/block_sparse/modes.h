@@ -1,0 +1,135 @@
+// How stored elements become the words of an arithmetic.
+//
+// A mode packs matrices into panels of words: `pack_rows` those whose rows follow the depth, [steps][to_row], and
+// `pack_left` those whose rows lie across it, [rows][steps]. Where elements are words already, they are read in place.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "block_sparse/tile.h"
+#include "common/convert.h"
+#include "common/dtype.h"
+
+namespace loco::block_sparse {
+
+// Elements are words.
+template <typename A>
+struct Plain {
+  using Arithmetic = A;
+  using Storage = typename A::Word;
+  using Word = typename A::Word;
+  static constexpr bool kInPlace = true;
+
+  static bool words_in_place(int64_t) { return true; }
+
+  static void pack_rows(DType, const Storage* from, int64_t stride, int64_t rows, int64_t columns, Word* to,
+                        int64_t to_row) {
+    for (int64_t i = 0; i < rows; ++i) {
+      std::memcpy(to + i * to_row, from + i * stride, columns * sizeof(Word));
+      for (int64_t j = columns; j < to_row; ++j) to[i * to_row + j] = 0;
+    }
+  }
+
+  static void pack_left(DType dtype, const Storage* from, int64_t stride, int64_t rows, int64_t depth, Word* to) {
+    pack_rows(dtype, from, stride, rows, depth, to, depth);
+  }
+};
+
+// Elements of half precision, converted.
+template <typename A>
+struct Converted {
+  using Arithmetic = A;
+  using Storage = uint16_t;
+  using Word = typename A::Word;
+  static constexpr bool kInPlace = false;
+
+  static bool words_in_place(int64_t) { return false; }
+
+  static void pack_rows(DType dtype, const Storage* from, int64_t stride, int64_t rows, int64_t columns, Word* to,
+                        int64_t to_row) {
+    for (int64_t i = 0; i < rows; ++i) {
+      load(dtype, from + i * stride, to + i * to_row, columns);
+      for (int64_t j = columns; j < to_row; ++j) to[i * to_row + j] = 0;
+    }
+  }
+
+  static void pack_left(DType dtype, const Storage* from, int64_t stride, int64_t rows, int64_t depth, Word* to) {
+    pack_rows(dtype, from, stride, rows, depth, to, depth);
+  }
+};
+
+// bfloat16 in pairs along the depth; a zero follows where that is odd.
+template <typename A>
+struct Pairs {
+  using Arithmetic = A;
+  using Storage = uint16_t;
+  using Word = uint32_t;
+  static constexpr bool kInPlace = false;
+
+  static bool words_in_place(int64_t depth) { return depth % 2 == 0; }
+
+  static void pack_rows(DType, const Storage* from, int64_t stride, int64_t rows, int64_t columns,
+                        Word* __restrict__ to, int64_t to_row) {
+    for (int64_t i = 0; i < rows; i += 2, to += to_row) {
+      const Storage *low = from + i * stride, *high = low + stride;
+      if (i + 1 < rows) {
+        for (int64_t j = 0; j < columns; ++j) to[j] = low[j] | static_cast<Word>(high[j]) << 16;
+      } else {
+        for (int64_t j = 0; j < columns; ++j) to[j] = low[j];
+      }
+      for (int64_t j = columns; j < to_row; ++j) to[j] = 0;
+    }
+  }
+
+  static void pack_left(DType, const Storage* from, int64_t stride, int64_t rows, int64_t depth, Word* to) {
+    const int64_t steps = (depth + 1) / 2;
+    for (int64_t i = 0; i < rows; ++i, to += steps) {
+      to[steps - 1] = 0;
+      std::memcpy(to, from + i * stride, depth * sizeof(Storage));
+    }
+  }
+};
+
+// to[k][i] = from[i][k], of words in rows that are row_bytes apart, and zeros up to to[k][padded]. Whole squares go by
+// Square::transpose.
+template <typename Square, typename Word>
+void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t columns, Word* to, int64_t to_row,
+               int64_t padded) {
+  constexpr int64_t kSize = Square::kSize;
+  for (int64_t i = 0; i < rows; i += kSize) {
+    for (int64_t k = 0; k < columns; k += kSize) {
+      const char* corner = from + i * row_bytes + k * static_cast<int64_t>(sizeof(Word));
+      if (i + kSize <= rows && k + kSize <= columns) {
+        Square::transpose(corner, row_bytes, to + k * to_row + i, to_row);
+        continue;
+      }
+      const int64_t height = rows - i < kSize ? rows - i : kSize, width = columns - k < kSize ? columns - k : kSize;
+      for (int64_t a = 0; a < height; ++a) {
+        for (int64_t b = 0; b < width; ++b) {
+          std::memcpy(to + (k + b) * to_row + i + a, corner + a * row_bytes + b * sizeof(Word), sizeof(Word));
+        }
+      }
+    }
+  }
+  for (int64_t k = 0; k < columns; ++k) {
+    for (int64_t i = rows; i < padded; ++i) to[k * to_row + i] = 0;
+  }
+}
+
+// By plain loops, for words of an arithmetic: each instruction set has its own.
+template <typename Arithmetic>
+struct PlainSquare {
+  static constexpr int64_t kSize = 8;
+
+  template <typename Word>
+  static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
+    for (int64_t a = 0; a < kSize; ++a) {
+      Word row[kSize];
+      std::memcpy(row, from + a * row_bytes, sizeof row);
+      LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[b * to_row + a] = row[b];
+    }
+  }
+};
+
+}  // namespace loco::block_sparse

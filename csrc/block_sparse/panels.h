@@ -1,0 +1,77 @@
+// What the panels of products and value gradients share.
+//
+// product: a panel is a row of `to`, some of the batch, and as many of its channels as a tile is wide. The row's
+// entries come in strips of so many steps that their blocks stay in cache over all tiles, or, where they have to be
+// packed, fit into scratch memory. Sums stay in registers during a strip. value_gradient: the depth is the batch, a
+// panel is a part of a block, its tiles' rows are channels of `from`.
+//
+// A sum's terms are added in one order, whoever computes it and whatever lies beside it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "block_sparse/cpu.h"
+#include "block_sparse/modes.h"
+#include "block_sparse/tile.h"
+
+namespace loco::block_sparse {
+
+constexpr int64_t kStripSteps = 64, kStripStepsInPlace = 640;
+constexpr int64_t kSquareRows = 16;
+constexpr int64_t kMostRowsAhead = 8;
+constexpr int64_t kMostBatch = 256, kMostBatchPacked = 128;  // of one panel
+
+LOCO_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+LOCO_HD int64_t pieces(int64_t count, int64_t most) { return (count + most - 1) / most; }
+// The length of pieces of about equal length, none longer than `most`.
+LOCO_HD int64_t piece_length(int64_t count, int64_t most) { return count > 0 ? pieces(count, pieces(count, most)) : 1; }
+
+// Of the batch, what one panel takes: an even number where there are several.
+template <typename M>
+int64_t panel_batch(int64_t batch) {
+  constexpr int64_t kMost = M::kInPlace ? kMostBatch : kMostBatchPacked;
+  if (batch <= kMost) return batch > 0 ? batch : 1;
+  return (piece_length(batch, kMost) + 1) / 2 * 2;
+}
+
+struct Counting {
+  int64_t number[kStripSteps] = {};
+  constexpr Counting() {
+    for (int64_t i = 0; i < kStripSteps; ++i) number[i] = i;
+  }
+};
+inline constexpr Counting kCounting;
+
+// A thread's own. Only what is used of it takes memory.
+template <typename M>
+struct Scratch {
+  using A = typename M::Arithmetic;
+  static constexpr int64_t kPanel = A::kWidth * A::kVectors;
+
+  typename M::Word right[kMostBatch * kPanel];
+  typename M::Word left[M::kInPlace ? 1 : kMostBatchPacked * kStripSteps];
+  typename M::Word turned[M::kInPlace ? 1 : kSquareRows * kStripSteps];
+  typename A::Acc sums[kMostBatch * kPanel];
+  typename A::Acc start[kPanel];
+};
+
+// Uninitialised, and on lines of its own.
+template <typename T>
+class Memory {
+ public:
+  explicit Memory(int64_t count = 1)
+      : held_(static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine))) {
+    if (!held_) std::abort();
+  }
+  ~Memory() { std::free(held_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  T& operator*() const { return *held_; }
+
+ private:
+  T* held_;
+};
+
+}  // namespace loco::block_sparse

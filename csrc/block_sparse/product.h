@@ -1,0 +1,187 @@
+// Product of one instruction set and mode: see panels.h.
+#pragma once
+
+#include "block_sparse/panels.h"
+
+namespace loco::block_sparse {
+
+// One panel: `rows` of the batch from `batch` on, some channels of a group from `column` on.
+template <typename M>
+class ProductPanel {
+  using A = typename M::Arithmetic;
+  using Word = typename M::Word;
+  using Acc = typename A::Acc;
+  using Storage = typename M::Storage;
+
+ public:
+  ProductPanel(const Product& call, Scratch<M>& scratch, int64_t batch, int64_t rows, int64_t group, int64_t column)
+      : call_(call),
+        scratch_(scratch),
+        rows_(rows),
+        group_(group),
+        column_(column),
+        columns_(least(Scratch<M>::kPanel, call.width - column)),
+        vectors_(pieces(columns_, A::kWidth)),
+        row_(vectors_ * A::kWidth),
+        steps_(pieces(call.depth, A::kPair)),
+        block_(call.depth * call.width),
+        whole_(M::kInPlace && columns_ == row_),
+        left_in_place_(M::words_in_place(call.depth)),
+        right_in_place_(whole_ && !call.blocks),
+        values_(static_cast<const Storage*>(call.values) + group * block_),
+        from_(static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + group * call.depth),
+        to_(static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + group * call.width + column) {}
+
+  void run(int64_t row) {
+    const int64_t end = call_.first[row + 1];
+    Storage* to = to_ + row * call_.to.pixel_stride;
+    Sums<A> sums{start(row), 0, scratch_.sums, row_};
+    Strip strip{};
+    strip.next_entry = call_.first[row];
+    do {
+      strip = strip_at(strip.next_entry, strip.next_step, end);
+      if constexpr (M::kInPlace) {
+        if (whole_ && strip.next_entry == end) sums.to = to, sums.to_row = call_.to.batch_stride;
+      }
+      add(strip, sums, end);
+      sums.from = scratch_.sums, sums.from_row = row_;
+    } while (strip.next_entry < end);
+    if (whole_) return;
+    for (int64_t i = 0; i < rows_; ++i) {
+      store(call_.dtype, scratch_.sums + i * row_, to + i * call_.to.batch_stride, columns_);
+    }
+  }
+
+ private:
+  // All steps of some entries, or some of one.
+  struct Strip {
+    int64_t entry, entries, step, steps;
+    int64_t depth;  // elements in the steps
+    int64_t next_entry, next_step;
+  };
+
+  Strip strip_at(int64_t entry, int64_t step, int64_t end) const {
+    const int64_t most = right_in_place_ ? kStripStepsInPlace : kStripSteps, length = piece_length(steps_, most);
+    if (length == steps_) {
+      const int64_t entries = least(end - entry, most / length);
+      return {entry, entries, 0, steps_, call_.depth, entry + entries, 0};
+    }
+    const int64_t steps = least(length, steps_ - step), depth = least(steps * A::kPair, call_.depth - step * A::kPair);
+    const bool done = step + steps == steps_;
+    return {entry, entry < end, step, steps, depth, least(entry + done, end), done ? 0 : step + steps};
+  }
+
+  const Acc* start(int64_t row) {
+    for (int64_t j = 0; j < row_; ++j) scratch_.start[j] = 0;
+    if (call_.bias) {
+      const int64_t at = (row * call_.groups + group_) * call_.width + column_;
+      load(call_.dtype, static_cast<const Storage*>(call_.bias) + at, scratch_.start, columns_);
+    }
+    return scratch_.start;
+  }
+
+  // A panel's part of a block, from a step on.
+  const Storage* part(int64_t index, int64_t step, int64_t column) const {
+    const int64_t k = step * A::kPair;
+    const int64_t at = call_.blocks ? column * call_.depth + k : k * call_.width + column;
+    return values_ + index * call_.groups * block_ + at;
+  }
+
+  // The products of a strip to the sums.
+  void add(const Strip& strip, const Sums<A>& sums, int64_t end) {
+    Factors<A> f;
+    f.entries = strip.entries, f.steps = strip.steps, f.step_bytes = sizeof(Word);
+    const Storage* from = from_ + strip.step * A::kPair;
+    if (left_in_place_) {
+      f.left = reinterpret_cast<const char*>(from);
+      f.pixels = call_.source + strip.entry;
+      f.pixel_bytes = call_.from.pixel_stride * sizeof(Storage),
+      f.row_bytes = call_.from.batch_stride * sizeof(Storage);
+      f.next_pixel = strip.next_entry < end ? call_.source[strip.next_entry] : 0;
+    } else {
+      f.left = reinterpret_cast<const char*>(scratch_.left);
+      f.pixels = kCounting.number;
+      f.row_bytes = strip.steps * sizeof(Word), f.pixel_bytes = rows_ * f.row_bytes;
+      f.next_pixel = 0;
+      for (int64_t e = 0; e < strip.entries; ++e) {
+        M::pack_left(call_.dtype, from + call_.source[strip.entry + e] * call_.from.pixel_stride,
+                     call_.from.batch_stride, rows_, strip.depth, scratch_.left + e * rows_ * strip.steps);
+      }
+    }
+    if (right_in_place_) {
+      f.right = reinterpret_cast<const Word*>(part(strip.entry, strip.step, column_));
+      f.right_step = call_.width, f.right_entry = call_.groups * block_;
+    } else {
+      f.right = scratch_.right, f.right_step = row_, f.right_entry = strip.steps * row_;
+      for (int64_t e = 0; e < strip.entries; ++e)
+        pack_right(strip, strip.entry + e, scratch_.right + e * f.right_entry);
+    }
+    Ahead ahead = ahead_of(strip);
+    tiles<A, true>(f, rows_, vectors_, sums, &ahead);
+  }
+
+  void pack_right(const Strip& strip, int64_t entry, Word* to) {
+    if (!call_.blocks) {
+      return M::pack_rows(call_.dtype, part(entry, strip.step, column_), call_.width, strip.depth, columns_, to, row_);
+    }
+    using Square = typename A::Square;
+    const Storage* from = part(call_.blocks[entry], strip.step, column_);
+    if (left_in_place_) {
+      return transpose<Square>(reinterpret_cast<const char*>(from), call_.depth * sizeof(Storage), columns_,
+                               strip.steps, to, row_, row_);
+    }
+    for (int64_t i = 0; i < columns_; i += kSquareRows) {
+      const int64_t rows = least(kSquareRows, columns_ - i);
+      M::pack_left(call_.dtype, from + i * call_.depth, call_.depth, rows, strip.depth, scratch_.turned);
+      transpose<Square>(reinterpret_cast<const char*>(scratch_.turned), strip.steps * sizeof(Word), rows, strip.steps,
+                        to + i, row_, i + rows == columns_ ? row_ - i : rows);
+    }
+  }
+
+  // What the next strip takes of the blocks.
+  Ahead ahead_of(const Strip& strip) const {
+    const bool turned = call_.blocks;
+    const int64_t entry = strip.next_entry;
+    Ahead ahead{};
+    ahead.entries = least(strip.entries, call_.first[call_.rows] - entry);
+    if (ahead.entries <= 0) return ahead;
+    ahead.blocks = turned ? call_.blocks + entry : nullptr;
+    ahead.data = reinterpret_cast<const char*>(part(turned ? 0 : entry, strip.next_step, column_));
+    ahead.block_bytes = call_.groups * block_ * sizeof(Storage);
+    ahead.row_bytes = (turned ? call_.depth : call_.width) * sizeof(Storage);
+    ahead.rows = turned ? columns_ : strip.depth;
+    ahead.lines = pieces((turned ? strip.depth : columns_) * sizeof(Storage), kLine);
+    const int64_t times = strip.entries * pieces(strip.steps, kAheadSteps) * pieces(rows_, kRows);
+    ahead.per_step = least(pieces(ahead.entries * ahead.rows, times), kMostRowsAhead);
+    return ahead;
+  }
+
+  const Product& call_;
+  Scratch<M>& scratch_;
+  const int64_t rows_, group_, column_, columns_, vectors_, row_, steps_, block_;
+  const bool whole_, left_in_place_, right_in_place_;
+  const Storage *values_, *from_;
+  Storage* to_;
+};
+
+template <typename M>
+int64_t product_items(const Product& call) {
+  return call.rows * pieces(call.batch, panel_batch<M>(call.batch));
+}
+
+// Items are the rows of `to`, and within each what panels take of the batch.
+template <typename M>
+void product_range(const Product& call, int64_t begin, int64_t end) {
+  const int64_t most = panel_batch<M>(call.batch), parts = pieces(call.batch, most);
+  const Memory<Scratch<M>> scratch;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t batch = item % parts * most, rows = least(most, call.batch - batch);
+    for (int64_t group = 0; group < call.groups; ++group) {
+      for (int64_t column = 0; column < call.width; column += Scratch<M>::kPanel) {
+        ProductPanel<M>(call, *scratch, batch, rows, group, column).run(item / parts);
+      }
+    }
+  }
+}
+
+}  // namespace loco::block_sparse

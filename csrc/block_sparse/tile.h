@@ -1,0 +1,137 @@
+// A tile of a product of matrices, kept in registers: up to kRows rows by kVectors vectors of columns, to which every
+// step along the depth adds a column of the left factor, one word at a time, times a row of the right one.
+//
+// Words are what arithmetic reads: a float, a double, or a pair of bfloat16 that lie one after the other along the
+// depth. The left factor is read where it lies: rows and pixels that are powers of two apart, each line of cache once.
+// Everything here is a template of an arithmetic, which belongs to one instruction set (see lanes_*.h).
+#pragma once
+
+#include <cstdint>
+
+#include "common/platform.h"
+
+#define LOCO_UNROLL _Pragma("GCC unroll 8")
+
+namespace loco::block_sparse {
+
+constexpr int kRows = 6;
+constexpr int64_t kLine = 64;  // bytes of a line of cache
+constexpr int64_t kAheadSteps = 16;
+
+// What will be read next, brought nearer on the way: `rows` rows of each of `entries` blocks.
+struct Ahead {
+  const char* data;
+  int64_t block_bytes, row_bytes, lines;  // lines of a row
+  const int64_t* blocks;                  // null: one after the other
+  int64_t entries, rows;
+  int64_t per_step;  // rows for every kAheadSteps steps
+  int64_t entry = 0, row = 0;
+
+  LOCO_HD void advance() {
+    for (int64_t k = 0; k < per_step && entry < entries; ++k) {
+      const char* at = data + (blocks ? blocks[entry] : entry) * block_bytes + row * row_bytes;
+      for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(at + line * kLine, 0, 2);
+      if (++row == rows) row = 0, ++entry;
+    }
+  }
+};
+
+// The factors of one product: sums over entries, and along the depth of each.
+template <typename A>
+struct Factors {
+  const char* left;  // row i, step k of entry e lies at left + e's pixel + i * row_bytes + k * (bytes of a step)
+  const int64_t* pixels;
+  int64_t entries, pixel_bytes, row_bytes;
+  int64_t steps, step_bytes;  // step_bytes is read where rows are side by side, else steps are
+  const typename A::Word* right;
+  int64_t right_entry, right_step;  // in words
+  int64_t next_pixel;               // read after these entries, of the same rows
+};
+
+// The sums start from `from` and go to `to`.
+template <typename A>
+struct Sums {
+  const typename A::Acc* from;
+  int64_t from_row;
+  typename A::Acc* to;
+  int64_t to_row;
+};
+
+template <typename A, int rows, int vectors, bool kStepsAdjacent>
+__attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Sums<A>& sums, Ahead* ahead) {
+  using Word = typename A::Word;
+  typename A::Vec acc[rows][vectors];
+  const typename A::Acc* from = sums.from + row * sums.from_row;
+  LOCO_UNROLL for (int i = 0; i < rows; ++i) {
+    LOCO_UNROLL for (int j = 0; j < vectors; ++j) acc[i][j] = A::load(from + i * sums.from_row + j * A::kWidth);
+  }
+  const int64_t row_bytes = kStepsAdjacent ? f.row_bytes : static_cast<int64_t>(sizeof(Word));
+  const int64_t step_bytes = kStepsAdjacent ? static_cast<int64_t>(sizeof(Word)) : f.step_bytes;
+  const char* left_row = f.left + row * row_bytes;
+  for (int64_t e = 0; e < f.entries; ++e) {
+    const char* left = left_row + f.pixels[e] * f.pixel_bytes;
+    const char* next = left_row + (e + 1 < f.entries ? f.pixels[e + 1] : f.next_pixel) * f.pixel_bytes;
+    const Word* right = f.right + e * f.right_entry;
+    for (int64_t begin = 0; begin < f.steps; begin += kAheadSteps) {
+      if (kStepsAdjacent) {
+        LOCO_UNROLL for (int i = 0; i < rows; ++i) __builtin_prefetch(next + i * row_bytes + begin * step_bytes, 0, 3);
+      }
+      if (ahead) ahead->advance();
+      const int64_t end = begin + kAheadSteps < f.steps ? begin + kAheadSteps : f.steps;
+      for (int64_t k = begin; k < end; ++k) {
+        typename A::In b[vectors];
+        LOCO_UNROLL for (int j = 0; j < vectors; ++j) b[j] = A::words(right + k * f.right_step + j * A::kWidth);
+        LOCO_UNROLL for (int i = 0; i < rows; ++i) {
+          const typename A::In a = A::broadcast(left + i * row_bytes + k * step_bytes);
+          LOCO_UNROLL for (int j = 0; j < vectors; ++j) acc[i][j] = A::multiply_add(a, b[j], acc[i][j]);
+        }
+      }
+    }
+  }
+  typename A::Acc* to = sums.to + row * sums.to_row;
+  LOCO_UNROLL for (int i = 0; i < rows; ++i) {
+    LOCO_UNROLL for (int j = 0; j < vectors; ++j) A::store(to + i * sums.to_row + j * A::kWidth, acc[i][j]);
+  }
+}
+
+template <typename A>
+using Tile = void (*)(const Factors<A>&, int64_t, const Sums<A>&, Ahead*);
+
+template <typename A, int vectors, bool kStepsAdjacent>
+Tile<A> tile_of_rows(int64_t rows) {
+  static_assert(kRows == 6, "a tile for each number of rows");
+  switch (rows) {
+    case 1:
+      return tile<A, 1, vectors, kStepsAdjacent>;
+    case 2:
+      return tile<A, 2, vectors, kStepsAdjacent>;
+    case 3:
+      return tile<A, 3, vectors, kStepsAdjacent>;
+    case 4:
+      return tile<A, 4, vectors, kStepsAdjacent>;
+    case 5:
+      return tile<A, 5, vectors, kStepsAdjacent>;
+    default:
+      return tile<A, 6, vectors, kStepsAdjacent>;
+  }
+}
+
+template <typename A, bool kStepsAdjacent>
+Tile<A> tile_of(int64_t rows, int64_t vectors) {
+  if constexpr (A::kVectors > 2) {
+    if (vectors == 4) return tile_of_rows<A, 4, kStepsAdjacent>(rows);
+    if (vectors == 3) return tile_of_rows<A, 3, kStepsAdjacent>(rows);
+  }
+  return vectors == 2 ? tile_of_rows<A, 2, kStepsAdjacent>(rows) : tile_of_rows<A, 1, kStepsAdjacent>(rows);
+}
+
+// All tiles of `rows` rows and so many vectors of columns.
+template <typename A, bool kStepsAdjacent>
+void tiles(const Factors<A>& factors, int64_t rows, int64_t vectors, const Sums<A>& sums, Ahead* ahead) {
+  const Tile<A> whole = tile_of<A, kStepsAdjacent>(kRows, vectors);
+  int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows) whole(factors, row, sums, ahead);
+  if (row < rows) tile_of<A, kStepsAdjacent>(rows - row, vectors)(factors, row, sums, ahead);
+}
+
+}  // namespace loco::block_sparse

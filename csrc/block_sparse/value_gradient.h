@@ -1,0 +1,107 @@
+// ValueGradient of one instruction set and mode: see panels.h.
+#pragma once
+
+#include "block_sparse/panels.h"
+
+namespace loco::block_sparse {
+
+template <typename M>
+class ValueGradientPanels {
+  using A = typename M::Arithmetic;
+  using Word = typename M::Word;
+  using Acc = typename A::Acc;
+  using Storage = typename M::Storage;
+  static constexpr int64_t kDepth = M::kInPlace ? kMostBatch : kStripSteps;
+
+ public:
+  ValueGradientPanels(const ValueGradient& call, Scratch<M>& scratch)
+      : call_(call), scratch_(scratch), part_(panel_batch<M>(call.batch)) {
+    for (Acc& value : scratch_.start) value = 0;
+  }
+
+  // Entry `entry`, which is in `row`.
+  void run(int64_t entry, int64_t row) {
+    for (int64_t group = 0; group < call_.groups; ++group) {
+      for (int64_t column = 0; column < call_.width; column += Scratch<M>::kPanel) {
+        for (int64_t channel = 0; channel < call_.depth; channel += kDepth) panel(entry, row, group, column, channel);
+      }
+    }
+  }
+
+ private:
+  void panel(int64_t entry, int64_t row, int64_t group, int64_t column, int64_t channel) {
+    const int64_t columns = least(Scratch<M>::kPanel, call_.width - column),
+                  depth = least(kDepth, call_.depth - channel);
+    const int64_t vectors = pieces(columns, A::kWidth), to_row = vectors * A::kWidth;
+    const int64_t block = (entry * call_.groups + group) * call_.depth * call_.width;
+    Storage* values = static_cast<Storage*>(call_.values) + block + channel * call_.width + column;
+    const bool whole = M::kInPlace && columns == to_row;
+    Sums<A> sums{scratch_.start, 0, scratch_.sums, to_row};
+    if constexpr (M::kInPlace) {
+      if (whole) sums.to = values, sums.to_row = call_.width;
+    }
+    const Storage* from = static_cast<const Storage*>(call_.from.data) + call_.source[entry] * call_.from.pixel_stride +
+                          group * call_.depth + channel;
+    for (int64_t batch = 0; batch < call_.batch; batch += part_) {
+      const int64_t rows = least(part_, call_.batch - batch);
+      pack_right({row, group, column, batch}, rows, columns, to_row);
+      add(from + batch * call_.from.batch_stride, rows, depth, vectors, sums);
+      sums.from = sums.to, sums.from_row = sums.to_row;
+    }
+    if (whole) return;
+    for (int64_t i = 0; i < depth; ++i) {
+      store(call_.dtype, sums.from + i * sums.from_row, values + i * call_.width, columns);
+    }
+  }
+
+  // Which part of `to` scratch_.right holds.
+  struct Key {
+    int64_t row, group, column, batch;
+
+    bool operator==(const Key& other) const {
+      return row == other.row && group == other.group && column == other.column && batch == other.batch;
+    }
+  };
+
+  void pack_right(const Key& key, int64_t rows, int64_t columns, int64_t to_row) {
+    if (key == held_) return;
+    held_ = key;
+    const Storage* to = static_cast<const Storage*>(call_.to.data) + key.batch * call_.to.batch_stride +
+                        key.row * call_.to.pixel_stride + key.group * call_.width + key.column;
+    M::pack_rows(call_.dtype, to, call_.to.batch_stride, rows, columns, scratch_.right, to_row);
+  }
+
+  void add(const Storage* from, int64_t rows, int64_t depth, int64_t vectors, const Sums<A>& sums) {
+    Factors<A> f;
+    f.pixels = kCounting.number;
+    f.entries = 1, f.pixel_bytes = 0, f.next_pixel = 0, f.row_bytes = sizeof(Word);
+    f.steps = pieces(rows, A::kPair);
+    f.right = scratch_.right, f.right_entry = 0, f.right_step = vectors * A::kWidth;
+    if constexpr (M::kInPlace) {
+      f.left = reinterpret_cast<const char*>(from), f.step_bytes = call_.from.batch_stride * sizeof(Storage);
+    } else {
+      M::pack_rows(call_.dtype, from, call_.from.batch_stride, rows, depth, scratch_.left, depth);
+      f.left = reinterpret_cast<const char*>(scratch_.left), f.step_bytes = depth * sizeof(Word);
+    }
+    tiles<A, false>(f, depth, vectors, sums, nullptr);
+  }
+
+  const ValueGradient& call_;
+  Scratch<M>& scratch_;
+  const int64_t part_;
+  Key held_{-1, 0, 0, 0};
+};
+
+// Items are entries.
+template <typename M>
+void value_gradient_range(const ValueGradient& call, int64_t begin, int64_t end) {
+  const Memory<Scratch<M>> scratch;
+  ValueGradientPanels<M> panels(call, *scratch);
+  int64_t row = 0;
+  for (int64_t entry = begin; entry < end; ++entry) {
+    while (call.first[row + 1] <= entry) ++row;
+    panels.run(entry, row);
+  }
+}
+
+}  // namespace loco::block_sparse

@@ -1,0 +1,211 @@
+"""Multiplication by a block-sparse matrix: layers between convolution and full connection (eFCN).
+
+The matrix has a dense block for each live pair of an output and an input pixel, as
+:class:`loco_ext.geometry.BlockPattern` lists them. The three products of the activations, the blocks and the output are
+bilinear, and each one's gradients are the two others; so they can be differentiated any number of times.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import is_autocast_available
+
+from loco_ext.geometry import BlockPattern
+from loco_ext.ops import backends
+from loco_ext.ops.checks import DTYPES
+from loco_ext.reference import block_sparse as _reference
+
+_FAMILY = "block_sparse"
+
+
+def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None = None) -> Tensor:
+    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``, by groups.
+
+    Differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and ``values`` are
+    kept for that. Sums of half precision are in float32. The number of threads changes no bit of any result. Under
+    autocast it computes in autocast's dtype, as ``torch.matmul`` does.
+
+    ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
+    channels do not lie side by side are copied once in each pass.
+
+    Args:
+        x: ``(N, n_in, C_in)``, float32, float64, bfloat16 or float16, of any strides.
+        values: ``(nnz, groups, C_in / groups, C_out / groups)``, a block for each pair of the pattern.
+        pattern: on the device of ``x``.
+        bias: ``(n_out, C_out)``.
+
+    Returns:
+        ``(N, n_out, C_out)``, contiguous.
+
+    Raises:
+        TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; no BlockPattern.
+        ValueError: shapes that do not match each other or the pattern.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 2.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import geometry, ops
+        >>> pattern = geometry.BlockPattern(torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]), n_in=2)
+        >>> values = torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1, 1)
+        >>> ops.block_sparse_matmul(torch.tensor([[[1.0], [2.0]]]), values, pattern)
+        tensor([[[ 21.],
+                 [200.]]])
+    """
+    x, values, bias = _autocast(x, values, bias)
+    _check(x, values, pattern, bias)
+    by_input = pattern.transpose()
+    return _Matmul.apply(x, values, bias, pattern.crow_indices, pattern.col_indices, *by_input)
+
+
+# Each function takes the tensors of a pattern: by output pixel, (crow_indices, col_indices), and by input pixel,
+# (crow_indices, rows, blocks).
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, *pattern: Tensor) -> Tensor:
+        ctx.save_for_backward(x, values, *pattern)
+        return _run("block_sparse_matmul", _adjacent(x), values.contiguous(), *pattern[:2], _contiguous(bias))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, values, *pattern = ctx.saved_tensors
+        grad = _adjacent(grads[0])
+        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
+        return (
+            _InputGradient.apply(grad, values, *pattern) if needs_x else None,
+            _ValueGradient.apply(x, grad, values.shape[1], *pattern) if needs_values else None,
+            grad.sum(0) if needs_bias else None,
+            *[None] * len(pattern),
+        )
+
+
+class _InputGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, values: Tensor, *pattern: Tensor) -> Tensor:
+        ctx.save_for_backward(grad, values, *pattern)
+        return _run("block_sparse_input_gradient", _adjacent(grad), values.contiguous(), *pattern[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, values, *pattern = ctx.saved_tensors
+        x = _adjacent(grads[0])
+        needs_grad, needs_values = ctx.needs_input_grad[:2]
+        return (
+            _Matmul.apply(x, values, None, *pattern) if needs_grad else None,
+            _ValueGradient.apply(x, grad, values.shape[1], *pattern) if needs_values else None,
+            *[None] * len(pattern),
+        )
+
+
+class _ValueGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad: Tensor, groups: int, *pattern: Tensor) -> Tensor:
+        ctx.save_for_backward(x, grad, *pattern)
+        return _run("block_sparse_value_gradient", _adjacent(x), _adjacent(grad), *pattern[:2], groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, grad, *pattern = ctx.saved_tensors
+        needs_x, needs_grad = ctx.needs_input_grad[:2]
+        return (
+            _InputGradient.apply(grad, grads[0], *pattern) if needs_x else None,
+            _Matmul.apply(x, grads[0], None, *pattern) if needs_grad else None,
+            None,
+            *[None] * len(pattern),
+        )
+
+
+def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
+    chosen = backends.choose(_FAMILY, activations.device)
+    if chosen == "native":
+        return getattr(backends.operators(), name)(activations, *arguments)
+    with _without_autocast(activations.device.type):
+        return getattr(_reference, name)(activations, *arguments)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    return torch.autocast(device_type, enabled=False) if is_autocast_available(device_type) else nullcontext()
+
+
+def _adjacent(activations: Tensor) -> Tensor:
+    """The channels of each pixel side by side, by a copy where they are not."""
+    return activations if activations.stride(2) == 1 or activations.shape[2] <= 1 else activations.contiguous()
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _autocast(*tensors: Any) -> Any:
+    """As torch.matmul's autocast rule has it: all but float64 in autocast's dtype."""
+    device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def eligible(tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+    return tuple(tensor.to(dtype) if eligible(tensor) else tensor for tensor in tensors)
+
+
+def _check(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> None:
+    if not isinstance(pattern, BlockPattern):
+        raise TypeError(f"pattern: expected a BlockPattern, got {type(pattern).__name__}")
+    _check_tensor("x", x, 3, "(N, n_in, C_in)")
+    _check_tensor("values", values, 4, "(nnz, groups, C_in / groups, C_out / groups)", x)
+    if pattern.crow_indices.device != x.device:
+        raise TypeError(f"pattern: expected device {x.device} as x, got {pattern.crow_indices.device}")
+    blocks, groups, depth, width = values.shape
+    if x.shape[1] != pattern.n_in:
+        raise ValueError(f"x: expected {pattern.n_in} pixels, as the pattern has, got shape {tuple(x.shape)}")
+    if blocks != pattern.nnz:
+        raise ValueError(f"values: expected {pattern.nnz} blocks, as the pattern has, got shape {tuple(values.shape)}")
+    if x.shape[2] != groups * depth:
+        raise ValueError(
+            f"values: expected blocks for the {x.shape[2]} channels of x, got {groups} groups of {depth} in shape "
+            f"{tuple(values.shape)}"
+        )
+    if groups == 0 or depth == 0 or width == 0:
+        raise ValueError(f"values: expected blocks of at least one element, got shape {tuple(values.shape)}")
+    if bias is not None:
+        _check_tensor("bias", bias, 2, "(n_out, C_out)", x)
+        if bias.shape != (pattern.n_out, groups * width):
+            raise ValueError(f"bias: expected shape {(pattern.n_out, groups * width)}, got {tuple(bias.shape)}")
+
+
+def _check_tensor(name: str, tensor: Tensor, dims: int, shape: str, like: Tensor | None = None) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
+    if like is not None and tensor.dtype != like.dtype:
+        raise TypeError(f"{name}: expected {like.dtype} as x, got {tensor.dtype}")
+    if like is not None and tensor.device != like.device:
+        raise TypeError(f"{name}: expected device {like.device} as x, got {tensor.device}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+
+
+if backends.library is not None:
+
+    @torch.library.register_fake("loco_ext::block_sparse_matmul")
+    def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty((x.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[3]))
+
+    @torch.library.register_fake("loco_ext::block_sparse_input_gradient")
+    def _(grad: Tensor, values: Tensor, crow_indices: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
+        return grad.new_empty((grad.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[2]))
+
+    @torch.library.register_fake("loco_ext::block_sparse_value_gradient")
+    def _(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
+        return x.new_empty((col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups))

@@ -1,0 +1,79 @@
+"""Multiplication by block-sparse matrices in plain PyTorch, half precision summed in float32.
+
+The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`). They walk
+through the entries, as many at a time as there are pixels, so that what they hold besides is about as large as the
+activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def block_sparse_matmul(
+    x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``."""
+    groups, _, width = values.shape[1:]
+    rows, n_out = _rows(crow_indices, len(col_indices)), len(crow_indices) - 1
+    y = x.new_zeros((n_out, groups, len(x), width), dtype=_wide(x.dtype))
+    for part in _parts(len(col_indices), n_out):
+        y.index_add_(0, rows[part], _gather(x, col_indices[part], groups) @ values[part].to(y.dtype))
+    y = _pixels_last(y)
+    return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
+
+
+def block_sparse_input_gradient(
+    grad: Tensor, values: Tensor, crow_indices: Tensor, rows: Tensor, blocks: Tensor
+) -> Tensor:
+    """``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
+    groups, depth, _ = values.shape[1:]
+    pixels, n_in = _rows(crow_indices, len(rows)), len(crow_indices) - 1
+    out = grad.new_zeros((n_in, groups, len(grad), depth), dtype=_wide(grad.dtype))
+    for part in _parts(len(rows), n_in):
+        turned = values[blocks[part]].to(out.dtype).transpose(-1, -2)
+        out.index_add_(0, pixels[part], _gather(grad, rows[part], groups) @ turned)
+    return _pixels_last(out).to(grad.dtype)
+
+
+def block_sparse_value_gradient(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
+) -> Tensor:
+    """``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]] and grad[n, row of b]``, by groups."""
+    nnz, n_out = len(col_indices), len(crow_indices) - 1
+    rows = _rows(crow_indices, nnz)
+    values = x.new_empty((nnz, groups, x.shape[2] // groups, grad.shape[2] // groups))
+    for part in _parts(nnz, n_out):
+        values[part] = _gather(x, col_indices[part], groups).transpose(-1, -2) @ _gather(grad, rows[part], groups)
+    return values
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(crow_indices: Tensor, nnz: int) -> Tensor:
+    """The row of each entry."""
+    rows = torch.arange(len(crow_indices) - 1, device=crow_indices.device)
+    return rows.repeat_interleave(crow_indices.diff(), output_size=nnz)
+
+
+def _parts(nnz: int, pixels: int) -> Iterator[slice]:
+    step = max(pixels, 1)
+    return (slice(begin, begin + step) for begin in range(0, nnz, step))
+
+
+def _gather(activations: Tensor, pixels: Tensor, groups: int) -> Tensor:
+    """``[pixels, groups, batch, channels of a group]``."""
+    batch, _, channels = activations.shape
+    taken = activations[:, pixels].view(batch, len(pixels), groups, channels // groups)
+    return taken.permute(1, 2, 0, 3).to(_wide(activations.dtype))
+
+
+def _pixels_last(activations: Tensor) -> Tensor:
+    """``[batch, pixels, channels]`` from ``[pixels, groups, batch, channels of a group]``."""
+    pixels, groups, batch, channels = activations.shape
+    return activations.permute(2, 0, 1, 3).reshape(batch, pixels, groups * channels)

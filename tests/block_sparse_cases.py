@@ -1,0 +1,132 @@
+"""Block-sparse products to test with, and the same by a dense matrix in float64."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loco_ext.geometry import BlockPattern
+from loco_ext.ops import backends
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# The reference, and the kernels of every instruction set that this machine has.
+BACKENDS = (
+    "reference",
+    *(f"native, {name}" for name in (backends.library.block_sparse_levels() if backends.library else ())),
+)
+
+
+def pattern_of(live: Tensor) -> BlockPattern:
+    """The pairs marked in ``live``, ``[n_out, n_in]``."""
+    crow = torch.zeros(len(live) + 1, dtype=torch.int64)
+    crow[1:] = live.sum(1).cumsum(0)
+    return BlockPattern(crow, live.nonzero()[:, 1].contiguous(), live.shape[1])
+
+
+def conv_pattern(size: int, kernel: int) -> Tensor:
+    """The live pairs of a square convolution with zero padding that keeps the size."""
+    at = torch.arange(size)
+    near = (at[:, None] - at[None, :]).abs() <= kernel // 2
+    return (near[:, None, :, None] & near[None, :, None, :]).reshape(size**2, size**2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, and which pairs are live: a share of all, drawn at random, or those of a convolution."""
+
+    batch: int
+    groups: int
+    depth: int  # channels of a group in
+    width: int  # and out
+    n_out: int = 5
+    n_in: int = 6
+    share: float = 0.5
+    kernel: int = 0
+
+    def live(self) -> Tensor:
+        """``[n_out, n_in]``; of random pairs, one row and one column stay empty."""
+        if self.kernel:
+            return conv_pattern(round(self.n_out**0.5), self.kernel)
+        live = torch.rand(self.n_out, self.n_in) < self.share
+        if self.share < 1:
+            live[self.n_out // 2] = False
+            live[:, self.n_in // 3] = False
+        return live
+
+
+CASES = {
+    "one of everything": Case(1, 1, 1, 1, 1, 1, 1.0),
+    "one sample, whole vectors": Case(1, 1, 64, 64),
+    "rgb": Case(7, 1, 3, 64),  # an odd depth, less than a vector
+    "back to rgb": Case(7, 1, 64, 3),
+    "not a multiple of anything": Case(13, 1, 37, 29),
+    "100 channels": Case(4, 1, 100, 100),  # two strips of a depth, two panels
+    "deep": Case(3, 1, 700, 16, 2, 3),  # in place, too, a depth has several strips
+    "even groups": Case(5, 4, 16, 32),
+    "odd groups": Case(5, 3, 5, 7),
+    "pairs of groups": Case(6, 2, 1, 2),
+    "depthwise": Case(9, 70, 1, 1),
+    "depthwise, whole vectors": Case(5, 64, 1, 1, 9, 9, kernel=3),
+    "large batch": Case(300, 1, 16, 16, 3, 4),  # several panels
+    "large odd batch": Case(259, 1, 5, 6, 3, 4),
+    "full": Case(3, 1, 8, 8, 4, 5, 1.0),
+    "convolution": Case(3, 1, 16, 16, 16, 16, kernel=3),
+    "many entries": Case(2, 1, 4, 4, 49, 49, kernel=7),
+    "no entries": Case(3, 1, 4, 4, 5, 6, 0.0),
+    "no sample": Case(0, 1, 4, 4),
+}
+
+
+@dataclass
+class Problem:
+    """Operands in float64 that the dtype represents exactly."""
+
+    live: Tensor
+    pattern: BlockPattern
+    x: Tensor
+    values: Tensor
+    bias: Tensor
+    grad: Tensor
+
+
+def make_problem(case: Case, dtype: torch.dtype = torch.float64) -> Problem:
+    """Random, from torch's generator."""
+    live = case.live()
+    pattern = pattern_of(live)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(dtype).double()
+
+    channels_in, channels_out = case.groups * case.depth, case.groups * case.width
+    return Problem(
+        live,
+        pattern,
+        draw(case.batch, pattern.n_in, channels_in),
+        draw(pattern.nnz, case.groups, case.depth, case.width),
+        draw(pattern.n_out, channels_out),
+        draw(case.batch, pattern.n_out, channels_out),
+    )
+
+
+def dense_matmul(x: Tensor, values: Tensor, bias: Tensor | None, live: Tensor) -> Tensor:
+    """By a matrix with all blocks in their places."""
+    (n_out, n_in), (_, groups, depth, width) = live.shape, values.shape
+    blocks = values.new_zeros(n_out, n_in, groups, depth, width).index_put(tuple(live.nonzero().unbind(1)), values)
+    channels = torch.eye(groups, dtype=values.dtype)
+    matrix = torch.einsum("oigdw,gh->igdohw", blocks, channels)
+    y = x.flatten(1) @ matrix.reshape(n_in * groups * depth, n_out * groups * width)
+    y = y.view(len(x), n_out, groups * width)
+    return y if bias is None else y + bias
+
+
+def dense_results(problem: Problem) -> tuple[Tensor, ...]:
+    """The product, and the gradients of x, values and bias."""
+    operands = [tensor.clone().requires_grad_() for tensor in (problem.x, problem.values, problem.bias)]
+    y = dense_matmul(*operands, problem.live)
+    return y.detach(), *torch.autograd.grad(y, operands, problem.grad)
+
+
+def sizes_of_terms(problem: Problem) -> tuple[Tensor, ...]:
+    """For each of these results, the sum of its terms' sizes."""
+    sizes = (tensor.abs() for tensor in (problem.x, problem.values, problem.bias, problem.grad))
+    return dense_results(Problem(problem.live, problem.pattern, *sizes))

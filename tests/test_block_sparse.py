@@ -1,0 +1,204 @@
+"""block_sparse_matmul and its gradients against a dense matrix in float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from block_sparse_cases import BACKENDS, CASES, FLOATS, Case, dense_matmul, dense_results, make_problem, sizes_of_terms
+from tolerances import assert_sum_of_products, same_bits
+from torch import Tensor
+
+import loco_ext
+from loco_ext import ops
+from loco_ext.ops import backends
+
+LEVELS = tuple(name.removeprefix("native, ") for name in BACKENDS[1:])
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """One of BACKENDS."""
+    backend, _, level = name.partition(", ")
+    with loco_ext.backend(backend):
+        if level:
+            backends.library.use_block_sparse_level(level)
+        try:
+            yield
+        finally:
+            if level:
+                backends.library.use_block_sparse_level(LEVELS[0])
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    with using(request.param):
+        yield
+
+
+def results(x: Tensor, values: Tensor, bias: Tensor, grad: Tensor, pattern) -> tuple[Tensor, ...]:
+    """The product, and the gradients of x, values and bias."""
+    operands = [tensor.detach().requires_grad_() for tensor in (x, values, bias)]
+    y = ops.block_sparse_matmul(operands[0], operands[1], pattern, operands[2])
+    return y.detach(), *torch.autograd.grad(y, operands, grad)
+
+
+def test_the_compiled_kernels_are_here():
+    assert LEVELS
+    assert LEVELS[-1] == "portable"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_a_dense_matrix(backend, name, dtype):
+    problem = make_problem(CASES[name], dtype)
+    operands = (tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad))
+    found = results(*operands, problem.pattern)
+    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
+        assert actual.dtype == dtype
+        assert actual.shape == expected.shape
+        assert_sum_of_products(actual, expected, sizes)
+
+
+def test_without_a_bias(backend):
+    problem = make_problem(CASES["convolution"])
+    found = ops.block_sparse_matmul(problem.x, problem.values, problem.pattern)
+    expected = dense_matmul(problem.x, problem.values, None, problem.live)
+    assert_sum_of_products(found, expected, dense_matmul(problem.x.abs(), problem.values.abs(), None, problem.live))
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same numbers at every other place in memory."""
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan, dtype=tensor.dtype)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same numbers one element beyond an aligned address."""
+    return torch.cat([torch.full((1,), torch.nan, dtype=tensor.dtype), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def channels_first(tensor: Tensor) -> Tensor:
+    """The same numbers, the channels of a pixel far apart."""
+    return tensor.transpose(1, -1).contiguous().transpose(1, -1)
+
+
+def in_wider_rows(tensor: Tensor) -> Tensor:
+    """The same numbers, each followed along the first dimension by others; strides are odd."""
+    wide = torch.full((tensor.shape[0], tensor[0].numel() + 3), torch.nan, dtype=tensor.dtype)
+    wide[:, : tensor[0].numel()] = tensor.flatten(1)
+    return wide[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
+@pytest.mark.parametrize("name", ["convolution", "odd groups", "depthwise", "not a multiple of anything"])
+def test_layouts_change_nothing(backend, name, layout, dtype):
+    problem = make_problem(CASES[name], dtype)
+    operands = [tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad)]
+    for expected, found in zip(
+        results(*operands, problem.pattern), results(*map(layout, operands), problem.pattern), strict=True
+    ):
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_expanded_operands(backend, dtype):
+    problem = make_problem(CASES["convolution"], dtype)
+    x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))
+    narrow = [x[:1], values[:1], bias[:1, :1]]
+    wide = [part.expand_as(whole) for part, whole in zip(narrow, (x, values, bias), strict=True)]
+    grad = torch.ones((), dtype=dtype).expand(problem.grad.shape)
+    expected = results(*(t.contiguous() for t in (*wide, grad)), problem.pattern)
+    for found, other in zip(results(*wide, grad, problem.pattern), expected, strict=True):
+        assert same_bits(found, other)
+
+
+def test_images_in_channels_last_are_read_in_place():
+    image = torch.randn(2, 16, 4, 4).contiguous(memory_format=torch.channels_last)
+    problem = make_problem(CASES["convolution"], torch.float32)
+    values = problem.values.float().requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ops.block_sparse_matmul(image.permute(0, 2, 3, 1).flatten(1, 2), values, problem.pattern)
+    floats = [tensor for tensor in kept if tensor.is_floating_point()]
+    assert [tensor.data_ptr() for tensor in floats] == [image.data_ptr(), values.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(64, 1, 32, 48, 36, 36, kernel=3),
+        Case(70, 24, 1, 1, 64, 64, kernel=5),
+        Case(300, 2, 8, 16, 16, 16, kernel=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_number_of_threads_changes_no_bit(level, case, dtype):
+    problem = make_problem(case, dtype)
+    operands = [tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad)]
+    with using(f"native, {level}"):
+        torch.set_num_threads(1)
+        expected = results(*operands, problem.pattern)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            for found, other in zip(results(*operands, problem.pattern), expected, strict=True):
+                assert same_bits(found, other)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_sample_does_not_depend_on_the_others(dtype):
+    problem = make_problem(Case(140, 1, 20, 24, 9, 9, kernel=3), dtype)
+    x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))
+    with loco_ext.backend("native"):
+        whole = ops.block_sparse_matmul(x, values, problem.pattern, bias)
+        for some in (slice(0, 1), slice(3, 10), slice(100, 140)):
+            assert same_bits(ops.block_sparse_matmul(x[some], values, problem.pattern, bias), whole[some])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["convolution", "depthwise, whole vectors", "not a multiple of anything"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, value, dtype):
+    problem = make_problem(CASES[name], dtype)
+    pixel = problem.live.sum(0).argmax()
+    x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))
+    x[1, pixel] = value
+    y = ops.block_sparse_matmul(x, values, problem.pattern, bias)
+    touched = torch.zeros(y.shape[:2], dtype=torch.bool)
+    touched[1] = problem.live[:, pixel]
+    assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
+
+
+@pytest.mark.parametrize("name", ["odd groups", "depthwise", "no sample", "no entries"])
+def test_derivatives_of_first_and_second_order(backend, name):
+    case = CASES[name]
+    small = Case(min(case.batch, 3), min(case.groups, 3), min(case.depth, 3), min(case.width, 2), 3, 4, case.share)
+    problem = make_problem(small)
+    operands = [t.requires_grad_() for t in (problem.x, problem.values, problem.bias)]
+
+    def function(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        return ops.block_sparse_matmul(x, values, problem.pattern, bias)
+
+    assert torch.autograd.gradcheck(function, operands)
+    assert torch.autograd.gradgradcheck(function, operands)
+
+
+def test_no_gradient_is_computed_that_nobody_wants(monkeypatch):
+    problem = make_problem(CASES["odd groups"])
+    calls: list[str] = []
+    for name in ("block_sparse_input_gradient", "block_sparse_value_gradient"):
+        original = getattr(ops.block_sparse._reference, name)
+        monkeypatch.setattr(
+            ops.block_sparse._reference,
+            name,
+            lambda *a, name=name, original=original: calls.append(name) or original(*a),
+        )
+    with loco_ext.backend("reference"):
+        ops.block_sparse_matmul(problem.x, problem.values.requires_grad_(), problem.pattern).sum().backward()
+        assert calls == ["block_sparse_value_gradient"]
+        ops.block_sparse_matmul(problem.x.requires_grad_(), problem.values.detach(), problem.pattern).sum().backward()
+    assert calls == ["block_sparse_value_gradient", "block_sparse_input_gradient"]
