@@ -136,7 +136,9 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 def _adjacent(activations: Tensor) -> Tensor:
     """The channels of each pixel side by side, by a copy where they are not."""
-    return activations if activations.stride(2) == 1 or activations.shape[2] <= 1 else activations.contiguous()
+    if activations.stride(2) == 1 or activations.shape[2] <= 1:
+        return activations
+    return activations.clone(memory_format=torch.contiguous_format)  # contiguous() leaves an empty batch as it is
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
