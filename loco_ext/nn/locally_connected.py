@@ -280,7 +280,7 @@ class LocallyConnectedNd(nn.Module):
         missing_keys.extend(name for name in names if name not in state_dict)
         try:
             crow, col, values = map(state_dict.get, (*names, prefix + "values"))
-            pattern = loaded_pattern(self.pattern, crow, col, values)
+            pattern = loaded_pattern(self.pattern, self.values.shape[1:], crow, col, values)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
             return

@@ -41,19 +41,26 @@ def replace(values: nn.Parameter, new: Tensor) -> None:
 
 
 def loaded_pattern(
-    present: BlockPattern, crow: Tensor | None, col: Tensor | None, values: Tensor | None
+    present: BlockPattern, shape: torch.Size, crow: Tensor | None, col: Tensor | None, values: Tensor | None
 ) -> BlockPattern:
     """The pattern of a state dict, of the same convolution; ``present`` itself where they are alike, or there is none.
+
+    ``shape`` is that of a block.
 
     Raises:
         TypeError, ValueError: indices of no pattern between these pixels, or ``values`` that do not belong to it.
     """
     if crow is None or col is None:
         return present
-    loaded, home = BlockPattern(crow, col, present.n_in, present.conv), present.to("cpu")
-    if values is None or len(values) != loaded.nnz:
+    home = present.to("cpu")
+    if isinstance(crow, Tensor) and crow.shape != home.crow_indices.shape:
+        raise ValueError(f"crow_indices: expected {home.n_out + 1}, as in the layer, got shape {tuple(crow.shape)}")
+    loaded = BlockPattern(crow, col, home.n_in, home.conv)
+    if values is None or values.shape != (loaded.nnz, *shape):
         got = "none" if values is None else f"shape {tuple(values.shape)}"
-        raise ValueError(f"values: expected {loaded.nnz} blocks, as the loaded pattern has, got {got}")
+        raise ValueError(
+            f"values: expected {loaded.nnz} blocks, as the indices say, of shape {tuple(shape)}, got {got}"
+        )
     same = torch.equal(loaded.crow_indices, home.crow_indices) and torch.equal(loaded.col_indices, home.col_indices)
     return present if same else loaded
 
