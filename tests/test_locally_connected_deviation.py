@@ -63,7 +63,7 @@ def test_the_way_back_is_the_orthogonal_projection(seed, grown):
         shares = layer.deviation()
         assert shares.delta_sharing == pytest.approx(math.sqrt(unshared / total), rel=DOUBLE)
         local = matrix.any(1).view(layer.values.shape)
-        off_local = layer.values[~local].square().sum() if grown else torch.zeros(())
+        off_local = layer.values[~local].square().sum() if grown else 0.0
         assert shares.delta_locality == pytest.approx(math.sqrt(off_local / total), rel=DOUBLE)
 
 
