@@ -18,6 +18,7 @@ from loco_ext import ops
 from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.checks import check_count
 from loco_ext.geometry.conv import Ints, Padding
+from loco_ext.geometry.marks import mark_blocks
 from loco_ext.nn.choosing import blocks_to_keep
 from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
@@ -58,8 +59,7 @@ class LocallyConnectedNd(nn.Module):
         if isinstance(size, Sequence) and len(size) != self.axes:
             raise ValueError(f"input_size: expected {self.axes} sizes, one for each axis, got {input_size!r}")
         pattern = BlockPattern.from_conv(size, kernel_size, stride, padding, dilation, padding_mode)
-        conv = pattern.conv
-        assert conv is not None
+        conv: Any = pattern.conv
         self.input_size, self.output_size = conv.input_size, conv.output_size
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding = padding if isinstance(padding, str) else _as_ints(conv.padding)
@@ -124,8 +124,7 @@ class LocallyConnectedNd(nn.Module):
             ValueError: x has another shape; the layer is for one input size alone.
         """
         self._check_input(x)
-        batch = x if x.dim() == self.axes + 2 else x.unsqueeze(0)
-        pattern = self.pattern
+        batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
         if pattern.crow_indices.device != x.device:
             pattern = pattern.to(x.device)
         y = ops.block_sparse_matmul(batch.flatten(2).transpose(1, 2), self.values, pattern, self.bias)
@@ -190,12 +189,8 @@ class LocallyConnectedNd(nn.Module):
             ValueError: a negative ``radius``, or an optimizer that does not step ``values``.
         """
         pattern, places = self.pattern.grow(radius)
-        places = places.to(self.values.device)
-        resize(
-            self.values,
-            lambda old: old.new_zeros((pattern.nnz, *old.shape[1:])).index_copy_(0, places, old),
-            optimizer,
-        )
+        places, shape = places.to(self.values.device), (pattern.nnz, *self.values.shape[1:])
+        resize(self.values, lambda old: old.new_zeros(shape).index_copy_(0, places, old), optimizer)
         self._set_pattern(pattern)
         return self
 
@@ -236,7 +231,7 @@ class LocallyConnectedNd(nn.Module):
 
     def extra_repr(self) -> str:
         """As nn.Conv's, with the input size and the number of blocks."""
-        parts = [f"{self.in_channels}, {self.out_channels}", f"kernel_size={self.kernel_size}", f"stride={self.stride}"]
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         if isinstance(self.padding, str) or self.padding != (0,) * self.axes:
             parts.append(f"padding={self.padding!r}")
         if self.dilation != (1,) * self.axes:
@@ -254,11 +249,16 @@ class LocallyConnectedNd(nn.Module):
         device = self.values.device
         self.pattern = pattern if device.type == "meta" else pattern.to(device)
         self.pattern.transpose()
+        mark_blocks(self.values, self.pattern)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._set_pattern(self.pattern)
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_pattern(self.pattern)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
