@@ -60,6 +60,17 @@ def test_units_without_a_border_shrink_as_their_convolution(name, with_metric):
     assert zeros > 0
 
 
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e30], ids=str)
+def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
+    conv = nn.Conv1d(3, 4, 5)
+    with torch.no_grad():
+        conv.weight[1, 2, 3] = number
+    layer = LocallyConnected1d.from_conv(conv, 5)
+    for penalty in (sparsity.RingPenalty(0.3, kind="full"), sparsity.KernelPenalty(0.1)):
+        expected = by_tap(penalty.prox(conv.weight, 1.0), 1)
+        torch.testing.assert_close(penalty.prox(layer.values, 1.0), expected, equal_nan=True)
+
+
 def boxes(layer):
     """How many pixels outside of the innermost box each block lies, along the axis where that is most; odd kernels."""
     offsets = geometry.block_offsets(layer.pattern).abs() // 2

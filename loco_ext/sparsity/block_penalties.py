@@ -34,7 +34,7 @@ class UnitKernels:
         pattern = pattern.to("cpu")
         self.shape, self.n_out = shape, pattern.n_out
         self.count = int(rings.max()) + 1 if len(rings) else 1
-        cells = pattern.row_indices * self.count + rings  # of a table of pixels and rings
+        self.cells = cells = pattern.row_indices * self.count + rings  # of a table of pixels and rings
         held = cells.bincount(minlength=self.n_out * self.count).view(self.n_out, self.count)
         columns = held.amax(0)  # of each ring
         self.rings = torch.arange(self.count).repeat_interleave(columns).tolist()
@@ -52,6 +52,20 @@ class UnitKernels:
         table = table.index_copy(0, self.place.to(values.device), values)
         table = table.view(self.n_out, self.taps, groups, depth, width)
         return table.permute(0, 2, 4, 3, 1).reshape(self.n_out * groups * width, depth, self.taps)
+
+    def ring_norms(self, values: Tensor) -> Tensor:
+        """Euclidean norm of each ring of each kernel: float64 ``(n_out * C_out, 1, count)``."""
+        _, groups, _, width = self.shape
+        squares = values.square().sum(2).double()  # a norm along this axis would take several times as long
+        table = squares.new_zeros(self.n_out * self.count, groups, width)
+        table.index_add_(0, self.cells.to(values.device), squares)
+        return table.sqrt_().view(self.n_out, self.count, -1).transpose(1, 2).reshape(-1, 1, self.count)
+
+    def by_ring(self, factors: Tensor) -> Tensor:
+        """From a number for each ring, of the same shape, to one for each block and output channel."""
+        _, groups, _, width = self.shape
+        table = factors.view(self.n_out, -1, self.count).transpose(1, 2).reshape(-1, groups, 1, width)
+        return table[self.cells.to(factors.device)]
 
     def values(self, kernels: Tensor) -> Tensor:
         """The way back."""
@@ -72,7 +86,8 @@ class BlockPenalty:
         if isinstance(penalty, RingPenalty):
             rings = geometry.block_rings(pattern, penalty.kind, penalty.first)
         self.units = UnitKernels(rings, pattern, shape)
-        self.penalty = _of_units(penalty, self.units)
+        self.penalty = _of_units(penalty, self.units, self.units.rings)
+        self.of_norms = _of_units(penalty, self.units, list(range(self.units.count)))
 
     def value(self, values: Tensor) -> Tensor:
         return self.penalty._value(self.units.kernels(values), None)
@@ -89,6 +104,12 @@ class BlockPenalty:
         """The prox, without checks."""
         if values.numel() == 0:
             return values
+        if metric is None and self.penalty.norm == "l2":
+            # All weights of a ring shrink by one factor, which depends on norms alone.
+            norms = self.units.ring_norms(values.to(torch.promote_types(values.dtype, torch.float32)))
+            if norms.isfinite().all():
+                factors = torch.where(norms > 0, self.of_norms._shrink(norms, step, None, None) / norms, 1.0)
+                return values * self.units.by_ring(factors.to(values.dtype))
         by_unit = None if metric is None else self.units.kernels(metric, 1.0)
         return self.units.values(self.penalty._shrink(self.units.kernels(values), step, by_unit, None))
 
@@ -97,10 +118,11 @@ class _OfUnits:
     """In front of a penalty's class: rings and groups are those of units, whose kernels its methods take."""
 
     units: UnitKernels
+    by_tap: list[int]
     weighting: str
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
-        return self.units.rings, self.units.count
+        return self.by_tap, self.units.count
 
     def group_weights(self, weight: Tensor) -> Tensor:
         return self.units.sizes.clamp(min=1) ** WEIGHTINGS[self.weighting]  # groups without a weight have norm 0
@@ -114,7 +136,8 @@ class _WholeUnits(_OfUnits, KernelPenalty):
     pass
 
 
-def _of_units(penalty: GroupPenalty, units: UnitKernels) -> GroupPenalty:
+def _of_units(penalty: GroupPenalty, units: UnitKernels, rings: list[int]) -> GroupPenalty:
+    """``rings``: of each tap of the kernels that its methods are given."""
     chosen = object.__new__(_UnitRings if isinstance(penalty, RingPenalty) else _WholeUnits)
-    vars(chosen).update(vars(penalty), units=units)
+    vars(chosen).update(vars(penalty), units=units, by_tap=rings)
     return chosen
