@@ -113,12 +113,12 @@ def paper_network(padded: bool):
     return nn.Sequential(*layers, nn.Linear(64, 10))
 
 
-@pytest.mark.parametrize(("padded", "parameters", "delta"), [(False, 73.9e6, 0.961), (True, 110.6e6, 0.975)])
-def test_a_full_network_as_initialised_is_as_far_from_local_as_published(padded, parameters, delta):
+@pytest.mark.parametrize(("padded", "millions", "delta"), [(False, 73.9, 0.961), (True, 110.6, 0.975)])
+def test_a_full_network_as_initialised_is_as_far_from_local_as_published(padded, millions, delta):
     """Section 4.3 and the caption of figure 10 have about .97 and 97 %; what is exact depends on the padding."""
     model = paper_network(padded)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=1e-3)
-    assert deviation(model).delta_locality == pytest.approx(delta, abs=5e-4)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+    assert round(deviation(model).delta_locality, 3) == delta
 
 
 def test_memory_of_values_is_as_forecast():

@@ -87,9 +87,10 @@ def test_a_layer_without_growth_decays_inside_as_its_convolution_does():
     torch.testing.assert_close(results[0].view(16, 9), results[1].expand(16, 9))
 
 
-def test_bare_parameters_have_their_map_too_and_never_that_of_a_kernel():
+@pytest.mark.parametrize("channels", [(3, 5), (1, 1), (20, 3)])
+def test_bare_parameters_have_their_map_too_and_never_that_of_a_kernel(channels):
     """A block of 3 by 5 channels has the shape of a kernel."""
-    layer = LocallyConnected1d(3, 5, 3, padding=1, input_size=7, dtype=torch.float64)
+    layer = LocallyConnected1d(*channels, 3, padding=1, input_size=7, dtype=torch.float64)
     nn.init.ones_(layer.values)
     map_ = geometry.block_decay_map(layer.pattern, LOCALITY).view(-1, 1, 1, 1)
     for model in (layer, copy.deepcopy(layer)):

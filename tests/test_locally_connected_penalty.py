@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from locally_connected_cases import random_layer
-from tolerances import BY_SPAMS
 from torch import nn
 
-from loco_ext import geometry, optim, sparsity
+from loco_ext import geometry, ops, optim, sparsity
 from loco_ext.geometry.marks import mark_blocks
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d
 
@@ -97,7 +96,9 @@ def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
         count = int(rings.max()) + 1
         step = 0.3 * layer.values.detach().abs().max().item()
         result = sparsity.RingPenalty(1.0, kind="full").prox(layer.values, step)
-        rows = layer.crow_indices.tolist()
+        metric = torch.rand_like(layer.values) + 0.5
+        in_metric = sparsity.RingPenalty(1.0, kind="full").prox(layer.values, step, metric)
+        rows, thresholds = layer.crow_indices.tolist(), torch.full((count,), step, dtype=torch.float64)
         for first, last in pairwise(rows):
             for group in range(layer.groups):
                 for channel in range(layer.values.shape[3]):
@@ -107,9 +108,13 @@ def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
                         inside = rings[first:last] <= ring
                         norm = expected[inside].norm()
                         expected[inside] *= 0.0 if norm <= step else 1 - step / norm
-                    torch.testing.assert_close(
-                        result[first:last, group, :, channel], expected, rtol=1e-9, atol=BY_SPAMS
-                    )
+                    torch.testing.assert_close(result[first:last, group, :, channel], expected)
+                    if len(unit):
+                        alone = ops.ring_prox(
+                            *(unit.t().unsqueeze(0), rings[first:last].tolist(), thresholds),
+                            metric=metric[first:last, group, :, channel].t().unsqueeze(0),
+                        )
+                        torch.testing.assert_close(in_metric[first:last, group, :, channel], alone[0].t())
         zeros += (result == 0).sum()
     assert zeros > 0
 
