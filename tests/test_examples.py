@@ -26,6 +26,8 @@ SHOWN |= {
     "loco_ext.geometry.block_pattern",
     "loco_ext.geometry.conv",
     "loco_ext.geometry.taps",
+    "loco_ext.nn.deviations",
+    "loco_ext.nn.locally_connected",
     "loco_ext.ops.backends",
     "loco_ext.ops.optim_step",
     "loco_ext.ops.ring_prox",
@@ -56,7 +58,7 @@ def test_examples_in_docstrings_run(name):
     assert result.attempted > 0 or name not in SHOWN
 
 
-@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis", "sparsity"])
+@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis", "nn", "sparsity"])
 def test_everything_public_has_an_example(kind):
     module = importlib.import_module(f"loco_ext.{kind}")
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])

@@ -21,6 +21,9 @@ ONNX = 1e-5
 # A mean of n random numbers lies farther than this many standard errors from its expectation once in 16,000 runs.
 STANDARD_ERRORS = 4.0
 
+# Between a convolution and the layer of own weights that it is turned into, and back, whose sums run in other orders.
+WITH_CONVOLUTIONS = {torch.float32: 1e-5, torch.float64: 1e-12}
+
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 

@@ -3,7 +3,7 @@
 Distances, decay maps and rings of taps; patterns of blocks and their distances. No weights are seen here.
 """
 
-from loco_ext.geometry.block_distances import block_decay_map, block_distance_classes, block_offsets
+from loco_ext.geometry.block_distances import block_decay_map, block_distance_classes, block_offsets, block_rings
 from loco_ext.geometry.block_pattern import BlockPattern, ConvTaps, Transposed
 from loco_ext.geometry.conv import ConvGeometry, values_bytes
 from loco_ext.geometry.taps import decay_map, distance_classes, ring_index, ring_list, tap_distances
@@ -16,6 +16,7 @@ __all__ = [
     "block_decay_map",
     "block_distance_classes",
     "block_offsets",
+    "block_rings",
     "decay_map",
     "distance_classes",
     "ring_index",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loco_ext.geometry.block_pattern import BlockPattern
 from loco_ext.geometry.conv import ConvGeometry
-from loco_ext.geometry.taps import check_center, relative_decay
+from loco_ext.geometry.taps import check_center, relative_decay, ring_index
 
 
 def block_offsets(pattern: BlockPattern) -> Tensor:
@@ -102,6 +102,41 @@ def block_decay_map(pattern: BlockPattern, factors: Sequence[float], center: str
     """
     index, distances = block_distance_classes(pattern, center)
     return relative_decay(index, distances, factors, f"the blocks of {pattern}")
+
+
+def block_rings(pattern: BlockPattern, kind: str = "half", first: str = "auto") -> Tensor:
+    """Ring of every block, from the outside in: those of the kernel that a grown layer has.
+
+    That is the convolution's kernel, gaps of its dilation included, with as many more pixels on every side as the
+    blocks reach beyond it. Blocks in it thus have the rings of their taps, those that :meth:`BlockPattern.grow` has
+    given the rings outside of these. Rings without a block are not counted.
+
+    Args:
+        pattern: one with a ``conv``.
+        kind, first: as for :func:`ring_index`, the sizes being those of the convolution's kernel.
+
+    Returns:
+        int64 ``[nnz]``: 0 on the outermost ring.
+
+    Raises:
+        ValueError: the pattern has no ``conv``, or as :func:`ring_index`.
+
+    Example:
+        >>> grown, _ = BlockPattern.from_conv(5, kernel_size=3, padding=1).grow(1)
+        >>> block_rings(grown, kind="full").view(-1)[:7].tolist()  # of output pixels 0 and 1
+        [2, 1, 0, 1, 2, 1, 0]
+    """
+    conv = _conv_of(pattern)
+    ring_index(conv.kernel_size, kind, first)
+    if first == "auto":
+        first = "bottom_right" if any(size % 2 == 0 for size in conv.kernel_size) else "top_left"
+    steps = zip(conv.kernel_size, conv.dilation, strict=True)
+    extents = torch.tensor([step * (taps - 1) + 1 for taps, step in steps], device="cpu")
+    taps = (block_offsets(pattern) + extents - 1) // 2  # from 0 in the convolution's kernel
+    reach = int(torch.maximum(-taps, taps - extents + 1).amax()) if pattern.nnz else 0
+    reach = max(reach, 0)
+    rings = ring_index((extents + 2 * reach).tolist(), kind, first)[tuple((taps + reach).T)]
+    return torch.unique(rings, return_inverse=True)[1]
 
 
 def _conv_of(pattern: BlockPattern) -> ConvGeometry:

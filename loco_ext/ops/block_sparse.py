@@ -140,7 +140,8 @@ def _adjacent(activations: Tensor) -> Tensor:
         return activations
     recorded = torch.is_grad_enabled() and activations.requires_grad
     if recorded or backends.choose(_FAMILY, activations.device) != "native":
-        return activations.contiguous()
+        # contiguous() leaves an empty batch as it is
+        return activations.clone(memory_format=torch.contiguous_format)
     return backends.operators().block_sparse_by_pixel(activations)
 
 

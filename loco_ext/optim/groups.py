@@ -10,6 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
+from loco_ext.geometry.marks import mark_blocks, pattern_of
+from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.locality import Factors
 from loco_ext.sparsity import Penalty
 from loco_ext.sparsity.tracing import is_convolution
@@ -27,10 +29,12 @@ def parameter_groups(
     """Groups for an optimizer: convolution weights, other decayed weights, and what is not decayed.
 
     Convolution weights (of Conv and ConvTranspose modules) get ``locality``, each layer named in ``per_layer`` its
-    own entry instead; those of Conv modules, 1x1 convolutions included, get ``penalty``; all share one group. Biases,
-    the parameters of normalisation layers and other vectors are not decayed. Everything else is decayed uniformly,
-    position embeddings of whatever shape included. Shared parameters appear once, with their first owner; empty groups
-    are left out.
+    own entry instead; those of Conv modules, 1x1 convolutions included, get ``penalty``; all share one group. The
+    blocks of locally connected layers are convolution weights, too: their decay depends on how far a block lies from
+    the middle of its output pixel's receptive field (:func:`loco_ext.geometry.block_decay_map`), after growth
+    and pruning as well. Biases, the parameters of normalisation layers and other vectors are not decayed. Everything
+    else is decayed uniformly, position embeddings of whatever shape included. Shared parameters appear once, with their
+    first owner; empty groups are left out.
 
     Args:
         model: its parameters may be frozen, so that they can be unfrozen later.
@@ -60,9 +64,13 @@ def parameter_groups(
     plain: list[nn.Parameter] = []
     unknown = set(per_layer)
     for module_name, module, name, parameter in _owned_parameters(model):
-        if isinstance(module, _ConvNd):
+        if isinstance(module, _ConvNd | LocallyConnectedNd):
             unknown.discard(module_name)
-        if isinstance(module, _ConvNd) and name == "weight":
+        if isinstance(module, LocallyConnectedNd):
+            mark_blocks(
+                module.values, module.pattern
+            )  # a parameter that came in its place is not, such as a sharded one
+        if (isinstance(module, _ConvNd) and name == "weight") or pattern_of(parameter) is not None:
             convolutions.append(parameter)
             factors.append(per_layer.get(module_name, locality))
             penalties.append(penalty_of.get(module_name))
@@ -83,7 +91,8 @@ def parameter_groups(
 
 def _penalty_of(model: nn.Module, penalty: Penalty | Mapping[str, Penalty | None] | None) -> dict[str, Penalty | None]:
     """The penalty of each Conv module, by name."""
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if is_convolution(module)]
+    modules = model.named_modules(remove_duplicate=False)
+    names = [name for name, module in modules if is_convolution(module) or isinstance(module, LocallyConnectedNd)]
     if not isinstance(penalty, Mapping):
         return dict.fromkeys(names, penalty)
     if unknown := sorted(set(penalty) - set(names)):

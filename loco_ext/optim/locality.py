@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from loco_ext import geometry
+from loco_ext.geometry.marks import pattern_of
 
 # (gamma, eta), or one factor per distance class, nearest first.
 Factors: TypeAlias = tuple[float, ...]
@@ -54,11 +55,11 @@ def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | No
     """One float64 decay map (or None: uniform) per parameter.
 
     A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15,
-    more than one tap. A list names each parameter's factors, so that any kernel may have a map. Kernels of an even size
-    have no centre and stay uniform.
+    more than one tap; and to the blocks of locally connected layers. A list names each parameter's factors, so that any
+    kernel may have a map. Kernels of an even size have no centre and stay uniform.
     """
     return [
-        None if factors is None or has_even_kernel(param) else _map(tuple(param.shape[2:]), factors)
+        None if factors is None or has_even_kernel(param) else _map_of(param, factors)
         for param, factors in zip(params, _entries(params, locality), strict=True)
     ]
 
@@ -71,7 +72,12 @@ def even_kernels(params: Sequence[Tensor], locality: Locality) -> list[tuple[int
 
 def has_even_kernel(param: Tensor) -> bool:
     """Whether a kernel has no centre tap."""
-    return any(size % 2 == 0 for size in param.shape[2:])
+    return any(size % 2 == 0 for size in _kernel_size(param))
+
+
+def _kernel_size(param: Tensor) -> tuple[int, ...]:
+    pattern = pattern_of(param)
+    return tuple(param.shape[2:]) if pattern is None or pattern.conv is None else pattern.conv.kernel_size
 
 
 def _entries(params: Sequence[Tensor], locality: Locality) -> Sequence[Factors | None]:
@@ -90,10 +96,21 @@ def _entries(params: Sequence[Tensor], locality: Locality) -> Sequence[Factors |
 
 def looks_like_convolution(param: Tensor) -> bool:
     """Whether a bare parameter counts as a convolution weight, one of an even kernel size included."""
+    if pattern_of(param) is not None:
+        return True
     if not 3 <= param.dim() <= 5:
         return False
     kernel = param.shape[2:]
     return max(kernel) <= LARGEST_GUESSED_KERNEL and math.prod(kernel) > 1
+
+
+def _map_of(param: Tensor, factors: Factors) -> Tensor | None:
+    pattern = pattern_of(param)
+    if pattern is None:
+        return _map(tuple(param.shape[2:]), factors)
+    if set(factors) == {1}:
+        return None
+    return geometry.block_decay_map(pattern, factors).view(-1, 1, 1, 1)
 
 
 def _map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor | None:

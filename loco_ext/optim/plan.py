@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
+from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.held import Held
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.optim.locality import check_locality, decay_maps
@@ -37,11 +38,13 @@ class Plan:
     plain: bool  # no parameter is of a tensor subclass such as DTensor
 
     def __post_init__(self) -> None:
+        self.patterns = [(p, pattern) for p in self.params if (pattern := pattern_of(p)) is not None]
         self.changing = [penalty for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
     def fits(self, group: Group) -> bool:
         same = group["locality"] == self.locality and group["penalty"] == self.penalty
-        return same and same_objects(group["params"], self.params)
+        same = same and same_objects(group["params"], self.params)
+        return same and all([pattern_of(param) is pattern for param, pattern in self.patterns])
 
     def map_of(self, index: int) -> Tensor | None:
         """The decay map of a parameter, None: uniform."""

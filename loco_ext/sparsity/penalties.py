@@ -13,13 +13,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
+from loco_ext.geometry.marks import pattern_of
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, rings_of
+
+if TYPE_CHECKING:
+    from loco_ext.sparsity.block_penalties import BlockPenalty
 
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 
@@ -33,7 +38,7 @@ class _Penalty:
     power: int
 
     def __post_init__(self) -> None:
-        _check_number("strength", self.strength)
+        check_number("strength", self.strength)
         if self.weighting not in tuple(WEIGHTINGS):
             raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {self.weighting!r}")
         check_norm(self.norm)
@@ -64,7 +69,7 @@ class _Penalty:
 
     def _kernel_values(self, weight: Tensor) -> Tensor:
         """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
-        return self._group_norms(weight) @ self.group_weights(weight).to(weight.device)
+        return (self._group_norms(weight) * self.group_weights(weight).to(weight.device)).sum(1)
 
     def for_step(self, weight: Tensor) -> ops.StepPenalty | ops.LayerPenalty:
         """What the operators of the optimizer step take for this weight.
@@ -72,6 +77,8 @@ class _Penalty:
         Raises:
             TypeError, ValueError: as for :meth:`prox`.
         """
+        if (blocks := self._for_blocks(weight)) is not None:
+            return ops.LayerPenalty(blocks.shrink)
         rings, _ = self.rings(weight)
         weights, linf = self.group_weights(weight), self.norm == "linf"
         if self.power == 1:
@@ -80,7 +87,8 @@ class _Penalty:
 
     def value(self, weight: Tensor) -> Tensor:
         """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
-        return self._value(weight, None)
+        blocks = self._for_blocks(weight)
+        return self._value(weight, None) if blocks is None else blocks.value(weight)
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
         """``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d = metric, or ones.
@@ -89,7 +97,8 @@ class _Penalty:
             weight: of a convolution; left alone.
             step: finite and at least 0: how far a gradient step would go.
         """
-        return self._checked_prox(weight, step, metric, None)
+        blocks = self._for_blocks(weight)
+        return self._checked_prox(weight, step, metric, None) if blocks is None else blocks.prox(weight, step, metric)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
         """The weight with every group of norm at most ``tau`` set to zero, as the draft's eqs. 15 and 23 end a training
@@ -110,7 +119,16 @@ class _Penalty:
             >>> with torch.no_grad():
             ...     weight = conv.weight.copy_(sparsity.RingPenalty(1e-3).threshold(conv.weight, tau=1e-3))
         """
-        return self._threshold(weight, tau, None)
+        blocks = self._for_blocks(weight)
+        return self._threshold(weight, tau, None) if blocks is None else blocks.threshold(weight, tau)
+
+    def _for_blocks(self, weight: Tensor) -> BlockPenalty | None:
+        """What stands for this penalty if these are the blocks of a locally connected layer."""
+        if (pattern := pattern_of(weight)) is None:
+            return None
+        from loco_ext.sparsity.block_penalties import BlockPenalty
+
+        return BlockPenalty(self, pattern, weight.shape)  # type: ignore[arg-type]
 
     # What follows takes factors of the kernels' norms, float64 (C_out,) on the weight's device; None: ones.
 
@@ -123,7 +141,7 @@ class _Penalty:
         raise NotImplementedError
 
     def _threshold(self, weight: Tensor, tau: float, scales: Tensor | None) -> Tensor:
-        limit = _check_number("tau", tau)
+        limit = check_number("tau", tau)
         rings, _ = self.rings(weight)
         norms = self._group_norms(weight.detach())
         small = (norms if scales is None else scales[:, None] * norms) <= limit  # [C_out, groups]
@@ -132,7 +150,7 @@ class _Penalty:
         return weight.detach().masked_fill(by_tap, 0.0)
 
     def _checked_prox(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
-        size = _check_number("step", step)
+        size = check_number("step", step)
         self.rings(weight)
         if metric is not None:
             check_metric(metric, weight)
@@ -231,7 +249,7 @@ class KernelPenalty(_Penalty):
         return [0] * weight.shape[2:].numel(), 1
 
     def for_step(self, weight: Tensor) -> ops.StepPenalty | ops.LayerPenalty:
-        if self.power == 1:
+        if self.power == 1 or pattern_of(weight) is not None:
             return super().for_step(weight)
         self.rings(weight)
         return ops.LayerPenalty(functools.partial(self._shrink, scales=None))
@@ -369,7 +387,7 @@ def _balance(falling: Callable[[float], float], upper: float, tolerance: float) 
             excesses[1 - side] /= 2
 
 
-def _check_number(name: str, value: float) -> float:
+def check_number(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not (math.isfinite(value) and value >= 0):

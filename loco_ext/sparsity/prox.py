@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loco_ext import geometry, ops
+from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.checks import DTYPES
 from loco_ext.ops.ring_prox import check_metric as check_like
 
@@ -143,6 +144,8 @@ def check_convolution(name: str, weight: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense tensor, got layout {weight.layout}")
     if weight.dtype not in DTYPES:
         raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
+    if pattern_of(weight) is not None:
+        raise TypeError(f"{name}: expected a convolution's weight, got the blocks of a locally connected layer")
     if not 3 <= weight.dim() <= 5:
         raise ValueError(
             f"{name}: expected a convolution's weight of 3 to 5 dimensions, (C_out, C_in/groups, *kernel_size), "

@@ -1,0 +1,86 @@
+"""Convolutions as locally connected layers, and these as convolutions and as dense layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from loco_ext.geometry.conv import Ints
+from loco_ext.nn.embedding import embed, kernel_weight, project, weight_by_tap
+
+if TYPE_CHECKING:
+    from loco_ext.nn.locally_connected import LocallyConnectedNd
+
+    Layer = TypeVar("Layer", bound=LocallyConnectedNd)
+
+_PADDERS = {"zeros": "ZeroPad", "circular": "CircularPad", "reflect": "ReflectionPad", "replicate": "ReplicationPad"}
+
+
+@torch.no_grad()
+def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> Layer:
+    """See :meth:`LocallyConnected2d.from_conv`."""
+    conv_class = getattr(nn, f"Conv{layer_class.axes}d")
+    if not isinstance(conv, conv_class):
+        raise TypeError(f"conv: expected an nn.{conv_class.__name__}, got {type(conv).__name__}")
+    if isinstance(conv.weight, UninitializedParameter):
+        raise TypeError(f"conv: expected an initialised module, got a {type(conv).__name__} that has not run yet")
+    layer = nn.utils.skip_init(
+        layer_class,
+        *(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation),
+        *(conv.groups, conv.bias is not None, conv.padding_mode),
+        dtype=conv.weight.dtype,
+        device=conv.weight.device,
+        input_size=input_size,
+    )
+    layer.values.copy_(embed(weight_by_tap(conv.weight, conv.groups), layer.pattern))
+    layer.values.requires_grad_(conv.weight.requires_grad)
+    if conv.bias is not None:
+        layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(conv.bias.requires_grad)
+    return layer.train(conv.training)
+
+
+@torch.no_grad()
+def to_conv(layer: LocallyConnectedNd) -> nn.Module:
+    """See :meth:`LocallyConnected2d.to_conv`."""
+    values, bias, geometry = layer.values, layer.bias, layer.pattern.conv
+    assert geometry is not None
+    even = all(before == after for before, after in geometry.padding) or layer.padding == "same"
+    conv = getattr(nn, f"Conv{layer.axes}d")(
+        *(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding if even else 0),
+        *(layer.dilation, layer.groups, bias is not None, layer.padding_mode if even else "zeros"),
+        dtype=values.dtype,
+        device=values.device,
+    )
+    conv.weight.copy_(kernel_weight(project(values, layer.pattern), layer.kernel_size))
+    conv.weight.requires_grad_(values.requires_grad)
+    if bias is not None:
+        conv.bias.copy_(bias.mean(0, dtype=torch.float64)).requires_grad_(bias.requires_grad)
+    if even:
+        return conv.train(layer.training)
+    pads = tuple(pad for pair in reversed(geometry.padding) for pad in pair)
+    padder = getattr(nn, f"{_PADDERS[layer.padding_mode]}{layer.axes}d")(pads)
+    return nn.Sequential(padder, conv).train(layer.training)
+
+
+@torch.no_grad()
+def to_dense(layer: LocallyConnectedNd) -> nn.Linear:
+    """See :meth:`LocallyConnected2d.to_dense`."""
+    values, bias, pattern = layer.values, layer.bias, layer.pattern.to(layer.values.device)
+    _, groups, depth, width = values.shape
+    linear = nn.utils.skip_init(
+        nn.Linear,
+        *(layer.in_channels * pattern.n_in, layer.out_channels * pattern.n_out, bias is not None),
+        dtype=values.dtype,
+        device=values.device,
+    )
+    matrix = linear.weight.zero_().view(groups, width, pattern.n_out, groups, depth, pattern.n_in)
+    for group in range(groups):
+        part = matrix[group, :, :, group].permute(1, 3, 2, 0)  # [n_out, n_in, depth, width]
+        part[pattern.row_indices, pattern.col_indices] = values[:, group]
+    linear.weight.requires_grad_(values.requires_grad)
+    if bias is not None:
+        linear.bias.copy_(bias.t().flatten()).requires_grad_(bias.requires_grad)
+    return linear.train(layer.training)

@@ -1,0 +1,82 @@
+"""How far layers have gone from the convolutions that they could be."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.geometry import BlockPattern
+from loco_ext.nn.embedding import embed, project
+
+
+class Deviation(NamedTuple):
+    """Shares of a model's norm, from 0 to 1.
+
+    Attributes:
+        delta_locality: the norm of the blocks outside of the kernels' receptive fields over the norm of all parameters.
+        delta_sharing: the distance to the nearest convolutions, in all blocks and biases, over that norm. It is never
+            the smaller one, as the blocks outside of the receptive fields are part of the distance.
+
+    Example:
+        >>> from loco_ext import nn
+        >>> nn.Deviation(delta_locality=0.0, delta_sharing=0.5).delta_sharing
+        0.5
+    """
+
+    delta_locality: float
+    delta_sharing: float
+
+
+def deviation(model: nn.Module) -> Deviation:
+    """How far a model is from the network of convolutions nearest to it.
+
+    The parameters of all layers count in the norm. Those of other layers than locally connected ones, biases included,
+    count as local and shared; biases of locally connected layers count as local, and as shared as far as they are alike
+    at all output pixels. What a full layer has no pixels for, the zero padding, counts nowhere.
+
+    Args:
+        model: locally connected layers, or a model with some.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.3, for
+        delta_locality.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import nn
+        >>> layer = nn.LocallyConnected2d.from_conv(torch.nn.Conv2d(3, 4, 3, padding=1), input_size=(6, 6))
+        >>> nn.deviation(layer.grow(6))
+        Deviation(delta_locality=0.0, delta_sharing=0.0)
+        >>> layer.reset_parameters(like="linear")
+        >>> shares = nn.deviation(layer)
+        >>> round(shares.delta_locality, 1), round(shares.delta_sharing, 1)
+        (0.9, 1.0)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    total = sum(_square(parameter) for parameter in model.parameters())
+    layers = [module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)]
+    squares = [_squares(layer.values, layer.bias, layer.pattern) for layer in layers]  # type: ignore[arg-type]
+    off_local, unshared = (math.fsum(column) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0)
+    return Deviation(*(math.sqrt(part / total) if total else 0.0 for part in (off_local, unshared)))
+
+
+@torch.no_grad()
+def _squares(values: Tensor, bias: Tensor | None, pattern: BlockPattern) -> tuple[float, float]:
+    """Of the blocks outside of the receptive fields, and of the distance to the nearest convolution."""
+    by_block = torch.linalg.vector_norm(values, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
+    exact = torch.promote_types(values.dtype, torch.float32)
+    unshared = _square(embed(project(values, pattern).to(exact), pattern).sub_(values))
+    if bias is not None:
+        unshared += _square(bias.double() - bias.mean(0, dtype=torch.float64))
+    return by_block[~pattern.local_mask()].sum().item(), unshared
+
+
+def _square(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item() ** 2

@@ -1,0 +1,398 @@
+"""Convolutions whose weights are not shared: own blocks for each pair of an output pixel and an input pixel.
+
+Between a convolution and full connection (eFCN, section 3): a layer begins with a convolution's pairs of pixels, grows
+to full connection as far as wanted, and goes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from loco_ext import ops
+from loco_ext.geometry import BlockPattern
+from loco_ext.geometry.checks import check_count
+from loco_ext.geometry.conv import Ints, Padding
+from loco_ext.geometry.marks import mark_blocks
+from loco_ext.nn.choosing import blocks_to_keep
+from loco_ext.nn.conversions import from_conv, to_conv, to_dense
+from loco_ext.nn.deviations import Deviation, deviation
+from loco_ext.nn.resizing import loaded_pattern, replace, resize
+
+_INDICES = ("crow_indices", "col_indices")
+
+
+class LocallyConnectedNd(nn.Module):
+    """What the layers for 1, 2 and 3 axes share; see :class:`LocallyConnected2d`."""
+
+    axes: ClassVar[int]
+    pattern: BlockPattern
+    values: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Ints,
+        stride: Ints = 1,
+        padding: Padding = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        input_size: Ints,
+    ) -> None:
+        super().__init__()
+        self.groups = check_count("groups", groups, smallest=1)
+        self.in_channels = _check_channels("in_channels", in_channels, groups)
+        self.out_channels = _check_channels("out_channels", out_channels, groups)
+        size = (input_size,) * self.axes if isinstance(input_size, int) else input_size
+        if isinstance(size, Sequence) and len(size) != self.axes:
+            raise ValueError(f"input_size: expected {self.axes} sizes, one for each axis, got {input_size!r}")
+        pattern = BlockPattern.from_conv(size, kernel_size, stride, padding, dilation, padding_mode)
+        conv: Any = pattern.conv
+        self.input_size, self.output_size = conv.input_size, conv.output_size
+        self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
+        self.padding = padding if isinstance(padding, str) else _as_ints(conv.padding)
+        self.padding_mode = padding_mode
+        shape = (pattern.nnz, groups, in_channels // groups, out_channels // groups)
+        self.values = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty((pattern.n_out, out_channels), device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._set_pattern(pattern)
+        self.reset_parameters()
+
+    @property
+    def crow_indices(self) -> Tensor:
+        """Where each output pixel's blocks begin: int64 ``[n_out + 1]``, on the CPU."""
+        return self.pattern.to("cpu").crow_indices
+
+    @property
+    def col_indices(self) -> Tensor:
+        """The input pixel of each block: int64 ``[nnz]``, on the CPU."""
+        return self.pattern.to("cpu").col_indices
+
+    @torch.no_grad()
+    def reset_parameters(self, like: str = "conv") -> None:
+        """Draws all parameters anew.
+
+        Args:
+            like: ``"conv"``, as nn.Conv does: each output pixel has weights of its own, uniform between
+                ``+-1 / sqrt(n_taps * C_in / groups)``; where several of its taps read one pixel their weights add up,
+                and blocks outside of the receptive field become zero. ``"linear"``, as nn.Linear does: all blocks
+                of a grown layer alike, with the number of inputs that an output pixel has blocks for in the root.
+
+        Raises:
+            ValueError: an unknown ``like``.
+        """
+        depth = self.in_channels // self.groups
+        if like == "conv":
+            bound = 1 / math.sqrt(depth * math.prod(self.kernel_size))
+            block = self.pattern.taps.block.to(self.values.device)
+            draws = self.values.new_empty((len(block), *self.values.shape[1:])).uniform_(-bound, bound)
+            self.values.zero_().index_add_(0, block, draws)
+            if self.bias is not None:
+                self.bias.uniform_(-bound, bound)
+        elif like == "linear":
+            pattern, device = self.pattern.to("cpu"), self.values.device
+            bounds = (pattern.crow_indices.diff().clamp(min=1) * depth).rsqrt().to(device, self.values.dtype)
+            self.values.uniform_(-1, 1).mul_(bounds[pattern.row_indices.to(device)].view(-1, 1, 1, 1))
+            if self.bias is not None:
+                self.bias.uniform_(-1, 1).mul_(bounds.view(-1, 1))
+        else:
+            raise ValueError(f"like: expected 'conv' or 'linear', got {like!r}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``, without N where x has none.
+
+        Where the channels of each pixel lie side by side, as in ``channels_last``, they do so in the output, and no
+        activations are copied. Else the output is contiguous: x and the output are converted once in each pass.
+
+        Raises:
+            TypeError: x is not a tensor, or has another dtype or device than the layer.
+            ValueError: x has another shape; the layer is for one input size alone.
+        """
+        self._check_input(x)
+        batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
+        if pattern.crow_indices.device != x.device:
+            pattern = pattern.to(x.device)
+        y = ops.block_sparse_matmul(batch.flatten(2).transpose(1, 2), self.values, pattern, self.bias)
+        y = y.transpose(1, 2).unflatten(2, self.output_size)
+        if not _channels_adjacent(batch):
+            y = y.contiguous()
+        return y if x.dim() == self.axes + 2 else y.squeeze(0)
+
+    @classmethod
+    def from_conv(cls, conv: nn.Module, input_size: Ints) -> Self:
+        """The layer that computes what a convolution does, each position with weights of its own.
+
+        Args:
+            conv: an nn.Conv module of as many axes, of any geometry. Its dtype, device, training mode and which
+                parameters require gradients are the layer's.
+            input_size: of the images, without channels.
+
+        Raises:
+            TypeError: another module, or one that has not run yet.
+            ValueError: what the convolution itself refuses on such an image.
+        """
+        return from_conv(cls, conv, input_size)
+
+    def to_conv(self) -> nn.Module:
+        """The convolution nearest to this layer: its orthogonal projection, the way back from :meth:`from_conv`.
+
+        Each tap's weights are the means of its blocks over positions, and the biases those over output pixels. Where
+        taps share blocks, on small images that wrap, reflect or are replicated, they are the least squares solution.
+        Blocks outside of the receptive fields are lost; see :func:`loco_ext.nn.deviation` for how much that is.
+
+        Returns:
+            An nn.Conv module; where the padding before and after differs, an nn.Sequential of a padding and that.
+        """
+        return to_conv(self)
+
+    def to_dense(self) -> nn.Linear:
+        """The same as an nn.Linear, zeros included: ``linear(x.flatten(1)).view(layer(x).shape)`` is ``layer(x)``.
+
+        Its weight takes ``C_out * n_out * C_in * n_in`` numbers, 17 GB in float32 for 64 channels of 32x32 pixels.
+        """
+        return to_dense(self)
+
+    def grow(self, radius: int, optimizer: Optimizer | None = None) -> Self:
+        """Gives each output pixel blocks for the input pixels at most ``radius`` around those that it has.
+
+        The new blocks are zero and the output unchanged, bit for bit. ``radius`` as large as the image connects all
+        pixels. The change is made in place, between two steps of a training: ``values`` stays the same object, with
+        more blocks; its gradient goes. torch.compile compiles anew; what holds its size, such as
+        DistributedDataParallel or an averaged model, is to be made anew.
+
+        Args:
+            radius: input pixels, at least 0.
+            optimizer: the one that steps ``values``. Its states of ``values`` get zeros in the new places; without
+                it, an optimizer that keeps states fails in its next step.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            TypeError: ``radius`` is not an int; no optimizer, or one with states of other shapes than ``values``; a
+                ``values`` that is sharded.
+            ValueError: a negative ``radius``, or an optimizer that does not step ``values``.
+        """
+        pattern, places = self.pattern.grow(radius)
+        places, shape = places.to(self.values.device), (pattern.nnz, *self.values.shape[1:])
+        resize(self.values, lambda old: old.new_zeros(shape).index_copy_(0, places, old), optimizer)
+        self._set_pattern(pattern)
+        return self
+
+    def prune(
+        self,
+        keep: Tensor | None = None,
+        *,
+        threshold: float | None = None,
+        radius: int | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> Self:
+        """Takes blocks away, by one of three arguments; in place, as :meth:`grow`.
+
+        Args:
+            keep: bool ``[nnz]``: which blocks stay.
+            threshold: blocks go whose norm is not above this; at 0, the blocks of zeros.
+            radius: blocks go that are farther than so many pixels outside of their receptive field; at 0, all that
+                :meth:`grow` has given.
+            optimizer: as for :meth:`grow`; its states lose the same blocks.
+
+        Returns:
+            The layer itself.
+
+        Raises:
+            TypeError: not exactly one of the three, a wrong type, or as :meth:`grow`.
+            ValueError: a wrong shape, a negative number, or as :meth:`grow`.
+        """
+        mask = blocks_to_keep(self.values, self.pattern, keep, threshold, radius)
+        pattern, kept = self.pattern.prune(mask)
+        kept = kept.to(self.values.device)
+        resize(self.values, lambda old: old[kept], optimizer)
+        self._set_pattern(pattern)
+        return self
+
+    def deviation(self) -> Deviation:
+        """How far the layer is from a convolution: :func:`loco_ext.nn.deviation` of it alone."""
+        return deviation(self)
+
+    def extra_repr(self) -> str:
+        """As nn.Conv's, with the input size and the number of blocks."""
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        if isinstance(self.padding, str) or self.padding != (0,) * self.axes:
+            parts.append(f"padding={self.padding!r}")
+        if self.dilation != (1,) * self.axes:
+            parts.append(f"dilation={self.dilation}")
+        if self.groups != 1:
+            parts.append(f"groups={self.groups}")
+        if self.bias is None:
+            parts.append("bias=False")
+        if self.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.padding_mode!r}")
+        return ", ".join([*parts, f"input_size={self.input_size}", f"blocks={self.pattern.nnz}"])
+
+    def _set_pattern(self, pattern: BlockPattern) -> None:
+        """Takes another pattern, which is where the values are, and ready to be traced by torch.compile."""
+        device = self.values.device
+        self.pattern = pattern if device.type == "meta" else pattern.to(device)
+        self.pattern.transpose()
+        mark_blocks(self.values, self.pattern)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._set_pattern(self.pattern)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_pattern(self.pattern)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in _INDICES:  # copies: who loads into them must not change the pattern
+            destination[prefix + name] = getattr(self, name).clone()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A layer of the same geometry takes over the blocks of one that was grown or pruned."""
+        names = [prefix + name for name in _INDICES]
+        missing_keys.extend(name for name in names if name not in state_dict)
+        try:
+            crow, col, values = map(state_dict.get, (*names, prefix + "values"))
+            pattern = loaded_pattern(self.pattern, self.values.shape[1:], crow, col, values)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
+            return
+        if pattern is not self.pattern:
+            replace(self.values, self.values.detach().new_empty((pattern.nnz, *self.values.shape[1:])))
+            self._set_pattern(pattern)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        unexpected_keys[:] = [name for name in unexpected_keys if name not in names]
+        self._set_pattern(self.pattern)
+
+    def _check_input(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+        shape = (self.in_channels, *self.input_size)
+        if x.shape[-len(shape) :] != shape or x.dim() > len(shape) + 1:
+            sizes = ", ".join(map(str, shape))
+            raise ValueError(
+                f"x: expected shape (N, {sizes}) or ({sizes}), as in_channels and input_size of the layer have it, got "
+                f"{tuple(x.shape)}"
+            )
+
+
+class LocallyConnected1d(LocallyConnectedNd):
+    """nn.Conv1d without the sharing of weights; see :class:`LocallyConnected2d`.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import nn
+        >>> layer = nn.LocallyConnected1d(2, 4, kernel_size=3, padding="same", input_size=10)
+        >>> layer(torch.randn(5, 2, 10)).shape
+        torch.Size([5, 4, 10])
+    """
+
+    axes = 1
+
+
+class LocallyConnected2d(LocallyConnectedNd):
+    """nn.Conv2d without the sharing of weights: each output pixel has a kernel of its own (eFCN, section 3).
+
+    In place of zero padding there are no weights. :meth:`grow` relaxes the locality as well, up to full connection, and
+    :meth:`to_conv` goes back. The state dict has the pattern beside ``values``, as ``crow_indices`` and
+    ``col_indices``: a layer of the same geometry that loads it takes over the blocks, grown and pruned ones too.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, dilation, groups, bias, padding_mode, device, dtype: as
+            nn.Conv2d's.
+        padding: as nn.Conv2d's, or for an axis a pair ``(before, after)`` in place of an int.
+        input_size: height and width of all images that the layer can take, or an int for both.
+
+    Attributes:
+        values: parameter ``[nnz, groups, C_in / groups, C_out / groups]``, a block for each pair of the pattern.
+        bias: parameter ``[n_out, C_out]``, or None.
+        pattern: :class:`loco_ext.geometry.BlockPattern`, which output pixel has blocks for which input pixels.
+        output_size: height and width of the outputs.
+
+    Raises:
+        TypeError, ValueError: as :class:`loco_ext.geometry.ConvGeometry`; channels below 1 or that ``groups`` does not
+            divide.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 3.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import nn
+        >>> conv = torch.nn.Conv2d(3, 8, 3, padding=1)
+        >>> layer = nn.LocallyConnected2d.from_conv(conv, input_size=(6, 6))
+        >>> layer
+        LocallyConnected2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), input_size=(6, 6), blocks=256)
+        >>> x = torch.randn(2, 3, 6, 6)
+        >>> torch.allclose(layer(x), conv(x), atol=1e-5)
+        True
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> layer(x).square().sum().backward()
+        >>> optimizer.step()
+        >>> layer.grow(6, optimizer).values.shape
+        torch.Size([1296, 1, 3, 8])
+        >>> layer.to_conv()
+        Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """
+
+    axes = 2
+
+
+class LocallyConnected3d(LocallyConnectedNd):
+    """nn.Conv3d without the sharing of weights; see :class:`LocallyConnected2d`.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import nn
+        >>> layer = nn.LocallyConnected3d(2, 4, kernel_size=3, stride=2, input_size=(5, 5, 7))
+        >>> layer(torch.randn(3, 2, 5, 5, 7)).shape
+        torch.Size([3, 4, 2, 2, 3])
+    """
+
+    axes = 3
+
+
+def _check_channels(name: str, channels: int, groups: int) -> int:
+    if check_count(name, channels, smallest=1) % groups:
+        raise ValueError(f"{name}: expected a multiple of groups, {groups}, got {channels}")
+    return int(channels)
+
+
+def _as_ints(pads: tuple[tuple[int, int], ...]) -> tuple[int | tuple[int, int], ...]:
+    """Padding as nn.Conv has it, where both sides of each axis are alike."""
+    even = all(before == after for before, after in pads)
+    return tuple(before for before, _ in pads) if even else pads
+
+
+def _channels_adjacent(x: Tensor) -> bool:
+    """Whether the channels of each pixel lie side by side and pixels apart, in a batch of any number of axes."""
+    return x.stride(1) == 1 and x.stride(-1) >= x.shape[1]

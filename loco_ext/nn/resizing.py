@@ -1,0 +1,84 @@
+"""Changing the number of a parameter's blocks while it trains, with the states that an optimizer keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from loco_ext.geometry import BlockPattern
+
+
+@torch.no_grad()
+def resize(values: nn.Parameter, move: Callable[[Tensor], Tensor], optimizer: Optimizer | None) -> None:
+    """Replaces the blocks of ``values``, and of each state of its size, by those that ``move`` makes of them.
+
+    The parameter stays the same object, so that optimizers, schedulers and whoever else refers to it go on with it. Its
+    gradient goes; a backward that was still to come through the old blocks is an error.
+
+    Raises:
+        TypeError: ``values`` is not an ordinary parameter; no optimizer; one with a state of another size.
+        ValueError: an optimizer that does not have ``values``.
+    """
+    if type(values) is not nn.Parameter:
+        raise TypeError(f"values: expected an ordinary parameter, got {type(values).__name__}")
+    moved = {name: move(tensor) for name, tensor in _block_states(values, optimizer).items()}
+    replace(values, move(values.detach()))
+    if optimizer is not None and moved:
+        optimizer.state[values].update(moved)
+
+
+def replace(values: nn.Parameter, new: Tensor) -> None:
+    """Gives the parameter other blocks, of any number."""
+    values.grad = None
+    # Graphs that are still alive hold the node that sums the parameter's gradients, with the old shape; a change of the
+    # dtype is what makes a parameter part with it.
+    values.data = new.new_empty(0, dtype=torch.float32 if new.dtype == torch.float64 else torch.float64)
+    values.data = new
+    torch.autograd.graph.increment_version(values)
+
+
+def loaded_pattern(
+    present: BlockPattern, shape: torch.Size, crow: Tensor | None, col: Tensor | None, values: Tensor | None
+) -> BlockPattern:
+    """The pattern of a state dict, of the same convolution; ``present`` itself where they are alike, or there is none.
+
+    ``shape`` is that of a block.
+
+    Raises:
+        TypeError, ValueError: indices of no pattern between these pixels, or ``values`` that do not belong to it.
+    """
+    if crow is None or col is None:
+        return present
+    home = present.to("cpu")
+    if isinstance(crow, Tensor) and crow.shape != home.crow_indices.shape:
+        raise ValueError(f"crow_indices: expected {home.n_out + 1}, as in the layer, got shape {tuple(crow.shape)}")
+    loaded = BlockPattern(crow, col, home.n_in, home.conv)
+    if values is None or values.shape != (loaded.nnz, *shape):
+        got = "none" if values is None else f"shape {tuple(values.shape)}"
+        raise ValueError(
+            f"values: expected {loaded.nnz} blocks, as the indices say, of shape {tuple(shape)}, got {got}"
+        )
+    same = torch.equal(loaded.crow_indices, home.crow_indices) and torch.equal(loaded.col_indices, home.col_indices)
+    return present if same else loaded
+
+
+def _block_states(values: nn.Parameter, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """The states that have an element for each of the parameter's; others are numbers, such as a count of steps."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected None or a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not any(values is param for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError("optimizer: expected the one that steps this layer's values, which are not among its groups")
+    states = optimizer.state.get(values, {})
+    tensors = {name: state for name, state in states.items() if isinstance(state, Tensor) and state.dim() > 0}
+    for name, state in tensors.items():
+        if state.shape != values.shape:
+            raise TypeError(
+                f"optimizer: expected states of the shape of values, {tuple(values.shape)}, or single numbers, got "
+                f"{name} of shape {tuple(state.shape)}"
+            )
+    return tensors

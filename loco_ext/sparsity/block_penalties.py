@@ -1,0 +1,143 @@
+"""Penalties on the blocks of locally connected layers.
+
+A *kernel* is there what one unit has, an output channel at one output pixel: its weights in all blocks of that pixel.
+Its rings are those of :func:`loco_ext.geometry.block_rings`: first what growth has added last, then the convolution's
+own. For norms and prox the blocks are brought into the order that the operators of convolution weights take, kernel by
+kernel, a ring's blocks side by side; a pixel with fewer of them than others has zeros there, which change neither.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loco_ext import geometry
+from loco_ext.geometry import BlockPattern
+from loco_ext.sparsity.penalties import WEIGHTINGS, GroupPenalty, KernelPenalty, RingPenalty, check_number
+from loco_ext.sparsity.prox import check_metric
+
+
+class UnitKernels:
+    """Blocks as kernels, one for each output unit, and back.
+
+    Args:
+        rings: of each block, int64 ``[nnz]``.
+        pattern, shape: of the blocks ``[nnz, groups, C_in / groups, C_out / groups]``.
+
+    Attributes:
+        rings: of each tap of the kernels.
+        count: of rings.
+        sizes: weights in each group of each kernel, float64 ``(kernels, count)``.
+    """
+
+    def __init__(self, rings: Tensor, pattern: BlockPattern, shape: torch.Size) -> None:
+        pattern = pattern.to("cpu")
+        self.shape, self.n_out = shape, pattern.n_out
+        self.count = int(rings.max()) + 1 if len(rings) else 1
+        self.cells = cells = pattern.row_indices * self.count + rings  # of a table of pixels and rings
+        held = cells.bincount(minlength=self.n_out * self.count).view(self.n_out, self.count)
+        columns = held.amax(0)  # of each ring
+        self.rings = torch.arange(self.count).repeat_interleave(columns).tolist()
+        self.taps = len(self.rings)
+        order, starts = cells.argsort(stable=True), held.flatten().cumsum(0) - held.flatten()
+        nth = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)) - starts[cells[order]])
+        self.place = pattern.row_indices * self.taps + (columns.cumsum(0) - columns)[rings] + nth
+        sizes = held.cumsum(1).double() * shape[2]
+        self.sizes = sizes.repeat_interleave(shape[1] * shape[3], 0)
+
+    def kernels(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """``(n_out * C_out, C_in / groups, taps)``, differentiable; ``fill`` where there is no block."""
+        _, groups, depth, width = self.shape
+        table = values.new_full((self.n_out * self.taps, groups, depth, width), fill)
+        table = table.index_copy(0, self.place.to(values.device), values)
+        table = table.view(self.n_out, self.taps, groups, depth, width)
+        return table.permute(0, 2, 4, 3, 1).reshape(self.n_out * groups * width, depth, self.taps)
+
+    def ring_norms(self, values: Tensor) -> Tensor:
+        """Euclidean norm of each ring of each kernel: float64 ``(n_out * C_out, 1, count)``."""
+        _, groups, _, width = self.shape
+        squares = values.square().sum(2).double()  # a norm along this axis would take several times as long
+        table = squares.new_zeros(self.n_out * self.count, groups, width)
+        table.index_add_(0, self.cells.to(values.device), squares)
+        return table.sqrt_().view(self.n_out, self.count, -1).transpose(1, 2).reshape(-1, 1, self.count)
+
+    def by_ring(self, factors: Tensor) -> Tensor:
+        """From a number for each ring, of the same shape, to one for each block and output channel."""
+        _, groups, _, width = self.shape
+        table = factors.view(self.n_out, -1, self.count).transpose(1, 2).reshape(-1, groups, 1, width)
+        return table[self.cells.to(factors.device)]
+
+    def values(self, kernels: Tensor) -> Tensor:
+        """The way back."""
+        _, groups, depth, width = self.shape
+        table = kernels.view(self.n_out, groups, width, depth, self.taps).permute(0, 4, 1, 3, 2)
+        return table.reshape(-1, groups, depth, width)[self.place.to(kernels.device)]
+
+
+class BlockPenalty:
+    """A penalty as it is for the blocks of one pattern; its methods take these.
+
+    Args:
+        penalty: for convolutions. pattern, shape: as for :class:`UnitKernels`.
+    """
+
+    def __init__(self, penalty: GroupPenalty, pattern: BlockPattern, shape: torch.Size) -> None:
+        rings = torch.zeros(pattern.nnz, dtype=torch.int64)
+        if isinstance(penalty, RingPenalty):
+            rings = geometry.block_rings(pattern, penalty.kind, penalty.first)
+        self.units = UnitKernels(rings, pattern, shape)
+        self.penalty = _of_units(penalty, self.units, self.units.rings)
+        self.of_norms = _of_units(penalty, self.units, list(range(self.units.count)))
+
+    def value(self, values: Tensor) -> Tensor:
+        return self.penalty._value(self.units.kernels(values), None)
+
+    def prox(self, values: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
+        if metric is not None:
+            check_metric(metric, values)
+        return self.shrink(values.detach(), check_number("step", step), metric)
+
+    def threshold(self, values: Tensor, tau: float) -> Tensor:
+        return self.units.values(self.penalty._threshold(self.units.kernels(values.detach()), tau, None))
+
+    def shrink(self, values: Tensor, step: float, metric: Tensor | None) -> Tensor:
+        """The prox, without checks."""
+        if values.numel() == 0:
+            return values
+        if metric is None and self.penalty.norm == "l2":
+            # All weights of a ring shrink by one factor, which depends on norms alone.
+            norms = self.units.ring_norms(values.to(torch.promote_types(values.dtype, torch.float32)))
+            if norms.isfinite().all():
+                factors = torch.where(norms > 0, self.of_norms._shrink(norms, step, None, None) / norms, 1.0)
+                return values * self.units.by_ring(factors.to(values.dtype))
+        by_unit = None if metric is None else self.units.kernels(metric, 1.0)
+        return self.units.values(self.penalty._shrink(self.units.kernels(values), step, by_unit, None))
+
+
+class _OfUnits:
+    """In front of a penalty's class: rings and groups are those of units, whose kernels its methods take."""
+
+    units: UnitKernels
+    by_tap: list[int]
+    weighting: str
+
+    def rings(self, weight: Tensor) -> tuple[list[int], int]:
+        return self.by_tap, self.units.count
+
+    def group_weights(self, weight: Tensor) -> Tensor:
+        return self.units.sizes.clamp(min=1) ** WEIGHTINGS[self.weighting]  # groups without a weight have norm 0
+
+
+class _UnitRings(_OfUnits, RingPenalty):
+    pass
+
+
+class _WholeUnits(_OfUnits, KernelPenalty):
+    pass
+
+
+def _of_units(penalty: GroupPenalty, units: UnitKernels, rings: list[int]) -> GroupPenalty:
+    """``rings``: of each tap of the kernels that its methods are given."""
+    chosen: GroupPenalty = object.__new__(_UnitRings if isinstance(penalty, RingPenalty) else _WholeUnits)
+    vars(chosen).update(vars(penalty), units=units, by_tap=rings)
+    return chosen

@@ -1,0 +1,138 @@
+"""Decay by distance of locally connected layers, from the convolution to full connection."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from loco_ext import geometry, optim
+from loco_ext.nn import LocallyConnected1d, LocallyConnected2d
+
+LOCALITY = (0.5, 2.0)
+PATHS = {"kernels": {}, "reference": {"fused": False}, "torch": {"foreach": True}}
+
+
+def make_model():
+    return nn.Sequential(
+        LocallyConnected2d(2, 3, 3, padding=1, input_size=(5, 4), dtype=torch.float64),
+        LocallyConnected2d(3, 3, (3, 5), padding=(1, 2), groups=3, input_size=(5, 4), dtype=torch.float64),
+        nn.Conv2d(3, 2, 3, dtype=torch.float64),
+    )
+
+
+def decays(optimizer, parameter):
+    """Of a step without a gradient: what each block has lost, of what it had."""
+    before = parameter.detach().clone()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return 1 - (parameter.detach() / before)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_blocks_decay_by_their_distance_after_growth_and_pruning_too(name, path):
+    model = make_model()
+    optimizer = getattr(optim, name)(
+        optim.parameter_groups(model, 0.1, LOCALITY, per_layer={"1": (2.0, 1.0)}), lr=1.0, **PATHS[path]
+    )
+    for change in (
+        None,
+        lambda layer: layer.grow(4, optimizer),
+        lambda layer: layer.prune(radius=1, optimizer=optimizer),
+    ):
+        for layer, factors in zip(model[:2], (LOCALITY, (2.0, 1.0)), strict=True):
+            if change is not None:
+                change(layer)
+            nn.init.ones_(layer.values)
+            map_ = geometry.block_decay_map(layer.pattern, factors)
+            expected = 0.1 * map_.view(-1, 1, 1, 1).expand_as(layer.values)
+            assert map_.std() > 0.1
+            for _ in range(2):  # the second step repeats the first
+                torch.testing.assert_close(decays(optimizer, layer.values), expected)
+            assert decays(optimizer, layer.bias).count_nonzero() == 0
+
+
+def test_adam_adds_the_decay_to_the_gradient():
+    model = make_model()
+    other = copy.deepcopy(model)
+    ours = optim.Adam(optim.parameter_groups(model, 0.1, LOCALITY), lr=0.01)
+    theirs = torch.optim.Adam(other.parameters(), lr=0.01)
+    for _ in range(3):
+        for ours_p, theirs_p in zip(model.parameters(), other.parameters(), strict=True):
+            ours_p.grad = torch.randn_like(ours_p)
+            theirs_p.grad = ours_p.grad.clone()
+        for layer in other[:2]:
+            map_ = geometry.block_decay_map(layer.pattern, LOCALITY).view(-1, 1, 1, 1)
+            layer.values.grad += 0.1 * map_ * layer.values.detach()
+        weight = other[2].weight
+        weight.grad += 0.1 * geometry.decay_map((3, 3), LOCALITY) * weight.detach()
+        ours.step()
+        theirs.step()
+    for ours_p, theirs_p in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours_p, theirs_p)
+
+
+def test_a_layer_without_growth_decays_inside_as_its_convolution_does():
+    """Away from the border all proportions are the kernel's."""
+    layer = LocallyConnected2d(1, 1, 3, input_size=6, dtype=torch.float64)  # no padding: no border
+    conv = nn.Conv2d(1, 1, 3, dtype=torch.float64)
+    results = []
+    for module, parameter in ((layer, layer.values), (conv, conv.weight)):
+        nn.init.ones_(parameter)
+        optimizer = optim.SGD(optim.parameter_groups(module, 0.1, LOCALITY), lr=1.0)
+        results.append(decays(optimizer, parameter).flatten())
+    torch.testing.assert_close(results[0].view(16, 9), results[1].expand(16, 9))
+
+
+@pytest.mark.parametrize("channels", [(3, 5), (1, 1), (20, 3)])
+def test_bare_parameters_have_their_map_too_and_never_that_of_a_kernel(channels):
+    """A block of 3 by 5 channels has the shape of a kernel."""
+    layer = LocallyConnected1d(*channels, 3, padding=1, input_size=7, dtype=torch.float64)
+    nn.init.ones_(layer.values)
+    map_ = geometry.block_decay_map(layer.pattern, LOCALITY).view(-1, 1, 1, 1)
+    for model in (layer, copy.deepcopy(layer)):
+        optimizer = optim.SGD(model.parameters(), 1.0, weight_decay=0.1, locality=LOCALITY)
+        torch.testing.assert_close(decays(optimizer, model.values), (0.1 * map_).expand_as(model.values))
+
+
+def test_a_checkpoint_of_the_optimizer_brings_the_locality_back():
+    model = make_model()
+    saved = optim.SGD(optim.parameter_groups(model, 0.1, LOCALITY), lr=1.0)
+    other = make_model()
+    loaded = optim.SGD(optim.parameter_groups(other, 0.3), lr=1.0)
+    other[0].grow(1)
+    loaded.load_state_dict(saved.state_dict())
+    nn.init.ones_(other[0].values)
+    map_ = geometry.block_decay_map(other[0].pattern, LOCALITY).view(-1, 1, 1, 1)
+    torch.testing.assert_close(decays(loaded, other[0].values), (0.1 * map_).expand_as(other[0].values))
+
+
+def test_groups_hold_each_parameter_once_where_it_belongs():
+    model = make_model()
+    groups = optim.parameter_groups(model, 0.1, LOCALITY, per_layer={"1": None})
+    assert [id(p) for p in groups[0]["params"]] == [id(model[0].values), id(model[1].values), id(model[2].weight)]
+    assert groups[0]["locality"] == [LOCALITY, None, LOCALITY]
+    assert [id(p) for p in groups[1]["params"]] == [id(layer.bias) for layer in model]
+    assert groups[1]["weight_decay"] == 0
+
+
+def test_even_kernels_stay_uniform_with_a_warning():
+    layer = LocallyConnected1d(1, 1, 4, input_size=7, dtype=torch.float64)
+    nn.init.ones_(layer.values)
+    with pytest.warns(UserWarning, match="kernels of an even size have no centre tap"):
+        optimizer = optim.SGD(optim.parameter_groups(layer, 0.1, LOCALITY), lr=1.0)
+    torch.testing.assert_close(decays(optimizer, layer.values), torch.full_like(layer.values, 0.1).detach())
+
+
+def test_factors_for_other_classes_than_the_blocks_have_are_refused():
+    layer = LocallyConnected1d(1, 1, 3, input_size=7)
+    factors = (0.5, 1.0, 2.0)
+    with pytest.raises(
+        ValueError, match=r"one factor for each of the 2 distance classes of the blocks of BlockPattern"
+    ):
+        optim.SGD(optim.parameter_groups(layer, 0.1, factors), lr=1.0)
+    layer.grow(1)
+    optim.SGD(optim.parameter_groups(layer, 0.1, factors), lr=1.0)
