@@ -23,12 +23,6 @@ class Call:
     module: Any
     input_size: tuple[int, ...]
 
-    @property
-    def device(self) -> torch.device:
-        device = self.module.weight.device
-        assert isinstance(device, torch.device)
-        return device
-
 
 def find_convolutions(
     model: nn.Module, example_inputs: Tensor | Sequence[Any], layers: Sequence[str] | None
@@ -73,7 +67,9 @@ def _inputs(example_inputs: object) -> tuple[Any, ...]:
 
 def _chosen(model: nn.Module, layers: object) -> dict[str, nn.Module]:
     """The convolutions by name, without duplicates."""
-    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, _ConvNd)}
+    convolutions: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, _ConvNd)
+    }
     if layers is None:
         return convolutions
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not all(isinstance(x, str) for x in layers):
@@ -126,9 +122,8 @@ def _trace(root: nn.Module) -> fx.GraphModule:
     try:
         return fx.GraphModule(whole, _Tracer().trace(whole))
     except Exception as error:  # whatever the model's own code raises when it is given proxies
-        text = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"model: expected one that torch.fx can trace, got {type(error).__name__} in {type(root).__name__}: {text}"
+            f"model: expected one that torch.fx can trace, got in {type(root).__name__} {_first_line(error)}"
         ) from error
 
 
@@ -172,6 +167,10 @@ def _check_functions(graph: fx.GraphModule) -> None:
             raise ValueError(
                 f"model: expected convolutions that are modules, got {node.target.__name__} called by {_text(owner)}"
             )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _text(name: str) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from loco_ext.geometry import ConvGeometry, values_bytes
 from loco_ext.nn.convolutions import Call, find_convolutions
-from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
+from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d, LocallyConnectedNd
 from loco_ext.nn.memory import free_memory
 
-_LAYERS = {nn.Conv1d: LocallyConnected1d, nn.Conv2d: LocallyConnected2d, nn.Conv3d: LocallyConnected3d}
+_LAYERS: dict[type[nn.Module], Any] = {
+    nn.Conv1d: LocallyConnected1d,
+    nn.Conv2d: LocallyConnected2d,
+    nn.Conv3d: LocallyConnected3d,
+}
+_SHOWN = 8  # layers in a refusal
 
 
 def to_efcn(
@@ -76,9 +79,7 @@ def to_efcn(
                 f"a {type(call.module).__name__}"
             )
     geometries = {name: _geometry(call) for name, call in calls.items()}
-    _check_memory(
-        _forecast(calls, geometries, relax), next((call.device for call in calls.values()), None), memory_limit
-    )
+    _check_memory(_forecast(calls, geometries, relax), calls, memory_limit)
     result = copy.deepcopy(model)
     for name, geometry in geometries.items():
         conv = result.get_submodule(name)
@@ -117,7 +118,7 @@ def _radius(geometry: ConvGeometry, relax: str | int) -> int:
 
 
 def _relaxed(conv: nn.Module, geometry: ConvGeometry, relax: str | int) -> nn.Module:
-    layer = _LAYERS[type(conv)].from_conv(conv, geometry.input_size)
+    layer: LocallyConnectedNd = _LAYERS[type(conv)].from_conv(conv, geometry.input_size)
     radius = _radius(geometry, relax)
     return layer.grow(radius) if radius else layer
 
@@ -127,18 +128,8 @@ def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-@dataclass(frozen=True)
-class _Forecast:
-    """Bytes of each layer's weights and biases, by name."""
-
-    layers: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.layers.values())
-
-
-def _forecast(calls: dict[str, Call], geometries: dict[str, ConvGeometry], relax: str | int) -> _Forecast:
+def _forecast(calls: dict[str, Call], geometries: dict[str, ConvGeometry], relax: str | int) -> dict[str, int]:
+    """Bytes of each layer's weights and biases."""
     layers = {}
     for name, geometry in geometries.items():
         conv = calls[name].module
@@ -146,20 +137,21 @@ def _forecast(calls: dict[str, Call], geometries: dict[str, ConvGeometry], relax
         values = values_bytes(blocks, conv.in_channels, conv.out_channels, conv.groups, conv.weight.dtype)
         bias = 0 if conv.bias is None else geometry.n_out * conv.out_channels * conv.bias.element_size()
         layers[name] = values + bias
-    return _Forecast(layers)
+    return layers
 
 
-def _check_memory(forecast: _Forecast, device: torch.device | None, limit: int | None) -> None:
+def _check_memory(forecast: dict[str, int], calls: dict[str, Call], limit: int | None) -> None:
+    total = sum(forecast.values())
     if limit is None:
-        free = None if device is None else free_memory(device)
-        limit = None if free is None else free // 2
-    if limit is None or forecast.total <= limit:
+        free = [free_memory(device) for device in {call.module.weight.device for call in calls.values()}]
+        limit = min((size // 2 for size in free if size is not None), default=total)
+    if total <= limit:
         return
-    largest = sorted(forecast.layers.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {_text(size)}" for name, size in largest[:8])
-    more = f" and {len(largest) - 8} more" if len(largest) > 8 else ""
+    largest = sorted(forecast.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name or 'the model'} {_text(size)}" for name, size in largest[:_SHOWN])
+    more = f" and {len(largest) - _SHOWN} more" if len(largest) > _SHOWN else ""
     raise MemoryError(
-        f"relax: expected layers of at most {_text(limit)} in all, got {_text(forecast.total)}: {shown}{more}; "
+        f"relax: expected layers of at most {_text(limit)} in all, got {_text(total)}: {shown}{more}; "
         "choose fewer of them by layers, a smaller relax, or another memory_limit"
     )
 
