@@ -57,10 +57,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
-        help="train a small network with ordinary and with locality-promoting weight decay, and make it smaller",
+        help="train a small network with ordinary and with locality-promoting weight decay, make it smaller, lift it",
         description="Trains the same small network twice on handwritten digits, with ordinary and with "
         "locality-promoting weight decay, and shows where in the kernels the weights end up. Then trains the second on "
-        "with a penalty that chooses kernels and their sizes, and makes the smaller network of it. Takes a minute.",
+        "with a penalty that chooses kernels and their sizes, makes the smaller network of it, and trains it on with "
+        "weights of their own for all positions. Takes a minute.",
     )
     demo.add_argument(
         "--out", type=Path, default="runs", help="folder for metrics, figure and checkpoints (default: %(default)s)"
@@ -236,7 +237,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 def _demo(arguments: argparse.Namespace) -> None:
     try:
-        from loco_ext.experiments import demo, report, shrinking
+        from loco_ext.experiments import demo, lifting, report, shrinking
     except ModuleNotFoundError as error:
         raise UserError(str(error)) from error
 
@@ -251,6 +252,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     else:
         report.print_tables(results.networks)
         shrinking.print_table(results.shrunk)
+        lifting.print_table(results.lifted)
         print(f"Metrics, figure and checkpoints are in {arguments.out}")
 
 

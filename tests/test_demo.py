@@ -67,6 +67,14 @@ def test_json(finished):
         assert network["accuracy_by_epoch"][-1] == network["accuracy"] > 0.2  # chance is 0.1
 
 
+def test_lifting_changes_no_output_and_training_on_leaves_the_convolutions(finished):
+    record = json.loads(finished[1])
+    lifted = record["lifted"]
+    assert lifted["accuracy_lifted"] == lifted["accuracy_before"] == record["networks"][1]["accuracy"]
+    assert 0 < lifted["deviation"]["delta_locality"] <= lifted["deviation"]["delta_sharing"] < 0.1
+    assert lifted["parameters_after"] > 10 * lifted["parameters_before"]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_checkpoint_gives_the_reported_numbers(finished, number):
     out, stdout = finished
@@ -90,7 +98,7 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
 
 
 def test_locality_moves_weight_from_the_corners_to_the_centre(tmp_path):
-    networks, _ = demo.run(demo.Settings(seed=0, device="cpu", epochs=5, weight_decay=0.05), tmp_path)
+    networks, *_ = demo.run(demo.Settings(seed=0, device="cpu", epochs=5, weight_decay=0.05), tmp_path)
     ordinary, local = (network.mean_abs_weight for network in networks)
     assert local["centre"] > 1.3 * ordinary["centre"]
     assert local["corner"] < 0.85 * ordinary["corner"]

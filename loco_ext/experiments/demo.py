@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from loco_ext import optim, sparsity
-from loco_ext.experiments import data, report, settings, shrinking
+from loco_ext.experiments import data, lifting, report, settings, shrinking
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.run import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
@@ -53,15 +53,16 @@ class Settings:
 
 
 class Results(NamedTuple):
-    """Both networks, and what the second became when it learned its kernel sizes."""
+    """Both networks, what the second became when it learned its kernel sizes, and when its weights were not shared."""
 
     networks: list[report.Network]
     shrunk: shrinking.Shrunk
+    lifted: lifting.Lifted
 
 
 def run(settings: Settings, out: Path) -> Results:
-    """Trains both networks and shrinks the second, then writes demo.json, demo.png, a checkpoint per network and the
-    folder ``smaller`` to ``out``, a folder.
+    """Trains both networks, shrinks and lifts the second, then writes demo.json, demo.png, a checkpoint per network and
+    the folder ``smaller`` to ``out``, a folder.
 
     A checkpoint is a plain state dict: ``torch.load(path, weights_only=True)`` reads it; ``sparsity.load`` reads the
     smaller network. Files that are there already are replaced, each in one move, so that none is ever half written.
@@ -74,8 +75,10 @@ def run(settings: Settings, out: Path) -> Results:
     with _one_thread():
         networks = [_train(training, samples, settings) for training in trainings]
         processes = Processes(torch.device(settings.device))
-        shrunk = shrinking.shrink(trainings[1].model, samples, trainings[1].settings, processes)
-    results = Results(networks, shrunk)
+        _, model, _, setting = trainings[1]
+        shrunk = shrinking.shrink(model, samples, setting, processes)
+        lifted = lifting.lift(model, samples, setting, processes)
+    results = Results(networks, shrunk, lifted)
 
     for training in trainings:
         state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
@@ -95,6 +98,7 @@ def to_json(settings: Settings, results: Results) -> str:
         "versions": versions(),
         "networks": [asdict(network) for network in results.networks],
         "smaller": results.shrunk.to_dict(),
+        "lifted": results.lifted.to_dict(),
     }
     return json_text(record, indent=2)
 

@@ -1,0 +1,80 @@
+"""A trained network whose convolutions become locally connected layers, and that is trained on as such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn as modules
+
+from loco_ext import nn, optim
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import Settings
+from loco_ext.experiments.train import Epoch, evaluate, train
+
+RADIUS = 1  # pixels more on each side than the convolutions read
+SLOWER = 10.0  # by which the learning rate is divided, as in the eFCN paper
+
+
+@dataclass
+class Lifted:
+    """The network, how far it has gone from the convolutions, and test accuracies in [0, 1]: of the network that it was
+    made of, of what was made, and after training on."""
+
+    network: modules.Module
+    deviation: nn.Deviation
+    parameters_before: int
+    parameters_after: int
+    accuracy_before: float
+    accuracy_lifted: float
+    accuracy: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the network, as plain data."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "network"}
+        return {"radius": RADIUS, **plain, "deviation": self.deviation._asdict()}
+
+
+def lift(model: modules.Module, samples: Dataset, settings: Settings, processes: Processes) -> Lifted:
+    """Relaxes a copy of ``model`` and trains it on.
+
+    Args:
+        settings: of the training; neither its weight decay nor its locality is used.
+    """
+    image = torch.zeros(1, samples.channels, samples.size, samples.size, device=processes.device)
+    network = nn.to_efcn(model, image, relax=RADIUS)
+    test, normalization = samples.test.to(processes.device), Normalization(samples.train)
+    before, lifted = (evaluate(each, test, normalization, processes)[1] for each in (model, network))
+    settings = replace(settings, learning_rate=settings.learning_rate / SLOWER)
+    optimizer = optim.SGD(network.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    history: list[Epoch] = []
+    train(network, optimizer, samples, settings, processes, label="lifted", after_epoch=history.append)
+    return Lifted(
+        network,
+        nn.deviation(network),
+        parameters_before=sum(p.numel() for p in model.parameters()),
+        parameters_after=sum(p.numel() for p in network.parameters()),
+        accuracy_before=before,
+        accuracy_lifted=lifted,
+        accuracy=history[-1].test_accuracy,
+    )
+
+
+def print_table(lifted: Lifted) -> None:
+    """Prints what lifting and training on have changed."""
+    table = Table(title=f"nn.to_efcn: weights of its own for each position, {RADIUS} pixel more on each side")
+    for heading in ("", "weights", "test accuracy"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row("the convolutions", f"{lifted.parameters_before:,}", f"{lifted.accuracy_before:.1%}")
+    table.add_row("lifted", f"{lifted.parameters_after:,}", f"{lifted.accuracy_lifted:.1%}")
+    table.add_row("trained on", f"{lifted.parameters_after:,}", f"{lifted.accuracy:.1%}")
+    Console().print(table)
+    print(
+        f"Of the lifted layers' weights {lifted.deviation.delta_locality:.2%} lie where no convolution reads, and "
+        f"{lifted.deviation.delta_sharing:.2%} are apart from the nearest convolution, by their norms."
+    )
