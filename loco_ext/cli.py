@@ -150,7 +150,9 @@ def _add_frontier(commands: Any) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """What training commands share."""
     parser.add_argument(
-        "--model", required=True, help="small, vgg13, mobilenet, resnet18, resnet20, plain20, resnet8 or plain8"
+        "--model",
+        required=True,
+        help="small, vgg13, mobilenet, resnet18, resnet20, plain20, resnet8, plain8, vanilla or alexnet",
     )
     parser.add_argument("--dataset", required=True, help="digits, cifar10, cifar100 or fashion-mnist")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the data set's files; digits need none")
