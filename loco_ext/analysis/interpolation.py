@@ -128,9 +128,7 @@ def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> It
         yield alpha, model
 
 
-def _descend(
-    model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Tensor], learning_rate: float
-) -> None:
+def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Tensor], learning_rate: float) -> None:
     inputs, targets = batch
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     leaves = [point[name].detach().requires_grad_() for name in names]

@@ -15,14 +15,13 @@ appendices A to C. The paper has no networks between the convolutional and the f
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from safetensors.torch import save as safetensors
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -43,6 +42,7 @@ from loco_ext.output import json_text, remove_leftovers, replacing
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # of the power iteration's residual
+EVALUATED = ("loss", "accuracy")
 EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
 
@@ -73,16 +73,17 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
             raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
         if settings_path.read_text() != text:
             raise SettingsError(f"{settings_path}: of another experiment; resume it with its own settings")
+    experiment = _Experiment(settings, data, out, processes)
+    experiment.check()
     out.mkdir(parents=True, exist_ok=True)
     remove_leftovers(out)
     _write(settings_path, text)
-    experiment = _Experiment(settings, data, out, processes)
     record["cnn"] = experiment.cnn()
-    record["branches"] = [
-        experiment.lifted(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)
-    ]
-    record["fcn"] = experiment.lifted(FCN) if settings.fcn_epochs else None
-    _write(out / "efcn.json", json_text(record) + "\n")
+    arms = [_Arm(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)]
+    record["branches"] = [experiment.lifted(arm) for arm in arms]
+    record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
+    _write_json(out / "efcn.json", record)
+    record = _read(out / "efcn.json")
     efcn_figures.save(record, out)
     return record
 
@@ -96,20 +97,26 @@ class _Experiment:
         self.train, self.test = (samples.to(processes.device) for samples in (data.train, data.test))
         self.some = Samples(*(part[: settings.landscape_samples] for part in self.train))
 
+    def check(self) -> None:
+        """Raises SettingsError or MemoryError where the network cannot be lifted; nothing is written."""
+        wanted = (*self.settings.relaxations, *([FCN] if self.settings.fcn_epochs else []))
+        for relax in wanted:
+            try:
+                self.lift(_Arm(relax, 0))
+            except ValueError as error:
+                raise SettingsError(f"model: expected one that can be lifted: {error}") from error
+
     def cnn(self) -> Record:
         """The network's own training, which leaves its weights at the switch times."""
-        folder, model = self.out / CNN, self.network(0)
+        setting, folder, model = self.settings.training, self.out / CNN, self.network(0)
 
         def keep(epoch: int) -> dict[str, float | None]:
-            if epoch in (*self.settings.switch_times, self.settings.training.epochs):
-                with replacing(_snapshot(folder, epoch)) as temporary:
-                    temporary.write_bytes(safetensors({name: t.cpu() for name, t in model.state_dict().items()}))
+            if epoch in (*self.settings.switch_times, setting.epochs):
+                run.save_weights(model, _snapshot(folder, epoch))
             return {}
 
-        start = self.evaluate(model)
-        setting = self.settings.training
         history = run.run(setting, self.data, folder, self.processes, resume=True, model=model, measure=keep)
-        return {"parameters": _size(model), "start": start, "epochs": _epochs(history)}
+        return {"parameters": _size(model), "start": self.start(0), "epochs": _epochs(history)}
 
     def network(self, epoch: int) -> nn.Module:
         """The convolutional network as it was after an epoch of its training."""
@@ -122,97 +129,96 @@ class _Experiment:
                 raise SettingsError(f"{path}: not the weights of this network ({type(error).__name__})") from error
         return model.to(self.processes.device)
 
-    def lift(self, relax: str, epoch: int) -> nn.Module:
+    def lift(self, arm: "_Arm") -> nn.Module:
         """The network of a switch time, relaxed; or the fully connected one, as nn.Linear would initialise it."""
-        model = self.network(epoch)
-        if relax == CNN:
+        model = self.network(arm.time or 0)
+        if arm.relax == CNN:
             return model
         example = torch.zeros(1, self.data.channels, self.data.size, self.data.size, device=self.processes.device)
-        how = {LCN: "sharing", FULL: "all", FCN: "all"}.get(relax) or int(relax)
+        how = {LCN: "sharing", FULL: "all", FCN: "all"}.get(arm.relax) or int(arm.relax)
         lifted = to_efcn(model, example, how)
-        if relax == FCN:
+        if arm.relax == FCN:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.settings.training.seed)
-                for layer in _layers(lifted):
-                    layer.reset_parameters(like="linear")
+                for layer in lifted.modules():
+                    if isinstance(layer, LocallyConnectedNd):
+                        layer.reset_parameters(like="linear")
         return lifted
 
-    def lifted(self, relax: str, time: int | None = None) -> Record:
-        """Everything about one lifted network, or the fully connected one; from its file where that is there."""
-        folder = self.out / FCN if time is None else self.out / "branches" / f"{time:03}-{relax}"
-        label = relax if time is None else f"{relax} from epoch {time}"
-        model = self.lift(relax, time or 0)
+    def lifted(self, arm: "_Arm") -> Record:
+        """Everything about one lifted network, or the fully connected one; from its files where they are there."""
+        folder = self.out / arm.folder
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-
-        def before() -> Record:
-            # What a network computes is what the one that it was lifted from does, which is faster.
-            same = model if time is None else self.network(time)
-            return {
-                "switch_time": time,
-                "relax": relax,
-                "parameters": _size(model),
-                "start": self.evaluate(same) | self.deviations(model, relax),
-                "before": self.landscape(model, label),
-            }
-
-        def after() -> Record:
-            history = self.train_on(model, folder, relax, label)
-            return {
-                "epochs": _epochs(history),
-                "after": self.landscape(model, label),
-                "filters": {str(epoch): _read(_picture(folder, epoch)) for epoch in self.pictured(relax)},
-                "corners": self.corners(model, relax, time),
-                "interpolations": {} if time is None else self.interpolations(model, relax, label),
-            }
-
-        record = _once(folder / "before.json", before) | _once(folder / "after.json", after)
+        before, after = folder / "before.json", folder / "after.json"
+        if not after.exists():
+            model = self.lift(arm)
+            if not before.exists():
+                _write_json(before, self.before(model, arm))
+            history = self.train_on(model, arm)
+            _write_json(after, {"epochs": _epochs(history)} | self.after(model, arm))
         (folder / run.CHECKPOINT).unlink(missing_ok=True)  # the final weights are in model.safetensors
-        return record
+        return _read(before) | _read(after)
 
-    def train_on(self, model: nn.Module, folder: Path, relax: str, label: str) -> list[Epoch]:
+    def before(self, model: nn.Module, arm: "_Arm") -> Record:
+        # A network computes what the one does that it was lifted from, which is faster.
+        start = self.evaluate(model) if arm.time is None else self.start(arm.time)
+        return {
+            "switch_time": arm.time,
+            "relax": arm.relax,
+            "parameters": _size(model),
+            "start": start | self.deviations(model, arm),
+            "before": self.landscape(model, arm),
+        }
+
+    def train_on(self, model: nn.Module, arm: "_Arm") -> list[Epoch]:
         """The training of a lifted network, with what is measured after each epoch."""
-        epochs = self.epochs(relax)
+        folder, epochs = self.out / arm.folder, arm.epochs(self.settings)
 
         def after_epoch(epoch: int) -> dict[str, float | None]:
-            if epoch in self.pictured(relax):
-                _write(_picture(folder, epoch), json_text(filter_of(model)) + "\n")
-            return {} if epoch == 0 else self.deviations(model, relax) | self.masked(model, relax)
+            if epoch in arm.pictured(self.settings):
+                _write_json(_picture(folder, epoch), filter_of(model))
+            return self.deviations(model, arm) | self.masked(model, arm)
 
-        if not (folder / run.CHECKPOINT).exists():
-            after_epoch(0)
-        setting = self.settings.branch(epochs)
-        options: dict[str, Any] = {"resume": True, "model": model, "label": label, "measure": after_epoch}
-        return run.run(setting, self.data, folder, self.processes, **options)
+        if arm.relax != CNN and not (folder / run.CHECKPOINT).exists():
+            _write_json(_picture(folder, 0), filter_of(model))
+        options: dict[str, Any] = {"resume": True, "model": model, "label": arm.label, "measure": after_epoch}
+        return run.run(self.settings.branch(epochs), self.data, folder, self.processes, **options)
 
-    def epochs(self, relax: str) -> int:
-        return self.settings.fcn_epochs if relax == FCN else self.settings.branch_epochs
+    def after(self, model: nn.Module, arm: "_Arm") -> Record:
+        folder = self.out / arm.folder
+        return {
+            "after": self.landscape(model, arm),
+            "filters": {str(epoch): _read(_picture(folder, epoch)) for epoch in arm.pictured(self.settings)},
+            "corners": self.corners(model, arm),
+            "interpolations": {} if arm.time is None else self.interpolations(model, arm),
+        }
 
-    def pictured(self, relax: str) -> list[int]:
-        """The epochs whose filter is kept: as in the paper's figures 5 and 6, and the last."""
-        last = self.epochs(relax)
-        return [] if relax == CNN else sorted({0, max(1, round(0.11 * last)), round(0.78 * last), last})
-
-    def corners(self, model: nn.Module, relax: str, time: int | None) -> list[Any]:
+    def corners(self, model: nn.Module, arm: "_Arm") -> list[Any]:
         """Of the weight matrix before and after; of the networks that were lifted last."""
-        if relax == CNN or time != self.settings.switch_times[-1]:
+        if arm.relax == CNN or arm.time != self.settings.switch_times[-1]:
             return []
-        return [corner_of(self.lift(relax, time)), corner_of(model)]
+        return [corner_of(self.lift(arm)), corner_of(model)]
+
+    def start(self, time: int) -> dict[str, float]:
+        """What the network is at a switch time."""
+        path = self.out / CNN / f"start-{time:03}.json"
+        if not path.exists():
+            _write_json(path, self.evaluate(self.network(time)))
+        return _read(path)
 
     def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
         """Losses and accuracies on the training samples, all or those given, and on the test samples."""
         sets = {"train": train or self.train, "test": self.test}
-        found = {
-            name: evaluate(model, samples, self.normalization, self.processes) for name, samples in sets.items()
-        }
+        found = {name: evaluate(model, samples, self.normalization, self.processes) for name, samples in sets.items()}
         return {f"{name}_{what}": value for name in sets for what, value in zip(EVALUATED, found[name], strict=True)}
 
-    def deviations(self, model: nn.Module, relax: str) -> dict[str, float | None]:
-        return {} if relax == CNN else deviation(model)._asdict()
+    def deviations(self, model: nn.Module, arm: "_Arm") -> dict[str, float | None]:
+        return {} if arm.relax == CNN else deviation(model)._asdict()
 
-    def masked(self, model: nn.Module, relax: str) -> dict[str, float | None]:
+    def masked(self, model: nn.Module, arm: "_Arm") -> dict[str, float | None]:
         """Test accuracies of the local and of the other blocks alone, of networks that have both."""
-        if relax in (CNN, LCN):
+        if arm.relax in (CNN, LCN):
             return {}
         accuracies: dict[str, float | None] = {}
         for kept in ("local", "off-local"):
@@ -221,35 +227,56 @@ class _Experiment:
             accuracies[f"{kept.replace('-', '_')}_accuracy"] = accuracy
         return accuracies
 
-    def landscape(self, model: nn.Module, label: str) -> dict[str, float]:
+    def landscape(self, model: nn.Module, arm: "_Arm") -> dict[str, float]:
         """The norm of the gradient and the largest eigenvalue of the Hessian."""
         batches = _Batches(self.some, self.normalization, self.settings.training.batch_size)
         found = {"gradient_norm": gradient_norm(model, cross_entropy, batches)}
         if self.settings.power_iterations:
-            print(f"{label}: curvature", file=sys.stderr)
+            print(f"{arm.label}: curvature", file=sys.stderr)
             limits: dict[str, Any] = {"iterations": self.settings.power_iterations, "tolerance": TOLERANCE}
             top = top_hessian_eigenvalue(model, cross_entropy, batches, **limits)
             found |= {"top_eigenvalue": top.value, "residual": top.residual, "iterations": top.iterations}
         return found
 
-    def interpolations(self, model: nn.Module, relax: str, label: str) -> dict[str, list[dict[str, float]]]:
+    def interpolations(self, model: nn.Module, arm: "_Arm") -> dict[str, list[dict[str, float]]]:
         """Losses and accuracies along the paths from the trained network, relaxed in the same way."""
         settings = self.settings
         if not settings.interpolation_points:
             return {}
-        first = self.lift(relax, settings.training.epochs)
+        first = self.lift(_Arm(arm.relax, settings.training.epochs))
         batches = _Batches(self.train, self.normalization, settings.training.batch_size)
         options: dict[str, Any] = {"loss": cross_entropy, "data": batches, "steps": settings.string_steps}
         options |= {"learning_rate": settings.branch_learning_rate, "stiffness": settings.stiffness}
         found = {}
         for method in METHODS:
-            print(f"{label}: interpolation, {method}", file=sys.stderr)
+            print(f"{arm.label}: interpolation, {method}", file=sys.stderr)
             path = interpolate(first, model, settings.interpolation_points, method, **options)
             found[method] = [{"alpha": alpha} | self.evaluate(point, self.some) for alpha, point in path]
         return found
 
 
-EVALUATED = ("loss", "accuracy")
+@dataclass(frozen=True)
+class _Arm:
+    """One lifted network; ``time`` is None for the fully connected one."""
+
+    relax: str
+    time: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(FCN) if self.time is None else Path("branches") / f"{self.time:03}-{self.relax}"
+
+    @property
+    def label(self) -> str:
+        return self.relax if self.time is None else f"{self.relax} from epoch {self.time}"
+
+    def epochs(self, settings: EfcnSettings) -> int:
+        return settings.fcn_epochs if self.relax == FCN else settings.branch_epochs
+
+    def pictured(self, settings: EfcnSettings) -> list[int]:
+        """The epochs whose filter is kept: as in the paper's figures 5 and 6, and the last."""
+        last = self.epochs(settings)
+        return [] if self.relax == CNN else sorted({0, max(1, round(0.11 * last)), round(0.78 * last), last})
 
 
 class _Batches(Sequence[tuple[Tensor, Tensor]]):
@@ -296,10 +323,6 @@ def _text(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _layers(model: nn.Module) -> list[LocallyConnectedNd]:
-    return [module for module in model.modules() if isinstance(module, LocallyConnectedNd)]
-
-
 def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -317,18 +340,15 @@ def _picture(folder: Path, epoch: int) -> Path:
     return folder / f"filter-{epoch:03}.json"
 
 
-def _once(path: Path, make: Callable[[], Record]) -> Record:
-    """What the file holds, which is made where it is missing."""
-    if not path.exists():
-        _write(path, json_text(make()) + "\n")
-    return _read(path)
-
-
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (ValueError, FileNotFoundError) as error:
         raise SettingsError(f"{path}: cannot be read ({type(error).__name__})") from error
+
+
+def _write_json(path: Path, record: Any) -> None:
+    _write(path, json_text(record) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -83,9 +83,14 @@ def run(
     train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
     if processes.first:
         _write_metrics(out, history)
-        weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-        _write(out / "model.safetensors", safetensors.torch.save(weights))
+        save_weights(model, out / "model.safetensors")
     return history
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Writes a state dict as safetensors, in one move."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    _write(path, safetensors.torch.save(weights))
 
 
 def versions() -> dict[str, str]:
