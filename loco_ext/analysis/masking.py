@@ -45,13 +45,13 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     for layer in layers:
         local = layer.pattern.local_mask().to(layer.values.device)  # type: ignore[operator, union-attr]
         places = (~local if kept == "local" else local).nonzero().flatten()
-        masked.append((layer.values.detach(), places, layer.values.detach()[places]))  # type: ignore[index, operator]
+        masked.append((layer.values.detach(), places, layer.values.detach()[places]))  # type: ignore[operator]
     try:
         with torch.no_grad():
             for values, places, _ in masked:
-                values.index_fill_(0, places, 0)  # type: ignore[operator]
+                values.index_fill_(0, places, 0)
         yield
     finally:
         with torch.no_grad():
             for values, places, blocks in masked:
-                values.index_copy_(0, places, blocks)  # type: ignore[operator]
+                values.index_copy_(0, places, blocks)
