@@ -297,7 +297,7 @@ def rows(record: Record) -> tuple[list[str], list[list[str]]]:
     """Headers and cells of a table of all networks."""
     headers = ["network", "from epoch", "parameters", "test accuracy", "best", "delta locality", "delta sharing"]
     headers += ["gradient", "top eigenvalue"]
-    own = {"relax": CNN, "switch_time": None, "before": {}, "after": {}}
+    own: Record = {"relax": CNN, "switch_time": None, "before": {}, "after": {}}
     cells = []
     for network in [own | record["cnn"], *record["branches"], *([record["fcn"]] if record["fcn"] else [])]:
         last, before, after = network["epochs"][-1], network["before"], network["after"]

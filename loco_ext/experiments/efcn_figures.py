@@ -15,8 +15,12 @@ from loco_ext.experiments.figures import write
 
 Record = dict[str, Any]
 MARKERS = "x+^sd*"
-PANELS = (("train_loss", "training loss"), ("test_loss", "test loss"))
-PANELS += (("train_accuracy", "training accuracy"), ("test_accuracy", "test accuracy"))
+PANELS = {
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "train_accuracy": "training accuracy",
+    "test_accuracy": "test accuracy",
+}
 MOST = 4  # switch times that a figure has a row or column for
 
 
@@ -43,9 +47,7 @@ def dynamics(record: Record) -> Figure:
     figure = Figure(figsize=(10, 3.6 * len(names)), layout="constrained")
     cells = figure.subplots(len(names), 2, squeeze=False)
     for row, relax in zip(cells, names, strict=True):
-        for axes, name, title in zip(
-            row, ("train_loss", "test_accuracy"), ("training loss", "test accuracy"), strict=True
-        ):
+        for axes, name in zip(row, ("train_loss", "test_accuracy"), strict=True):
             _draw_course(axes, record["cnn"], name, color="black", label="CNN")
             if record["fcn"]:
                 _draw_course(axes, record["fcn"], name, color="tab:red", label="FCN")
@@ -53,7 +55,7 @@ def dynamics(record: Record) -> Figure:
             for branch, color in zip(branches, _colors(len(branches)), strict=True):
                 _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
             axes.set_xscale("symlog", linthresh=1)
-            axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=title)
+            axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
             if name == "train_loss":
                 axes.set_yscale("log")
             _finish(axes)
@@ -168,7 +170,7 @@ def interpolations(branches: list[Record]) -> Figure:
     """Figure 12: losses and accuracies between the trained network, alpha = 0, and a lifted one; a row for each."""
     figure = Figure(figsize=(14, 2.8 * len(branches)), layout="constrained")
     for row, branch in zip(figure.subplots(len(branches), 4, squeeze=False), branches, strict=True):
-        for axes, (name, title) in zip(row, PANELS, strict=True):
+        for axes, (name, title) in zip(row, PANELS.items(), strict=True):
             for method, color in zip(branch["interpolations"], ("tab:green", "tab:blue", "tab:red"), strict=True):
                 points = branch["interpolations"][method]
                 alphas = [point["alpha"] for point in points]
@@ -228,8 +230,8 @@ def _draw_by_time(
 ) -> None:
     branches = [branch for branch in record["branches"] if branch["relax"] == relax]
     times = [branch["switch_time"] for branch in branches]
-    style = {"marker": MARKERS[number % len(MARKERS)], "color": f"C{number}", "linewidth": 1, "linestyle": linestyle}
-    axes.plot(times, _numbers([value(branch) for branch in branches]), label=label, **style)
+    line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
+    axes.plot(times, _numbers([value(branch) for branch in branches]), marker=MARKERS[number % len(MARKERS)], **line)
     axes.set_xscale("symlog", linthresh=1)
     axes.set(xlabel="switch time")
 
