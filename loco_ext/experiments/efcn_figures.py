@@ -27,18 +27,17 @@ MOST = 4  # switch times that a figure has a row or column for
 def save(record: Record, out: Path) -> None:
     """Writes a PNG for each figure that the record has something for."""
     lifted = [branch for branch in record["branches"] if branch["relax"] != CNN]
-    widest = [branch for branch in lifted if branch["relax"] == lifted[-1]["relax"]]
     write(dynamics(record), out / "dynamics.png")
     write(landscape(record), out / "landscape.png")
     write(deviations(record), out / "deviations.png")
-    write(filters(_some(widest)), out / "filters.png")
+    write(filters(_widest(lifted)), out / "filters.png")
     if record["fcn"]:
         write(fcn_filters(record["fcn"]), out / "fcn_filters.png")
     if any("local_accuracy" in branch["epochs"][-1] for branch in lifted):
         write(masked(record), out / "masked.png")
     write(corners([branch for branch in lifted if branch["corners"]]), out / "corners.png")
-    if any(branch["interpolations"] for branch in lifted):
-        write(interpolations(_some(widest)), out / "interpolations.png")
+    if joined := [branch for branch in lifted if branch["interpolations"]]:
+        write(interpolations(_widest(joined)), out / "interpolations.png")
 
 
 def dynamics(record: Record) -> Figure:
@@ -54,7 +53,7 @@ def dynamics(record: Record) -> Figure:
             branches = [branch for branch in record["branches"] if branch["relax"] == relax]
             for branch, color in zip(branches, _colors(len(branches)), strict=True):
                 _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
-            axes.set_xscale("symlog", linthresh=1)
+            _scale_epochs(axes)
             axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
             if name == "train_loss":
                 axes.set_yscale("log")
@@ -196,8 +195,9 @@ def _last(record: Record, relax: str) -> Record:
     return next(branch["epochs"][-1] for branch in record["branches"] if branch["relax"] == relax)
 
 
-def _some(branches: list[Record]) -> list[Record]:
-    """At most MOST of them, from the first to the last."""
+def _widest(branches: list[Record]) -> list[Record]:
+    """Those of the last relaxation; at most MOST, from the first switch time to the last."""
+    branches = [branch for branch in branches if branch["relax"] == branches[-1]["relax"]]
     if len(branches) <= MOST:
         return branches
     return [branches[round(i * (len(branches) - 1) / (MOST - 1))] for i in range(MOST)]
@@ -232,8 +232,14 @@ def _draw_by_time(
     times = [branch["switch_time"] for branch in branches]
     line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
     axes.plot(times, _numbers([value(branch) for branch in branches]), marker=MARKERS[number % len(MARKERS)], **line)
-    axes.set_xscale("symlog", linthresh=1)
+    _scale_epochs(axes)
     axes.set(xlabel="switch time")
+
+
+def _scale_epochs(axes: Axes) -> None:
+    """Logarithmic from epoch 1 on."""
+    axes.set_xscale("symlog", linthresh=1)
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _draw_references(axes: Axes, record: Record) -> None:

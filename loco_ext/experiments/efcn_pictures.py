@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from loco_ext.nn import LocallyConnected2d
 
+EXACT, ROUGH = 9, 3  # significant digits: of a float32, whose changes are looked at, and of what is only seen
 CORNER = 200  # rows and columns of the weight matrix (eFCN, figure 8)
 
 
@@ -24,12 +25,12 @@ def filter_of(model: nn.Module) -> list[list[float]]:
     local = torch.zeros(layer.pattern.n_out, dtype=torch.int64)
     pattern = layer.pattern.to("cpu")
     local.index_add_(0, pattern.row_indices, pattern.local_mask().long())
-    return _rounded(_matrix(layer)[local.argmax()].view(layer.input_size))
+    return _rounded(_matrix(layer)[local.argmax()].view(layer.input_size), EXACT)
 
 
 def corner_of(model: nn.Module) -> list[list[float]]:
     """The first rows and columns of the first layer's weight matrix; first channels."""
-    return _rounded(_matrix(first_layer(model))[:CORNER, :CORNER])
+    return _rounded(_matrix(first_layer(model))[:CORNER, :CORNER], ROUGH)
 
 
 def _matrix(layer: LocallyConnected2d) -> Tensor:
@@ -40,5 +41,5 @@ def _matrix(layer: LocallyConnected2d) -> Tensor:
     return matrix
 
 
-def _rounded(values: Tensor) -> Any:
-    return [[float(f"{value:.3g}") for value in row] for row in values.tolist()]
+def _rounded(values: Tensor, digits: int) -> Any:
+    return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]
