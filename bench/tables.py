@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import frontier_tables, harness, tables_block_sparse, tables_ring_prox
+from bench import efcn_tables, frontier_tables, harness, tables_block_sparse, tables_ring_prox
 from bench.table import MISSING, RULE_NAMES, Table, milliseconds, significant, targets
 
 README = harness.ROOT / "README.md"
@@ -141,9 +141,18 @@ def compact(report: dict[str, Any]) -> list[Table]:
 
 def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
     """What pruned and narrower networks reach; the warm starts; what batch normalisation does."""
+    return _filled(frontier_tables.of(report))
+
+
+def efcn_cifar10(report: dict[str, Any]) -> list[Table]:
+    """What networks between convolution and full connection reach; the loss around them; the paths to them."""
+    return _filled(efcn_tables.of(report))
+
+
+def _filled(parts: list[efcn_tables.Parts]) -> list[Table]:
     return [
         Table(title, headers, [[MISSING if cell is None else cell for cell in row] for row in rows])
-        for title, headers, rows in frontier_tables.of(report)
+        for title, headers, rows in parts
     ]
 
 
@@ -253,6 +262,7 @@ RENDERERS = {
     "locality_cifar10": locality_cifar10,
     "compact": compact,
     "frontier_cifar10": frontier_cifar10,
+    "efcn_cifar10": efcn_cifar10,
     "optim_step_gpu": optim_step_gpu,
     "ring_prox": tables_ring_prox.ring_prox,
     "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,
@@ -262,6 +272,7 @@ RENDERERS = {
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
 NOTHING_YET = {
     "compact": "Not measured yet; `make bench` does that.",
+    "efcn_cifar10": "Not run yet; `python -m bench.efcn_cifar10 --data DIR` does that.",
     "optim_step_gpu": _NO_GPU,
     "ring_prox": "Not measured yet; `make bench` does that.",
     "ring_prox_gpu": _NO_GPU,

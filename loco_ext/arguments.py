@@ -49,6 +49,11 @@ def epochs(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(",")) if text else ()
 
 
+def wholes(text: str) -> tuple[int, ...]:
+    """Numbers of at least 0, separated by commas."""
+    return tuple(whole(part) for part in text.split(","))
+
+
 def device(text: str) -> str:
     """A torch device that is there and works."""
     import torch

@@ -2,17 +2,14 @@
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from loco_ext import arguments as values
+from loco_ext import efcn_command
+from loco_ext.commands import UserError, add_device, make_writable, not_writable
 from loco_ext.output import json_text
-
-
-class UserError(Exception):
-    """Something that the user can put right; its text is all that is shown."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_train(commands)
     _add_frontier(commands)
+    efcn_command.add(commands)
     _add_analyze(commands)
     _add_compact(commands)
     info = commands.add_parser(
@@ -72,7 +70,7 @@ def _add_demo(commands: Any) -> None:
         default=0,
         help="decides initial weights and order of samples (default: %(default)s)",
     )
-    _add_device(demo)
+    add_device(demo)
     demo.add_argument(
         "--epochs", type=values.count, default=40, help="passes over the training samples (default: %(default)s)"
     )
@@ -151,7 +149,9 @@ def _add_frontier(commands: Any) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """What training commands share."""
     parser.add_argument(
-        "--model", required=True, help="small, vgg13, mobilenet, resnet18, resnet20, plain20, resnet8 or plain8"
+        "--model",
+        required=True,
+        help="small, vgg13, mobilenet, resnet18, resnet20, plain20, resnet8, plain8, vanilla or alexnet",
     )
     parser.add_argument("--dataset", required=True, help="digits, cifar10, cifar100 or fashion-mnist")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the data set's files; digits need none")
@@ -165,7 +165,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", help="half or full rings")
     parser.add_argument("--augment", action=argparse.BooleanOptionalAction, default=None, help="random crops and flips")
     parser.add_argument("--seed", type=values.seed, help="decides initial weights, order and augmentations")
-    _add_device(parser)
+    add_device(parser)
 
 
 def _add_analyze(commands: Any) -> None:
@@ -221,15 +221,9 @@ def _add_compact(commands: Any) -> None:
         help="put batch normalisations into the convolutions before them",
     )
     compact.add_argument("--onnx", action="store_true", help="write model.onnx too")
-    _add_device(compact)
+    add_device(compact)
     compact.add_argument("--json", action="store_true", help="print the report as JSON")
     compact.set_defaults(command=_compact)
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", type=values.device, default="cpu", help="torch device, such as cpu or cuda:1 (default: %(default)s)"
-    )
 
 
 # The commands import what they need themselves: it takes seconds to load, and comes with an extra.
@@ -241,12 +235,12 @@ def _demo(arguments: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise UserError(str(error)) from error
 
-    _make_writable(arguments.out)
+    make_writable(arguments.out)
     settings = demo.Settings(seed=arguments.seed, device=arguments.device, epochs=arguments.epochs)
     try:
         results = demo.run(settings, arguments.out)
     except OSError as error:
-        raise _not_writable(arguments.out, error) from error
+        raise not_writable(arguments.out, error) from error
     if arguments.json:
         print(demo.to_json(settings, results))
     else:
@@ -274,7 +268,7 @@ def _train(arguments: argparse.Namespace) -> None:
     except (settings.SettingsError, data.DataError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise _not_writable(arguments.out, error) from error
+        raise not_writable(arguments.out, error) from error
     if not joined.first:
         return
     if arguments.json:
@@ -307,7 +301,7 @@ def _frontier(arguments: argparse.Namespace) -> None:
     except (settings.SettingsError, data.DataError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise _not_writable(arguments.out, error) from error
+        raise not_writable(arguments.out, error) from error
     if arguments.json:
         print(json_text(record, indent=2))
     else:
@@ -331,11 +325,11 @@ def _analyze(arguments: argparse.Namespace) -> None:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    _make_writable(arguments.out)
+    make_writable(arguments.out)
     try:
         command.save(analysis, arguments.out)
     except OSError as error:
-        raise _not_writable(arguments.out, error) from error
+        raise not_writable(arguments.out, error) from error
     if arguments.json:
         print(json_text(analysis.to_dict(), indent=2))
     else:
@@ -354,7 +348,7 @@ def _compact(arguments: argparse.Namespace) -> None:
         trained = compacting.read_trained(arguments.trained, arguments.model, arguments.dataset)
         known = trained.data == "digits" or arguments.data is not None
         dataset = data.load(trained.data, arguments.data) if known else None
-        _make_writable(arguments.out)
+        make_writable(arguments.out)
         compacted = compacting.compact(
             trained,
             batch_size=arguments.batch_size,
@@ -367,7 +361,7 @@ def _compact(arguments: argparse.Namespace) -> None:
     except (SettingsError, data.DataError, compacting.CheckpointError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise _not_writable(arguments.out, error) from error
+        raise not_writable(arguments.out, error) from error
     if arguments.json:
         print(json_text(compacted.to_dict()))
         return
@@ -381,19 +375,6 @@ def _info(arguments: argparse.Namespace) -> None:
     from loco_ext import info
 
     info.main(as_json=arguments.json)
-
-
-def _make_writable(folder: Path) -> None:
-    """Creates ``folder`` where it is missing, and tries it before time is spent on what is to be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise _not_writable(folder, error) from error
-
-
-def _not_writable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"--out: expected a folder that can be written to, got {str(folder)!r}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

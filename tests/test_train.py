@@ -24,7 +24,7 @@ from loco_ext.experiments.train import make_model, make_optimizer, train
 
 CPU = Processes(torch.device("cpu"))
 CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
-CONVOLUTIONS |= {"resnet20": 21, "plain20": 19, "resnet8": 9, "plain8": 7}
+CONVOLUTIONS |= {"resnet20": 21, "plain20": 19, "resnet8": 9, "plain8": 7, "vanilla": 3, "alexnet": 5}
 # LOCO-REG, Table 3: channels of VGG13's convolutions, (stride, channels) of MobileNet's depthwise ones.
 VGG13 = [64, 64, 128, 128, 256, 256, 512, 512, 512, 512]
 MOBILENET = [(2, 64), (1, 64), (2, 128), (1, 128), (1, 256), (2, 256), (1, 256), (1, 512), (2, 512)]

@@ -1,6 +1,21 @@
-"""Measuring locality: statistics of trained weights, the decay they call for, and the cohesion of feature maps."""
+"""Measuring locality: statistics of weights, the decay they call for, cohesion of maps; the loss around weights."""
 
 from loco_ext.analysis.cohesion import cohesion, localize
+from loco_ext.analysis.interpolation import interpolate
+from loco_ext.analysis.landscape import TopEigenvalue, gradient_norm, top_hessian_eigenvalue
 from loco_ext.analysis.locality import Cell, LocalityStatistics, estimate_locality, locality_statistics
+from loco_ext.analysis.masking import only_blocks
 
-__all__ = ["Cell", "LocalityStatistics", "cohesion", "estimate_locality", "locality_statistics", "localize"]
+__all__ = [
+    "Cell",
+    "LocalityStatistics",
+    "TopEigenvalue",
+    "cohesion",
+    "estimate_locality",
+    "gradient_norm",
+    "interpolate",
+    "locality_statistics",
+    "localize",
+    "only_blocks",
+    "top_hessian_eigenvalue",
+]

@@ -60,6 +60,7 @@ class Loader:
         batch_size: samples per step, of all processes together.
         seed: decides, with the epoch, order and augmentations.
         augmented: pad by 4, crop at random, flip left to right at random.
+        shuffled: in another order in every epoch; otherwise always in that of the samples.
         rank, processes: this process takes every ``processes``-th sample of each batch, from the ``rank``-th on.
     """
 
@@ -72,10 +73,11 @@ class Loader:
         batch_size: int,
         seed: int,
         augmented: bool,
+        shuffled: bool = True,
         rank: int = 0,
         processes: int = 1,
     ) -> None:
-        self.augmented = augmented
+        self.augmented, self.shuffled = augmented, shuffled
         images = samples.images.to(device).permute(0, 2, 3, 1)
         _, height, width, self.channels = images.shape
         padded = _padded_and_mirrored(images) if augmented else images.contiguous()
@@ -114,7 +116,7 @@ class Loader:
         count = len(self.labels)
         (state,) = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state))
-        order = torch.randperm(count, generator=generator)
+        order = torch.randperm(count, generator=generator) if self.shuffled else torch.arange(count)
         if not self.augmented:
             return order, order * (self.padded_height * self.padded_width)
         y, x = torch.randint(2 * PADDING + 1, (2, count), generator=generator)

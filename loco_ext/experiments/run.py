@@ -11,7 +11,8 @@ deterministic; those of cuDNN are chosen so.
 """
 
 import io
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def run(
     *,
     resume: bool = False,
     model: nn.Module | None = None,
+    label: str | None = None,
+    measure: Callable[[int], dict[str, float | None]] = lambda epoch: {},
 ) -> list[Epoch]:
     """Trains as the settings say, or goes on with the run in ``out``; returns the figures of all epochs.
 
@@ -46,6 +49,9 @@ def run(
         out: a folder; it is made, and written to by the first process only.
         resume: go on from ``out``'s checkpoint, from the beginning where there is none yet.
         model: trained in place, from its present weights; None: a new one, as the settings say.
+        label: of the progress bar.
+        measure: called after each epoch, counted from 1, before it counts as done; what it returns goes into the
+            epoch's figures. A file that it writes is written once more if the run is killed before that.
 
     Raises:
         SettingsError: settings that do not fit the data or the model; a run in ``out`` already, without ``resume``; a
@@ -68,18 +74,23 @@ def run(
             _write(out / "settings.json", (json_text(record, indent=2) + "\n").encode())
 
     def save(epoch: Epoch) -> None:
-        history.append(epoch)
+        history.append(replace(epoch, measures=measure(epoch.epoch)))
         if processes.first:
             _save(out, settings, processes, model, optimizer, history)
 
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
-    label = f"{settings.model} on {settings.data}{strength}"
+    label = label or f"{settings.model} on {settings.data}{strength}"
     train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
     if processes.first:
         _write_metrics(out, history)
-        weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-        _write(out / "model.safetensors", safetensors.torch.save(weights))
+        save_weights(model, out / "model.safetensors")
     return history
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Writes a state dict as safetensors, in one move."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    _write(path, safetensors.torch.save(weights))
 
 
 def versions() -> dict[str, str]:

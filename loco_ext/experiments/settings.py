@@ -38,7 +38,8 @@ class Settings:
         locality: None; factors for all convolutions, (gamma, eta) or one per distance class; or factors by layer.
         norm: "l2" or "l1", of the decay.
         augment: crops and flips, where the data allow them.
-        seed: decides initial weights, order and augmentations.
+        shuffle: the samples in another order in every epoch.
+        seed: decides initial weights, order and augmentations, and what dropout takes away.
         width: by which the numbers of channels are multiplied, of the models that can be scaled.
         penalty: None, "rings" or "kernels", of all convolutions, see :mod:`loco_ext.sparsity`.
         strength, weighting, kind: of the penalty; kind is that of rings.
@@ -60,6 +61,7 @@ class Settings:
     locality: Locality
     norm: str
     augment: bool
+    shuffle: bool
     seed: int
     width: float
     penalty: str | None
@@ -157,6 +159,7 @@ _PAPER: dict[str, Any] = {
     "locality": None,
     "norm": "l2",
     "augment": True,
+    "shuffle": True,
     "seed": 0,
     "width": 1.0,
     "penalty": None,

@@ -1,10 +1,12 @@
 """The training loop: cross-entropy over the epochs of a :class:`Loader`, and the accuracy that it reaches."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -25,7 +27,10 @@ EVALUATION_BATCH = 500
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's figures: losses are means over samples, accuracies lie in [0, 1], seconds are those of training."""
+    """One epoch's figures: losses are means over samples, accuracies lie in [0, 1], seconds are those of training.
+
+    ``measures``: what else was measured behind it, by name.
+    """
 
     epoch: int  # from 1
     learning_rate: float
@@ -35,6 +40,7 @@ class Epoch:
     test_accuracy: float
     seconds: float
     samples_per_second: float
+    measures: dict[str, float | None] = field(default_factory=dict)
 
 
 def make_model(settings: Settings, data: Dataset) -> nn.Module:
@@ -113,6 +119,7 @@ def train(
         batch_size=settings.batch_size,
         seed=settings.seed,
         augmented=settings.augment and data.augmented,
+        shuffled=settings.shuffle,
         rank=processes.rank,
         processes=processes.count,
     )
@@ -127,7 +134,8 @@ def train(
             # Wrapped anew: after its first step DDP sums in another order, which a resumed run would not start with.
             called = processes.wrap(model)
             begin = time.perf_counter()
-            sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress, term)).tolist()
+            with _dropout_from(settings.seed, epoch, processes):
+                sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress, term)).tolist()
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
             losses, correct, count = sums
@@ -144,6 +152,15 @@ def train(
             )
             progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
             after_epoch(figures)
+
+
+@contextmanager
+def _dropout_from(seed: int, epoch: int, processes: Processes) -> Iterator[None]:
+    """What is drawn on the way through the model depends on the epoch and the process alone; then all is as before."""
+    (state,) = np.random.SeedSequence([seed, epoch, processes.rank]).generate_state(1, np.uint64)
+    with torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []):
+        torch.manual_seed(int(state))
+        yield
 
 
 def train_epoch(

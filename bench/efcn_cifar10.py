@@ -1,0 +1,147 @@
+"""From convolution to full connection on CIFAR-10: the eFCN paper's experiment, shortened, and its networks between.
+
+    python -m bench.efcn_cifar10 --data DIR      some hours on one core; writes bench/results/
+
+The VanillaCNN trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100; all 50,000 training images.
+Studies: "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10, where each curvature
+takes a few products with the Hessian and nothing is interpolated; "full" also has the fully connected network from
+scratch. All start from one and the same training of the CNN, the first study's.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from bench import harness, tables
+from loco_ext.experiments import data, efcn, efcn_figures
+from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
+
+EPOCHS, BRANCH_EPOCHS = 30, 10
+SWITCH_TIMES, FEW_SWITCH_TIMES = (0, 3, 10, 30), (0, 10)
+LANDSCAPE_SAMPLES, POWER_ITERATIONS, POINTS, STRING_STEPS = 1000, 50, 11, 100
+FEW_POWER_ITERATIONS = 10
+RADIUS = "2"
+FIGURES = ("dynamics", "landscape", "deviations")
+
+
+def studies() -> dict[str, EfcnSettings]:
+    """The settings by name; the first one's switch times are all that there are."""
+
+    def study(relax: str, **options: Any) -> EfcnSettings:
+        values = {"switch_times": SWITCH_TIMES, "branch_epochs": BRANCH_EPOCHS, "fcn_epochs": 0, "epochs": EPOCHS}
+        values |= {"landscape_samples": LANDSCAPE_SAMPLES, "power_iterations": POWER_ITERATIONS}
+        values |= {"interpolation_points": POINTS, "string_steps": STRING_STEPS}
+        return efcn_preset("paper", relaxations=(relax,), **values | options)
+
+    few = {"switch_times": FEW_SWITCH_TIMES, "interpolation_points": 0, "power_iterations": FEW_POWER_ITERATIONS}
+    return {
+        "lcn": study("lcn"),
+        "grown": study(RADIUS, **few),
+        "full": study("full", fcn_epochs=BRANCH_EPOCHS, **few),
+    }
+
+
+def share_cnn(first: Path, out: Path) -> None:
+    """Puts a copy of the first study's training of the CNN where another one looks for its own."""
+    if not (first / "efcn.json").exists() or (out / CNN).exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / f".{CNN}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(first / CNN, unfinished)
+    unfinished.rename(out / CNN)
+
+
+def seconds(folder: Path) -> float:
+    """An epoch's, in the median over a run."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return median(json.loads(line)["seconds"] for line in lines)
+
+
+def timed(record: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A study's record with the seconds that an epoch of each network takes."""
+    record["cnn"]["seconds"] = seconds(out / CNN)
+    for branch in record["branches"]:
+        branch["seconds"] = seconds(out / "branches" / f"{branch['switch_time']:03}-{branch['relax']}")
+    if record["fcn"]:
+        record["fcn"]["seconds"] = seconds(out / "fcn")
+    return record
+
+
+def merged(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The networks of all studies as if they were one's; of the CNN trained on, those of the first."""
+    first, *others = records.values()
+    branches = [branch for record in others for branch in record["branches"] if branch["relax"] != CNN]
+    fcns = [record["fcn"] for record in records.values() if record["fcn"]]
+    return {"cnn": first["cnn"], "branches": first["branches"] + branches, "fcn": fcns[0] if fcns else None}
+
+
+def without_pictures(networks: dict[str, Any]) -> dict[str, Any]:
+    """What tables are made of; pictures of weights are most of a record."""
+
+    def plain(network: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in network.items() if name not in ("filters", "corners")}
+
+    fcn = networks["fcn"]
+    return networks | {
+        "branches": [plain(branch) for branch in networks["branches"]],
+        "fcn": plain(fcn) if fcn else None,
+    }
+
+
+def save(records: dict[str, dict[str, Any]], runs: Path, out: Path) -> dict[str, Any]:
+    """Writes the report, some figures beside it, and all of them to a folder beside the runs."""
+    networks = merged(records)
+    first = next(iter(records.values()))
+    report = {
+        "benchmark": "efcn_cifar10",
+        "machine": harness.machine(),
+        "settings": {name: record["settings"] for name, record in records.items()},
+        "training_samples": first["training_samples"],
+        "test_samples": first["test_samples"],
+        "networks": without_pictures(networks),
+    }
+    harness.write_json(out, report)
+    figures = runs / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    efcn_figures.save(networks, figures)
+    for name in FIGURES:
+        shutil.copy(figures / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the studies, writes the JSON file and figures beside it, prints the tables."""
+    parser = argparse.ArgumentParser(prog="python -m bench.efcn_cifar10", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
+    parser.add_argument("--runs", type=Path, default=Path("runs/efcn_cifar10"), help="folder for the networks")
+    parser.add_argument("--only", choices=tuple(studies()), help="run this study, write no report")
+    parser.add_argument("--without", choices=tuple(studies()), nargs="*", default=[], help="leave these out")
+    parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
+    parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    dataset, records = data.load("cifar10", arguments.data), {}
+    for name, settings in studies().items():
+        if name in arguments.without or arguments.only not in (None, name):
+            continue
+        out = arguments.runs / name
+        share_cnn(arguments.runs / next(iter(studies())), out)
+        records[name] = timed(efcn.measure(settings, dataset, out, arguments.device, resume=True), out)
+    if arguments.only:
+        return 0
+    out = arguments.out or harness.RESULTS / "efcn_cifar10-vanilla.json"
+    report = save(records, arguments.runs, out)
+    print(f"written: {out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

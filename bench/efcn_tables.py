@@ -1,0 +1,99 @@
+"""The tables of the eFCN experiment on CIFAR-10, as titles, headers and rows of cells; None where nothing was measured."""
+
+from typing import Any
+
+Cells = list[str | None]
+Parts = tuple[str, list[str], list[Cells]]
+NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
+
+
+def of(report: dict[str, Any]) -> list[Parts]:
+    """Accuracies and deviations; the loss around the weights; the interpolations."""
+    networks = report["networks"]
+    own = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}, "interpolations": {}}
+    rows = [own | networks["cnn"], *networks["branches"], *([networks["fcn"]] if networks["fcn"] else [])]
+    found = [accuracies(rows, report), landscapes(rows)]
+    return [*found, interpolations(rows)] if any(row["interpolations"] for row in rows) else found
+
+
+def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
+    """What each network reaches, how far from the convolutions, and how long an epoch takes."""
+    rows: list[Cells] = []
+    for network in networks:
+        last = network["epochs"][-1]
+        shares = ("delta_locality", "delta_sharing", "local_accuracy", "off_local_accuracy")
+        rows.append(
+            [
+                *case(network),
+                f"{network['parameters']:,}",
+                str(len(network["epochs"])),
+                percent(network["start"]["test_accuracy"]),
+                percent(last["test_accuracy"]),
+                number(last["train_loss"]),
+                *(percent(last.get(name)) for name in shares),
+                number(network["seconds"]),
+            ]
+        )
+    title = (
+        f"VanillaCNN, {report['training_samples']:,} training and {report['test_samples']:,} test images, one seed. Test "
+        "accuracy in percent when training begins and after so many epochs; training loss of the last epoch, while "
+        "weights change; shares of the norm in percent; test accuracy with the other blocks masked; an epoch's seconds"
+    )
+    headers = ["network", "from epoch", "parameters", "epochs", "at first", "in the end", "training loss"]
+    headers += ["delta locality", "delta sharing", "local blocks", "other blocks", "seconds"]
+    return title, headers, rows
+
+
+def landscapes(networks: list[dict[str, Any]]) -> Parts:
+    """Gradient norms and curvatures before and after."""
+    rows: list[Cells] = []
+    for network in networks:
+        parts = network["before"], network["after"]
+        if parts[0]:
+            names = ("gradient_norm", "top_eigenvalue", "residual")
+            rows.append([*case(network), *(number(part.get(name)) for name in names for part in parts)])
+    title = (
+        "The training loss around the weights, before and after that training: norm of the gradient, largest "
+        "eigenvalue of the Hessian, and its relative residual"
+    )
+    headers = [f"{name} {when}" for name in ("gradient", "eigenvalue", "residual") for when in ("before", "after")]
+    return title, ["network", "from epoch", *headers], rows
+
+
+def interpolations(networks: list[dict[str, Any]]) -> Parts:
+    """The best of each path, ends included."""
+    rows: list[Cells] = []
+    for network in networks:
+        if paths := network["interpolations"]:
+            ends = [paths["linear"][place]["test_accuracy"] for place in (0, -1)]
+            best = [max(point["test_accuracy"] for point in points) for points in paths.values()]
+            barriers = [max(finite(point["train_loss"]) for point in points) for points in paths.values()]
+            rows.append([*case(network), *map(percent, (*ends, *best)), *map(number, barriers)])
+    title = (
+        "Paths from the trained CNN to networks trained on: test accuracies of their ends and the highest on each, in "
+        "percent, chosen on the test images; the highest training loss on each"
+    )
+    methods = ("linear", "string", "outputs")
+    headers = ["network", "from epoch", "CNN", "network itself", *methods, *(f"loss, {method}" for method in methods)]
+    return title, headers, rows
+
+
+def case(network: dict[str, Any]) -> Cells:
+    """What the network is, and the epoch that it was lifted after."""
+    relax, time = network["relax"], network["switch_time"]
+    return [NAMES.get(relax, f"grown by {relax}"), None if time is None else str(time)]
+
+
+def finite(value: float | None) -> float:
+    """JSON has null for what is not."""
+    return float("inf") if value is None else value
+
+
+def percent(value: float | None) -> str | None:
+    """A share, with one decimal."""
+    return None if value is None else f"{100 * value:.1f}"
+
+
+def number(value: float | None) -> str | None:
+    """Three significant digits."""
+    return None if value is None else f"{value:.3g}"

@@ -1,0 +1,162 @@
+"""Paths between two models: straight in their weights, along a string that trains, and between their outputs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from loco_ext.analysis.checks import check_choice, check_number
+from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model, evaluating
+
+METHODS = ("linear", "string", "outputs")
+
+
+def interpolate(
+    first: nn.Module,
+    second: nn.Module,
+    points: int = 11,
+    method: str = "linear",
+    *,
+    loss: Loss | None = None,
+    data: Batches | None = None,
+    steps: int = 100,
+    learning_rate: float = 0.1,
+    stiffness: float = 0.5,
+) -> Iterator[tuple[float, nn.Module]]:
+    """The models at equally spaced places of a path between two, its ends included.
+
+    ``"linear"``: weights ``(1 - alpha) * first + alpha * second``. ``"string"``: from there, in each step, each inner
+    point in turn goes one step of gradient descent, all with the same batch, and then is drawn towards its neighbours,
+    ``x += stiffness * (before + after - 2 * x)``. ``"outputs"``: of the two models' outputs (logits), the mean
+    ``(1 - alpha) * first(x) + alpha * second(x)``.
+
+    Args:
+        first, second: models with the same parameters and buffers, by name and shape; for ``"outputs"`` any two. They
+            stay as they are.
+        points: of the path, at least 2.
+        method: one of the three.
+        loss, data: as for :func:`loco_ext.analysis.gradient_norm`; of ``"string"``, which takes one batch after the
+            other, over and over.
+        steps, learning_rate: of ``"string"``.
+        stiffness: of ``"string"``, less than 1. At 1, the draw alone does not bring a string to rest.
+
+    Returns:
+        Pairs ``(alpha, model)`` in ascending order, in evaluation mode. Of ``"linear"`` and ``"string"``, all are one
+        model with other weights each time: use each before the next.
+
+    Raises:
+        TypeError: an argument of a wrong type; ``"string"`` without ``loss`` or ``data``.
+        ValueError: an unknown method; numbers out of range; models that differ in their parameters or buffers.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), appendix C.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import analysis
+        >>> first, second = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+        >>> _ = torch.nn.init.zeros_(first.weight), torch.nn.init.ones_(second.weight)
+        >>> [(alpha, model.weight.item()) for alpha, model in analysis.interpolate(first, second, points=3)]
+        [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)]
+    """
+    check_model("first", first)
+    check_model("second", second)
+    check_choice("method", method, METHODS)
+    _check_count("points", points, 2)
+    alphas = [place / (points - 1) for place in range(points)]
+    if method == "outputs":
+        ends = copy.deepcopy(first), copy.deepcopy(second)
+        return ((alpha, MeanOutputs(*ends, alpha).eval()) for alpha in alphas)
+    _check_alike(first, second)
+    if method == "linear":
+        return _along(first, (_mix(first, second, alpha) for alpha in alphas), alphas)
+    if loss is None or data is None:
+        raise TypeError(f"{'loss' if loss is None else 'data'}: expected one for the method 'string', got None")
+    check_data(data)
+    _check_count("steps", steps, 0)
+    check_number("learning_rate", learning_rate)
+    check_number("stiffness", stiffness)
+    if stiffness >= 1:
+        raise ValueError(f"stiffness: expected less than 1, got {stiffness}")
+    string = [_mix(first, second, alpha) for alpha in alphas]
+    model = copy.deepcopy(first)
+    with evaluating(model):
+        for batch in itertools.islice(itertools.cycle(data), steps):
+            for before, point, after in zip(string, string[1:], string[2:], strict=False):
+                _descend(model, point, loss, batch, learning_rate)
+                _draw(point, before, after, stiffness)
+    return _along(first, iter(string), alphas)
+
+
+class MeanOutputs(nn.Module):
+    """``(1 - alpha) * first(x) + alpha * second(x)``."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, alpha: float) -> None:
+        super().__init__()
+        self.first, self.second, self.alpha = first, second, alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 - self.alpha) * self.first(x) + self.alpha * self.second(x)
+
+
+State = dict[str, Tensor]
+
+
+def _tensors(model: nn.Module) -> State:
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _mix(first: nn.Module, second: nn.Module, alpha: float) -> State:
+    """New tensors; the first model's where they are integers, such as counts of batches."""
+    ends = _tensors(first), _tensors(second)
+    return {
+        name: torch.lerp(a, ends[1][name], alpha) if a.is_floating_point() else a.clone() for name, a in ends[0].items()
+    }
+
+
+def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> Iterator[tuple[float, nn.Module]]:
+    model = copy.deepcopy(first).eval()
+    for alpha, state in zip(alphas, states, strict=True):
+        for name, tensor in _tensors(model).items():
+            tensor.copy_(state[name])
+        yield alpha, model
+
+
+def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Tensor], learning_rate: float) -> None:
+    inputs, targets = batch
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    leaves = [point[name].detach().requires_grad_() for name in names]
+    with torch.enable_grad():
+        outputs = functional_call(model, point | dict(zip(names, leaves, strict=True)), (inputs,))
+        gradients = torch.autograd.grad(loss(outputs, targets), leaves, materialize_grads=True)
+    for name, gradient in zip(names, gradients, strict=True):
+        point[name].sub_(gradient, alpha=learning_rate)
+
+
+def _draw(point: State, before: State, after: State, stiffness: float) -> None:
+    for name, x in point.items():
+        if x.is_floating_point():
+            x.add_(before[name] + after[name] - 2 * x, alpha=stiffness)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def _check_alike(first: nn.Module, second: nn.Module) -> None:
+    shapes, others = ({name: tuple(t.shape) for name, t in _tensors(model).items()} for model in (first, second))
+    for name in shapes | others:
+        if shapes.get(name) != others.get(name):
+            raise ValueError(
+                f"second: expected the parameters and buffers of first, got {name} of shape {others.get(name)} for "
+                f"{shapes.get(name)}"
+            )

@@ -1,0 +1,209 @@
+"""The training loss around a model's weights: the norm of its gradient, and its largest curvature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.analysis.checks import check_number
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Batches = Sequence[tuple[Tensor, Tensor]]
+Vector = list[Tensor]  # one tensor for each parameter
+
+
+class TopEigenvalue(NamedTuple):
+    """What the power iteration has found.
+
+    Attributes:
+        value: the eigenvalue, as the Rayleigh quotient of the last vector.
+        residual: ``||H v - value * v||`` over ``|value|``: the Hessian has an eigenvalue at most so much of ``value``
+            away from it, and as a rule one much nearer.
+        iterations: products with the Hessian.
+
+    Example:
+        >>> from loco_ext import analysis
+        >>> analysis.TopEigenvalue(value=2.0, residual=1e-3, iterations=12).value
+        2.0
+    """
+
+    value: float
+    residual: float
+    iterations: int
+
+
+def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
+    """The norm of the loss's gradient in all parameters that require one, over all of ``data`` at once.
+
+    Args:
+        model: computed in evaluation mode; neither its mode nor its parameters' ``grad`` changes.
+        loss: of outputs and targets, their mean over samples.
+        data: batches ``(inputs, targets)``, of any sizes.
+
+    Raises:
+        TypeError: ``model`` is not a module, ``data`` not a sequence of pairs.
+        ValueError: no batches, or no parameter that requires a gradient.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.2.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import analysis
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> batch = torch.eye(2), torch.zeros(2, 1)
+        >>> norm = analysis.gradient_norm(model, torch.nn.functional.mse_loss, [batch])
+        >>> torch.isclose(torch.tensor(norm), model.weight.norm().detach())
+        tensor(True)
+    """
+    parameters = _check(model, data)
+    total = [torch.zeros_like(parameter) for parameter in parameters]
+    with evaluating(model), torch.enable_grad():
+        for value in _losses(model, loss, data):
+            _add(total, torch.autograd.grad(value, parameters, materialize_grads=True))
+    return _norm(total)
+
+
+def top_hessian_eigenvalue(
+    model: nn.Module, loss: Loss, data: Batches, *, iterations: int = 100, tolerance: float = 1e-3, seed: int = 0
+) -> TopEigenvalue:
+    """The largest eigenvalue of the loss's Hessian in all parameters that require a gradient, by power iteration.
+
+    Products with the Hessian are exact: gradients of gradients, summed over the batches. Where the eigenvalue of the
+    largest magnitude turns out to be negative, a second iteration finds the largest one of what is left without it.
+
+    Args:
+        model, loss, data: as for :func:`gradient_norm`; the loss has to be differentiable twice.
+        iterations: products with the Hessian, at most; a second iteration has as many.
+        tolerance: of the residual; see :class:`TopEigenvalue`.
+        seed: of the first vector, which is drawn on the CPU.
+
+    Raises:
+        TypeError, ValueError: as :func:`gradient_norm`; ``iterations`` below 1, a negative ``tolerance``.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.2.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import analysis
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> batch = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.zeros(2, 1)
+        >>> round(analysis.top_hessian_eigenvalue(model, torch.nn.functional.mse_loss, [batch]).value, 3)
+        9.0
+    """
+    parameters = _check(model, data)
+    check_number("tolerance", tolerance)
+    if isinstance(iterations, bool) or not isinstance(iterations, int):
+        raise TypeError(f"iterations: expected an int, got {iterations!r}")
+    if iterations < 1:
+        raise ValueError(f"iterations: expected at least 1, got {iterations}")
+    generator = torch.Generator().manual_seed(seed)
+    start = [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in parameters]
+    with evaluating(model), torch.enable_grad():
+
+        def product(vector: Vector) -> Vector:
+            return _hessian_product(model, loss, data, parameters, vector)
+
+        found = _power_iteration(product, start, iterations, tolerance)
+        if not found.value < 0:
+            return found
+        lowest = found.value
+
+        def shifted(vector: Vector) -> Vector:
+            return [p.sub_(lowest * v) for p, v in zip(product(vector), vector, strict=True)]
+
+        above = _power_iteration(shifted, start, iterations, tolerance)
+    value = lowest + above.value
+    residual = above.residual * above.value / abs(value) if value else math.inf
+    return TopEigenvalue(value, residual, found.iterations + above.iterations)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; each module has its own mode back behind it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_data(data: Batches) -> None:
+    """Raises TypeError or ValueError unless ``data`` is a sequence of some batches."""
+    if not isinstance(data, Sequence) or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in data):
+        raise TypeError(f"data: expected a sequence of pairs (inputs, targets), got {type(data).__name__}")
+    if not sum(len(targets) for _, targets in data):
+        raise ValueError("data: expected at least one sample, got none")
+
+
+def check_model(name: str, model: nn.Module) -> None:
+    """Raises TypeError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: expected a module, got {type(model).__name__}")
+
+
+def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
+    """The parameters that require a gradient."""
+    check_model("model", model)
+    check_data(data)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("model: expected parameters that require gradients, got none")
+    return parameters
+
+
+def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[Tensor]:
+    """Each batch's part of the mean over all samples."""
+    count = sum(len(targets) for _, targets in data)
+    for inputs, targets in data:
+        yield loss(model(inputs), targets) * (len(targets) / count)
+
+
+def _hessian_product(
+    model: nn.Module, loss: Loss, data: Batches, parameters: list[nn.Parameter], vector: Vector
+) -> Vector:
+    total = [torch.zeros_like(parameter) for parameter in parameters]
+    for value in _losses(model, loss, data):
+        gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
+        curved = [(g, v) for g, v in zip(gradients, vector, strict=True) if g.requires_grad]
+        if curved:  # a loss that is linear in all parameters has none
+            outputs, directions = zip(*curved, strict=True)
+            _add(total, torch.autograd.grad(outputs, parameters, directions, materialize_grads=True))
+    return total
+
+
+def _power_iteration(
+    product: Callable[[Vector], Vector], start: Vector, iterations: int, tolerance: float
+) -> TopEigenvalue:
+    """The eigenvalue of the largest magnitude."""
+    norm = _norm(start)
+    vector = [part / norm for part in start]
+    value = residual = 0.0
+    for iteration in range(1, iterations + 1):
+        image = product(vector)
+        value = math.fsum((v * i).sum(dtype=torch.float64).item() for v, i in zip(vector, image, strict=True))
+        norm = _norm(image)
+        distance = _norm([i - value * v for i, v in zip(image, vector, strict=True)])
+        residual = distance / abs(value) if value else (math.inf if norm else 0.0)
+        if not (residual > tolerance and math.isfinite(norm)):
+            return TopEigenvalue(value, residual, iteration)
+        vector = [part.div_(norm) for part in image]
+    return TopEigenvalue(value, residual, iterations)
+
+
+@torch.no_grad()
+def _add(total: Vector, parts: Sequence[Tensor]) -> None:
+    for sum_, part in zip(total, parts, strict=True):
+        sum_.add_(part)
+
+
+def _norm(vector: Sequence[Tensor]) -> float:
+    return math.hypot(*(torch.linalg.vector_norm(part.detach(), dtype=torch.float64).item() for part in vector))

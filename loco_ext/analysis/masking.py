@@ -1,0 +1,57 @@
+"""What the blocks inside and outside of the kernels' receptive fields do alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from loco_ext.analysis.checks import check_choice
+from loco_ext.analysis.landscape import check_model
+from loco_ext.geometry import BlockPattern
+
+
+@contextmanager
+def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
+    """Inside of the ``with``, the other blocks of all locally connected layers are zero; then they are as before.
+
+    Args:
+        model: locally connected layers, or a model with some. Biases and all other layers stay as they are.
+        kept: ``"local"``: the blocks inside of the kernels' receptive fields; ``"off-local"``: those outside.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: an unknown ``kept``; a model without such layers.
+
+    Source:
+        d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.4.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import analysis, nn
+        >>> layer = nn.LocallyConnected2d(1, 1, 3, padding=1, bias=False, input_size=(4, 4)).grow(4)
+        >>> with analysis.only_blocks(layer, "off-local"):
+        ...     layer(torch.randn(1, 1, 4, 4)).abs().sum().item()
+        0.0
+    """
+    check_model("model", model)
+    check_choice("kept", kept, ("local", "off-local"))
+    layers = [module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)]
+    if not layers:
+        raise ValueError("model: expected locally connected layers in it, got none")
+    masked = []
+    for layer in layers:
+        local = layer.pattern.local_mask().to(layer.values.device)  # type: ignore[operator, union-attr]
+        places = (~local if kept == "local" else local).nonzero().flatten()
+        masked.append((layer.values.detach(), places, layer.values.detach()[places]))  # type: ignore[operator]
+    try:
+        with torch.no_grad():
+            for values, places, _ in masked:
+                values.index_fill_(0, places, 0)
+        yield
+    finally:
+        with torch.no_grad():
+            for values, places, blocks in masked:
+                values.index_copy_(0, places, blocks)

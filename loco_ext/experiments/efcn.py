@@ -1,0 +1,356 @@
+"""The eFCN experiment: a network trained, lifted at several times to one with fewer constraints, and trained on.
+
+    settings.json       the settings and versions
+    cnn/                the network's own run, with its weights at the switch times
+    branches/T-R/       the run from switch time T, relaxed as R says; "cnn" is the network itself, trained on
+    fcn/                the run of the standard fully connected network
+    efcn.json           all of it: settings, versions, and the figures of every run
+    *.png               like the paper's figures 2 to 8 and 12, drawn from that
+
+Runs go on from their last whole epoch after a kill, to the same numbers.
+
+d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), sections 4.1 to 4.4,
+appendices A to C. The paper has no networks between the convolutional and the fully connected one.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from loco_ext.analysis import gradient_norm, interpolate, only_blocks, top_hessian_eigenvalue
+from loco_ext.analysis.interpolation import METHODS
+from loco_ext.experiments import efcn_figures, run
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.efcn_pictures import corner_of, filter_of
+from loco_ext.experiments.efcn_settings import CNN, FCN, FULL, LCN, EfcnSettings
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.settings import SettingsError
+from loco_ext.experiments.train import Epoch, evaluate, make_model
+from loco_ext.nn import deviation, to_efcn
+from loco_ext.nn.locally_connected import LocallyConnectedNd
+from loco_ext.output import json_text, remove_leftovers, replacing
+
+Record = dict[str, Any]
+TOLERANCE = 1e-2  # of the power iteration's residual
+EVALUATED = ("loss", "accuracy")
+EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
+
+
+def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
+    """Trains and measures all networks, or goes on with those in ``out``; writes its files there.
+
+    Returns:
+        What ``efcn.json`` holds.
+
+    Raises:
+        SettingsError: settings that do not fit the data or the model; another experiment in ``out``, or without
+            ``resume`` any; files in it that cannot be read.
+        MemoryError: a lifted network would take more than half of the free memory.
+        OSError: ``out`` cannot be written to.
+    """
+    settings.training.check_data(data)
+    settings_path, processes = out / "settings.json", Processes(torch.device(device))
+    record: Record = {
+        "settings": asdict(settings),
+        "training_samples": len(data.train.labels),
+        "test_samples": len(data.test.labels),
+        "device": processes.device.type,
+        "versions": run.versions(),
+    }
+    text = json_text(record, indent=2) + "\n"
+    if settings_path.exists():
+        if not resume:
+            raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
+        if settings_path.read_text() != text:
+            raise SettingsError(f"{settings_path}: of another experiment; resume it with its own settings")
+    experiment = _Experiment(settings, data, out, processes)
+    experiment.check()
+    out.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(out)
+    _write(settings_path, text)
+    record["cnn"] = experiment.cnn()
+    arms = [_Arm(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)]
+    record["branches"] = [experiment.lifted(arm) for arm in arms]
+    record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
+    _write_json(out / "efcn.json", record)
+    record = _read(out / "efcn.json")
+    efcn_figures.save(record, out)
+    return record
+
+
+class _Experiment:
+    """The networks of one experiment."""
+
+    def __init__(self, settings: EfcnSettings, data: Dataset, out: Path, processes: Processes) -> None:
+        self.settings, self.data, self.out, self.processes = settings, data, out, processes
+        self.normalization = Normalization(data.train).to(processes.device)
+        self.train, self.test = (samples.to(processes.device) for samples in (data.train, data.test))
+        self.some = Samples(*(part[: settings.landscape_samples] for part in self.train))
+
+    def check(self) -> None:
+        """Raises SettingsError or MemoryError where the network cannot be lifted; nothing is written."""
+        wanted = (*self.settings.relaxations, *([FCN] if self.settings.fcn_epochs else []))
+        for relax in wanted:
+            try:
+                self.lift(_Arm(relax, 0))
+            except ValueError as error:
+                raise SettingsError(f"model: expected one that can be lifted: {error}") from error
+
+    def cnn(self) -> Record:
+        """The network's own training, which leaves its weights at the switch times."""
+        setting, folder, model = self.settings.training, self.out / CNN, self.network(0)
+
+        def keep(epoch: int) -> dict[str, float | None]:
+            if epoch in (*self.settings.switch_times, setting.epochs):
+                run.save_weights(model, _snapshot(folder, epoch))
+            return {}
+
+        history = run.run(setting, self.data, folder, self.processes, resume=True, model=model, measure=keep)
+        return {"parameters": _size(model), "start": self.start(0), "epochs": _epochs(history)}
+
+    def network(self, epoch: int) -> nn.Module:
+        """The convolutional network as it was after an epoch of its training."""
+        model = make_model(self.settings.training, self.data)
+        if epoch:
+            path = _snapshot(self.out / CNN, epoch)
+            try:
+                model.load_state_dict(load_file(path))
+            except Exception as error:  # what a damaged file raises is not documented
+                raise SettingsError(f"{path}: not the weights of this network ({type(error).__name__})") from error
+        return model.to(self.processes.device)
+
+    def lift(self, arm: "_Arm") -> nn.Module:
+        """The network of a switch time, relaxed; or the fully connected one, as nn.Linear would initialise it."""
+        model = self.network(arm.time or 0)
+        if arm.relax == CNN:
+            return model
+        example = torch.zeros(1, self.data.channels, self.data.size, self.data.size, device=self.processes.device)
+        how = {LCN: "sharing", FULL: "all", FCN: "all"}.get(arm.relax) or int(arm.relax)
+        lifted = to_efcn(model, example, how)
+        if arm.relax == FCN:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(self.settings.training.seed)
+                for layer in lifted.modules():
+                    if isinstance(layer, LocallyConnectedNd):
+                        layer.reset_parameters(like="linear")
+        return lifted
+
+    def lifted(self, arm: "_Arm") -> Record:
+        """Everything about one lifted network, or the fully connected one; from its files where they are there."""
+        folder = self.out / arm.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        before, after = folder / "before.json", folder / "after.json"
+        if not after.exists():
+            model = self.lift(arm)
+            if not before.exists():
+                _write_json(before, self.before(model, arm))
+            history = self.train_on(model, arm)
+            _write_json(after, {"epochs": _epochs(history)} | self.after(model, arm))
+        (folder / run.CHECKPOINT).unlink(missing_ok=True)  # the final weights are in model.safetensors
+        return _read(before) | _read(after)
+
+    def before(self, model: nn.Module, arm: "_Arm") -> Record:
+        # A network computes what the one does that it was lifted from, which is faster.
+        start = self.evaluate(model) if arm.time is None else self.start(arm.time)
+        return {
+            "switch_time": arm.time,
+            "relax": arm.relax,
+            "parameters": _size(model),
+            "start": start | self.deviations(model, arm),
+            "before": self.landscape(model, arm),
+        }
+
+    def train_on(self, model: nn.Module, arm: "_Arm") -> list[Epoch]:
+        """The training of a lifted network, with what is measured after each epoch."""
+        folder, epochs = self.out / arm.folder, arm.epochs(self.settings)
+
+        def after_epoch(epoch: int) -> dict[str, float | None]:
+            if epoch in arm.pictured(self.settings):
+                _write_json(_picture(folder, epoch), filter_of(model))
+            return self.deviations(model, arm) | self.masked(model, arm)
+
+        if arm.relax != CNN and not (folder / run.CHECKPOINT).exists():
+            _write_json(_picture(folder, 0), filter_of(model))
+        options: dict[str, Any] = {"resume": True, "model": model, "label": arm.label, "measure": after_epoch}
+        return run.run(self.settings.branch(epochs), self.data, folder, self.processes, **options)
+
+    def after(self, model: nn.Module, arm: "_Arm") -> Record:
+        folder = self.out / arm.folder
+        return {
+            "after": self.landscape(model, arm),
+            "filters": {str(epoch): _read(_picture(folder, epoch)) for epoch in arm.pictured(self.settings)},
+            "corners": self.corners(model, arm),
+            "interpolations": {} if arm.time is None else self.interpolations(model, arm),
+        }
+
+    def corners(self, model: nn.Module, arm: "_Arm") -> list[Any]:
+        """Of the weight matrix before and after; of the networks that were lifted last."""
+        if arm.relax == CNN or arm.time != self.settings.switch_times[-1]:
+            return []
+        return [corner_of(self.lift(arm)), corner_of(model)]
+
+    def start(self, time: int) -> dict[str, float]:
+        """What the network is at a switch time."""
+        path = self.out / CNN / f"start-{time:03}.json"
+        if not path.exists():
+            _write_json(path, self.evaluate(self.network(time)))
+        return _read(path)
+
+    def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
+        """Losses and accuracies on the training samples, all or those given, and on the test samples."""
+        sets = {"train": train or self.train, "test": self.test}
+        found = {name: evaluate(model, samples, self.normalization, self.processes) for name, samples in sets.items()}
+        return {f"{name}_{what}": value for name in sets for what, value in zip(EVALUATED, found[name], strict=True)}
+
+    def deviations(self, model: nn.Module, arm: "_Arm") -> dict[str, float | None]:
+        return {} if arm.relax == CNN else deviation(model)._asdict()
+
+    def masked(self, model: nn.Module, arm: "_Arm") -> dict[str, float | None]:
+        """Test accuracies of the local and of the other blocks alone, of networks that have both."""
+        if arm.relax in (CNN, LCN):
+            return {}
+        accuracies: dict[str, float | None] = {}
+        for kept in ("local", "off-local"):
+            with only_blocks(model, kept):
+                _, accuracy = evaluate(model, self.test, self.normalization, self.processes)
+            accuracies[f"{kept.replace('-', '_')}_accuracy"] = accuracy
+        return accuracies
+
+    def landscape(self, model: nn.Module, arm: "_Arm") -> dict[str, float]:
+        """The norm of the gradient and the largest eigenvalue of the Hessian."""
+        batches = _Batches(self.some, self.normalization, self.settings.training.batch_size)
+        found = {"gradient_norm": gradient_norm(model, cross_entropy, batches)}
+        if self.settings.power_iterations:
+            print(f"{arm.label}: curvature", file=sys.stderr)
+            limits: dict[str, Any] = {"iterations": self.settings.power_iterations, "tolerance": TOLERANCE}
+            top = top_hessian_eigenvalue(model, cross_entropy, batches, **limits)
+            found |= {"top_eigenvalue": top.value, "residual": top.residual, "iterations": top.iterations}
+        return found
+
+    def interpolations(self, model: nn.Module, arm: "_Arm") -> dict[str, list[dict[str, float]]]:
+        """Losses and accuracies along the paths from the trained network, relaxed in the same way."""
+        settings = self.settings
+        if not settings.interpolation_points:
+            return {}
+        first = self.lift(_Arm(arm.relax, settings.training.epochs))
+        batches = _Batches(self.train, self.normalization, settings.training.batch_size)
+        options: dict[str, Any] = {"loss": cross_entropy, "data": batches, "steps": settings.string_steps}
+        options |= {"learning_rate": settings.branch_learning_rate, "stiffness": settings.stiffness}
+        found = {}
+        for method in METHODS:
+            print(f"{arm.label}: interpolation, {method}", file=sys.stderr)
+            path = interpolate(first, model, settings.interpolation_points, method, **options)
+            found[method] = [{"alpha": alpha} | self.evaluate(point, self.some) for alpha, point in path]
+        return found
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """One lifted network; ``time`` is None for the fully connected one."""
+
+    relax: str
+    time: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(FCN) if self.time is None else Path("branches") / f"{self.time:03}-{self.relax}"
+
+    @property
+    def label(self) -> str:
+        return self.relax if self.time is None else f"{self.relax} from epoch {self.time}"
+
+    def epochs(self, settings: EfcnSettings) -> int:
+        return settings.fcn_epochs if self.relax == FCN else settings.branch_epochs
+
+    def pictured(self, settings: EfcnSettings) -> list[int]:
+        """The epochs whose filter is kept: as in the paper's figures 5 and 6, and the last."""
+        last = self.epochs(settings)
+        return [] if self.relax == CNN else sorted({0, max(1, round(0.11 * last)), round(0.78 * last), last})
+
+
+class _Batches(Sequence[tuple[Tensor, Tensor]]):
+    """Samples in their order, each batch normalised when it is asked for."""
+
+    def __init__(self, samples: Samples, normalization: Normalization, batch_size: int) -> None:
+        self.images, self.labels = (part.split(batch_size) for part in samples)
+        self.normalization = normalization
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.normalization(self.images[index]), self.labels[index]
+
+
+def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells of a table of all networks."""
+    headers = ["network", "from epoch", "parameters", "test accuracy", "best", "delta locality", "delta sharing"]
+    headers += ["gradient", "top eigenvalue"]
+    own: Record = {"relax": CNN, "switch_time": None, "before": {}, "after": {}}
+    cells = []
+    for network in [own | record["cnn"], *record["branches"], *([record["fcn"]] if record["fcn"] else [])]:
+        last, before, after = network["epochs"][-1], network["before"], network["after"]
+        accuracies = [epoch["test_accuracy"] for epoch in network["epochs"]]
+        cells.append(
+            [
+                network["relax"],
+                "" if network["switch_time"] is None else str(network["switch_time"]),
+                f"{network['parameters']:,}",
+                f"{network['start']['test_accuracy']:.1%} -> {last['test_accuracy']:.1%}",
+                f"{max(accuracies):.1%}",
+                *(_text(last.get(name), "{:.2%}") for name in ("delta_locality", "delta_sharing")),
+                *(
+                    " -> ".join(_text(part.get(name), "{:.3g}") for part in (before, after) if part)
+                    for name in ("gradient_norm", "top_eigenvalue")
+                ),
+            ]
+        )
+    return headers, cells
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _epochs(history: list[Epoch]) -> list[Record]:
+    """Without the times, which differ from run to run."""
+    return [{name: getattr(epoch, name) for name in EPOCH} | epoch.measures for epoch in history]
+
+
+def _snapshot(folder: Path, epoch: int) -> Path:
+    return folder / f"weights-{epoch:03}.safetensors"
+
+
+def _picture(folder: Path, epoch: int) -> Path:
+    return folder / f"filter-{epoch:03}.json"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, FileNotFoundError) as error:
+        raise SettingsError(f"{path}: cannot be read ({type(error).__name__})") from error
+
+
+def _write_json(path: Path, record: Any) -> None:
+    _write(path, json_text(record) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text)

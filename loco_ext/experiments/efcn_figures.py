@@ -1,0 +1,261 @@
+"""Figures of the eFCN experiment, after the paper's figures 2 to 8 and 12, drawn from what ``efcn.json`` holds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from loco_ext.experiments.efcn_settings import CNN
+from loco_ext.experiments.figures import write
+
+Record = dict[str, Any]
+MARKERS = "x+^sd*"
+PANELS = {
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "train_accuracy": "training accuracy",
+    "test_accuracy": "test accuracy",
+}
+MOST = 4  # switch times that a figure has a row or column for
+
+
+def save(record: Record, out: Path) -> None:
+    """Writes a PNG for each figure that the record has something for."""
+    lifted = [branch for branch in record["branches"] if branch["relax"] != CNN]
+    write(dynamics(record), out / "dynamics.png")
+    write(landscape(record), out / "landscape.png")
+    write(deviations(record), out / "deviations.png")
+    write(filters(_widest(lifted)), out / "filters.png")
+    if record["fcn"]:
+        write(fcn_filters(record["fcn"]), out / "fcn_filters.png")
+    if any("local_accuracy" in branch["epochs"][-1] for branch in lifted):
+        write(masked(record), out / "masked.png")
+    write(corners([branch for branch in lifted if branch["corners"]]), out / "corners.png")
+    if joined := [branch for branch in lifted if branch["interpolations"]]:
+        write(interpolations(_widest(joined)), out / "interpolations.png")
+
+
+def dynamics(record: Record) -> Figure:
+    """Figure 2: training loss and test accuracy over the epochs, one panel for each relaxation and quantity."""
+    names = _relaxations(record)
+    figure = Figure(figsize=(10, 3.6 * len(names)), layout="constrained")
+    cells = figure.subplots(len(names), 2, squeeze=False)
+    for row, relax in zip(cells, names, strict=True):
+        for axes, name in zip(row, ("train_loss", "test_accuracy"), strict=True):
+            _draw_course(axes, record["cnn"], name, color="black", label="CNN")
+            if record["fcn"]:
+                _draw_course(axes, record["fcn"], name, color="tab:red", label="FCN")
+            branches = [branch for branch in record["branches"] if branch["relax"] == relax]
+            for branch, color in zip(branches, _colors(len(branches)), strict=True):
+                _draw_course(axes, branch, name, color=color, label=f"from epoch {branch['switch_time']}")
+            _scale_epochs(axes)
+            axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
+            if name == "train_loss":
+                axes.set_yscale("log")
+            _finish(axes)
+        row[-1].legend(frameon=False, fontsize="x-small")
+    return figure
+
+
+def landscape(record: Record) -> Figure:
+    """Figure 3: by switch time, final test accuracy, gradient norm and largest eigenvalue before and after."""
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    accuracy, *others = figure.subplots(1, 3)
+    for number, relax in enumerate(_relaxations(record)):
+        _draw_by_time(accuracy, record, relax, number, lambda b: b["epochs"][-1]["test_accuracy"], _title(relax))
+        for axes, name in zip(others, ("gradient_norm", "top_eigenvalue"), strict=True):
+            for when, line in (("before", "--"), ("after", "-")):
+                value = _getter(when, name)
+                _draw_by_time(axes, record, relax, number, value, f"{_title(relax)}, {when}", linestyle=line)
+    _draw_references(accuracy, record)
+    accuracy.set(ylabel="final test accuracy")
+    for axes, title in zip(others, ("norm of the gradient", "largest eigenvalue of the Hessian"), strict=True):
+        axes.set_yscale("log")
+        axes.set(ylabel=title)
+    for axes in (accuracy, *others):
+        _finish(axes)
+        axes.legend(frameon=False, fontsize="x-small")
+    return figure
+
+
+def deviations(record: Record) -> Figure:
+    """Figure 4: deviation from the convolutions by switch time, initial loss and final test accuracy.
+
+    The upper row is the paper's, off-local weights; the lower one adds what is not shared.
+    """
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    cells = figure.subplots(2, 3)
+    for row, name in zip(cells, ("delta_locality", "delta_sharing"), strict=True):
+        for number, relax in enumerate(_relaxations(record)[1:]):
+            branches = [branch for branch in record["branches"] if branch["relax"] == relax]
+            deltas = [branch["epochs"][-1][name] for branch in branches]
+            times = [branch["switch_time"] for branch in branches]
+            losses = [branch["start"]["train_loss"] for branch in branches]
+            accuracies = [branch["epochs"][-1]["test_accuracy"] for branch in branches]
+            style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "", "label": _title(relax)}
+            for axes, x, y in zip(row, (times, losses, deltas), (deltas, deltas, accuracies), strict=True):
+                axes.plot(_numbers(x), _numbers(y), **style)
+        if record["fcn"]:
+            last, start = record["fcn"]["epochs"][-1], record["fcn"]["start"]
+            row[1].plot(*_numbers([start["train_loss"], last[name]]), "o", color="tab:blue", label="FCN")
+            row[2].plot(*_numbers([last[name], last["test_accuracy"]]), "o", color="tab:blue", label="FCN")
+        label = name.replace("_", " ")
+        row[0].set(xlabel="switch time", ylabel=label)
+        row[1].set(xlabel="initial training loss", ylabel=label)
+        row[2].set(xlabel=label, ylabel="final test accuracy")
+        for axes in row:
+            _finish(axes)
+            axes.legend(frameon=False, fontsize="x-small")
+    return figure
+
+
+def filters(branches: list[Record]) -> Figure:
+    """Figure 5: a filter of the first layer, one row for each switch time, one column for each epoch of the branch."""
+    epochs = list(branches[0]["filters"])
+    figure = Figure(figsize=(2.6 * len(epochs) + 1, 2.6 * len(branches)), layout="constrained")
+    figure.suptitle(f"A filter of the first layer, {_title(branches[0]['relax'])}: ln |weight|")
+    cells = figure.subplots(len(branches), len(epochs), squeeze=False)
+    for row, branch in zip(cells, branches, strict=True):
+        for axes, epoch in zip(row, epochs, strict=True):
+            drawn = _draw_logarithm(axes, branch["filters"][epoch])
+            axes.set_title(f"from {branch['switch_time']}, after {epoch}", fontsize="small")
+            figure.colorbar(drawn, ax=axes, shrink=0.8)
+    return figure
+
+
+def fcn_filters(fcn: Record) -> Figure:
+    """Figure 6: a filter of the standard fully connected network before and after, and what has changed."""
+    first, last = (np.array(fcn["filters"][epoch]) for epoch in _ends(fcn["filters"]))
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    figure.suptitle("A filter of the first layer, FCN from scratch: ln |weight|")
+    titles = ("at first", "trained", "the difference")
+    for axes, values, title in zip(figure.subplots(1, 3), (first, last, last - first), titles, strict=True):
+        figure.colorbar(_draw_logarithm(axes, values), ax=axes, shrink=0.8)
+        axes.set_title(title)
+    return figure
+
+
+def masked(record: Record) -> Figure:
+    """Figure 7: final test accuracy, and that of the local and of the off-local blocks alone."""
+    names = [relax for relax in _relaxations(record) if "local_accuracy" in _last(record, relax)]
+    figure = Figure(figsize=(4.8 * len(names), 3.8), layout="constrained")
+    for axes, relax in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        parts = {"all blocks": "test_accuracy", "local blocks": "local_accuracy", "others": "off_local_accuracy"}
+        for number, (label, name) in enumerate(parts.items()):
+            _draw_by_time(axes, record, relax, number, lambda b, name=name: b["epochs"][-1][name], label)
+        axes.set(title=_title(relax), ylabel="final test accuracy", ylim=(0, 1))
+        _finish(axes)
+        axes.legend(frameon=False, fontsize="x-small")
+    return figure
+
+
+def corners(branches: list[Record]) -> Figure:
+    """Figure 8: a corner of the first layer's weight matrix as it was lifted, and trained on."""
+    figure = Figure(figsize=(8, 3.6 * len(branches)), layout="constrained")
+    figure.suptitle("First rows and columns of the first layer's matrix: ln |weight|")
+    for row, branch in zip(figure.subplots(len(branches), 2, squeeze=False), branches, strict=True):
+        for axes, values, when in zip(row, branch["corners"], ("lifted", "trained on"), strict=True):
+            figure.colorbar(_draw_logarithm(axes, values), ax=axes, shrink=0.8)
+            axes.set_title(f"{_title(branch['relax'])} from {branch['switch_time']}, {when}", fontsize="small")
+    return figure
+
+
+def interpolations(branches: list[Record]) -> Figure:
+    """Figure 12: losses and accuracies between the trained network, alpha = 0, and a lifted one; a row for each."""
+    figure = Figure(figsize=(14, 2.8 * len(branches)), layout="constrained")
+    for row, branch in zip(figure.subplots(len(branches), 4, squeeze=False), branches, strict=True):
+        for axes, (name, title) in zip(row, PANELS.items(), strict=True):
+            for method, color in zip(branch["interpolations"], ("tab:green", "tab:blue", "tab:red"), strict=True):
+                points = branch["interpolations"][method]
+                alphas = [point["alpha"] for point in points]
+                axes.plot(alphas, _numbers([point[name] for point in points]), color=color, marker=".", label=method)
+            axes.set(xlabel="alpha", ylabel=title)
+            axes.set_title(f"{_title(branch['relax'])} from {branch['switch_time']}", fontsize="small")
+            _finish(axes)
+        row[-1].legend(frameon=False, fontsize="x-small")
+    return figure
+
+
+def _relaxations(record: Record) -> list[str]:
+    """The network itself, trained on, comes first."""
+    return list(dict.fromkeys(branch["relax"] for branch in record["branches"]))
+
+
+def _title(relax: str) -> str:
+    names = {"cnn": "CNN, trained on", "lcn": "LCN", "full": "eFCN"}
+    return names.get(relax, f"grown by {relax}")
+
+
+def _last(record: Record, relax: str) -> Record:
+    return next(branch["epochs"][-1] for branch in record["branches"] if branch["relax"] == relax)
+
+
+def _widest(branches: list[Record]) -> list[Record]:
+    """Those of the last relaxation; at most MOST, from the first switch time to the last."""
+    branches = [branch for branch in branches if branch["relax"] == branches[-1]["relax"]]
+    if len(branches) <= MOST:
+        return branches
+    return [branches[round(i * (len(branches) - 1) / (MOST - 1))] for i in range(MOST)]
+
+
+def _ends(pictures: dict[str, Any]) -> tuple[str, str]:
+    return min(pictures, key=int), max(pictures, key=int)
+
+
+def _getter(when: str, name: str) -> Any:
+    return lambda branch: branch[when].get(name)
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    """JSON has null for what is not finite."""
+    return [np.nan if value is None else value for value in values]
+
+
+def _colors(count: int) -> list[Any]:
+    return [matplotlib.colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+def _draw_course(axes: Axes, network: Record, name: str, **style: Any) -> None:
+    values = [network["start"][name], *(epoch[name] for epoch in network["epochs"])]
+    axes.plot(range(len(values)), _numbers(values), marker=".", linewidth=1, **style)
+
+
+def _draw_by_time(
+    axes: Axes, record: Record, relax: str, number: int, value: Any, label: str, linestyle: str = ":"
+) -> None:
+    branches = [branch for branch in record["branches"] if branch["relax"] == relax]
+    times = [branch["switch_time"] for branch in branches]
+    line: dict[str, Any] = {"color": f"C{number}", "linewidth": 1, "linestyle": linestyle, "label": label}
+    axes.plot(times, _numbers([value(branch) for branch in branches]), marker=MARKERS[number % len(MARKERS)], **line)
+    _scale_epochs(axes)
+    axes.set(xlabel="switch time")
+
+
+def _scale_epochs(axes: Axes) -> None:
+    """Logarithmic from epoch 1 on."""
+    axes.set_xscale("symlog", linthresh=1)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _draw_references(axes: Axes, record: Record) -> None:
+    for network, label, line in ((record["cnn"], "best CNN", "-"), (record["fcn"], "best FCN", "--")):
+        if network:
+            best = max(_numbers([epoch["test_accuracy"] for epoch in network["epochs"]]))
+            axes.axhline(best, color="black", linewidth=1, linestyle=line, label=label)
+
+
+def _draw_logarithm(axes: Axes, values: Any) -> AxesImage:
+    """Weights that are zero, or missing, stay white."""
+    sizes = np.abs(np.array(values, dtype=float))
+    axes.set(xticks=[], yticks=[])
+    return axes.imshow(np.log(sizes, out=np.full_like(sizes, np.nan), where=sizes > 0), cmap="viridis")
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,45 @@
+"""What a lifted network's first layer looks like, as plain numbers: one filter, and a corner of its weight matrix."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.nn import LocallyConnected2d
+
+EXACT, ROUGH = 9, 3  # significant digits: of a float32, whose changes are looked at, and of what is only seen
+CORNER = 200  # rows and columns of the weight matrix (eFCN, figure 8)
+
+
+def first_layer(model: nn.Module) -> LocallyConnected2d:
+    """The first locally connected layer."""
+    return next(module for module in model.modules() if isinstance(module, LocallyConnected2d))
+
+
+def filter_of(model: nn.Module) -> list[list[float]]:
+    """All weights that an output pixel of the first layer has, in the shape of the image; first channels.
+
+    The pixel is the first whose whole receptive field lies in the image (eFCN, section 4.4: at the top left).
+    """
+    layer = first_layer(model)
+    local = torch.zeros(layer.pattern.n_out, dtype=torch.int64)
+    pattern = layer.pattern.to("cpu")
+    local.index_add_(0, pattern.row_indices, pattern.local_mask().long())
+    return _rounded(_matrix(layer)[local.argmax()].view(layer.input_size), EXACT)
+
+
+def corner_of(model: nn.Module) -> list[list[float]]:
+    """The first rows and columns of the first layer's weight matrix; first channels."""
+    return _rounded(_matrix(first_layer(model))[:CORNER, :CORNER], ROUGH)
+
+
+def _matrix(layer: LocallyConnected2d) -> Tensor:
+    """``[n_out, n_in]``, from the first input channel to the first output channel."""
+    pattern = layer.pattern.to("cpu")
+    matrix = torch.zeros(pattern.n_out, pattern.n_in)
+    matrix[pattern.row_indices, pattern.col_indices] = layer.values.detach()[:, 0, 0, 0].cpu().float()
+    return matrix
+
+
+def _rounded(values: Tensor, digits: int) -> Any:
+    return [[float(f"{value:.{digits}g}") for value in row] for row in values.tolist()]

@@ -1,0 +1,131 @@
+"""What decides a run of the eFCN experiment."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from loco_ext.experiments.settings import Settings, SettingsError, from_preset
+
+CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; or a radius, as text
+SNAPSHOTS = 20
+
+
+@dataclass(frozen=True)
+class EfcnSettings:
+    """One convolutional network and what it is lifted to.
+
+    Args:
+        training: of the network. Lifted ones are trained by the same, but for epochs and learning rate.
+        switch_times: epochs after which it is lifted; ascending, 0 is its initialisation.
+        relaxations: "lcn": the weights are no longer shared; "2", say: locality is relaxed as well, by that many pixels
+            on each side; "full": no locality is left. The network itself, trained on in the same way, comes for free.
+        branch_epochs, branch_learning_rate: of lifted networks; the rate is the standard fully connected network's too.
+        fcn_epochs: of that one, whose shape is that of "full"; 0: there is none.
+        landscape_samples: training samples, the first so many, that gradients, curvatures and the training losses of
+            interpolations are measured on.
+        power_iterations: products with the Hessian, at most; 0: the curvature is not measured.
+        interpolation_points: on each path from the trained network to a lifted one; 0: there is none.
+        string_steps, stiffness: see :func:`loco_ext.analysis.interpolate`; the string's learning rate is the branches'.
+    """
+
+    training: Settings
+    switch_times: tuple[int, ...]
+    relaxations: tuple[str, ...] = (FULL,)
+    branch_epochs: int = 100
+    branch_learning_rate: float = 0.01
+    fcn_epochs: int = 100
+    landscape_samples: int = 1000
+    power_iterations: int = 50
+    interpolation_points: int = 11
+    string_steps: int = 100
+    stiffness: float = 0.5
+
+    def __post_init__(self) -> None:
+        last, times = self.training.epochs, self.switch_times
+        if not times or list(times) != sorted(set(times)) or not 0 <= times[0] <= times[-1] <= last:
+            raise SettingsError(f"switch_times: expected ascending epochs from 0 to {last}, got {times}")
+        for relax in self.relaxations:
+            if relax not in (LCN, FULL) and not (relax.isdecimal() and int(relax) > 0):
+                raise SettingsError(f"relaxations: expected lcn, full or a radius of at least 1, got {relax!r}")
+        if len(set(self.relaxations)) < max(len(self.relaxations), 1):
+            raise SettingsError(f"relaxations: expected some, each once, got {self.relaxations}")
+        for name, least in (
+            ("branch_epochs", 1),
+            ("fcn_epochs", 0),
+            ("landscape_samples", 1),
+            ("power_iterations", 0),
+            ("interpolation_points", 0),
+            ("string_steps", 0),
+        ):
+            if getattr(self, name) < least:
+                raise SettingsError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        if self.interpolation_points == 1:
+            raise SettingsError("interpolation_points: expected 0 or at least 2, got 1")
+        if not 0 <= self.stiffness < 1:
+            raise SettingsError(f"stiffness: expected at least 0 and less than 1, got {self.stiffness}")
+        if self.training.penalty is not None:
+            raise SettingsError(f"penalty: expected none, got {self.training.penalty}")
+        self.branch(self.branch_epochs)
+
+    def branch(self, epochs: int) -> Settings:
+        """The training of a lifted network."""
+        return replace(
+            self.training, epochs=epochs, learning_rate=self.branch_learning_rate, schedule="steps", milestones=()
+        )
+
+
+def switch_times(epochs: int) -> tuple[int, ...]:
+    """The paper's: 0, and epochs at equal distances on a logarithmic scale up to the last.
+
+    >>> switch_times(30)
+    (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 25, 30)
+    """
+    return 0, *np.unique(np.logspace(0, np.log10(epochs), SNAPSHOTS).astype(int)).tolist()
+
+
+# eFCN, section 4: plain gradient descent, the samples always in the same order.
+_TRAINING: dict[str, Any] = {
+    "model": "vanilla",
+    "data": "cifar10",
+    "epochs": 150,
+    "batch_size": 250,
+    "learning_rate": 0.1,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "milestones": (),
+    "augment": False,
+    "shuffle": False,
+}
+_QUICK = {"switch_times": (0, 3, 10, 30), "relaxations": (LCN,), "branch_epochs": 10, "fcn_epochs": 0}
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "paper": (_TRAINING, {}),
+    # Appendix B.
+    "alexnet": (_TRAINING | {"model": "alexnet", "data": "cifar100"}, {}),
+    # What a processor without a GPU does in an hour: weights are no longer shared, locality stays.
+    "quick": (_TRAINING | {"epochs": 30}, _QUICK),
+}
+
+
+def efcn_preset(preset: str, **overrides: Any) -> EfcnSettings:
+    """A preset's settings, some replaced, those of the training too; None leaves the preset's.
+
+    Switch times that are not given are those of the preset up to the last epoch, or the paper's for so many epochs.
+
+    Raises:
+        SettingsError: an unknown preset, or settings that cannot be.
+
+    >>> efcn_preset("quick", epochs=20).switch_times
+    (0, 3, 10)
+    """
+    if preset not in PRESETS:
+        raise SettingsError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    training, own = PRESETS[preset]
+    given = {name: value for name, value in overrides.items() if value is not None}
+    fields = EfcnSettings.__dataclass_fields__
+    setting = from_preset("paper", **training | {name: value for name, value in given.items() if name not in fields})
+    values = own | {name: value for name, value in given.items() if name in fields}
+    if "switch_times" not in given:
+        times = own.get("switch_times") or switch_times(setting.epochs)
+        values["switch_times"] = tuple(time for time in times if time <= setting.epochs)
+    return EfcnSettings(setting, **values)

@@ -1,0 +1,375 @@
+"""``loco-ext efcn``: the paper's protocol, what is trained and measured, what is written, and that it goes on."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import matplotlib.image
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from loco_ext import analysis
+from loco_ext import nn as loco_nn
+from loco_ext.cli import main
+from loco_ext.experiments import data, efcn_figures, run
+from loco_ext.experiments.efcn_settings import PRESETS, efcn_preset, switch_times
+from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.models import MODELS, vanilla_cnn
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import SettingsError, from_preset
+from loco_ext.experiments.train import evaluate, make_model, make_optimizer, train
+
+CPU = Processes(torch.device("cpu"))
+SAMPLES, BATCH, SEED = 100, 40, 3  # the last batch has 20
+TINY = ["--model", "plain8", "--width", "0.25", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
+TINY += ["--epochs", "2", "--lr", "0.05", "--batch-size", str(BATCH), "--branch-epochs", "2", "--fcn-epochs", "1"]
+TINY += ["--landscape-samples", "50", "--power-iterations", "4", "--interpolation-points", "3", "--string-steps", "2"]
+RUN = [*TINY, "--switch", "0,2", "--relax", "lcn,1,full"]
+FIGURES = ["dynamics", "landscape", "deviations", "filters", "fcn_filters", "masked", "corners", "interpolations"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+def digits(samples=SAMPLES):
+    return data.load("digits", None).first(samples)
+
+
+def settings(**overrides):
+    options = {"model": "plain8", "width": 0.25, "data": "digits", "epochs": 2, "learning_rate": 0.05, "seed": SEED}
+    return efcn_preset("paper", **options | {"batch_size": BATCH, "branch_epochs": 2} | overrides)
+
+
+def test_the_preset_is_the_papers_protocol():
+    """Section 4 and figure 2, and what the authors' code adds: the samples' order, no crops or flips."""
+    setting = efcn_preset("paper")
+    times = (0, 1, 2, 3, 4, 6, 8, 10, 13, 18, 23, 30, 40, 52, 67, 88, 115, 150)
+    assert setting.switch_times == switch_times(150) == times
+    assert (setting.branch_epochs, setting.branch_learning_rate, setting.fcn_epochs) == (100, 0.01, 100)
+    assert setting.relaxations == ("full",)
+    training = setting.training
+    assert (training.model, training.data, training.epochs, training.batch_size) == ("vanilla", "cifar10", 150, 250)
+    assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0, 0)
+    assert not training.augment
+    assert not training.shuffle
+    assert {training.learning_rate_of(epoch) for epoch in range(150)} == {0.1}
+    assert {setting.branch(100).learning_rate_of(epoch) for epoch in range(100)} == {0.01}
+    assert (efcn_preset("alexnet").training.model, efcn_preset("alexnet").training.data) == ("alexnet", "cifar100")
+    quick = efcn_preset("quick")
+    assert (quick.training.epochs, quick.branch_epochs, quick.relaxations) == (30, 10, ("lcn",))
+    assert quick.switch_times == (0, 3, 10, 30)
+    assert efcn_preset("quick", epochs=9).switch_times == (0, 3)
+    assert set(PRESETS) == {"paper", "alexnet", "quick"}
+
+
+def test_the_vanilla_cnn_has_the_papers_numbers_of_parameters():
+    model = vanilla_cnn()
+    assert sum(p.numel() for p in model.parameters()) == 143_178
+    # Live pairs by hand: all pixels with all, 3x32x32 to 64x17x17, 64x8x8 to itself, 64x3x3 to itself.
+    whole = 17**2 * 32**2 * 3 * 64 + 8**4 * 64**2 + 3**4 * 64**2
+    biases = 64 * (17**2 + 8**2 + 3**2)
+    lifted = loco_nn.to_efcn(model, torch.zeros(1, 3, 32, 32), "all")
+    assert sum(p.numel() for p in lifted.parameters()) == whole + biases + 650 == 73_952_522
+    layers = [module for module in MODELS["alexnet"].make().modules() if isinstance(module, nn.Conv2d)]
+    assert [layer.out_channels for layer in layers] == [64, 192, 384, 256, 256]
+
+
+def test_samples_stay_in_their_order_without_shuffling():
+    samples = digits(10).train
+    loader = Loader(samples, Normalization(samples), CPU.device, batch_size=4, seed=1, augmented=False, shuffled=False)
+    for epoch in range(2):
+        labels = [labels for _, labels, _ in loader.epoch(epoch)]
+        assert torch.equal(torch.cat(labels), samples.labels)
+        images = torch.cat([images for images, _, _ in loader.epoch(epoch)])
+        torch.testing.assert_close(images, Normalization(samples)(samples.images))
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
+
+
+def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_path):
+    setting = from_preset("quick", model="small", data="digits", epochs=3, batch_size=50, learning_rate=0.05)
+
+    class Killed(Exception):
+        pass
+
+    def go(name, dies=0, **options):
+        model = with_dropout()
+
+        def measure(epoch):
+            if epoch == dies:
+                raise Killed
+            return {"norm": model[2].weight.norm().item(), "nothing": None}
+
+        history = run.run(setting, digits(), tmp_path / name, CPU, model=model, measure=measure, **options)
+        return model, [epoch.measures for epoch in history]
+
+    whole, expected = go("whole")
+    with pytest.raises(Killed):
+        go("cut", dies=3)
+    resumed, measured = go("cut", resume=True)
+    assert torch.equal(whole[2].weight, resumed[2].weight)
+    assert measured == expected
+    assert len({measures["norm"] for measures in measured}) == 3
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["measures"] for line in lines] == expected
+    before = torch.get_rng_state()
+    train(whole, make_optimizer(setting, whole), digits(), setting, CPU, label="")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole experiment: its folder, and what it printed."""
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("efcn") / "out"
+    command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(out), "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    return out, json.loads(printed, parse_constant=pytest.fail)
+
+
+EPOCH = {"epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy"}
+DELTAS = {"delta_locality", "delta_sharing"}
+MASKED = {"local_accuracy", "off_local_accuracy"}
+NETWORK = {"switch_time", "relax", "parameters", "start", "before", "epochs", "after", "filters", "corners"}
+
+
+def test_the_record_has_every_network(finished):
+    out, record = finished
+    assert json.loads((out / "efcn.json").read_text()) == record
+    assert record.keys() == {
+        *("settings", "training_samples", "test_samples", "device", "versions"),
+        *("cnn", "branches", "fcn"),
+    }
+    assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]
+    assert record["settings"]["training"]["model"] == "plain8"
+    assert (record["training_samples"], record["test_samples"]) == (SAMPLES, 997)
+    assert record["cnn"].keys() == {"parameters", "start", "epochs"}
+    assert [epoch["epoch"] for epoch in record["cnn"]["epochs"]] == [1, 2]
+    found = [(branch["switch_time"], branch["relax"]) for branch in record["branches"]]
+    assert found == [(time, relax) for time in (0, 2) for relax in ("cnn", "lcn", "1", "full")]
+    for network in [*record["branches"], record["fcn"]]:
+        relax = network["relax"]
+        assert network.keys() == NETWORK | {"interpolations"}
+        measured = {"cnn": set(), "lcn": DELTAS}.get(relax, DELTAS | MASKED)
+        assert all(epoch.keys() == EPOCH | measured for epoch in network["epochs"])
+        assert network["start"].keys() == EPOCH - {"epoch"} | (DELTAS if relax != "cnn" else set())
+        for when in ("before", "after"):
+            assert network[when].keys() == {"gradient_norm", "top_eigenvalue", "residual", "iterations"}
+        assert len(network["epochs"]) == (1 if relax == "fcn" else 2)
+        assert network["interpolations"].keys() == (set() if relax == "fcn" else {"linear", "string", "outputs"})
+        for points in network["interpolations"].values():
+            assert [point["alpha"] for point in points] == [0, 0.5, 1]
+    assert not list(out.rglob("branches/*/checkpoint.pt"))
+
+
+def lifted(branch, out, trained):
+    """A branch's network, before or after its training, made anew from the files."""
+    model = make_model(settings().training, digits())
+    if branch["switch_time"]:
+        model.load_state_dict(load_file(out / "cnn" / f"weights-{branch['switch_time']:03}.safetensors"))
+    how = {"lcn": "sharing", "full": "all", "1": 1, "cnn": None}[branch["relax"]]
+    if how is not None:
+        model = loco_nn.to_efcn(model, torch.zeros(1, 1, 8, 8), how)
+    if trained:
+        folder = out / "branches" / f"{branch['switch_time']:03}-{branch['relax']}"
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
+
+
+def test_branches_start_where_the_network_was_and_are_trained_by_plain_gradient_descent(finished):
+    """Against torch.optim.SGD and a loop over the samples in their order."""
+    out, record = finished
+    samples = digits()
+    images, labels = Normalization(samples.train)(samples.train.images), samples.train.labels
+    for branch in record["branches"]:
+        model = lifted(branch, out, trained=False)
+        loss, accuracy = evaluate(model, samples.train, Normalization(samples.train), CPU)
+        assert branch["start"]["train_loss"] == pytest.approx(loss, rel=1e-5)
+        assert branch["start"]["train_accuracy"] == pytest.approx(accuracy)
+        assert branch["parameters"] == sum(p.numel() for p in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.train()
+        for _ in range(2):
+            for x, y in zip(images.split(BATCH), labels.split(BATCH), strict=True):
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        trained = lifted(branch, out, trained=True)
+        for ours, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_measured_is_that_of_the_trained_networks(finished):
+    out, record = finished
+    samples = digits()
+    normalization = Normalization(samples.train)
+    batch = normalization(samples.train.images[:50]), samples.train.labels[:50]
+    for branch in record["branches"]:
+        model, last = lifted(branch, out, trained=True), branch["epochs"][-1]
+        _, accuracy = evaluate(model, samples.test, normalization, CPU)
+        assert last["test_accuracy"] == pytest.approx(accuracy)
+        norm = analysis.gradient_norm(model, cross_entropy, [batch])
+        assert branch["after"]["gradient_norm"] == pytest.approx(norm, rel=1e-4)
+        assert branch["after"]["iterations"] in (4, 8)
+        if branch["relax"] != "cnn":
+            assert last["delta_locality"] == pytest.approx(loco_nn.deviation(model).delta_locality)
+            assert last["delta_sharing"] == pytest.approx(loco_nn.deviation(model).delta_sharing)
+            assert branch["start"]["delta_sharing"] == pytest.approx(0, abs=1e-6)
+        if "local_accuracy" in last:
+            alone = copy.deepcopy(model)
+            for layer in alone.modules():
+                if isinstance(layer, loco_nn.LocallyConnected2d):
+                    layer.prune(radius=0)
+            _, accuracy = evaluate(alone, samples.test, normalization, CPU)
+            assert last["local_accuracy"] == pytest.approx(accuracy)
+            assert 0 < last["delta_locality"] < last["delta_sharing"]
+        ends = branch["interpolations"]["linear"]
+        assert ends[-1]["test_accuracy"] == last["test_accuracy"]
+        assert ends[0]["test_loss"] == pytest.approx(record["cnn"]["epochs"][-1]["test_loss"], rel=1e-5)
+        assert {method[0]["test_loss"] for method in branch["interpolations"].values()} == {ends[0]["test_loss"]}
+    assert record["fcn"]["start"]["delta_locality"] > 0.5
+    assert record["fcn"]["parameters"] == record["branches"][-1]["parameters"]
+
+
+def test_pictures_are_weights_of_the_first_layer(finished):
+    """Against the layer's dense matrix; a filter at first is the convolution's kernel where it is and nothing else."""
+    out, record = finished
+    for branch in record["branches"]:
+        if branch["relax"] == "cnn":
+            assert branch["filters"] == {}
+            assert branch["corners"] == []
+            continue
+        assert list(branch["filters"]) == ["0", "1", "2"] if branch["relax"] != "fcn" else ["0", "1"]
+        start, end = (lifted(branch, out, trained=trained)[0] for trained in (False, True))
+        kernel = make_model(settings().training, digits())[0].weight[0, 0]
+        if branch["switch_time"] == 0:
+            picture = torch.tensor(branch["filters"]["0"])
+            # Padding 1: the first output pixel whose taps all lie in the image is (1, 1).
+            torch.testing.assert_close(picture[:3, :3], kernel, rtol=1e-6, atol=0)
+            assert picture.count_nonzero() == 9
+        dense = end.to_dense().weight
+        torch.testing.assert_close(torch.tensor(branch["filters"]["2"]).flatten(), dense[9], rtol=1e-6, atol=0)
+        if branch["switch_time"] == 2:
+            for corner, layer in zip(branch["corners"], (start, end), strict=True):
+                torch.testing.assert_close(torch.tensor(corner), layer.to_dense().weight[:64], rtol=1e-2, atol=0)
+        else:
+            assert branch["corners"] == []
+
+
+def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
+    out, record = finished
+    assert sorted(path.stem for path in out.glob("*.png")) == sorted(FIGURES)
+    for path in out.glob("*.png"):
+        picture = matplotlib.image.imread(path)
+        assert picture.shape[0] > 300
+        assert picture.std() > 0.02
+    efcn_figures.save(record, tmp_path)
+    assert all((tmp_path / path.name).read_bytes() == path.read_bytes() for path in out.glob("*.png"))
+
+
+def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
+    options = [*TINY, "--switch", "1", "--relax", "lcn", "--fcn-epochs", "0", "--epochs", "1", "--branch-epochs", "1"]
+    options += ["--power-iterations", "0", "--interpolation-points", "0", "--lr", "1e30", "--out", str(tmp_path)]
+    assert main(["efcn", *options]) == 0  # such a learning rate leaves nothing finite
+    record = json.loads((tmp_path / "efcn.json").read_text(), parse_constant=pytest.fail)
+    assert record["fcn"] is None
+    assert record["cnn"]["epochs"][-1]["test_loss"] is None
+    assert record["branches"][1]["before"] == {"gradient_norm": None}
+    assert record["branches"][1]["interpolations"] == {}
+    figures = {"dynamics", "landscape", "deviations", "filters", "corners"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == figures
+    assert "efcn.json and figures are in" in capsys.readouterr().out
+
+
+def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
+    whole, _ = finished
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(tmp_path), "--resume"]
+    moments = ["cnn/weights-002.safetensors", "branches/000-1/checkpoint.pt", "branches/002-lcn/before.json"]
+    for there in (*moments, "branches/002-full/model.safetensors"):
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and not list(tmp_path.glob(there)):
+            time.sleep(0.001)
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert (tmp_path / "efcn.json").read_bytes() == (whole / "efcn.json").read_bytes()
+    for path in whole.rglob("*.safetensors"):
+        assert (tmp_path / path.relative_to(whole)).read_bytes() == path.read_bytes()
+
+
+def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
+    out, _ = finished
+    before = (out / "efcn.json").read_bytes()
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")}
+    assert main(["efcn", *RUN, "--out", str(out)]) == 2
+    assert main(["efcn", *RUN, "--out", str(out), "--resume", "--branch-lr", "0.3"]) == 2
+    said = capsys.readouterr().err
+    assert "holds an experiment already" in said
+    assert "of another experiment" in said
+    # What is finished is not trained again, and the table says the same.
+    assert main(["efcn", *RUN, "--out", str(out), "--resume"]) == 0
+    assert "lcn" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")} == times
+    assert (out / "efcn.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (["--preset", "slow"], "preset: expected one of paper, alexnet, quick, got 'slow'"),
+        (["--relax", "wide"], "relaxations: expected lcn, full or a radius of at least 1, got 'wide'"),
+        (["--relax", "0"], "relaxations: expected lcn, full or a radius of at least 1, got '0'"),
+        (["--relax", "lcn,lcn"], "relaxations: expected some, each once"),
+        (["--switch", "0,9"], "switch_times: expected ascending epochs from 0 to 2, got (0, 9)"),
+        (["--switch", "2,1"], "switch_times: expected ascending epochs"),
+        (["--switch", "one"], "--switch: expected an integer from 0"),
+        (["--interpolation-points", "1"], "interpolation_points: expected 0 or at least 2, got 1"),
+        (["--fcn-epochs", "-1"], "--fcn-epochs: expected"),
+        (["--model", "huge"], "model: expected one of small"),
+        (["--model", "vanilla", "--width", "1"], "model: vanilla needs images of at least 28x28 pixels"),
+        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
+        (["--device", "tpu"], "--device: expected a device"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
+    out = tmp_path / "run"
+    assert main(["efcn", *TINY, "--out", str(out), *bad]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("loco-ext: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"branch_epochs": 0}, {"power_iterations": -1}, {"stiffness": 1.0}, {"penalty": "rings"}, {"switch_times": ()}],
+    ids=str,
+)
+def test_impossible_settings_are_named(bad):
+    with pytest.raises(SettingsError, match=next(iter(bad))):
+        settings(**bad)
+
+
+def test_a_network_that_is_too_large_is_refused_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("loco_ext.nn.efcn.free_memory", lambda device: 1 << 20)
+    assert main(["efcn", *TINY, "--relax", "full", "--out", str(tmp_path / "run")]) == 2
+    assert "expected layers of at most 0.52 MB in all, got" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,153 @@
+"""Paths between models against the recursions written out with numbers, and against closed forms."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from loco_ext import analysis
+from loco_ext import nn as loco_nn
+
+
+def pair(make):
+    torch.manual_seed(1)
+    return make(), make()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def efcn():
+    conv = nn.Conv2d(2, 3, 3, padding=1).double()
+    return nn.Sequential(loco_nn.LocallyConnected2d.from_conv(conv, (3, 4)).grow(1), nn.Flatten())
+
+
+@pytest.mark.parametrize("make", [mlp, efcn])
+def test_linear_paths_mix_weights_and_floating_buffers(make):
+    first, second = pair(make)
+    if make is mlp:
+        second[1].running_mean.fill_(8.0)
+        second[1].num_batches_tracked.fill_(7)
+    kept = [copy.deepcopy(model.state_dict()) for model in (first, second)]
+    found = [(alpha, copy.deepcopy(model)) for alpha, model in analysis.interpolate(first, second, 5)]
+    assert [alpha for alpha, _ in found] == [0, 0.25, 0.5, 0.75, 1]
+    for alpha, model in found:
+        assert not model.training
+        for name, tensor in model.state_dict().items():
+            a, b = (state[name] for state in kept)
+            expected = (1 - alpha) * a + alpha * b if tensor.is_floating_point() else a
+            torch.testing.assert_close(tensor, expected, rtol=1e-14, atol=1e-15)
+    for (_, model), state in ((found[0], kept[0]), (found[-1], kept[1])):
+        assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(first.state_dict()[name], kept[0][name]) for name in kept[0])
+    assert all(torch.equal(second.state_dict()[name], kept[1][name]) for name in kept[1])
+    assert first.training
+    assert second.training
+
+
+def test_outputs_are_mixed():
+    first = nn.Sequential(nn.Linear(3, 2), nn.Dropout()).double()
+    second = nn.Linear(3, 2).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for alpha, model in analysis.interpolate(first, second, 4, "outputs"):
+        torch.testing.assert_close(model(x), (1 - alpha) * first[0](x) + alpha * second(x))
+    assert first.training
+
+
+class Point(nn.Module):
+    def __init__(self, *x):
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor(x, dtype=torch.float64))
+
+    def forward(self, centre):
+        return (self.x - centre).square().sum() / 2
+
+
+def at_once(outputs, targets):
+    return outputs
+
+
+def string(points, steps, rate, stiffness, centres, ends=((0.0, 0.0), (1.0, -2.0))):
+    data = [(torch.tensor(centre, dtype=torch.float64), torch.zeros(1)) for centre in centres]
+    options = {"loss": at_once, "data": data, "steps": steps, "learning_rate": rate, "stiffness": stiffness}
+    path = analysis.interpolate(Point(*ends[0]), Point(*ends[1]), points, "string", **options)
+    return np.array([model.x.tolist() for _, model in path])
+
+
+@pytest.mark.parametrize(("points", "steps"), [(2, 3), (3, 1), (4, 5), (7, 40)])
+def test_a_string_is_the_recursion_written_out(points, steps):
+    centres, rate, stiffness = [(2.0, 1.0), (0.5, -3.0), (0.0, 0.0)], 0.1, 0.3
+    x = np.linspace([0.0, 0.0], [1.0, -2.0], points)
+    for step in range(steps):
+        for i in range(1, points - 1):
+            x[i] -= rate * (x[i] - centres[step % 3])
+            x[i] += stiffness * (x[i - 1] + x[i + 1] - 2 * x[i])
+    np.testing.assert_allclose(string(points, steps, rate, stiffness, centres), x, rtol=1e-13, atol=1e-14)
+
+
+def test_a_string_that_does_not_descend_stays_straight():
+    x = string(6, 50, 0.0, 0.9, [(3.0, 3.0)])
+    np.testing.assert_allclose(x, np.linspace([0.0, 0.0], [1.0, -2.0], 6), atol=1e-13)
+
+
+def test_a_loose_string_falls_to_the_bottom_and_a_stiff_one_hangs_between():
+    """At rest, ``rate * (x - centre)`` is balanced by the draw; the linear system is solved."""
+    rate, stiffness, points = 0.1, 0.4, 5
+    np.testing.assert_allclose(string(points, 500, rate, 0.0, [(2.0, 1.0)])[1:-1], [[2.0, 1.0]] * 3, atol=1e-12)
+    # At rest x = y + stiffness * (before + after - 2 * y), where y = x - rate * (x - centre).
+    keep = 1 - 2 * stiffness
+    matrix = np.eye(3) * (1 - keep * (1 - rate)) - stiffness * (np.eye(3, k=1) + np.eye(3, k=-1))
+    right = np.full(3, keep * rate * 2.0)
+    right[-1] += stiffness * 1.0
+    found = string(points, 2000, rate, stiffness, [(2.0, 1.0)])
+    np.testing.assert_allclose(found[1:-1, 0], np.linalg.solve(matrix, right), rtol=1e-12)
+
+
+def test_a_string_lowers_the_loss_between_two_networks():
+    first, second = pair(mlp)
+    torch.manual_seed(2)
+    data = [(torch.randn(20, 3, dtype=torch.float64), torch.randint(2, (20,))) for _ in range(2)]
+
+    def losses(method):
+        options = {"loss": cross_entropy, "data": data, "steps": 50, "stiffness": 0.02}
+        path = analysis.interpolate(first, second, 5, method, **options)
+        return [np.mean([cross_entropy(model(x), y).item() for x, y in data]) for _, model in path]
+
+    linear, trained = losses("linear"), losses("string")
+    assert trained[0] == linear[0]
+    assert trained[-1] == linear[-1]
+    assert all(a < b for a, b in zip(trained[1:-1], linear[1:-1], strict=True))
+
+
+DATA = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"first": 3}, TypeError, "first: expected a module, got int"),
+        ({"second": None}, TypeError, "second: expected a module, got NoneType"),
+        ({"second": nn.Linear(3, 5)}, ValueError, r"second: .* got weight of shape \(5, 3\) for \(4, 3\)"),
+        ({"second": nn.Linear(3, 4, bias=False)}, ValueError, "second: .* got bias of shape None for"),
+        ({"points": 1}, ValueError, "points: expected at least 2, got 1"),
+        ({"points": 2.5}, TypeError, "points: expected an int, got 2.5"),
+        ({"method": "curved"}, ValueError, "method: expected one of 'linear', 'string', 'outputs', got 'curved'"),
+        ({"method": "string", "data": DATA}, TypeError, "loss: expected one for the method 'string'"),
+        ({"method": "string", "loss": cross_entropy}, TypeError, "data: expected one for the method 'string'"),
+        ({"method": "string", "loss": cross_entropy, "data": []}, ValueError, "data: expected at least one sample"),
+        ({"steps": -1}, ValueError, "steps: expected at least 0, got -1"),
+        ({"learning_rate": float("nan")}, ValueError, "learning_rate: expected a finite number"),
+        ({"stiffness": 1.0}, ValueError, "stiffness: expected less than 1, got 1.0"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_named_at_once(change, error, said):
+    arguments = {"first": nn.Linear(3, 4), "second": nn.Linear(3, 4)}
+    if change.keys() & {"steps", "learning_rate", "stiffness"}:
+        arguments |= {"method": "string", "loss": cross_entropy, "data": DATA}
+    with pytest.raises(error, match=said):
+        analysis.interpolate(**arguments | change)

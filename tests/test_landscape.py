@@ -1,0 +1,230 @@
+"""The gradient's norm and the Hessian's largest eigenvalue against autograd's whole Hessian; masked blocks."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd.functional import hessian
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, mse_loss
+
+from loco_ext import analysis
+from loco_ext import nn as loco_nn
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def network(kind):
+    """Small networks in float64, curved in all parameters, and the shape of their inputs."""
+    torch.manual_seed(5)
+    if kind == "mlp":
+        model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,)
+    else:
+        conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+        model = nn.Sequential(conv, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3))
+        shape = (2, 3, 4)
+        if kind != "cnn":
+            model = loco_nn.to_efcn(model, torch.zeros(1, *shape), kind)
+    return model.double(), shape
+
+
+def batches(shape, sizes=(5, 2), classes=3):
+    return [
+        (
+            torch.randn(size, *shape, generator=GENERATOR, dtype=torch.float64),
+            torch.randint(classes, (size,), generator=GENERATOR),
+        )
+        for size in sizes
+    ]
+
+
+def flat_loss(model, data):
+    """The mean loss over all samples as a function of one vector of all parameters, and where it is now."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    shapes = [dict(model.named_parameters())[name].shape for name in names]
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+
+    def value(vector):
+        parts = vector.split([shape.numel() for shape in shapes])
+        weights = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        return cross_entropy(functional_call(model, weights, (x,)), y)
+
+    here = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+    return value, here
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "sharing", 1, "all"])
+def test_gradient_and_curvature_are_those_of_the_whole_hessian(kind):
+    model, shape = network(kind)
+    data = batches(shape)
+    value, here = flat_loss(model, data)
+    eigenvalues = torch.linalg.eigvalsh(hessian(value, here))
+    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-7)
+    assert found.residual <= 1e-7
+    assert found.value == pytest.approx(eigenvalues[-1].item(), rel=1e-9)
+    step = 1e-6
+    slopes = [(value(here + step * unit) - value(here - step * unit)) / (2 * step) for unit in torch.eye(len(here))]
+    norm = analysis.gradient_norm(model, cross_entropy, data)
+    assert norm == pytest.approx(torch.stack(slopes).norm().item(), rel=1e-6)
+
+
+def test_a_frozen_parameter_takes_no_part():
+    model, shape = network("mlp")
+    model[0].weight.requires_grad_(False)
+    data = batches(shape)
+    value, here = flat_loss(model, data)
+    expected = torch.linalg.eigvalsh(hessian(value, here))[-1].item()
+    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3000, tolerance=1e-7)
+    assert found.value == pytest.approx(expected, rel=1e-9)
+    assert len(here) == 4 + 12 + 3
+
+
+class Quadratic(nn.Module):
+    """``sum of curvature * x**2 / 2``, whatever the input."""
+
+    def __init__(self, *curvatures):
+        super().__init__()
+        self.x = nn.Parameter(torch.arange(1.0, len(curvatures) + 1, dtype=torch.float64))
+        self.curvatures = torch.tensor(curvatures, dtype=torch.float64)
+
+    def forward(self, inputs):
+        return ((self.curvatures * self.x**2).sum() / 2).expand(len(inputs))
+
+
+def mean(outputs, targets):
+    return outputs.mean()
+
+
+@pytest.mark.parametrize(
+    ("curvatures", "largest"),
+    [((3.0, 1.0), 3.0), ((-9.0, 2.0, 1.0), 2.0), ((-5.0, -4.0), -4.0), ((0.0, 0.0), 0.0), ((-2.0, 0.0), 0.0)],
+)
+def test_the_largest_eigenvalue_is_not_that_of_the_largest_magnitude(curvatures, largest):
+    data = [(torch.zeros(3), torch.zeros(3))]
+    found = analysis.top_hessian_eigenvalue(Quadratic(*curvatures), mean, data, iterations=500, tolerance=1e-6)
+    assert found.value == pytest.approx(largest, abs=1e-6)
+    slopes = [curvature * place for place, curvature in enumerate(curvatures, 1)]
+    assert analysis.gradient_norm(Quadratic(*curvatures), mean, data) == pytest.approx(math.hypot(*slopes))
+
+
+def test_few_iterations_say_how_far_they_are():
+    model, shape = network("mlp")
+    data = batches(shape)
+    value, here = flat_loss(model, data)
+    eigenvalues = torch.linalg.eigvalsh(hessian(value, here))
+    found = analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=3, tolerance=1e-9, seed=3)
+    assert found.iterations == 3
+    assert 1e-9 < found.residual < 1
+    assert (eigenvalues - found.value).abs().min() <= found.residual * abs(found.value)
+
+
+def test_the_second_iteration_is_the_first_one_of_what_is_left():
+    """Written out with numbers: the residual is that of the Hessian itself."""
+    hessian, data = np.diag([-9.0, 2.0, 1.0]), [(torch.zeros(3), torch.zeros(3))]
+    start = torch.randn(3, generator=torch.Generator().manual_seed(4), dtype=torch.float64).numpy()
+
+    def iterate(matrix):
+        vector = start / np.linalg.norm(start)
+        for _ in range(5):
+            value, image, last = vector @ matrix @ vector, matrix @ vector, vector
+            vector = image / np.linalg.norm(image)
+        return value, last
+
+    lowest, _ = iterate(hessian)
+    above, vector = iterate(hessian - lowest * np.eye(3))
+    value = lowest + above
+    residual = np.linalg.norm(hessian @ vector - value * vector) / abs(value)
+    found = analysis.top_hessian_eigenvalue(Quadratic(-9.0, 2.0, 1.0), mean, data, iterations=5, tolerance=0, seed=4)
+    assert found == pytest.approx((value, residual, 10), rel=1e-9)
+
+
+def test_a_loss_that_is_linear_in_the_weights_has_no_curvature():
+    model = nn.Linear(3, 1)
+    data = [(torch.randn(4, 3), torch.zeros(4))]
+    assert analysis.top_hessian_eigenvalue(model, mean, data) == (0.0, 0.0, 1)
+
+
+def test_numbers_that_are_not_finite_stay_so():
+    data = [(torch.zeros(3), torch.zeros(3))]
+    found = analysis.top_hessian_eigenvalue(Quadratic(math.nan, 1.0), mean, data, iterations=50)
+    assert math.isnan(found.value)
+    assert found.iterations == 1
+    assert math.isnan(analysis.gradient_norm(Quadratic(math.nan, 1.0), mean, data))
+
+
+def test_the_model_stays_as_it_is_and_is_evaluated():
+    """Dropout is off, running statistics stay, gradients and modes too; under no_grad as well."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
+    model[1].eval()
+    data = [(x.float(), y) for x, y in batches((3,))]
+    before = copy.deepcopy(model.state_dict())
+    norms = set()
+    for _ in range(2):
+        with torch.no_grad():
+            norms.add(analysis.gradient_norm(model, cross_entropy, data))
+            norms.add(analysis.gradient_norm(copy.deepcopy(model).eval(), cross_entropy, data))
+            assert analysis.top_hessian_eigenvalue(model, cross_entropy, data, iterations=2).value > 0
+    assert len(norms) == 1
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+BATCH = (torch.zeros(2, 3), torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"model": "linear"}, TypeError, "model: expected a module, got str"),
+        ({"model": nn.ReLU()}, ValueError, "model: expected parameters that require gradients"),
+        ({"data": iter([BATCH])}, TypeError, "data: expected a sequence of pairs"),
+        ({"data": [torch.zeros(3)]}, TypeError, "data: expected a sequence of pairs"),
+        ({"data": []}, ValueError, "data: expected at least one sample"),
+        ({"iterations": 0}, ValueError, "iterations: expected at least 1, got 0"),
+        ({"iterations": 1.5}, TypeError, "iterations: expected an int, got 1.5"),
+        ({"tolerance": -1.0}, ValueError, "tolerance: expected a finite number"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_named(change, error, said):
+    arguments = {"model": nn.Linear(3, 1), "loss": mse_loss, "data": [BATCH]} | change
+    with pytest.raises(error, match=said):
+        analysis.top_hessian_eigenvalue(**arguments)
+    if change.keys() <= {"model", "data"}:
+        with pytest.raises(error, match=said):
+            analysis.gradient_norm(**arguments)
+
+
+def test_masked_blocks_are_zero_inside_of_the_with_alone():
+    """Against the layer's dense matrix with a mask made from what the convolution itself reads."""
+    conv = nn.Conv2d(2, 3, 3, stride=2, padding=1).double()
+    layer = loco_nn.LocallyConnected2d.from_conv(conv, (4, 5)).grow(5)
+    layer.reset_parameters(like="linear")
+    model, x = nn.Sequential(layer, nn.Flatten()), torch.randn(2, 2, 4, 5, dtype=torch.float64)
+    ones = nn.Conv2d(2, 3, 3, stride=2, padding=1, bias=False).double()
+    nn.init.ones_(ones.weight)
+    eye = torch.eye(40, dtype=torch.float64)
+    read = ones(eye.view(-1, 2, 4, 5)).flatten(1).T > 0  # [outputs, inputs]
+    dense, values = layer.to_dense(), layer.values.detach().clone()
+    for kept, mask in (("local", read), ("off-local", ~read)):
+        with analysis.only_blocks(model, kept):
+            torch.testing.assert_close(model(x), x.flatten(1) @ (dense.weight * mask).T + dense.bias)
+        assert torch.equal(layer.values, values)
+    with pytest.raises(RuntimeError, match="stop"), analysis.only_blocks(model, "local"):
+        raise RuntimeError("stop")
+    assert torch.equal(layer.values, values)
+
+
+def test_masking_refuses_what_has_no_blocks():
+    with pytest.raises(TypeError, match="model: expected a module"), analysis.only_blocks(3, "local"):
+        pass
+    with pytest.raises(ValueError, match="model: expected locally"), analysis.only_blocks(nn.ReLU(), "local"):
+        pass
+    layer = loco_nn.LocallyConnected2d(1, 1, 1, input_size=2)
+    said = "kept: expected one of 'local', 'off-local', got 'remote'"
+    with pytest.raises(ValueError, match=said), analysis.only_blocks(layer, "remote"):
+        pass
