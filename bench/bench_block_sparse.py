@@ -152,7 +152,7 @@ def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers:
         for mode in PASSES:
             calls = {name: call for name, c in candidates.items() if (call := getattr(c, mode)) is not None}
             label = f"{layer}, batch {batch}, {mode}, threads {threads}"
-            timings = harness.compare(lambda calls=calls: calls, effort, label)
+            timings = harness.compare(calls.copy, effort, label)
             records.append(
                 {
                     "layer": layer,
