@@ -4,6 +4,7 @@ Each is made from the layer's geometry and our values, so that all compute the s
 own layout of the weights, is made with it and not timed.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -139,9 +140,7 @@ def torch_bsr(problem: Problem) -> Candidate:
 
 def jax_local(problem: Problem) -> Candidate:
     """JAX's locally connected layer, compiled by XLA."""
-    import jax
-    from jax import numpy
-
+    jax, numpy = importlib.import_module("jax"), importlib.import_module("jax.numpy")
     layer = problem.layer
     # JAX has the channels ahead of the taps.
     weight = numpy.asarray(by_tap(problem).permute(3, 2, 1, 0).flatten(1, 2).contiguous().numpy())
