@@ -59,7 +59,7 @@ def test_the_way_back_is_the_orthogonal_projection(seed, grown):
         if layer.bias is not None:
             torch.testing.assert_close(conv.bias, mean)
         unshared = residual.square().sum() + (0.0 if layer.bias is None else (layer.bias - mean).square().sum())
-        total = max(float(sum(p.square().sum() for p in layer.parameters())), 1e-300)
+        total = max(float(sum(p.detach().square().sum() for p in layer.parameters())), 1e-300)
         shares = layer.deviation()
         assert shares.delta_sharing == pytest.approx(math.sqrt(unshared / total), rel=DOUBLE)
         local = matrix.any(1).view(layer.values.shape)

@@ -138,6 +138,6 @@ class _WholeUnits(_OfUnits, KernelPenalty):
 
 def _of_units(penalty: GroupPenalty, units: UnitKernels, rings: list[int]) -> GroupPenalty:
     """``rings``: of each tap of the kernels that its methods are given."""
-    chosen: GroupPenalty = object.__new__(_UnitRings if isinstance(penalty, RingPenalty) else _WholeUnits)
+    chosen = object.__new__(_UnitRings) if isinstance(penalty, RingPenalty) else object.__new__(_WholeUnits)
     vars(chosen).update(vars(penalty), units=units, by_tap=rings)
     return chosen
