@@ -51,21 +51,21 @@ def block_sparse_value_gradient(
     if values.numel() == 0:
         return values
     x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels see the memory as it is
-    strides = (*x.stride()[:2], *grad.stride()[:2])
     slices = tiles.slices_of(nnz / rows)
-    if depth == width == 1:
-        unit = tiles.unit_of(groups, *strides)
-        plan = tiles.depthwise(batch, groups, x.dtype, unit, slices)
-        kernel, sizes = depthwise_values_kernel, (batch, groups // unit)
-        grid = rows * slices * cdiv(groups, plan.form.width)
+    depthwise = depth == width == 1
+    channels = (groups, groups) if depthwise else (depth, width)
+    units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
+    if depthwise:
+        plan = tiles.depthwise(batch, groups, x.dtype, units, slices)
+        kernel, sizes = depthwise_values_kernel, (batch, groups // units[1])
+        programs = rows * slices * cdiv(groups, plan.form.width)
     else:
-        unit = tiles.unit_of(depth, width, *strides)
-        plan = tiles.gradient(batch, depth, width, x.dtype, _tf32(), _shared_memory(x.device), unit, slices)
-        kernel, sizes = values_kernel, (batch, groups, depth // unit, width // unit)
-        grid = rows * groups * slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
+        plan = tiles.gradient(batch, depth, width, x.dtype, _tf32(), _shared_memory(x.device), units, slices)
+        kernel, sizes = values_kernel, (batch, groups, depth // units[0], width // units[1])
+        programs = rows * groups * slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
+    strides = (*_strides(x, units[0]), *_strides(grad, units[1]))
     with _device(x):
-        arguments = (x, grad, crow_indices, col_indices, values, *sizes, *(stride // unit for stride in strides))
-        kernel[(grid,)](*arguments, **plan.options())
+        kernel[(programs,)](x, grad, crow_indices, col_indices, values, *sizes, *strides, **plan.options())
     return values
 
 
@@ -81,21 +81,26 @@ def _product(
         return y
     x, values = x.resolve_neg(), values.resolve_neg()  # kernels see the memory as it is
     bias = None if bias is None else bias.resolve_neg()
-    strides = x.stride()[:2]
-    if summed == width == 1:
-        unit = tiles.unit_of(groups, *strides)
-        plan = tiles.depthwise(batch, groups, x.dtype, unit)
-        kernel, sizes = depthwise_product_kernel, (batch, rows, groups // unit)
-        grid = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
+    depthwise = summed == width == 1
+    channels = (groups, groups) if depthwise else (summed, width)
+    units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1])
+    if depthwise:
+        plan = tiles.depthwise(batch, groups, x.dtype, units)
+        kernel, sizes = depthwise_product_kernel, (batch, rows, groups // units[1])
+        programs = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
     else:
-        unit = tiles.unit_of(summed, width, *strides)
-        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _shared_memory(x.device), unit, turned)
-        kernel, sizes = product_kernel, (batch, rows, groups, summed // unit, width // unit)
-        grid = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
+        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _shared_memory(x.device), units, turned)
+        kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
+        programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
+    strides = _strides(x, units[0])
     with _device(x):
-        arguments = (x, values, crow, pixels, blocks, bias, y, *sizes, *(stride // unit for stride in strides))
-        kernel[(grid,)](*arguments, **plan.options())
+        kernel[(programs,)](x, values, crow, pixels, blocks, bias, y, *sizes, *strides, **plan.options())
     return y
+
+
+def _strides(activations: Tensor, unit: int) -> tuple[int, int]:
+    """Of samples and of pixels, in units."""
+    return activations.stride(0) // unit, activations.stride(1) // unit
 
 
 def _tf32() -> bool:

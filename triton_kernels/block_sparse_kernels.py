@@ -1,7 +1,7 @@
 """The three products of block-sparse multiplication in Triton.
 
-With x ``[batch, n_in, groups * depth]``, y ``[batch, n_out, groups * width]`` and one block of values ``[depth, width]``
-for each live pair of pixels and each group, all by groups:
+With x ``[batch, n_in, groups * depth]``, y ``[batch, n_out, groups * width]`` and a block of values ``[depth, width]``
+for each live pair of pixels and each group:
 
 - ``product_kernel``: ``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, pixel of b] @ values[b]``. One
   program has one output pixel and a tile of samples and channels, and goes through the row's blocks. With the pattern
@@ -12,8 +12,9 @@ for each live pair of pixels and each group, all by groups:
 Programs are numbered so that those that run at the same time read the same: all samples of an output pixel, whose
 blocks are then read from memory once, and neighbouring output pixels, whose input pixels are found in the L2 cache.
 
-Half precision and float32 are summed in float32, in an order that depends on sizes alone. Sizes and strides come in
-units of ``Form.unit`` elements, so that the compiler knows what they are multiples of; offsets are in 64 bits.
+Half precision and float32 are summed in float32, in an order that depends on sizes alone. Channels and strides come in
+units of ``Form.x_unit`` and ``Form.y_unit`` elements, so that the compiler knows what they are multiples of; offsets
+are in 64 bits.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -32,7 +33,8 @@ class Form:
     samples: int  # of a tile; a power of 2, as all sizes of tiles
     depth: int  # channels of x of a tile
     width: int  # channels of y of a tile
-    unit: int  # elements
+    x_unit: int  # elements: of the channels and strides of x
+    y_unit: int  # and of y
     sums: tl.dtype
     precision: str  # of tl.dot
     parts: int = 1  # tiles along a dimension that is summed over
@@ -40,7 +42,7 @@ class Form:
     slices: int = 1  # programs that share an output pixel's blocks
 
 
-# Their divisors are known by Form.unit.
+# Their divisors are known by Form's units.
 _SIZES = ("batch", "groups", "depth", "width", "x_sample_stride", "x_pixel_stride")
 
 
@@ -51,9 +53,9 @@ def _tile(number, size: tl.constexpr):
 
 
 @triton.jit
-def _strides(sample_stride, pixel_stride, FORM: tl.constexpr):
+def _strides(sample_stride, pixel_stride, unit: tl.constexpr):
     """In elements, in 64 bits."""
-    return sample_stride.to(tl.int64) * FORM.unit, pixel_stride.to(tl.int64) * FORM.unit
+    return sample_stride.to(tl.int64) * unit, pixel_stride.to(tl.int64) * unit
 
 
 @triton.jit
@@ -77,14 +79,14 @@ def product_kernel(
     batch,
     rows,
     groups,
-    depth,  # what is summed over, and the strides of x, in units
-    width,
+    depth,  # what is summed over, in units, as the strides of x
+    width,  # in units of y
     x_sample_stride,
     x_pixel_stride,
     FORM: tl.constexpr,
 ):
-    depth, width = depth * FORM.unit, width * FORM.unit
-    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM)
+    depth, width = depth * FORM.x_unit, width * FORM.y_unit
+    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM.x_unit)
     sample_tiles, width_tiles = tl.cdiv(batch, FORM.samples), tl.cdiv(width, FORM.width)
     program = tl.program_id(0)
     n = _tile(program % sample_tiles, FORM.samples)
@@ -130,7 +132,7 @@ def values_kernel(
     values,  # [nnz, groups, depth, width]
     batch,
     groups,
-    depth,  # these and the strides in units
+    depth,  # these and the strides in units of x or y
     width,
     x_sample_stride,
     x_pixel_stride,
@@ -138,9 +140,9 @@ def values_kernel(
     grad_pixel_stride,
     FORM: tl.constexpr,
 ):
-    depth, width = depth * FORM.unit, width * FORM.unit
-    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM)
-    grad_sample_stride, grad_pixel_stride = _strides(grad_sample_stride, grad_pixel_stride, FORM)
+    depth, width = depth * FORM.x_unit, width * FORM.y_unit
+    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM.x_unit)
+    grad_sample_stride, grad_pixel_stride = _strides(grad_sample_stride, grad_pixel_stride, FORM.y_unit)
     depth_tiles, width_tiles = tl.cdiv(depth, FORM.depth), tl.cdiv(width, FORM.width)
     program = tl.program_id(0)
     d = _tile(program % depth_tiles, FORM.depth)
@@ -199,14 +201,14 @@ def depthwise_product_kernel(
     y,
     batch,
     rows,
-    channels,  # this and the strides in units
+    channels,  # in units of y; the strides in units of x or y
     x_sample_stride,
     x_pixel_stride,
     FORM: tl.constexpr,
 ):
     """As ``product_kernel``."""
-    channels = channels * FORM.unit
-    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM)
+    channels = channels * FORM.y_unit
+    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM.x_unit)
     sample_tiles, channel_tiles = tl.cdiv(batch, FORM.samples), tl.cdiv(channels, FORM.width)
     program = tl.program_id(0)
     n = _tile(program % sample_tiles, FORM.samples)
@@ -217,7 +219,9 @@ def depthwise_product_kernel(
 
     x += n[:, None] * x_sample_stride + c[None, :]
     total = tl.full([FORM.samples, FORM.width], 0, FORM.sums)
-    for entry in range(tl.load(crow + row), tl.load(crow + row + 1)):
+    begin = tl.load(crow + row)
+    for step in range((tl.load(crow + row + 1) - begin).to(tl.int32)):
+        entry = begin + step
         pixel = tl.load(pixels + entry)
         block = entry if blocks is None else tl.load(blocks + entry)
         factor = tl.load(values + block * channels + c, mask=c < channels, other=0.0).to(FORM.sums)
@@ -246,7 +250,7 @@ def depthwise_values_kernel(
     pixels,
     values,  # [nnz, channels]
     batch,
-    channels,  # this and the strides in units
+    channels,  # in units of y; the strides in units of x or y
     x_sample_stride,
     x_pixel_stride,
     grad_sample_stride,
@@ -254,9 +258,9 @@ def depthwise_values_kernel(
     FORM: tl.constexpr,
 ):
     """As ``values_kernel``."""
-    channels = channels * FORM.unit
-    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM)
-    grad_sample_stride, grad_pixel_stride = _strides(grad_sample_stride, grad_pixel_stride, FORM)
+    channels = channels * FORM.y_unit
+    x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM.x_unit)
+    grad_sample_stride, grad_pixel_stride = _strides(grad_sample_stride, grad_pixel_stride, FORM.y_unit)
     channel_tiles = tl.cdiv(channels, FORM.width)
     program = tl.program_id(0)
     c = _tile(program % channel_tiles, FORM.width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from loco_ext.triton_kernels.block_sparse_kernels import Form
 
 LEAST = 16  # of every size of a tile of tl.dot
 UNIT = 16  # elements, at most
+Units = tuple[int, int]  # of x and of y
 BLOCKS_OF_A_PROGRAM = 16  # about so many gradients of blocks
 DEPTHWISE_ELEMENTS, DEPTHWISE_CHANNELS = 2048, 64  # of a tile
 
@@ -26,16 +28,17 @@ class Most:
 
     samples: int
     summed: int  # channels that are summed over, or samples where the batch does not fit
-    channels: int  # of the result
-    few_samples: int  # where the result has more than 64 channels
+    channels: int  # of the product
+    few_samples: int  # where it has more than 64 channels
+    block: int  # channels on either side of a block's gradient
     accumulated: int  # elements of a result of 4 warps; more have 8
 
 
 MOST = {
-    "half": Most(256, 64, 128, 128, 128 * 64),
-    "tf32": Most(256, 32, 128, 128, 128 * 64),
-    "ieee": Most(128, 16, 64, 128, 64 * 64),  # no tensor cores: what a thread multiplies is in registers
-    "double": Most(64, 16, 64, 64, 32 * 32),
+    "half": Most(256, 64, 128, 128, 128, 128 * 64),
+    "tf32": Most(256, 32, 128, 128, 64, 128 * 64),
+    "ieee": Most(128, 16, 64, 128, 64, 64 * 64),  # no tensor cores: what a thread multiplies is in registers
+    "double": Most(64, 16, 64, 64, 64, 32 * 32),
 }
 
 
@@ -47,7 +50,7 @@ class Plan:
     warps: int
     stages: int
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """What it is launched with."""
         return {"FORM": self.form, "num_warps": self.warps, "num_stages": self.stages}
 
@@ -69,26 +72,36 @@ def _power(size: int, most: int) -> int:
     return min(max(triton.next_power_of_2(size), LEAST), most)
 
 
-def _common(kind: str, unit: int) -> dict[str, object]:
-    sums = tl.float64 if kind == "double" else tl.float32
-    return {"unit": unit, "sums": sums, "precision": "tf32" if kind == "tf32" else "ieee"}
+def _common(kind: str, units: Units) -> dict[str, Any]:
+    return {
+        "x_unit": units[0],
+        "y_unit": units[1],
+        "sums": tl.float64 if kind == "double" else tl.float32,
+        "precision": "tf32" if kind == "tf32" else "ieee",
+    }
+
+
+def _most_by_hand(depth: int, unit: int, dtype: torch.dtype) -> int:
+    """How many samples can be loaded at a time: without copies past the registers, which need 4 bytes, only some."""
+    return 2048 // depth if unit * dtype.itemsize < 4 else 256
 
 
 def product(
-    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, shared: int, unit: int, turned: bool
+    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, shared: int, units: Units, turned: bool
 ) -> Plan:
     """For the product of samples by blocks ``[summed, channels]``; shared: bytes of shared memory."""
     kind = kind_of(dtype, tf32)
     most = MOST[kind]
     width, depth = _power(channels, most.channels), _power(summed, most.summed)
-    samples = _power(batch, most.few_samples if width > 64 else most.samples)
+    by_hand = _most_by_hand(depth, units[0], dtype)
+    samples = _power(batch, min(by_hand, most.few_samples if width > 64 else most.samples))
     while 2 * _stage(samples, depth, width, dtype) > shared:
         samples //= 2
-    # A stage for each of the tiles that are loaded ahead and as many for their pixels, and one that computes.
-    stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 else 3
+    # One stage computes; as many as there are tiles loaded ahead, two or one, load them, and as many their pixels.
+    stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
     parts = triton.cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
-    return Plan(Form(samples, depth, width, parts=parts, turned=turned, **_common(kind, unit)), warps, stages)
+    return Plan(Form(samples, depth, width, parts=parts, turned=turned, **_common(kind, units)), warps, stages)
 
 
 def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
@@ -97,7 +110,7 @@ def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
 
 
 def gradient(
-    batch: int, depth: int, width: int, dtype: torch.dtype, tf32: bool, shared: int, unit: int, slices: int
+    batch: int, depth: int, width: int, dtype: torch.dtype, tf32: bool, shared: int, units: Units, slices: int
 ) -> Plan:
     """For the gradient of blocks ``[depth, width]``, an output pixel's by ``slices`` programs.
 
@@ -106,11 +119,11 @@ def gradient(
     """
     kind = kind_of(dtype, tf32)
     most = MOST[kind]
-    depth_tile, width_tile = _power(depth, most.channels), _power(width, most.channels)
-    whole = _power(batch, 256)
+    depth_tile, width_tile = _power(depth, most.block), _power(width, most.block)
+    whole = _power(batch, min(_most_by_hand(depth_tile, units[0], dtype), _most_by_hand(width_tile, units[1], dtype)))
     needed = whole * (2 * depth_tile + width_tile) * dtype.itemsize + depth_tile * width_tile * 4
     fits = whole >= batch and kind in ("half", "tf32") and needed <= shared // 2
-    samples = whole if fits else _power(batch, most.summed)
+    samples = whole if fits else min(whole, most.summed)
     return Plan(
         Form(
             samples,
@@ -118,7 +131,7 @@ def gradient(
             width_tile,
             parts=1 if samples >= batch else 2,
             slices=slices,
-            **_common(kind, unit),
+            **_common(kind, units),
         ),
         warps=8 if depth_tile * width_tile > most.accumulated or samples > 128 else 4,
         stages=3,
@@ -130,10 +143,10 @@ def slices_of(blocks_of_a_row: float) -> int:
     return max(1, round(blocks_of_a_row / BLOCKS_OF_A_PROGRAM))
 
 
-def depthwise(batch: int, channels: int, dtype: torch.dtype, unit: int, slices: int = 1) -> Plan:
+def depthwise(batch: int, channels: int, dtype: torch.dtype, units: Units, slices: int = 1) -> Plan:
     """For blocks of one number."""
     width = min(triton.next_power_of_2(channels), DEPTHWISE_CHANNELS)
     samples = min(triton.next_power_of_2(max(batch, 1)), DEPTHWISE_ELEMENTS // width)
     kind = kind_of(dtype, tf32=False)
-    form = Form(samples, 1, width, slices=slices, **_common(kind, unit))
+    form = Form(samples, 1, width, slices=slices, **_common(kind, units))
     return Plan(form, warps=max(1, min(4, samples * width // 128)), stages=3)
