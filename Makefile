@@ -21,6 +21,7 @@ bench: $(VENV)/built
 	$(BIN)/python -m bench.bench_optim_step
 	$(BIN)/python -m bench.bench_ring_prox
 	$(BIN)/python -m bench.bench_compact
+	$(BIN)/python -m bench.bench_block_sparse
 
 # On a machine with an NVIDIA GPU, with what is installed there: nothing is downloaded. See bench/device_check.py.
 device-check:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import frontier_tables, harness, tables_ring_prox
+from bench import frontier_tables, harness, tables_block_sparse, tables_ring_prox
 from bench.table import MISSING, RULE_NAMES, Table, milliseconds, significant, targets
 
 README = harness.ROOT / "README.md"
@@ -256,6 +256,7 @@ RENDERERS = {
     "optim_step_gpu": optim_step_gpu,
     "ring_prox": tables_ring_prox.ring_prox,
     "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,
+    "block_sparse": tables_block_sparse.block_sparse,
 }
 # What a section says while no result is committed.
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
@@ -264,6 +265,7 @@ NOTHING_YET = {
     "optim_step_gpu": _NO_GPU,
     "ring_prox": "Not measured yet; `make bench` does that.",
     "ring_prox_gpu": _NO_GPU,
+    "block_sparse": "Not measured yet; `make bench` does that.",
 }
 
 

@@ -1,0 +1,51 @@
+"""Tables of block-sparse multiplication."""
+
+from typing import Any
+
+from bench.table import MISSING, Table, milliseconds, targets
+from bench.tables_ring_prox import entries, ratio
+
+PASSES = {"forward": "forward", "training": "forward and backward"}
+
+
+def _case(record: dict[str, Any]) -> list[str]:
+    return [record["layer"], str(record["batch"]), PASSES[record["pass"]]]
+
+
+def times(report: dict[str, Any]) -> Table:
+    """Medians."""
+    names = entries(report["results"], "candidates")
+    rows = [
+        [*_case(record), str(record["threads"]), *(milliseconds(record, name) for name in names)]
+        for record in report["results"]
+    ]
+    return Table("Milliseconds (median)", ["layer", "batch", "pass", "threads", *names], rows)
+
+
+def ratios(report: dict[str, Any]) -> Table:
+    """Ratios within rounds."""
+    names = entries(report["results"], "ratios")
+    rows = [
+        [*_case(record), str(record["threads"]), *(ratio(record, name) for name in names)]
+        for record in report["results"]
+    ]
+    title = "The same as ratios of times, in the median over rounds that called all once"
+    return Table(title, ["layer", "batch", "pass", "threads", *names], rows)
+
+
+def memory(report: dict[str, Any]) -> Table:
+    """What a call takes beyond what it returns."""
+    names = list(dict.fromkeys(name for record in report["memory"] for name in record["share"]))
+
+    def cell(share: float | None) -> str:
+        return MISSING if share is None else f"{share:.1%}"
+
+    rows = [[*_case(record), *(cell(record["share"].get(name)) for name in names)] for record in report["memory"]]
+    title = "Memory that a first call takes beyond operands and results, of the size of the activations"
+    return Table(title, ["layer", "batch", "pass", *names], rows)
+
+
+def block_sparse(report: dict[str, Any]) -> list[Table]:
+    """All tables of the benchmark of that name; those without rows are left out."""
+    wanted = targets(report, "Targets of block-sparse multiplication")
+    return [table for table in (wanted, times(report), ratios(report), memory(report)) if table.rows]
