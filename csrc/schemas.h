@@ -18,7 +18,7 @@ namespace loco {
 //
 // Activations of the block-sparse operators are [batch, pixels, channels], the channels of a pixel side by side, and
 // values [blocks, groups, channels of a group in, channels of a group out]. The input gradient takes the pattern by
-// input pixel: its entries' output pixels and blocks.
+// input pixel: its entries' output pixels and blocks. by_pixel copies activations of any strides to where they are so.
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "optim_step_sgd("
@@ -52,6 +52,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "
       "Tensor");
+  m.def("block_sparse_by_pixel(Tensor x) -> Tensor");
   m.def(
       "block_sparse_matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, Tensor? bias) -> Tensor");
   m.def(

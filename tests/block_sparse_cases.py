@@ -68,6 +68,7 @@ CASES = {
     "depthwise": Case(9, 70, 1, 1),
     "depthwise, whole vectors": Case(5, 64, 1, 1, 9, 9, kernel=3),
     "large batch": Case(300, 1, 16, 16, 3, 4),  # several panels
+    "large batch, many rows": Case(260, 1, 4, 4, 70, 4),
     "large odd batch": Case(259, 1, 5, 6, 3, 4),
     "full": Case(3, 1, 8, 8, 4, 5, 1.0),
     "convolution": Case(3, 1, 16, 16, 16, 16, kernel=3),

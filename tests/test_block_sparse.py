@@ -104,6 +104,23 @@ def test_layouts_change_nothing(backend, name, layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 64, 100), (3, 1, 7), (1, 37, 1), (2, 130, 16), (0, 3, 4), (2, 17, 33)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_activations_are_brought_into_order(level, shape, dtype):
+    samples, pixels, channels = shape
+    with using(f"native, {level}"):
+        for strange in (
+            torch.randn(samples, channels, pixels).to(dtype).transpose(1, 2),
+            torch.randn(samples, channels + 3, pixels + 1).to(dtype)[:, 3:, 1:].transpose(1, 2),
+            torch.randn(channels, pixels, samples).to(dtype).permute(2, 1, 0),
+            torch.randn(channels, 1, pixels).to(dtype).expand(-1, samples, -1).permute(1, 2, 0),
+        ):
+            found = torch.ops.loco_ext.block_sparse_by_pixel(strange)
+            assert found.is_contiguous()
+            assert same_bits(found, strange)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_expanded_operands(backend, dtype):
     problem = make_problem(CASES["convolution"], dtype)
     x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))

@@ -25,6 +25,7 @@ def test_the_operators_pass_opcheck(name, dtype):
     by_output = (problem.pattern.crow_indices, problem.pattern.col_indices)
     operators = torch.ops.loco_ext
     calls = [
+        (operators.block_sparse_by_pixel.default, (x.transpose(1, 2),)),
         (operators.block_sparse_matmul.default, (x, values, *by_output, bias)),
         (operators.block_sparse_matmul.default, (x, values, *by_output, None)),
         (operators.block_sparse_input_gradient.default, (grad, values, *problem.pattern.transpose())),

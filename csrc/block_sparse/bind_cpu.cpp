@@ -13,6 +13,16 @@ Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dty
   return out;
 }
 
+Tensor by_pixel(Tensor x) {
+  const View from = view_of(x, "x", 0);
+  STD_TORCH_CHECK(from.ndim == 3, "x: expected three dimensions");
+  Tensor out = empty(x, {from.sizes[0], from.sizes[1], from.sizes[2]}, from.dtype);
+  if (from.sizes[1] > 1 && from.strides[1] != 1) return torch::stable::copy_(out, x);
+  turn_cpu({from.dtype, from.sizes[0], from.sizes[1], from.sizes[2], from.data, from.strides[0], from.strides[2],
+            view_of(out, "out", 0).data, parallel_for});
+  return out;
+}
+
 Tensor matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, std::optional<Tensor> bias) {
   const Activations from(x, "x");
   const DType dtype = from.view.dtype;
@@ -74,6 +84,7 @@ Tensor value_gradient(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_ind
 }  // namespace loco::block_sparse
 
 STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) {
+  m.impl("block_sparse_by_pixel", TORCH_BOX(&loco::block_sparse::by_pixel));
   m.impl("block_sparse_matmul", TORCH_BOX(&loco::block_sparse::matmul));
   m.impl("block_sparse_input_gradient", TORCH_BOX(&loco::block_sparse::input_gradient));
   m.impl("block_sparse_value_gradient", TORCH_BOX(&loco::block_sparse::value_gradient));

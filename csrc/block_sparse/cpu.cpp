@@ -69,6 +69,15 @@ void value_gradient_cpu(const ValueGradient& call) {
                [&](int64_t begin, int64_t end) { kernels.value_gradient(call, begin, end); });
 }
 
+void turn_cpu(const Turn& call) {
+  const int type = static_cast<int>(call.dtype);
+  int at = first_level;
+  while (!found().levels[at]->turn[type]) ++at;
+  const auto turn = found().levels[at]->turn[type];
+  run_parallel(call.parallel_for, turn_items(call), 1 + kLeastShare / (kTurnPixels * (1 + call.channels)),
+               [&](int64_t begin, int64_t end) { turn(call, begin, end); });
+}
+
 const char* const* levels() { return found().names; }
 
 bool use_level(const char* name) {

@@ -38,8 +38,19 @@ struct ValueGradient {
   ParallelFor parallel_for;
 };
 
+// to[n, pixel, channel] = from[n, channel, pixel]: images whose pixels lie side by side, by pixel.
+struct Turn {
+  DType dtype;
+  int64_t batch, pixels, channels;
+  const void* from;
+  int64_t batch_stride, channel_stride;
+  void* to;  // contiguous
+  ParallelFor parallel_for;
+};
+
 void product_cpu(const Product& call);
 void value_gradient_cpu(const ValueGradient& call);
+void turn_cpu(const Turn& call);
 
 // The instruction sets that the kernels can use on this machine, best first, up to the null that ends them.
 const char* const* levels();

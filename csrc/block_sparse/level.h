@@ -4,6 +4,7 @@
 #include "block_sparse/cpu.h"
 #include "block_sparse/depthwise.h"
 #include "block_sparse/product.h"
+#include "block_sparse/turn.h"
 #include "block_sparse/value_gradient.h"
 
 namespace loco::block_sparse {
@@ -18,7 +19,9 @@ struct Kernels {
 struct Level {
   const char* name;
   bool (*runs_here)();
-  Kernels kernels[4], depthwise[4];  // by DType; none: those of the next level
+  // By DType; none: those of the next level.
+  Kernels kernels[4], depthwise[4];
+  void (*turn[4])(const Turn&, int64_t begin, int64_t end);
 };
 
 template <typename M>
@@ -39,7 +42,9 @@ constexpr Level level_of(const char* name, bool (*runs_here)()) {
           {kernels_of<Plain<Double>>(), kernels_of<Plain<Float>>(), kernels_of<Converted<Float>>(),
            kernels_of<Converted<Float>>()},
           {depthwise_of<Elements<Double, DType::f64>>(), depthwise_of<Elements<Float, DType::f32>>(),
-           depthwise_of<Elements<Float, DType::bf16>>(), depthwise_of<Elements<Float, DType::f16>>()}};
+           depthwise_of<Elements<Float, DType::bf16>>(), depthwise_of<Elements<Float, DType::f16>>()},
+          {turn_range<typename Double::Square, double>, turn_range<typename Float::Square, float>,
+           turn_range<PlainSquare<Float>, uint16_t>, turn_range<PlainSquare<Float>, uint16_t>}};
 }
 
 extern const Level kLevelV4Bf16, kLevelV4, kLevelV3, kLevelPortable;

@@ -45,6 +45,7 @@ struct Bf16Pair {
 const Level kLevelV4Bf16 = {"x86-64-v4 with bf16",
                             [] { return kLevelV4.runs_here() && __builtin_cpu_supports("avx512bf16"); },
                             {{}, {}, kernels_of<Pairs<v4_bf16::Bf16Pair>>(), {}},
+                            {},
                             {}};
 
 }  // namespace loco::block_sparse

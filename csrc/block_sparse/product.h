@@ -164,15 +164,22 @@ class ProductPanel {
   Storage* to_;
 };
 
+// Of the batch, what one panel takes: less where there are too few rows for many threads.
+template <typename M>
+int64_t product_batch(const Product& call) {
+  constexpr int64_t kFewRows = 64, kLittleBatch = 64;
+  return call.rows < kFewRows ? piece_length(call.batch, kLittleBatch) : panel_batch<M>(call.batch);
+}
+
 template <typename M>
 int64_t product_items(const Product& call) {
-  return call.rows * pieces(call.batch, panel_batch<M>(call.batch));
+  return call.rows * pieces(call.batch, product_batch<M>(call));
 }
 
 // Items are the rows of `to`, and within each what panels take of the batch.
 template <typename M>
 void product_range(const Product& call, int64_t begin, int64_t end) {
-  const int64_t most = panel_batch<M>(call.batch), parts = pieces(call.batch, most);
+  const int64_t most = product_batch<M>(call), parts = pieces(call.batch, most);
   const Memory<Scratch<M>> scratch;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t batch = item % parts * most, rows = least(most, call.batch - batch);

@@ -15,8 +15,8 @@
 namespace loco::block_sparse {
 
 constexpr int kRows = 6;
-constexpr int64_t kLine = 64;  // bytes of a line of cache
-constexpr int64_t kAheadSteps = 16;
+constexpr int64_t kLine = 64;        // bytes of a line of cache
+constexpr int64_t kAheadSteps = 16;  // between two looks ahead: a line of floats
 
 // What will be read next, brought nearer on the way: `rows` rows of each of `entries` blocks.
 struct Ahead {
@@ -72,12 +72,13 @@ __attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Sums
     const char* left = left_row + f.pixels[e] * f.pixel_bytes;
     const char* next = left_row + (e + 1 < f.entries ? f.pixels[e + 1] : f.next_pixel) * f.pixel_bytes;
     const Word* right = f.right + e * f.right_entry;
-    for (int64_t begin = 0; begin < f.steps; begin += kAheadSteps) {
-      if (kStepsAdjacent) {
+    const int64_t chunk = kStepsAdjacent ? kAheadSteps : f.steps;
+    for (int64_t begin = 0; begin < f.steps; begin += chunk) {
+      if constexpr (kStepsAdjacent) {
         LOCO_UNROLL for (int i = 0; i < rows; ++i) __builtin_prefetch(next + i * row_bytes + begin * step_bytes, 0, 3);
+        ahead->advance();
       }
-      if (ahead) ahead->advance();
-      const int64_t end = begin + kAheadSteps < f.steps ? begin + kAheadSteps : f.steps;
+      const int64_t end = begin + chunk < f.steps ? begin + chunk : f.steps;
       for (int64_t k = begin; k < end; ++k) {
         typename A::In b[vectors];
         LOCO_UNROLL for (int j = 0; j < vectors; ++j) b[j] = A::words(right + k * f.right_step + j * A::kWidth);

@@ -143,7 +143,12 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 def _adjacent(activations: Tensor) -> Tensor:
     """The channels of each pixel side by side, by a copy where they are not."""
-    return activations if activations.stride(2) == 1 or activations.shape[2] <= 1 else activations.contiguous()
+    if activations.stride(2) == 1 or activations.shape[2] <= 1:
+        return activations
+    recorded = torch.is_grad_enabled() and activations.requires_grad
+    if recorded or backends.choose(_FAMILY, activations.device) != "native":
+        return activations.contiguous()
+    return backends.operators().block_sparse_by_pixel(activations)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -207,6 +212,10 @@ if backends.library is not None:
     # The library defines the operators, which torch.compile knows; on GPUs they are Triton's.
     for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
+
+    @torch.library.register_fake("loco_ext::block_sparse_by_pixel")
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("loco_ext::block_sparse_matmul")
     def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,24 @@
+// Turn of one instruction set: see cpu.h.
+#pragma once
+
+#include "block_sparse/panels.h"
+
+namespace loco::block_sparse {
+
+constexpr int64_t kTurnPixels = 64;  // of one item
+
+inline int64_t turn_items(const Turn& call) { return call.batch * pieces(call.pixels, kTurnPixels); }
+
+template <typename Square, typename Word>
+void turn_range(const Turn& call, int64_t begin, int64_t end) {
+  const int64_t parts = pieces(call.pixels, kTurnPixels);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t sample = item / parts, pixel = item % parts * kTurnPixels;
+    const auto* from = static_cast<const Word*>(call.from) + sample * call.batch_stride + pixel;
+    auto* to = static_cast<Word*>(call.to) + (sample * call.pixels + pixel) * call.channels;
+    transpose<Square>(reinterpret_cast<const char*>(from), call.channel_stride * sizeof(Word), call.channels,
+                      least(kTurnPixels, call.pixels - pixel), to, call.channels, call.channels);
+  }
+}
+
+}  // namespace loco::block_sparse
