@@ -267,6 +267,7 @@ RENDERERS = {
     "ring_prox": tables_ring_prox.ring_prox,
     "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,
     "block_sparse": tables_block_sparse.block_sparse,
+    "block_sparse_gpu": tables_block_sparse.block_sparse_gpu,
 }
 # What a section says while no result is committed.
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
@@ -277,6 +278,7 @@ NOTHING_YET = {
     "ring_prox": "Not measured yet; `make bench` does that.",
     "ring_prox_gpu": _NO_GPU,
     "block_sparse": "Not measured yet; `make bench` does that.",
+    "block_sparse_gpu": _NO_GPU,
 }
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.table import MISSING, Table, milliseconds, targets
-from bench.tables_ring_prox import entries, ratio
+from bench.table import MISSING, Table, milliseconds, significant, targets
+from bench.tables_ring_prox import entries, microseconds, ratio
 
 PASSES = {"forward": "forward", "training": "forward and backward"}
 
@@ -49,3 +49,27 @@ def block_sparse(report: dict[str, Any]) -> list[Table]:
     """All tables of the benchmark of that name; those without rows are left out."""
     wanted = targets(report, "Targets of block-sparse multiplication")
     return [table for table in (wanted, times(report), ratios(report), memory(report)) if table.rows]
+
+
+def gpu_times(report: dict[str, Any]) -> Table:
+    """Medians beside the floor, and ratios within rounds."""
+    names, ratios = entries(report["results"], "candidates"), entries(report["results"], "ratios")
+    rows = [
+        [*_case(record), record["arithmetic"]]
+        + [microseconds(record, name) for name in names]
+        + [significant(1e6 * record["floor"]), f"{record['of_floor']:.2f}"]
+        + [ratio(record, name) for name in ratios]
+        for record in report["results"]
+    ]
+    title = (
+        "Microseconds (median) of the GPU, caches cold / of the host; the floor is a device copy's time for input, "
+        "output and values, once for each product; ratios of the GPU's times within rounds"
+    )
+    headers = ["layer", "batch", "pass", "arithmetic", *names, "floor", "ours / floor", *ratios]
+    return Table(title, headers, rows)
+
+
+def block_sparse_gpu(report: dict[str, Any]) -> list[Table]:
+    """All tables of the benchmark of that name; those without rows are left out."""
+    wanted = targets(report, "Targets of the Triton kernels, of 64 channels, 32 x 32 pixels and a batch of 250")
+    return [table for table in (wanted, gpu_times(report)) if table.rows]

@@ -508,6 +508,7 @@ def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tm
 def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step = {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]}
     prox = {"results": [1], "steps": [2], "settings": {"cases": 3}}
+    layers = {"results": [1], "settings": {"cases": 2}, "targets": ["b"]}
     for quick, infix in ((False, ""), (True, "_quick")):
         part = device_check.benchmarks(settings(tmp_path, quick=quick))
         assert part.after() == {}
@@ -516,7 +517,9 @@ def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPa
         assert part.after() == {"cases": "2 of 4", "targets": ["a"]}
         outs[1].write_text(json.dumps(prox))
         assert part.after() == {"cases": "4 of 7", "targets": ["a"]}
-        for name, report in (("optim_step_gpu", step), ("ring_prox_gpu", prox)):
+        outs[2].write_text(json.dumps(layers))
+        assert part.after() == {"cases": "5 of 9", "targets": ["a", "b"]}
+        for name, report in (("optim_step_gpu", step), ("ring_prox_gpu", prox), ("block_sparse_gpu", layers)):
             assert json.loads((tmp_path / f"{name}{infix}-made-up.json").read_text()) == report
         for out in outs:
             out.unlink()

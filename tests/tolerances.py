@@ -75,15 +75,19 @@ def assert_near_by_kernel(actual: Tensor, expected: Tensor, weight: Tensor, tole
     assert worst <= tolerance, f"{worst:.3g} of a kernel's largest weight off, {tolerance:.3g} allowed"
 
 
-def assert_sum_of_products(actual: Tensor, expected: Tensor, sizes: Tensor) -> None:
+# What a float32 number loses when it becomes one of TF32, whose fractions have 10 bits.
+TF32 = 2.0**-10
+
+
+def assert_sum_of_products(actual: Tensor, expected: Tensor, sizes: Tensor, cut: float = 0.0) -> None:
     """Asserts that sums of products differ from the exact ones, ``expected``, by roundings in their own type, which is
     at least float32, and by one more where the result is stored in half precision.
 
-    ``sizes``: the sums of the terms' sizes, in which the first are measured.
+    ``sizes``: the sums of the terms' sizes, in which the first are measured. ``cut``: what each factor loses first.
     """
     half = actual.dtype in (torch.bfloat16, torch.float16)
     summed_in = torch.float32 if half else actual.dtype
-    allowed = ULPS[summed_in] * torch.finfo(summed_in).eps * sizes
+    allowed = (ULPS[summed_in] * torch.finfo(summed_in).eps + 2 * cut + cut**2) * sizes
     if half:
         kept = torch.finfo(actual.dtype)
         allowed = allowed + (expected.abs() + allowed) * kept.eps / 2 + kept.smallest_normal * kept.eps / 2

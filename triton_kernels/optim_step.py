@@ -4,8 +4,8 @@ One launch steps all tensors whose operands have the same dtypes and are as well
 one more, which counts the steps. What the programs know of the tensors lies in tables, which are copied to the device
 when something in them changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so
 that nothing waits for it and a CUDA graph can record the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was recorded with. The prox that ends the step of a parameter with a penalty is a launch of its
-own, :mod:`loco_ext.triton_kernels.optim_step_prox`.
+``rounding_step`` that it was recorded with. The prox that ends the step of a parameter with a penalty is a launch of
+its own, :mod:`loco_ext.triton_kernels.optim_step_prox`.
 """
 
 from __future__ import annotations

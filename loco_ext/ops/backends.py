@@ -31,7 +31,7 @@ NAMES = ("reference", "native", "triton")
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
     "ring_prox": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
-    "block_sparse": {"native": ("cpu",), "triton": ()},
+    "block_sparse": {"native": ("cpu",), "triton": ("cuda",)},
 }
 
 

@@ -7,7 +7,9 @@ bilinear, and each one's gradients are the two others; so they can be differenti
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,11 +125,16 @@ class _ValueGradient(torch.autograd.Function):
 
 
 def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
-    chosen = backends.choose(_FAMILY, activations.device)
-    if chosen == "native":
-        return getattr(backends.operators(), name)(activations, *arguments)
-    with _without_autocast(activations.device.type):
-        return getattr(_reference, name)(activations, *arguments)
+    if backends.choose(_FAMILY, activations.device) == "reference":
+        with _without_autocast(activations.device.type):
+            return getattr(_reference, name)(activations, *arguments)
+    if backends.library is None:
+        return _run_triton(name, activations, *arguments)
+    return getattr(backends.operators(), name)(activations, *arguments)
+
+
+def _run_triton(name: str, *arguments: Any) -> Tensor:
+    return getattr(importlib.import_module("loco_ext.triton_kernels.block_sparse"), name)(*arguments)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -203,6 +210,9 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, shape: str, like: Tensor
 
 
 if backends.library is not None:
+    # The library defines the operators, which torch.compile knows; on GPUs they are Triton's.
+    for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
+        torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
 
     @torch.library.register_fake("loco_ext::block_sparse_by_pixel")
     def _(x: Tensor) -> Tensor:

@@ -1,0 +1,232 @@
+"""Layers between convolution and full connection on an NVIDIA GPU: ours in Triton against convolution, unfold and bmm.
+
+    python -m bench.bench_block_sparse_gpu            measures all, writes bench/results/, prints tables
+    python -m bench.bench_block_sparse_gpu --quick    a first impression; writes nothing without --out
+
+Layers and candidates are those of bench/bench_block_sparse.py, clocks and cold caches those of
+bench/bench_optim_step_gpu.py. What ours cannot avoid in each of its products, of which a forward pass has one and its
+backward pass two, is to read or write input, output and values once each; how long a device copy takes for so many
+bytes is the floor that stands beside it. "float32" is multiplied as IEEE says, "tf32" in TF32, by all candidates.
+"""
+
+import argparse
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import loco_ext
+from bench import bench_block_sparse, harness, tables
+from bench.bench_block_sparse import LAYERS, PASSES, convolution, expected, make_problem
+from bench.bench_optim_step_gpu import Flush, make_flush, time_both
+from bench.block_sparse_peers import Candidate, Problem, cannot, unfold_bmm
+from bench.targets import target
+from loco_ext.ops import backends
+
+DEVICE = "cuda"
+REFERENCE = "64-64 3x3 at 32"
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How numbers are kept and multiplied; the tolerance is in units of the largest output."""
+
+    dtype: torch.dtype
+    tf32: bool
+    tolerance: float
+
+
+ARITHMETIC = {
+    "bfloat16": Arithmetic(torch.bfloat16, False, 1e-2),
+    "tf32": Arithmetic(torch.float32, True, 4e-3),
+    "float32": Arithmetic(torch.float32, False, 1e-4),
+}
+BATCHES = {name: (250,) for name in LAYERS} | {REFERENCE: (1, 64, 250)}
+PRODUCTS = {"forward": 1, "training": 3}
+RATIOS = {
+    "ours / conv2d, NHWC": ("ours", "conv2d NHWC"),
+    "ours / conv2d, NCHW": ("ours", "conv2d NCHW"),
+    "unfold+bmm / ours": ("unfold+bmm", "ours"),
+}
+# To be reached on an H100 by the reference layer in bfloat16, forward and backward: twice the least that its memory's
+# nominal 3.35 TB/s allow, and at least so many times faster than unfold and bmm.
+MOST_MICROSECONDS = 2 * 3 * 41.0
+LEAST_SPEEDUP = 4.0
+
+
+@contextlib.contextmanager
+def multiplying(arithmetic: Arithmetic) -> Iterator[None]:
+    """Lets everything multiply float32 numbers that way."""
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [each.allow_tf32 for each in settings]
+    try:
+        for each in settings:
+            each.allow_tf32 = arithmetic.tf32
+        yield
+    finally:
+        for each, allowed in zip(settings, before, strict=True):
+            each.allow_tf32 = allowed
+
+
+def on_gpu(problem: Problem, dtype: torch.dtype) -> Problem:
+    """The problem's tensors there, in the dtype."""
+    x, values, grad = (tensor.to(DEVICE, dtype) for tensor in (problem.x, problem.values, problem.grad))
+    return Problem(problem.layer, problem.pattern.to(DEVICE), x, values, grad)
+
+
+def makers(problem: Problem) -> dict[str, Callable[[], Candidate]]:
+    """The candidates, each to be made."""
+    dtype = problem.x.dtype
+    found: dict[str, Callable[[], Candidate]] = {
+        "conv2d NCHW": functools.partial(convolution, problem, torch.contiguous_format, dtype),
+        "conv2d NHWC": functools.partial(convolution, problem, torch.channels_last, dtype),
+        "ours": functools.partial(bench_block_sparse.ours, problem, torch.channels_last, dtype),
+    }
+    if cannot("unfold+bmm", problem.layer) is None:
+        found["unfold+bmm"] = functools.partial(unfold_bmm, problem)
+    return found
+
+
+def make_candidates(label: str, problem: Problem, reference: Tensor, tolerance: float) -> dict[str, Candidate]:
+    """Every candidate; the results of those that have our values are compared with the reference."""
+    candidates = {}
+    for name, make in makers(problem).items():
+        with torch.device(DEVICE):
+            candidates[name] = make()
+        if not name.startswith("conv2d"):
+            result = candidates[name].result(candidates[name].forward())
+            check(f"{label}, {name}", result[: len(reference)].cpu(), reference, tolerance)
+    return candidates
+
+
+def check(name: str, found: Tensor, reference: Tensor, tolerance: float) -> None:
+    """Raises RuntimeError if an output is further from the reference than rounding takes it."""
+    error = (found.double() - reference).abs().max().item()
+    if not error <= (limit := tolerance * reference.abs().max().item()):
+        raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
+
+
+def measure(
+    layer: str, batch: int, arithmetic: str, effort: harness.Effort, flush: Flush, copy: float
+) -> list[dict[str, Any]]:
+    """The records of a case, one for each pass."""
+    on_host, how = make_problem(LAYERS[layer], batch), ARITHMETIC[arithmetic]
+    reference = expected(on_host)
+    problem = on_gpu(on_host, how.dtype)
+    label = f"{layer}, batch {batch}, {arithmetic}"
+    moved = sum(tensor.nbytes for tensor in (problem.x, problem.values, problem.grad))
+    records = []
+    with multiplying(how):
+        candidates = make_candidates(label, problem, reference, how.tolerance)
+        for mode in PASSES:
+            calls = {name: getattr(candidate, mode) for name, candidate in candidates.items()}
+            gpu, host = time_both(functools.partial(dict, calls), effort, flush, f"{label}, {mode}")
+            floor = PRODUCTS[mode] * moved / copy
+            records.append(
+                {
+                    "layer": layer,
+                    "batch": batch,
+                    "arithmetic": arithmetic,
+                    "pass": mode,
+                    "floor": floor,
+                    "of_floor": gpu["ours"].median / floor,
+                    "candidates": {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu},
+                    "ratios": {name: gpu.ratio(a, b) for name, (a, b) in RATIOS.items() if a in gpu and b in gpu},
+                }
+            )
+    return records
+
+
+def targets(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is to be reached beside what is."""
+    microseconds, speedups = {}, {}
+    for record in results:
+        case = (record["layer"], record["batch"], record["arithmetic"], record["pass"])
+        if case == (REFERENCE, 250, "bfloat16", "training"):
+            microseconds[REFERENCE] = 1e6 * record["candidates"]["ours"]["gpu"]["median"]
+            speedups[REFERENCE] = record["ratios"]["unfold+bmm / ours"]
+    name = "microseconds forward and backward in bfloat16"
+    return [
+        *target(name, MOST_MICROSECONDS, microseconds, at_least=False),
+        *target("times faster than unfold+bmm, the same", LEAST_SPEEDUP, speedups, at_least=True),
+    ]
+
+
+def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int, str]]:
+    """Layer, batch and arithmetic; only the reference layer is measured in all of them."""
+    return [
+        (layer, batch, arithmetic)
+        for layer in arguments.layers
+        for batch in BATCHES[layer]
+        for arithmetic in arguments.arithmetic
+        if arithmetic == "bfloat16" or (layer == REFERENCE and batch == max(BATCHES[layer]))
+    ]
+
+
+def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Measures what the command line asks for; ``save`` is given the report after every case."""
+    quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
+    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7, builds=1)
+    cases = cases_of(arguments)
+    report: dict[str, Any] = {
+        "benchmark": "block_sparse_gpu",
+        "machine": harness.machine() | harness.gpu(),
+        "settings": asdict(effort) | {"cases": len(cases) * len(PASSES)},
+        "copy_bandwidth": harness.gpu_bandwidth(effort),
+        "not_measured": {},
+        "results": [],
+        "targets": [],
+    }
+    flush, copy = make_flush(effort), report["copy_bandwidth"]["median"]
+    with loco_ext.backend("triton"):
+        for case in cases:
+            report["results"] += measure(*case, effort, flush, copy)
+            report["targets"] = targets(report["results"])
+            save(report)
+    return report
+
+
+OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_block_sparse_gpu", description=__doc__.splitlines()[0])
+    for name, choices in OPTIONS.items():
+        parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/block_sparse_gpu-<gpu>.json")
+    return parser.parse_args(argv)
+
+
+def is_full(arguments: argparse.Namespace) -> bool:
+    """Whether everything is measured, and long enough; only then the committed file is written by default."""
+    return not arguments.quick and all(set(getattr(arguments, name)) == set(all_) for name, all_ in OPTIONS.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file, prints tables; 2 where that cannot be."""
+    arguments = parse(argv)
+    reason = harness.no_gpu() or backends.missing("block_sparse", "triton", "cuda")
+    if reason is not None:
+        print(f"bench_block_sparse_gpu: {reason}", file=sys.stderr)
+        return 2
+    out = arguments.out
+    if out is None and is_full(arguments):
+        out = harness.RESULTS / f"block_sparse_gpu-{harness.slug(harness.gpu()['gpu'])}.json"
+    report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
+    if out is not None:
+        print(f"written: {out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

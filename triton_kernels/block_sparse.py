@@ -1,0 +1,120 @@
+"""Block-sparse multiplication in Triton, for GPUs.
+
+The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`), whose checks
+these have passed. Nothing waits for the device, and a CUDA graph can record a call. Results do not depend on how
+programs happen to run: every sum has one order, and nothing is added up in memory.
+
+float32 is multiplied as IEEE says unless ``torch.backends.cuda.matmul`` allows TF32.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+from loco_ext.triton_kernels import block_sparse_tiles as tiles
+from loco_ext.triton_kernels.block_sparse_kernels import (
+    depthwise_product_kernel,
+    depthwise_values_kernel,
+    product_kernel,
+    values_kernel,
+)
+from torch import Tensor
+from triton import cdiv
+
+# Of what is not a GPU, in bytes: of the interpreter, and of tests that compile for other machines.
+NO_GPUS_SHARED_MEMORY = 227 * 1024
+
+
+def block_sparse_matmul(
+    x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``."""
+    return _product(x, values, crow_indices, col_indices, None, bias)
+
+
+def block_sparse_input_gradient(
+    grad: Tensor, values: Tensor, crow_indices: Tensor, rows: Tensor, blocks: Tensor
+) -> Tensor:
+    """``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
+    return _product(grad, values, crow_indices, rows, blocks, None)
+
+
+def block_sparse_value_gradient(
+    x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
+) -> Tensor:
+    """``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]] and grad[n, row of b]``, by groups."""
+    batch, rows, nnz = len(x), len(crow_indices) - 1, len(col_indices)
+    depth, width = x.shape[2] // groups, grad.shape[2] // groups
+    values = torch.empty((nnz, groups, depth, width), dtype=x.dtype, device=x.device)
+    if values.numel() == 0:
+        return values
+    x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels see the memory as it is
+    slices = tiles.slices_of(nnz / rows)
+    depthwise = depth == width == 1
+    channels = (groups, groups) if depthwise else (depth, width)
+    units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
+    if depthwise:
+        plan = tiles.depthwise(batch, groups, x.dtype, units, slices)
+        kernel, sizes = depthwise_values_kernel, (batch, groups // units[1])
+        programs = rows * slices * cdiv(groups, plan.form.width)
+    else:
+        plan = tiles.gradient(batch, depth, width, x.dtype, _tf32(), _shared_memory(x.device), units, slices)
+        kernel, sizes = values_kernel, (batch, groups, depth // units[0], width // units[1])
+        programs = rows * groups * slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
+    strides = (*_strides(x, units[0]), *_strides(grad, units[1]))
+    with _device(x):
+        kernel[(programs,)](x, grad, crow_indices, col_indices, values, *sizes, *strides, **plan.options())
+    return values
+
+
+def _product(
+    x: Tensor, values: Tensor, crow: Tensor, pixels: Tensor, blocks: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """By the blocks in order, or by those given, turned."""
+    turned = blocks is not None
+    batch, rows, groups = len(x), len(crow) - 1, values.shape[1]
+    summed, width = values.shape[:1:-1] if turned else values.shape[2:]
+    y = torch.empty((batch, rows, groups * width), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x, values = x.resolve_neg(), values.resolve_neg()  # kernels see the memory as it is
+    bias = None if bias is None else bias.resolve_neg()
+    depthwise = summed == width == 1
+    channels = (groups, groups) if depthwise else (summed, width)
+    units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1])
+    if depthwise:
+        plan = tiles.depthwise(batch, groups, x.dtype, units)
+        kernel, sizes = depthwise_product_kernel, (batch, rows, groups // units[1])
+        programs = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
+    else:
+        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _shared_memory(x.device), units, turned)
+        kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
+        programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
+    strides = _strides(x, units[0])
+    with _device(x):
+        kernel[(programs,)](x, values, crow, pixels, blocks, bias, y, *sizes, *strides, **plan.options())
+    return y
+
+
+def _strides(activations: Tensor, unit: int) -> tuple[int, int]:
+    """Of samples and of pixels, in units."""
+    return activations.stride(0) // unit, activations.stride(1) // unit
+
+
+def _tf32() -> bool:
+    return torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """That a program may have, in bytes."""
+    if device.type != "cuda":
+        return NO_GPUS_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
