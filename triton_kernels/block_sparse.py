@@ -53,6 +53,7 @@ def block_sparse_value_gradient(
     x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels see the memory as it is
     slices = tiles.slices_of(nnz / rows)
     depthwise = depth == width == 1
+    sizes: tuple[int, ...]
     channels = (groups, groups) if depthwise else (depth, width)
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
     if depthwise:
@@ -82,6 +83,7 @@ def _product(
     x, values = x.resolve_neg(), values.resolve_neg()  # kernels see the memory as it is
     bias = None if bias is None else bias.resolve_neg()
     depthwise = summed == width == 1
+    sizes: tuple[int, ...]
     channels = (groups, groups) if depthwise else (summed, width)
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1])
     if depthwise:

@@ -170,9 +170,9 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
   for (int i = 0; i < kMostModels; ++i) {
     const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide ? 1e-9 : 3e-5);
     const double part = iterate(model, norms, t, first, rings, kAllowed, coefficients);
-    const double derivative = part < 1 ? 1 - part
-                                       : ring_prox::solve_metric(model, norms, t, first, rings, coefficients,
-                                                                 derivatives, c0[first]);
+    const double derivative =
+        part < 1 ? 1 - part
+                 : ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
     double error = 0, least = kInfinity;
     for (int r = first; r < rings; ++r) {
       const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);
