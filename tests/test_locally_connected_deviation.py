@@ -58,12 +58,14 @@ def test_the_way_back_is_the_orthogonal_projection(seed, grown):
         mean = 0.0 if layer.bias is None else layer.bias.mean(0)
         if layer.bias is not None:
             torch.testing.assert_close(conv.bias, mean)
-        unshared = residual.square().sum() + (0.0 if layer.bias is None else (layer.bias - mean).square().sum())
+        unshared = residual.square().sum() + (
+            0.0 if layer.bias is None else (layer.bias - mean).detach().square().sum()
+        )
         total = max(float(sum(p.detach().square().sum() for p in layer.parameters())), 1e-300)
         shares = layer.deviation()
         assert shares.delta_sharing == pytest.approx(math.sqrt(unshared / total), rel=DOUBLE)
         local = matrix.any(1).view(layer.values.shape)
-        off_local = layer.values[~local].square().sum() if grown else 0.0
+        off_local = layer.values[~local].detach().square().sum() if grown else 0.0
         assert shares.delta_locality == pytest.approx(math.sqrt(off_local / total), rel=DOUBLE)
 
 

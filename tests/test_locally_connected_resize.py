@@ -178,6 +178,28 @@ def test_an_optimizer_without_states_need_not_be_told(name):
     assert (model[0].values != before).any((1, 2, 3)).all()
 
 
+def test_a_gradient_of_the_old_blocks_goes():
+    layer, x = LocallyConnected1d(2, 3, 3, input_size=6), torch.randn(4, 2, 6)
+    for change in (lambda: layer.grow(1), lambda: layer.prune(radius=0)):
+        layer(x).sum().backward()
+        change()
+        assert layer.values.grad is None
+        assert layer.bias.grad is not None
+        layer(x).sum().backward()
+        assert layer.values.grad.shape == layer.values.shape
+
+
+def test_pruning_by_radius_leaves_gaps_as_they_are():
+    layer = LocallyConnected2d(1, 1, 3, padding=1, input_size=(6, 5)).grow(2)
+    keep = torch.rand(layer.pattern.nnz) < 0.7
+    pairs = list(zip(layer.pattern.row_indices.tolist(), layer.col_indices.tolist(), strict=True))
+    expected = [
+        pair for pair, live, local in zip(pairs, keep, layer.pattern.local_mask(), strict=True) if live and local
+    ]
+    layer.prune(keep).prune(radius=0)
+    assert list(zip(layer.pattern.row_indices.tolist(), layer.col_indices.tolist(), strict=True)) == expected
+
+
 def test_a_backward_pass_through_the_old_blocks_is_an_error():
     layer = LocallyConnected1d(2, 3, 3, input_size=6)
     y = layer(torch.randn(4, 2, 6, requires_grad=True))
@@ -279,5 +301,6 @@ def test_loading_names_what_does_not_fit():
         r"blocks of 0: values: expected 324 blocks, .* of shape \(1, 2, 3\), got",
     )
     load({k: v for k, v in good.items() if k != "values"}, "blocks of 0: values: expected 324 blocks, .* got none")
-    load({k: v for k, v in good.items() if "indices" not in k}, "Missing key.* 0.crow_indices")
-    load({**good, "weight": good["bias"]}, "Unexpected key.* 0.weight")
+    load({k: v for k, v in good.items() if "indices" not in k}, "Missing key.*0.crow_indices")
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0.weight\"\. $"):
+        model.load_state_dict({f"0.{name}": tensor for name, tensor in {**good, "weight": good["bias"]}.items()})

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import loco_ext
 from loco_ext import optim, sparsity
+from loco_ext.nn import LocallyConnected2d
 
 LOCALITY = (0.5, 2.0)
 WORLD = 2
@@ -97,6 +98,24 @@ def test_channels_may_be_sharded_on_either_axis_and_mixed_with_plain_parameters(
     plain.step()
     ours.step()
     assert_same_in_full(ours, plain)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
+    plain, shards = (LocallyConnected2d(2, 3, 3, input_size=5, bias=False) for _ in range(2))
+    shards.load_state_dict(plain.state_dict())
+    for placement in (Shard(0), Shard(-1)):
+        shards.values = nn.Parameter(distribute_tensor(plain.values.detach().clone(), mesh, [placement]))
+        ours = getattr(optim, name)(optim.parameter_groups(shards, 0.1, LOCALITY), lr=0.1)
+        set_gradients([plain.values], 0)
+        set_sharded_gradients([shards.values], [plain.values], mesh, placement)
+        if placement == Shard(0):
+            with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
+                ours.step()
+    other = getattr(optim, name)(optim.parameter_groups(plain, 0.1, LOCALITY), lr=0.1)
+    other.step()
+    ours.step()
+    assert_same_in_full(ours, other)
 
 
 @pytest.mark.parametrize("placement", [Shard(2), Shard(3), Shard(-1), Shard(-2)], ids=str)

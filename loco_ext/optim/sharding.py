@@ -25,8 +25,8 @@ def local_tensors(
     """Replaces DTensors in the lists by their local shards; gradients are brought to their parameter's placement first.
 
     Raises:
-        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel, or one with a
-            penalty along anything but its output channels, or at all if its prox needs all kernels.
+        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel or its blocks, or
+            one with a penalty along anything but its output channels, or at all if its prox needs all kernels.
     """
     from torch.distributed.tensor import DTensor
 
@@ -65,8 +65,10 @@ def _check_map(index: int, param: Any, decay_map: Tensor | None) -> None:
 
     if decay_map is None:
         return
+    missing = param.dim() - decay_map.dim()  # axes that the map lacks; it is the same along those of size 1 as well
     for placement in param.placements:
-        if isinstance(placement, Shard) and placement.dim % param.dim() >= param.dim() - decay_map.dim():
+        axis = placement.dim % param.dim() - missing if isinstance(placement, Shard) else -1
+        if axis >= 0 and decay_map.shape[axis] > 1:
             raise NotImplementedError(
                 f"params[{index}]: expected sharding along channels for a parameter with a decay map, got {placement}"
             )

@@ -177,6 +177,9 @@ class _Penalty:
 class RingPenalty(_Penalty):
     """``strength * sum_n w_n ||k(G_n)||``, summed over kernels: rings vanish one by one, from the outside in.
 
+    Of the ``values`` of a locally connected layer, the parameter itself, a kernel is what one output unit has, and its
+    rings are those of :func:`loco_ext.geometry.block_rings`, at most 64.
+
     Args:
         strength: the draft's alpha, finite and at least 0.
         kind: ``"half"`` rings leave every size, ``"full"`` rings odd sizes and 0 (odd kernels only).
