@@ -211,7 +211,7 @@ def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
         assert_sum_of_products(result, expected, sizes)
 
 
-SLOW = ("many entries",)
+SLOW = ("many entries", "large batch, many rows")
 MORE = {
     "33 channels": Case(3, 1, 33, 33, 3, 4),
     "130 samples": Case(130, 1, 3, 100, 2, 3),
