@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from loco_ext.triton_kernels import block_sparse_tiles as tiles
@@ -54,6 +55,7 @@ def block_sparse_value_gradient(
     slices = tiles.slices_of(nnz / rows)
     depthwise = depth == width == 1
     channels = (groups, groups) if depthwise else (depth, width)
+    sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
     if depthwise:
         plan = tiles.depthwise(batch, groups, x.dtype, units, slices)
@@ -83,6 +85,7 @@ def _product(
     bias = None if bias is None else bias.resolve_neg()
     depthwise = summed == width == 1
     channels = (groups, groups) if depthwise else (summed, width)
+    sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1])
     if depthwise:
         plan = tiles.depthwise(batch, groups, x.dtype, units)
@@ -112,8 +115,9 @@ def _shared_memory(device: torch.device) -> int:
     """That a program may have, in bytes."""
     if device.type != "cuda":
         return NO_GPUS_SHARED_MEMORY
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    properties: Any = torch.cuda.get_device_properties(device)
+    of_nvidia = hasattr(properties, "shared_memory_per_block_optin")
+    return properties.shared_memory_per_block_optin if of_nvidia else properties.shared_memory_per_block
 
 
 def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:
