@@ -27,7 +27,8 @@ KERNELS = ("product_kernel", "values_kernel", "depthwise_product_kernel", "depth
 PRODUCTS = ("forward", "input gradient", "value gradient")
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 # That a program may have; 89 and 120 are the smaller GPUs of their generations.
-SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+AMD, AMD_SHARED_MEMORY = "gfx942", 64 << 10
 REGISTERS = 65536  # of a multiprocessor
 COPIES = r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x{:x},"  # of so many bytes
 
@@ -92,22 +93,22 @@ class Compiler:
     folder: Path
 
     def launch(
-        self, product: str, layer: Layer, dtype: torch.dtype, arch: int = 90, tf32: bool = False, backend: str = "cuda"
+        self, product: str, layer: Layer, dtype: torch.dtype, arch: int | str = 90, tf32: bool = False
     ) -> Launch:
         import triton
         from loco_ext.triton_kernels import block_sparse
 
         kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}
         with self.patch.context() as patch:
-            target = gpu(backend, arch if backend == "cuda" else "gfx942")
+            target = gpu("hip" if arch == AMD else "cuda", arch)
             patch.setattr(triton.runtime.driver, "_active", Driver(target))
             patch.setattr(block_sparse, "_tf32", lambda: tf32)
-            patch.setattr(block_sparse, "_shared_memory", lambda device: SHARED_MEMORY[arch])
+            patch.setattr(block_sparse, "_shared_memory", lambda device: SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY))
             for name, kernel in kernels.items():
                 patch.setattr(block_sparse, name, kernel)
             call(block_sparse, product, layer, dtype)
         ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
-        used = resources(compiled.asm["cubin"], self.folder / "kernel.cubin") if backend == "cuda" else {}
+        used = resources(compiled.asm["cubin"], self.folder / "kernel.cubin") if arch != AMD else {}
         return Launch(grid, options, compiled, used)
 
 
@@ -267,9 +268,9 @@ def test_there_are_as_many_programs_as_tiles(compiler, product, layer, programs)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_kernels_compile_for_amd(compiler, product, arithmetic):
     for layer in (REFERENCE, LAYERS["odd"], LAYERS["depthwise"]):
-        launch = compiler.launch(product, layer, ARITHMETIC[arithmetic][0], 75, backend="hip")
+        launch = compiler.launch(product, layer, ARITHMETIC[arithmetic][0], AMD)
         text = launch.compiled.asm["amdgcn"]
         assert re.findall(r"vgpr_spill_count:\s*(\d+)", text) == ["0"]
-        assert launch.shared <= 64 << 10
+        assert launch.shared <= AMD_SHARED_MEMORY
         if arithmetic == "half" and layer.depth > 1:
             assert count(r"v_mfma_f32", text) > 0

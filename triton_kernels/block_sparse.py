@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from loco_ext.triton_kernels import block_sparse_tiles as tiles
@@ -55,6 +56,7 @@ def block_sparse_value_gradient(
     depthwise = depth == width == 1
     sizes: tuple[int, ...]
     channels = (groups, groups) if depthwise else (depth, width)
+    sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
     if depthwise:
         plan = tiles.depthwise(batch, groups, x.dtype, units, slices)
@@ -85,6 +87,7 @@ def _product(
     depthwise = summed == width == 1
     sizes: tuple[int, ...]
     channels = (groups, groups) if depthwise else (summed, width)
+    sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1])
     if depthwise:
         plan = tiles.depthwise(batch, groups, x.dtype, units)
@@ -114,8 +117,9 @@ def _shared_memory(device: torch.device) -> int:
     """That a program may have, in bytes."""
     if device.type != "cuda":
         return NO_GPUS_SHARED_MEMORY
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    properties: Any = torch.cuda.get_device_properties(device)
+    of_nvidia = hasattr(properties, "shared_memory_per_block_optin")
+    return properties.shared_memory_per_block_optin if of_nvidia else properties.shared_memory_per_block
 
 
 def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:

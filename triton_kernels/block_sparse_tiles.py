@@ -124,18 +124,12 @@ def gradient(
     needed = whole * (2 * depth_tile + width_tile) * dtype.itemsize + depth_tile * width_tile * 4
     fits = whole >= batch and kind in ("half", "tf32") and needed <= shared // 2
     samples = whole if fits else min(whole, most.summed)
-    return Plan(
-        Form(
-            samples,
-            depth_tile,
-            width_tile,
-            parts=1 if samples >= batch else 2,
-            slices=slices,
-            **_common(kind, units),
-        ),
-        warps=8 if depth_tile * width_tile > most.accumulated or samples > 128 else 4,
-        stages=3,
-    )
+    parts = 1 if samples >= batch else 2
+    # Small copies need many addresses, each in two registers.
+    many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= 64 * 64
+    warps = 8 if depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
+    form = Form(samples, depth_tile, width_tile, parts=parts, slices=slices, **_common(kind, units))
+    return Plan(form, warps, stages=3)
 
 
 def slices_of(blocks_of_a_row: float) -> int:

@@ -29,7 +29,8 @@ def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: 
 
     Differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and ``values`` are
     kept for that. Sums of half precision are in float32. The number of threads changes no bit of any result. Under
-    autocast it computes in autocast's dtype, as ``torch.matmul`` does.
+    autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs float32 is multiplied in TF32 where
+    ``torch.backends.cuda.matmul`` allows that.
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
     channels do not lie side by side are copied once in each pass.
