@@ -3,7 +3,7 @@
     python -m bench.efcn_cifar10 --data DIR      some hours on one core; writes bench/results/
 
 The VanillaCNN trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100; all 50,000 training images.
-Studies: "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10, where each curvature
+Studies: "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10, where a curvature
 takes a few products with the Hessian and nothing is interpolated; "full" also has the fully connected network from
 scratch. All start from one and the same training of the CNN, the first study's.
 """

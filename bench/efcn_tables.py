@@ -1,4 +1,4 @@
-"""The tables of the eFCN experiment on CIFAR-10, as titles, headers and rows of cells; None where nothing was measured."""
+"""The tables of the eFCN experiment on CIFAR-10: titles, headers and rows of cells; None where nothing was measured."""
 
 from typing import Any
 
@@ -34,8 +34,9 @@ def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
                 number(network["seconds"]),
             ]
         )
+    samples = f"{report['training_samples']:,} training and {report['test_samples']:,} test images"
     title = (
-        f"VanillaCNN, {report['training_samples']:,} training and {report['test_samples']:,} test images, one seed. Test "
+        f"VanillaCNN, {samples}, one seed. Test "
         "accuracy in percent when training begins and after so many epochs; training loss of the last epoch, while "
         "weights change; shares of the norm in percent; test accuracy with the other blocks masked; an epoch's seconds"
     )

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from bench import bench_train, frontier_cifar10, harness, locality_cifar10, tables
+from bench import bench_train, efcn_cifar10, frontier_cifar10, harness, locality_cifar10, tables
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data
 
@@ -127,3 +127,54 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
     assert f"| rings prox, refitted | {best:.1f} |" in section
     assert "| down |" in section
     assert "Batch normalisation live, live with" in section
+
+
+def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(tmp_path, monkeypatch):
+    """All studies on a few random images and a small network; then the report from what is there already."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    samples = data.Samples(images, torch.randint(10, (40,), generator=generator))
+    monkeypatch.setattr(data, "load", lambda name, folder: data.Dataset("cifar10", samples, samples, 10, True))
+    for name, value in {
+        "EPOCHS": 2,
+        "BRANCH_EPOCHS": 1,
+        "SWITCH_TIMES": (0, 1, 2),
+        "FEW_SWITCH_TIMES": (0, 1),
+        "LANDSCAPE_SAMPLES": 20,
+        "POWER_ITERATIONS": 2,
+        "FEW_POWER_ITERATIONS": 1,
+        "POINTS": 3,
+        "STRING_STEPS": 1,
+        "RADIUS": "1",
+    }.items():
+        monkeypatch.setattr(efcn_cifar10, name, value)
+    preset = efcn_cifar10.efcn_preset
+    small = {"model": "plain8", "width": 0.1, "batch_size": 20}
+    monkeypatch.setattr(efcn_cifar10, "efcn_preset", lambda name, **options: preset(name, **options | small))
+    runs, out = tmp_path / "runs", tmp_path / "efcn_cifar10-x.json"
+    options = ["--data", "none", "--runs", str(runs), "--out", str(out)]
+    assert efcn_cifar10.main([*options, "--only", "lcn"]) == 0
+    assert not out.exists()
+    assert efcn_cifar10.main(options) == 0
+    weights = [(runs / name / "cnn" / "model.safetensors").read_bytes() for name in efcn_cifar10.studies()]
+    assert len(weights) == 3
+    assert len(set(weights)) == 1
+    for name in efcn_cifar10.FIGURES:
+        assert (tmp_path / f"efcn_cifar10-x-{name}.png").stat().st_size > 10_000
+    report = json.loads(out.read_text())
+    branches = report["networks"]["branches"]
+    assert [(branch["relax"], branch["switch_time"]) for branch in branches] == [
+        *((relax, time) for time in (0, 1, 2) for relax in ("cnn", "lcn")),
+        *((relax, time) for relax in ("1", "full") for time in (0, 1)),
+    ]
+    section = tables.section("efcn_cifar10", tmp_path)
+    full = next(branch for branch in branches if branch["relax"] == "full")
+    last = full["epochs"][-1]
+    shares = " | ".join(f"{100 * last[name]:.1f}" for name in ("delta_locality", "delta_sharing", "local_accuracy"))
+    assert f"| eFCN | 0 | {full['parameters']:,} | 1 |" in section
+    assert shares in section
+    assert f"| {full['before']['gradient_norm']:.3g} | {full['after']['gradient_norm']:.3g} |" in section
+    paths = next(branch for branch in branches if branch["relax"] == "lcn")["interpolations"]
+    best = max(point["test_accuracy"] for point in paths["string"])
+    assert f" {100 * best:.1f} |" in section.split("Paths from the trained CNN")[1]
+    assert "FCN from scratch" in section

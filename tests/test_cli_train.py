@@ -15,7 +15,7 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (["--model", "alexnet"], "model: expected one of small, vgg13, mobilenet, resnet18"),
+        (["--model", "lenet"], "model: expected one of small, vgg13, mobilenet, resnet18"),
         (["--dataset", "imagenet"], "data: expected one of digits, cifar10"),
         (["--preset", "fast"], "preset: expected one of paper, quick"),
         (["--optimizer", "lion"], "optimizer: expected one of sgd, adam, adamw"),
@@ -131,6 +131,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "locality": expected,
         "norm": "l1",
         "augment": False,
+        "shuffle": True,
         "seed": 4,
         "width": 1.0,
         "penalty": "rings",

@@ -21,7 +21,10 @@ MODULES = sorted(
 SHOWN = {"loco_ext.info", "loco_ext.optim.adam", "loco_ext.optim.groups", "loco_ext.optim.sgd"}
 SHOWN |= {
     "loco_ext.analysis.cohesion",
+    "loco_ext.analysis.interpolation",
+    "loco_ext.analysis.landscape",
     "loco_ext.analysis.locality",
+    "loco_ext.analysis.masking",
     "loco_ext.geometry.block_distances",
     "loco_ext.geometry.block_pattern",
     "loco_ext.geometry.conv",

@@ -54,7 +54,6 @@ def block_sparse_value_gradient(
     x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels see the memory as it is
     slices = tiles.slices_of(nnz / rows)
     depthwise = depth == width == 1
-    sizes: tuple[int, ...]
     channels = (groups, groups) if depthwise else (depth, width)
     sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1], *grad.stride()[:2])
@@ -85,7 +84,6 @@ def _product(
     x, values = x.resolve_neg(), values.resolve_neg()  # kernels see the memory as it is
     bias = None if bias is None else bias.resolve_neg()
     depthwise = summed == width == 1
-    sizes: tuple[int, ...]
     channels = (groups, groups) if depthwise else (summed, width)
     sizes: tuple[int, ...]
     units = tiles.unit_of(channels[0], *x.stride()[:2]), tiles.unit_of(channels[1])

@@ -79,9 +79,9 @@ def switch_times(epochs: int) -> tuple[int, ...]:
     """The paper's: 0, and epochs at equal distances on a logarithmic scale up to the last.
 
     >>> switch_times(30)
-    (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 17, 20, 25, 30)
+    (0, 1, 2, 3, 4, 5, 7, 8, 10, 12, 14, 17, 20, 25, 30)
     """
-    return 0, *np.unique(np.logspace(0, np.log10(epochs), SNAPSHOTS).astype(int)).tolist()
+    return 0, *np.unique(np.geomspace(1, epochs, SNAPSHOTS).astype(int)).tolist()
 
 
 # eFCN, section 4: plain gradient descent, the samples always in the same order.
