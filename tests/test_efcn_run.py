@@ -130,6 +130,15 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_dropout_differs_from_epoch_to_epoch(tmp_path):
+    """Nothing is learned, and the samples keep their order: nothing else can differ."""
+    options = {"epochs": 2, "batch_size": 50, "learning_rate": 0.0, "shuffle": False}
+    setting = from_preset("quick", model="small", data="digits", **options)
+    first, second = run.run(setting, digits(), tmp_path, CPU, model=with_dropout())
+    assert first.train_loss != second.train_loss
+    assert first.test_loss == second.test_loss
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A whole experiment: its folder, and what it printed."""
