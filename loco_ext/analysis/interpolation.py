@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from loco_ext.analysis.checks import check_choice, check_number
-from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model, evaluating
+from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model
 
 METHODS = ("linear", "string", "outputs")
 
@@ -85,12 +85,11 @@ def interpolate(
     if stiffness >= 1:
         raise ValueError(f"stiffness: expected less than 1, got {stiffness}")
     string = [_mix(first, second, alpha) for alpha in alphas]
-    model = copy.deepcopy(first)
-    with evaluating(model):
-        for batch in itertools.islice(itertools.cycle(data), steps):
-            for before, point, after in zip(string, string[1:], string[2:], strict=False):
-                _descend(model, point, loss, batch, learning_rate)
-                _draw(point, before, after, stiffness)
+    model = copy.deepcopy(first).eval()
+    for batch in itertools.islice(itertools.cycle(data), steps):
+        for before, point, after in zip(string, string[1:], string[2:], strict=False):
+            _descend(model, point, loss, batch, learning_rate)
+            _draw(point, before, after, stiffness)
     return _along(first, iter(string), alphas)
 
 
