@@ -10,7 +10,7 @@ NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 def of(report: dict[str, Any]) -> list[Parts]:
     """Accuracies and deviations; the loss around the weights; the interpolations."""
     networks = report["networks"]
-    own = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}, "interpolations": {}}
+    own: dict[str, Any] = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}, "interpolations": {}}
     rows = [own | networks["cnn"], *networks["branches"], *([networks["fcn"]] if networks["fcn"] else [])]
     found = [accuracies(rows, report), landscapes(rows)]
     return [*found, interpolations(rows)] if any(row["interpolations"] for row in rows) else found
