@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -324,7 +325,7 @@ def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished,
 
 
 def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
-    out, _ = finished
+    out, record = finished
     before = (out / "efcn.json").read_bytes()
     times = {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")}
     assert main(["efcn", *RUN, "--out", str(out)]) == 2
@@ -334,7 +335,9 @@ def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
     assert "of another experiment" in said
     # What is finished is not trained again, and the table says the same.
     assert main(["efcn", *RUN, "--out", str(out), "--resume"]) == 0
-    assert "lcn" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert len(re.findall(r"^│ lcn +│ +[02] │", table, re.MULTILINE)) == 2
+    assert f"{record['fcn']['epochs'][-1]['delta_sharing']:.2%}" in table
     assert {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")} == times
     assert (out / "efcn.json").read_bytes() == before
 
