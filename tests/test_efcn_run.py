@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,8 +105,9 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
     class Killed(Exception):
         pass
 
-    def go(name, dies=0, **options):
+    def go(name, random, dies=0, **options):
         model = with_dropout()
+        torch.manual_seed(random)  # what else was drawn in the process is not to matter
 
         def measure(epoch):
             if epoch == dies:
@@ -115,10 +117,10 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
         history = run.run(setting, digits(), tmp_path / name, CPU, model=model, measure=measure, **options)
         return model, [epoch.measures for epoch in history]
 
-    whole, expected = go("whole")
+    whole, expected = go("whole", 1)
     with pytest.raises(Killed):
-        go("cut", dies=3)
-    resumed, measured = go("cut", resume=True)
+        go("cut", 2, dies=3)
+    resumed, measured = go("cut", 3, resume=True)
     assert torch.equal(whole[2].weight, resumed[2].weight)
     assert measured == expected
     assert len({measures["norm"] for measures in measured}) == 3
@@ -127,6 +129,15 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
     before = torch.get_rng_state()
     train(whole, make_optimizer(setting, whole), digits(), setting, CPU, label="")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_differs_from_epoch_to_epoch(tmp_path):
+    """Nothing is learned, and the samples keep their order: nothing else can differ."""
+    options = {"epochs": 2, "batch_size": 50, "learning_rate": 0.0, "shuffle": False}
+    setting = from_preset("quick", model="small", data="digits", **options)
+    first, second = run.run(setting, digits(), tmp_path, CPU, model=with_dropout())
+    assert first.train_loss != second.train_loss
+    assert first.test_loss == second.test_loss
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +325,7 @@ def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished,
 
 
 def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
-    out, _ = finished
+    out, record = finished
     before = (out / "efcn.json").read_bytes()
     times = {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")}
     assert main(["efcn", *RUN, "--out", str(out)]) == 2
@@ -324,7 +335,9 @@ def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
     assert "of another experiment" in said
     # What is finished is not trained again, and the table says the same.
     assert main(["efcn", *RUN, "--out", str(out), "--resume"]) == 0
-    assert "lcn" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert len(re.findall(r"^│ lcn +│ +[02] │", table, re.MULTILINE)) == 2
+    assert f"{record['fcn']['epochs'][-1]['delta_sharing']:.2%}" in table
     assert {path: path.stat().st_mtime_ns for path in out.rglob("branches/*/*")} == times
     assert (out / "efcn.json").read_bytes() == before
 

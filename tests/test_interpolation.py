@@ -123,6 +123,16 @@ def test_a_string_lowers_the_loss_between_two_networks():
     assert all(a < b for a, b in zip(trained[1:-1], linear[1:-1], strict=True))
 
 
+def test_blocks_in_other_places_are_not_mixed():
+    layers = [loco_nn.LocallyConnected1d(1, 1, 2, input_size=3) for _ in range(2)]
+    for place, layer in enumerate(layers):
+        keep = torch.ones(4, dtype=torch.bool)
+        keep[place] = False
+        layer.prune(keep)
+    with pytest.raises(ValueError, match="second: expected the blocks of first, got others in 1"):
+        analysis.interpolate(*(nn.Sequential(nn.ReLU(), layer) for layer in layers))
+
+
 DATA = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))]
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from loco_ext.analysis.checks import check_choice, check_number
-from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model, evaluating
+from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model
+from loco_ext.geometry import BlockPattern
 
 METHODS = ("linear", "string", "outputs")
 
@@ -52,7 +53,7 @@ def interpolate(
 
     Raises:
         TypeError: an argument of a wrong type; ``"string"`` without ``loss`` or ``data``.
-        ValueError: an unknown method; numbers out of range; models that differ in their parameters or buffers.
+        ValueError: an unknown method; numbers out of range; models that differ in their parameters, buffers or blocks.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), appendix C.
@@ -85,12 +86,11 @@ def interpolate(
     if stiffness >= 1:
         raise ValueError(f"stiffness: expected less than 1, got {stiffness}")
     string = [_mix(first, second, alpha) for alpha in alphas]
-    model = copy.deepcopy(first)
-    with evaluating(model):
-        for batch in itertools.islice(itertools.cycle(data), steps):
-            for before, point, after in zip(string, string[1:], string[2:], strict=False):
-                _descend(model, point, loss, batch, learning_rate)
-                _draw(point, before, after, stiffness)
+    model = copy.deepcopy(first).eval()
+    for batch in itertools.islice(itertools.cycle(data), steps):
+        for before, point, after in zip(string, string[1:], string[2:], strict=False):
+            _descend(model, point, loss, batch, learning_rate)
+            _draw(point, before, after, stiffness)
     return _along(first, iter(string), alphas)
 
 
@@ -160,3 +160,15 @@ def _check_alike(first: nn.Module, second: nn.Module) -> None:
                 f"second: expected the parameters and buffers of first, got {name} of shape {others.get(name)} for "
                 f"{shapes.get(name)}"
             )
+    for (name, pattern), (_, other) in zip(_patterns(first), _patterns(second), strict=True):
+        if not (
+            torch.equal(pattern.crow_indices, other.crow_indices)
+            and torch.equal(pattern.col_indices, other.col_indices)
+        ):
+            raise ValueError(f"second: expected the blocks of first, got others in {name or 'the model'}")
+
+
+def _patterns(model: nn.Module) -> list[tuple[str, BlockPattern]]:
+    """Of locally connected layers, by name."""
+    found = [(name, getattr(module, "pattern", None)) for name, module in model.named_modules()]
+    return [(name, pattern.to("cpu")) for name, pattern in found if isinstance(pattern, BlockPattern)]

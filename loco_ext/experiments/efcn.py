@@ -294,26 +294,20 @@ class _Batches(Sequence[tuple[Tensor, Tensor]]):
 
 
 def rows(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells of a table of all networks."""
-    headers = ["network", "from epoch", "parameters", "test accuracy", "best", "delta locality", "delta sharing"]
-    headers += ["gradient", "top eigenvalue"]
-    own: Record = {"relax": CNN, "switch_time": None, "before": {}, "after": {}}
+    """Headers and cells of a table of all networks; the curvature as it is in the end."""
+    headers = ["network", "from", "weights", "test before", "test after", "delta local", "delta share", "top eigen"]
+    own: Record = {"relax": CNN, "switch_time": None, "after": {}}
     cells = []
     for network in [own | record["cnn"], *record["branches"], *([record["fcn"]] if record["fcn"] else [])]:
-        last, before, after = network["epochs"][-1], network["before"], network["after"]
-        accuracies = [epoch["test_accuracy"] for epoch in network["epochs"]]
+        last, after, time = network["epochs"][-1], network["after"], network["switch_time"]
         cells.append(
             [
                 network["relax"],
-                "" if network["switch_time"] is None else str(network["switch_time"]),
-                f"{network['parameters']:,}",
-                f"{network['start']['test_accuracy']:.1%} -> {last['test_accuracy']:.1%}",
-                f"{max(accuracies):.1%}",
+                "" if time is None else str(time),
+                f"{network['parameters'] / 1e6:.2f}M",
+                *(f"{part['test_accuracy']:.1%}" for part in (network["start"], last)),
                 *(_text(last.get(name), "{:.2%}") for name in ("delta_locality", "delta_sharing")),
-                *(
-                    " -> ".join(_text(part.get(name), "{:.3g}") for part in (before, after) if part)
-                    for name in ("gradient_norm", "top_eigenvalue")
-                ),
+                _text(after.get("top_eigenvalue"), "{:.2g}"),
             ]
         )
     return headers, cells
