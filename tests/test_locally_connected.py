@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from locally_connected_cases import LAYERS, block_of_taps, layer_class, random_conv, random_layer, windows
@@ -250,6 +251,12 @@ def test_bad_arguments_are_refused(name):
     error, arguments, message = ERRORS[name]
     with pytest.raises(error, match=message):
         LocallyConnected2d(**{"in_channels": 3, "out_channels": 4, "kernel_size": 3, "input_size": 5, **arguments})
+
+
+def test_sizes_may_be_integers_of_numpy():
+    layer = LocallyConnected2d(3, 4, np.int64(3), padding=np.int64(1), input_size=np.int64(5))
+    assert layer.input_size == layer.output_size == (5, 5)
+    assert layer(torch.zeros(2, 3, 5, 5)).shape == (2, 4, 5, 5)
 
 
 def test_bad_inputs_are_refused():

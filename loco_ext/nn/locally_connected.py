@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from loco_ext import ops
 from loco_ext.geometry import BlockPattern
-from loco_ext.geometry.checks import check_count
+from loco_ext.geometry.checks import check_count, is_int
 from loco_ext.geometry.conv import Ints, Padding
 from loco_ext.geometry.marks import mark_blocks
 from loco_ext.nn.choosing import blocks_to_keep
@@ -55,7 +55,7 @@ class LocallyConnectedNd(nn.Module):
         self.groups = check_count("groups", groups, smallest=1)
         self.in_channels = _check_channels("in_channels", in_channels, groups)
         self.out_channels = _check_channels("out_channels", out_channels, groups)
-        size = (input_size,) * self.axes if isinstance(input_size, int) else input_size
+        size: Any = (input_size,) * self.axes if is_int(input_size) else input_size
         if isinstance(size, Sequence) and len(size) != self.axes:
             raise ValueError(f"input_size: expected {self.axes} sizes, one for each axis, got {input_size!r}")
         pattern = BlockPattern.from_conv(size, kernel_size, stride, padding, dilation, padding_mode)
