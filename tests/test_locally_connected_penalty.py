@@ -70,6 +70,16 @@ def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
         torch.testing.assert_close(penalty.prox(layer.values, 1.0), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", PENALTIES)
+def test_default_devices_change_nothing(name):
+    torch.manual_seed(4)
+    layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1), PENALTIES[name](0.05)
+    expected = [penalty.prox(layer.values, 1.0), penalty.threshold(layer.values, 0.3), penalty.value(layer.values)]
+    with torch.device("meta"):
+        found = [penalty.prox(layer.values, 1.0), penalty.threshold(layer.values, 0.3), penalty.value(layer.values)]
+    assert all(map(torch.equal, found, expected))
+
+
 def boxes(layer):
     """How many pixels outside of the innermost box each block lies, along the axis where that is most; odd kernels."""
     offsets = geometry.block_offsets(layer.pattern).abs() // 2

@@ -37,10 +37,11 @@ class UnitKernels:
         self.cells = cells = pattern.row_indices * self.count + rings  # of a table of pixels and rings
         held = cells.bincount(minlength=self.n_out * self.count).view(self.n_out, self.count)
         columns = held.amax(0)  # of each ring
-        self.rings = torch.arange(self.count).repeat_interleave(columns).tolist()
+        self.rings = torch.arange(self.count, device="cpu").repeat_interleave(columns).tolist()
         self.taps = len(self.rings)
         order, starts = cells.argsort(stable=True), held.flatten().cumsum(0) - held.flatten()
-        nth = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)) - starts[cells[order]])
+        numbers = torch.arange(len(order), device="cpu")
+        nth = torch.empty_like(order).index_copy_(0, order, numbers - starts[cells[order]])
         self.place = pattern.row_indices * self.taps + (columns.cumsum(0) - columns)[rings] + nth
         sizes = held.cumsum(1).double() * shape[2]
         self.sizes = sizes.repeat_interleave(shape[1] * shape[3], 0)
@@ -82,7 +83,7 @@ class BlockPenalty:
     """
 
     def __init__(self, penalty: GroupPenalty, pattern: BlockPattern, shape: torch.Size) -> None:
-        rings = torch.zeros(pattern.nnz, dtype=torch.int64)
+        rings = torch.zeros(pattern.nnz, dtype=torch.int64, device="cpu")
         if isinstance(penalty, RingPenalty):
             rings = geometry.block_rings(pattern, penalty.kind, penalty.first)
         self.units = UnitKernels(rings, pattern, shape)
