@@ -71,6 +71,27 @@ def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
 
 
 @pytest.mark.parametrize("name", PENALTIES)
+def test_a_layer_that_has_lost_all_blocks_trains_on(name):
+    layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)), PENALTIES[name](100.0)
+    optimizer = optim.SGD(layer.parameters(), 0.1, 0.9, weight_decay=0.1, locality=(0.5, 2.0), penalty=penalty)
+    keep = torch.zeros(layer.pattern.nnz, dtype=torch.bool)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (layer(torch.ones(1, 2, 4, 5)).sum() + penalty.value(layer.values)).backward()
+        before = layer.bias.detach().clone()
+        optimizer.step()
+        assert not torch.equal(layer.bias, before)
+        if len(layer.values):
+            layer.prune(keep, optimizer=optimizer)
+    assert penalty.value(layer.values) == 0
+    assert penalty.prox(layer.values, 1.0).shape == penalty.threshold(layer.values, 1.0).shape == layer.values.shape
+    layer.grow(1, optimizer)
+    layer(torch.ones(1, 2, 4, 5)).sum().backward()
+    optimizer.step()
+    assert layer.pattern.nnz > 0
+
+
+@pytest.mark.parametrize("name", PENALTIES)
 def test_default_devices_change_nothing(name):
     torch.manual_seed(4)
     layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1), PENALTIES[name](0.05)

@@ -108,7 +108,7 @@ def _map_of(param: Tensor, factors: Factors) -> Tensor | None:
     pattern = pattern_of(param)
     if pattern is None:
         return _map(tuple(param.shape[2:]), factors)
-    if set(factors) == {1}:
+    if set(factors) == {1} or pattern.nnz == 0:
         return None
     return geometry.block_decay_map(pattern, factors).view(-1, 1, 1, 1)
 

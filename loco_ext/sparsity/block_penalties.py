@@ -91,6 +91,8 @@ class BlockPenalty:
         self.of_norms = _of_units(penalty, self.units, list(range(self.units.count)))
 
     def value(self, values: Tensor) -> Tensor:
+        if values.numel() == 0:
+            return values.double().sum()
         return self.penalty._value(self.units.kernels(values), None)
 
     def prox(self, values: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
@@ -99,6 +101,8 @@ class BlockPenalty:
         return self.shrink(values.detach(), check_number("step", step), metric)
 
     def threshold(self, values: Tensor, tau: float) -> Tensor:
+        if values.numel() == 0:
+            return values.detach().clone()
         return self.units.values(self.penalty._threshold(self.units.kernels(values.detach()), tau, None))
 
     def shrink(self, values: Tensor, step: float, metric: Tensor | None) -> Tensor:
