@@ -177,6 +177,20 @@ class Functional(Twice):
         return nn.functional.conv2d(self.conv(x), self.conv.weight)
 
 
+class Normed(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) / self.conv.weight.norm()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.weight)
+
+
 class Idle(Twice):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.pool(x)
@@ -194,6 +208,13 @@ def hooked() -> nn.Module:
     return model
 
 
+def hidden() -> nn.Module:
+    """Modules with hooks are not looked into."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), Bare())
+    model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
 def test_one_layer_called_twice_on_one_size_stays_one():
     model, x = Again().double(), torch.randn(2, 2, 4, 4, dtype=torch.float64)
     efcn = to_efcn(model, x)
@@ -202,6 +223,13 @@ def test_one_layer_called_twice_on_one_size_stays_one():
     efcn = to_efcn(both, x)
     assert efcn[0] is efcn[2]
     torch.testing.assert_close(efcn(x), both(x), rtol=1e-12, atol=1e-12)
+
+
+def test_convolutions_that_were_not_chosen_may_do_as_they_like():
+    x = torch.randn(2, 2, 4, 4)
+    for model in (hidden(), nn.Sequential(nn.Conv2d(2, 2, 1), Normed())):
+        efcn = to_efcn(model, x, layers=["0"])
+        torch.testing.assert_close(efcn(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +242,9 @@ def test_one_layer_called_twice_on_one_size_stays_one():
         (Idle, "one input size of conv, got no call"),
         (shared_weight, "got 0.weight is 1.weight"),
         (hooked, "without hooks, got 0"),
+        (hidden, "convolutions that are modules, got conv2d called by 1"),
+        (Normed, "convolutions that are only called, got weight of conv in use"),
+        (lambda: nn.Sequential(Normed()), "convolutions that are only called, got weight of 0.conv in use"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), "got 0, a ConvTranspose2d"),
         (lambda: nn.Sequential(nn.LazyConv2d(2, 2)), "got none yet in 0"),
         (lambda: nn.Sequential(parametrizations.weight_norm(nn.Conv2d(2, 2, 1))), "parametrization, got 0"),

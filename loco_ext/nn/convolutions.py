@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 _FUNCTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
 
@@ -46,10 +47,14 @@ def find_convolutions(
     graph = _trace(root)
     if layers is None:
         _check_functions(graph)
-    sizes = _input_sizes(graph, inputs, {id(root.get_submodule(name)): name for name in chosen})
+    _check_weights(graph, root, chosen)
+    recorder = _record(graph, inputs, {id(root.get_submodule(name)): name for name in chosen})
+    if layers is None and recorder.hidden:
+        function, place = recorder.hidden[0]
+        raise ValueError(f"model: expected convolutions that are modules, got {function} called by {_text(place)}")
     calls = {}
     for name, module in chosen.items():
-        found = sizes.get(name, set())
+        found = recorder.sizes.get(name, set())
         if len(found) != 1:
             got = "no call of it" if not found else f"calls with {' and '.join(map(str, sorted(found)))}"
             raise ValueError(f"example_inputs: expected one input size of {_text(name)}, got {got}")
@@ -127,13 +132,30 @@ def _trace(root: nn.Module) -> fx.GraphModule:
         ) from error
 
 
+class _Calls(TorchFunctionMode):
+    """Notes the names of convolutions that are called as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in _FUNCTIONS:
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
 class _Recorder(fx.Interpreter):
-    """Runs the graph, and notes the spatial sizes of what modules are given; names: of the modules, by their id."""
+    """Runs the graph, and notes the spatial sizes of what modules are given; names: of the modules, by their id.
+
+    ``hidden`` are convolutions as functions in modules that the trace did not look into, with the names of these.
+    """
 
     def __init__(self, graph: fx.GraphModule, names: dict[int, str]) -> None:
         super().__init__(graph)
         self.names = names
         self.sizes: dict[str, set[tuple[int, ...]]] = {}
+        self.hidden: list[tuple[str, str]] = []
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
@@ -141,12 +163,14 @@ class _Recorder(fx.Interpreter):
             x = args[0] if args else kwargs["input"]
             axes = len(module.kernel_size)
             self.sizes.setdefault(self.names[id(module)], set()).add(tuple(x.shape[-axes:]))
-        return super().call_module(target, args, kwargs)
+        with _Calls() as calls:
+            result = super().call_module(target, args, kwargs)
+        if not isinstance(module, _ConvNd):
+            self.hidden += [(name, target) for name in calls.names]
+        return result
 
 
-def _input_sizes(
-    graph: fx.GraphModule, inputs: tuple[Any, ...], names: dict[int, str]
-) -> dict[str, set[tuple[int, ...]]]:
+def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], names: dict[int, str]) -> _Recorder:
     recorder = _Recorder(graph, names)
     try:
         with torch.no_grad():
@@ -156,7 +180,19 @@ def _input_sizes(
         raise ValueError(
             f"example_inputs: expected what the model runs on, got {type(error).__name__}: {text}"
         ) from error
-    return recorder.sizes
+    return recorder
+
+
+def _check_weights(graph: fx.GraphModule, root: nn.Module, chosen: dict[str, nn.Module]) -> None:
+    """Of the convolutions the model may use nothing but the call."""
+    names = {id(root.get_submodule(name)): name for name in chosen}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            parent, _, own = node.target.rpartition(".")
+            if (name := names.get(id(graph.get_submodule(parent)))) is not None:
+                raise ValueError(
+                    f"model: expected convolutions that are only called, got {own} of {_text(name)} in use"
+                )
 
 
 def _check_functions(graph: fx.GraphModule) -> None:
