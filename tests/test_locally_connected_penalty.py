@@ -70,6 +70,23 @@ def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
         torch.testing.assert_close(penalty.prox(layer.values, 1.0), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("number", [1e-20, 1e-22, 1e-25, 1e-40], ids=str)
+@pytest.mark.parametrize("name", PENALTIES)
+def test_weights_too_small_to_square_vanish(name, number):
+    layer = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1)
+    outside = ~layer.pattern.local_mask()
+    with torch.no_grad():
+        layer.values[outside] = number
+    penalty = PENALTIES[name](0.05)
+    assert torch.equal(penalty.prox(layer.values, 0.0), layer.values)
+    if "kernels" not in name:
+        assert penalty.prox(layer.values, 1.0)[outside].count_nonzero() == 0
+    with torch.no_grad():
+        layer.values.fill_(number)
+    if "squared" not in name:
+        assert penalty.prox(layer.values, 1.0).count_nonzero() == 0
+
+
 @pytest.mark.parametrize("name", PENALTIES)
 def test_a_layer_that_has_lost_all_blocks_trains_on(name):
     layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)), PENALTIES[name](100.0)

@@ -8,6 +8,8 @@ kernel, a ring's blocks side by side; a pixel with fewer of them than others has
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -111,9 +113,13 @@ class BlockPenalty:
             return values
         if metric is None and self.penalty.norm == "l2":
             # All weights of a ring shrink by one factor, which depends on norms alone.
-            norms = self.units.ring_norms(values.to(torch.promote_types(values.dtype, torch.float32)))
+            dtype = torch.promote_types(values.dtype, torch.float32)
+            norms = self.units.ring_norms(values.to(dtype))
             if norms.isfinite().all():
-                factors = torch.where(norms > 0, self.of_norms._shrink(norms, step, None, None) / norms, 1.0)
+                # The squares of weights below this are zero; any threshold above it takes them, and none that is 0.
+                least = math.sqrt(torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
+                norms.masked_fill_(norms == 0, least)
+                factors = self.of_norms._shrink(norms, step, None, None) / norms
                 return values * self.units.by_ring(factors.to(values.dtype))
         by_unit = None if metric is None else self.units.kernels(metric, 1.0)
         return self.units.values(self.penalty._shrink(self.units.kernels(values), step, by_unit, None))
