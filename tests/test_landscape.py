@@ -219,6 +219,20 @@ def test_masked_blocks_are_zero_inside_of_the_with_alone():
     assert torch.equal(layer.values, values)
 
 
+def test_masked_layers_may_change_their_dtype_but_not_their_blocks():
+    layer = loco_nn.LocallyConnected2d(1, 2, 3, padding=1, input_size=(4, 5)).grow(1)
+    other = copy.deepcopy(layer)
+    values = layer.values.detach().clone()
+    with analysis.only_blocks(layer, "off-local"):
+        layer.double()
+        assert layer.values.count_nonzero() == 0
+    assert torch.equal(layer.values, values.double())
+    model = nn.ModuleList([layer, other])
+    with pytest.raises(RuntimeError, match="got one grown"), analysis.only_blocks(model, "off-local"):
+        layer.grow(1)
+    assert torch.equal(other.values, values)
+
+
 def test_masking_refuses_what_has_no_blocks():
     with pytest.raises(TypeError, match="model: expected a module"), analysis.only_blocks(3, "local"):
         pass

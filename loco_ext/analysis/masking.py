@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import nn
 
 from loco_ext.analysis.checks import check_choice
@@ -24,6 +24,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: an unknown ``kept``; a model without such layers.
+        RuntimeError: at the end, for a layer that was grown or pruned inside; what was masked in it is lost.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.4.
@@ -38,20 +39,30 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     """
     check_model("model", model)
     check_choice("kept", kept, ("local", "off-local"))
-    layers = [module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)]
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)
+    ]
     if not layers:
         raise ValueError("model: expected locally connected layers in it, got none")
     masked = []
     for layer in layers:
-        local = layer.pattern.local_mask().to(layer.values.device)  # type: ignore[operator, union-attr]
+        pattern, values = layer.pattern.to("cpu"), layer.values.detach()
+        local = pattern.local_mask().to(values.device)
         places = (~local if kept == "local" else local).nonzero().flatten()
-        masked.append((layer.values.detach(), places, layer.values.detach()[places]))  # type: ignore[operator]
+        masked.append((layer, pattern, places, values[places]))
     try:
-        with torch.no_grad():
-            for values, places, _ in masked:
-                values.index_fill_(0, places, 0)
+        for layer, _, places, _ in masked:
+            layer.values.detach().index_fill_(0, places, 0)
         yield
     finally:
-        with torch.no_grad():
-            for values, places, blocks in masked:
-                values.index_copy_(0, places, blocks)
+        resized = False
+        for layer, pattern, places, blocks in masked:
+            values = layer.values.detach()  # of another dtype or device, perhaps, than it was
+            if layer.pattern.to("cpu") is pattern:
+                values.index_copy_(0, places.to(values.device), blocks.to(values))
+            else:
+                resized = True
+        if resized:
+            raise RuntimeError(
+                "model: expected layers of the same blocks until the end, got one grown or pruned inside"
+            )
