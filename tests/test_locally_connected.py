@@ -270,11 +270,18 @@ def test_bad_inputs_are_refused():
         layer(torch.zeros(3, 5, 6, dtype=torch.float64))
 
 
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_only_convolutions_of_as_many_axes_are_taken(layer_class):
     for module in (nn.Linear(3, 3), nn.ConvTranspose2d(3, 4, 3), nn.Conv3d(1, 1, 1), nn.Conv1d(1, 1, 1)):
         if not isinstance(module, getattr(nn, f"Conv{layer_class.axes}d")):
             with pytest.raises(TypeError, match=rf"conv: expected an nn.Conv{layer_class.axes}d, got"):
                 layer_class.from_conv(module, 5)
+    with pytest.raises(TypeError, match=r"conv: expected what computes as nn.Conv2d, got Standardised"):
+        LocallyConnected2d.from_conv(Standardised(1, 1, 3), 5)
     with pytest.raises(TypeError, match=r"conv: expected an initialised module, got a LazyConv2d"):
         LocallyConnected2d.from_conv(nn.LazyConv2d(3, 3), 5)

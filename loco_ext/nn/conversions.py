@@ -25,6 +25,8 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
     conv_class = getattr(nn, f"Conv{layer_class.axes}d")
     if not isinstance(conv, conv_class):
         raise TypeError(f"conv: expected an nn.{conv_class.__name__}, got {type(conv).__name__}")
+    if any(getattr(type(conv), name) is not getattr(conv_class, name) for name in ("forward", "_conv_forward")):
+        raise TypeError(f"conv: expected what computes as nn.{conv_class.__name__}, got {type(conv).__name__}")
     if isinstance(conv.weight, UninitializedParameter):
         raise TypeError(f"conv: expected an initialised module, got a {type(conv).__name__} that has not run yet")
     layer = nn.utils.skip_init(

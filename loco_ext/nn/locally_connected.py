@@ -143,7 +143,7 @@ class LocallyConnectedNd(nn.Module):
             input_size: of the images, without channels.
 
         Raises:
-            TypeError: another module, or one that has not run yet.
+            TypeError: another module, one with a forward of its own, or one that has not run yet.
             ValueError: what the convolution itself refuses on such an image.
         """
         return from_conv(cls, conv, input_size)
