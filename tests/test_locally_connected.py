@@ -234,6 +234,13 @@ def test_what_a_convolution_is_like_is_kept():
     assert same_bits(back.bias, conv.bias)
 
 
+def test_a_computed_weight_becomes_one_that_trains():
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
+    layer, x = LocallyConnected2d.from_conv(conv, 5), torch.randn(2, 2, 5, 5)
+    torch.testing.assert_close(layer(x), conv(x))
+    assert layer.values.requires_grad
+
+
 ERRORS = {
     "in_channels": (ValueError, dict(in_channels=0), r"in_channels: expected at least 1, got 0"),
     "groups": (ValueError, dict(groups=2), r"in_channels: expected a multiple of groups, 2, got 3"),

@@ -38,7 +38,8 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
         input_size=input_size,
     )
     layer.values.copy_(embed(weight_by_tap(conv.weight, conv.groups), layer.pattern))
-    layer.values.requires_grad_(conv.weight.requires_grad)
+    weight = conv._parameters.get("weight")  # None where it is computed from others
+    layer.values.requires_grad_(weight is None or weight.requires_grad)
     if conv.bias is not None:
         layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(conv.bias.requires_grad)
     return layer.train(conv.training)
