@@ -108,6 +108,21 @@ def test_a_layer_that_has_lost_all_blocks_trains_on(name):
     assert layer.pattern.nnz > 0
 
 
+def test_too_many_rings_are_refused_before_anything_changes():
+    layer = LocallyConnected1d(1, 2, 3, padding=1, input_size=70)
+    optimizer = optim.SGD(layer.parameters(), 0.1, 0.9, penalty=sparsity.RingPenalty(1e-3))
+    for radius in (0, 70):
+        layer.grow(radius, optimizer)
+        layer(torch.ones(1, 1, 70)).sum().backward()
+        before = copy.deepcopy(layer.state_dict())
+        if radius == 0:
+            optimizer.step()
+            continue
+        with pytest.raises(ValueError, match="rings: expected 1 to 64 of them, got 139"):
+            optimizer.step()
+        assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
+
+
 @pytest.mark.parametrize("name", PENALTIES)
 def test_default_devices_change_nothing(name):
     torch.manual_seed(4)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
+from loco_ext.ops.ring_prox import MOST_RINGS
 from loco_ext.sparsity.penalties import WEIGHTINGS, GroupPenalty, KernelPenalty, RingPenalty, check_number
 from loco_ext.sparsity.prox import check_metric
 
@@ -82,6 +83,9 @@ class BlockPenalty:
 
     Args:
         penalty: for convolutions. pattern, shape: as for :class:`UnitKernels`.
+
+    Raises:
+        ValueError: more rings than the operators take.
     """
 
     def __init__(self, penalty: GroupPenalty, pattern: BlockPattern, shape: torch.Size) -> None:
@@ -89,6 +93,8 @@ class BlockPenalty:
         if isinstance(penalty, RingPenalty):
             rings = geometry.block_rings(pattern, penalty.kind, penalty.first)
         self.units = UnitKernels(rings, pattern, shape)
+        if self.units.count > MOST_RINGS:
+            raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {self.units.count}")
         self.penalty = _of_units(penalty, self.units, self.units.rings)
         self.of_norms = _of_units(penalty, self.units, list(range(self.units.count)))
 
