@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from loco_ext.geometry import BlockPattern
 
@@ -31,13 +33,39 @@ def resize(values: nn.Parameter, move: Callable[[Tensor], Tensor], optimizer: Op
 
 
 def replace(values: nn.Parameter, new: Tensor) -> None:
-    """Gives the parameter other blocks, of any number."""
+    """Gives the parameter other blocks, of any number. Optimizers with states of the old size fail in their next step.
+
+    torch's own with ``fused=True`` do not look at the sizes of states, and would read and write beyond their ends.
+    """
+    _watch_steps()
+    if new.shape != values.shape:
+        values.former_shapes = (*getattr(values, "former_shapes", ()), values.shape)  # type: ignore[attr-defined]
     values.grad = None
     # Graphs that are still alive hold the node that sums the parameter's gradients, with the old shape; a change of the
     # dtype is what makes a parameter part with it.
     values.data = new.new_empty(0, dtype=torch.float32 if new.dtype == torch.float64 else torch.float64)
     values.data = new
     torch.autograd.graph.increment_version(values)
+
+
+@cache
+def _watch_steps() -> None:
+    """From the first change on; until then, steps cost nothing more."""
+    register_optimizer_step_pre_hook(_check_states)
+
+
+def _check_states(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for values in [param for group in optimizer.param_groups for param in group["params"]]:
+        if (former := getattr(values, "former_shapes", None)) is None:
+            continue
+        for name, state in optimizer.state.get(values, {}).items():
+            if isinstance(state, Tensor) and state.shape != values.shape and state.shape in former:
+                raise RuntimeError(
+                    f"optimizer: expected one that was given to grow and prune, got {name} of shape "
+                    f"{tuple(state.shape)} for values of shape {tuple(values.shape)}"
+                )
 
 
 def loaded_pattern(
