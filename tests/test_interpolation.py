@@ -1,6 +1,8 @@
 """Paths between models against the recursions written out with numbers, and against closed forms."""
 
 import copy
+import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -131,6 +133,35 @@ def test_blocks_in_other_places_are_not_mixed():
         layer.prune(keep)
     with pytest.raises(ValueError, match="second: expected the blocks of first, got others in 1"):
         analysis.interpolate(*(nn.Sequential(nn.ReLU(), layer) for layer in layers))
+
+
+class Fresh(Sequence):
+    """Batches made when they are asked for."""
+
+    def __init__(self):
+        self.made = []
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if not 0 <= index < 5:
+            raise IndexError(index)
+        inputs = torch.full((2, 3), float(index))
+        self.made.append(weakref.ref(inputs))
+        return inputs, torch.zeros(2, dtype=torch.int64)
+
+
+def test_a_string_holds_one_batch_at_a_time():
+    data, held = Fresh(), []
+
+    def loss(outputs, targets):
+        held.append(sum(batch() is not None for batch in data.made))
+        return cross_entropy(outputs, targets)
+
+    list(analysis.interpolate(nn.Linear(3, 4), nn.Linear(3, 4), 3, "string", loss=loss, data=data, steps=12))
+    assert len(held) == 12
+    assert max(held) <= 2  # the next is made before the last goes
 
 
 DATA = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,7 +86,8 @@ def interpolate(
         raise ValueError(f"stiffness: expected less than 1, got {stiffness}")
     string = [_mix(first, second, alpha) for alpha in alphas]
     model = copy.deepcopy(first).eval()
-    for batch in itertools.islice(itertools.cycle(data), steps):
+    for step in range(steps):
+        batch = data[step % len(data)]
         for before, point, after in zip(string, string[1:], string[2:], strict=False):
             _descend(model, point, loss, batch, learning_rate)
             _draw(point, before, after, stiffness)
