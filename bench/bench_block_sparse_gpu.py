@@ -64,15 +64,19 @@ LEAST_SPEEDUP = 4.0
 @contextlib.contextmanager
 def multiplying(arithmetic: Arithmetic) -> Iterator[None]:
     """Lets everything multiply float32 numbers that way."""
-    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [each.allow_tf32 for each in settings]
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32
     try:
-        for each in settings:
-            each.allow_tf32 = arithmetic.tf32
-        yield
+        matmul.allow_tf32 = arithmetic.tf32
+        with cudnn.flags(
+            enabled=cudnn.enabled,
+            benchmark=cudnn.benchmark,
+            deterministic=cudnn.deterministic,
+            allow_tf32=arithmetic.tf32,
+        ):
+            yield
     finally:
-        for each, allowed in zip(settings, before, strict=True):
-            each.allow_tf32 = allowed
+        matmul.allow_tf32 = before
 
 
 def on_gpu(problem: Problem, dtype: torch.dtype) -> Problem:
