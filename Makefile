@@ -11,8 +11,9 @@ CPP := $(shell find csrc tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name
 demo: $(VENV)/built
 	$(BIN)/loco-ext demo --out runs
 
+# A file's tests stay in one process, for what they build is shared among them.
 test: $(VENV)/built
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/built
 	$(BIN)/python -m pytest -m slow
