@@ -65,18 +65,14 @@ LEAST_SPEEDUP = 4.0
 def multiplying(arithmetic: Arithmetic) -> Iterator[None]:
     """Lets everything multiply float32 numbers that way."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32
+    before, precision = matmul.fp32_precision, "tf32" if arithmetic.tf32 else "ieee"
+    flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
     try:
-        matmul.allow_tf32 = arithmetic.tf32
-        with cudnn.flags(
-            enabled=cudnn.enabled,
-            benchmark=cudnn.benchmark,
-            deterministic=cudnn.deterministic,
-            allow_tf32=arithmetic.tf32,
-        ):
+        matmul.fp32_precision = precision
+        with cudnn.flags(**flags, allow_tf32=arithmetic.tf32):
             yield
     finally:
-        matmul.allow_tf32 = before
+        matmul.fp32_precision = before
 
 
 def on_gpu(problem: Problem, dtype: torch.dtype) -> Problem:

@@ -102,7 +102,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arithmetic", ["tf32", "float32"])
 def test_all_multiply_alike(arithmetic: str) -> None:
     def allowed() -> list[bool]:
-        return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+        return [torch.backends.cuda.matmul.fp32_precision == "tf32", torch.backends.cudnn.allow_tf32]
 
     before = allowed()
     with multiplying(ARITHMETIC[arithmetic]):
