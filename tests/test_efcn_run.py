@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from loco_ext import analysis
 from loco_ext import nn as loco_nn
 from loco_ext.cli import main
-from loco_ext.experiments import data, efcn_figures, run
+from loco_ext.experiments import data, efcn, efcn_figures, run
 from loco_ext.experiments.efcn_settings import PRESETS, efcn_preset, switch_times
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, vanilla_cnn
@@ -82,6 +82,16 @@ def test_the_vanilla_cnn_has_the_papers_numbers_of_parameters():
     assert sum(p.numel() for p in lifted.parameters()) == whole + biases + 650 == 73_952_522
     layers = [module for module in MODELS["alexnet"].make().modules() if isinstance(module, nn.Conv2d)]
     assert [layer.out_channels for layer in layers] == [64, 192, 384, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("conv", "size", "inputs"), [((3, 8, 4, 2, 2), 32, 3 * 36**2), ((64, 16, 5, 1, 2), 8, 64 * 12**2)]
+)
+def test_the_fully_connected_network_starts_with_the_padding_among_its_inputs(conv, size, inputs):
+    layer = loco_nn.LocallyConnected2d.from_conv(nn.Conv2d(*conv), size).grow(size)
+    efcn.reset_as_padded(layer)
+    for parameter in layer.parameters():
+        assert 0.99 < parameter.abs().max().item() * inputs**0.5 <= 1
 
 
 def test_samples_stay_in_their_order_without_shuffling():

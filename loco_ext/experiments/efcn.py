@@ -14,6 +14,7 @@ appendices A to C. The paper has no networks between the convolutional and the f
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -88,6 +89,17 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
     return record
 
 
+@torch.no_grad()
+def reset_as_padded(layer: LocallyConnectedNd) -> None:
+    """As nn.Linear initialises a layer that has the zero padding among its inputs, which the authors' has."""
+    conv = layer.pattern.conv
+    assert conv is not None
+    padded = math.prod(size + sum(pads) for size, pads in zip(conv.input_size, conv.padding, strict=True))
+    layer.reset_parameters(like="linear")
+    for parameter in layer.parameters():
+        parameter.mul_(math.sqrt(conv.n_in / padded))
+
+
 class _Experiment:
     """The networks of one experiment."""
 
@@ -130,7 +142,7 @@ class _Experiment:
         return model.to(self.processes.device)
 
     def lift(self, arm: "_Arm") -> nn.Module:
-        """The network of a switch time, relaxed; or the fully connected one, as nn.Linear would initialise it."""
+        """The network of a switch time, relaxed; or the fully connected one, initialised as the authors' is."""
         model = self.network(arm.time or 0)
         if arm.relax == CNN:
             return model
@@ -142,7 +154,7 @@ class _Experiment:
                 torch.default_generator.manual_seed(self.settings.training.seed)
                 for layer in lifted.modules():
                     if isinstance(layer, LocallyConnectedNd):
-                        layer.reset_parameters(like="linear")
+                        reset_as_padded(layer)
         return lifted
 
     def lifted(self, arm: "_Arm") -> Record:

@@ -16,6 +16,7 @@ Sizes = tuple[int, int, int]
 
 
 def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs that a convolution computes with. ``pixels[axis][output, tap]`` is what is read, -1 in the padding."""
     output, _, pixel = _reads(pixels, image)
     n_out = math.prod(len(table) for table in pixels)
     return _pattern(np.unique(output * math.prod(image) + pixel), n_out, math.prod(image))
@@ -24,6 +25,7 @@ def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
 def conv_taps(
     pixels: Tables, image: Sizes, crow: np.ndarray, col: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Block, tap and output pixel of each tap that reads a pixel whose block is in the pattern."""
     output, tap, pixel = _reads(pixels, image)
     n_in = math.prod(image)
     wanted, keys = output * n_in + pixel, _keys(crow, col, n_in)
@@ -35,6 +37,7 @@ def conv_taps(
 def grow(
     crow: np.ndarray, col: np.ndarray, image: Sizes, radius: int, wraps: bool, seeds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's pixels, or its seed where it has none, and those at most ``radius`` away along every axis."""
     n_out, n_in = len(crow) - 1, math.prod(image)
     counts, found = [], []
     step = max(1, 2**24 // n_in)  # rows at a time, so that the marks take 16 MiB
@@ -59,17 +62,20 @@ def grow(
 def unite(
     crow: np.ndarray, col: np.ndarray, other_crow: np.ndarray, other_col: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of either pattern."""
     n_in = _width(col, other_col)
     keys = np.union1d(_keys(crow, col, n_in), _keys(other_crow, other_col, n_in))
     return _pattern(keys, len(crow) - 1, n_in)
 
 
 def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col: np.ndarray) -> np.ndarray:
+    """The index of each block in the whole pattern, which has them all."""
     n_in = _width(col, whole_col)
     return np.searchsorted(_keys(whole_crow, whole_col, n_in), _keys(crow, col, n_in))
 
 
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""
     blocks = np.argsort(col, kind="stable").astype(np.int64)
     ends = np.cumsum(np.concatenate([[0], np.bincount(col, minlength=n_in)]), dtype=np.int64)
     return ends, _rows(crow)[blocks], blocks

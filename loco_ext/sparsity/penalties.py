@@ -391,6 +391,7 @@ def _balance(falling: Callable[[float], float], upper: float, tolerance: float) 
 
 
 def check_number(name: str, value: float) -> float:
+    """The value as a float; TypeError or ValueError, naming the argument, unless it is finite and at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not (math.isfinite(value) and value >= 0):
