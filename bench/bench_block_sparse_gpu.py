@@ -15,20 +15,18 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import loco_ext
-from bench import bench_block_sparse, harness, tables
+from bench import bench_block_sparse, harness
 from bench.bench_block_sparse import LAYERS, PASSES, convolution, expected, make_problem
 from bench.bench_optim_step_gpu import Flush, make_flush, time_both
 from bench.block_sparse_peers import Candidate, Problem, cannot, unfold_bmm
+from bench.gpu_command import Command
 from bench.targets import target
-from loco_ext.ops import backends
 
 DEVICE = "cuda"
 REFERENCE = "64-64 3x3 at 32"
@@ -194,38 +192,12 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
 
 
 OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_block_sparse_gpu", description=__doc__.splitlines()[0])
-    for name, choices in OPTIONS.items():
-        parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/block_sparse_gpu-<gpu>.json")
-    return parser.parse_args(argv)
-
-
-def is_full(arguments: argparse.Namespace) -> bool:
-    """Whether everything is measured, and long enough; only then the committed file is written by default."""
-    return not arguments.quick and all(set(getattr(arguments, name)) == set(all_) for name, all_ in OPTIONS.items())
+COMMAND = Command("bench_block_sparse_gpu", __doc__, OPTIONS, "block_sparse", "triton")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints tables; 2 where that cannot be."""
-    arguments = parse(argv)
-    reason = harness.no_gpu() or backends.missing("block_sparse", "triton", "cuda")
-    if reason is not None:
-        print(f"bench_block_sparse_gpu: {reason}", file=sys.stderr)
-        return 2
-    out = arguments.out
-    if out is None and is_full(arguments):
-        out = harness.RESULTS / f"block_sparse_gpu-{harness.slug(harness.gpu()['gpu'])}.json"
-    report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
-    if out is not None:
-        print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
-    return 0
+    """The command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

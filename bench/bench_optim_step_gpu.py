@@ -25,14 +25,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import loco_ext
-from bench import harness, shapes, tables
+from bench import harness, shapes
 from bench.bench_optim_step import (
     LEARNING_RATE,
     LOCALITY,
@@ -46,6 +44,7 @@ from bench.bench_optim_step import (
     step_on,
     torch_step,
 )
+from bench.gpu_command import Command
 from bench.targets import target
 from loco_ext.ops import backends
 from loco_ext.optim.locality import decay_maps
@@ -354,44 +353,18 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
     return report
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_optim_step_gpu", description=__doc__.splitlines()[0])
-    options: dict[str, Collection[str]] = {
-        "networks": shapes.GPU_NETWORKS,
-        "rules": RULES,
-        "dtypes": DTYPES,
-        "modes": MODES,
-    }
-    for name, choices in options.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=list(choices))
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/optim_step_gpu-<gpu>.json")
-    return parser.parse_args(argv)
-
-
-def is_full(arguments: argparse.Namespace) -> bool:
-    """Whether everything is measured, and long enough; only then the committed file is written by default."""
-    asked = (arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)
-    everything: tuple[Collection[str], ...] = (shapes.GPU_NETWORKS, RULES, DTYPES, MODES)
-    return not arguments.quick and all(set(a) == set(b) for a, b in zip(asked, everything, strict=True))
+OPTIONS: dict[str, Collection[str]] = {
+    "networks": shapes.GPU_NETWORKS,
+    "rules": RULES,
+    "dtypes": DTYPES,
+    "modes": MODES,
+}
+COMMAND = Command("bench_optim_step_gpu", __doc__, OPTIONS, "optim_step", "native")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints tables; 2 where that cannot be."""
-    arguments = parse(argv)
-    reason = harness.no_gpu() or backends.missing("optim_step", "native", "cuda")
-    if reason is not None:
-        print(f"bench_optim_step_gpu: {reason}", file=sys.stderr)
-        return 2
-    out = arguments.out
-    if out is None and is_full(arguments):
-        out = harness.RESULTS / f"optim_step_gpu-{harness.slug(harness.gpu()['gpu'])}.json"
-    report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
-    if out is not None:
-        print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
-    return 0
+    """The command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

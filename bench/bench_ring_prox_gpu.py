@@ -16,18 +16,17 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import loco_ext
-from bench import bench_optim_step_gpu, bench_ring_prox, harness, tables
+from bench import bench_optim_step_gpu, bench_ring_prox, harness
 from bench.bench_optim_step import State, Step
 from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, capture, forced, make_flush, time_both
 from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, check, make_metric, make_weight, penalised_step
+from bench.gpu_command import Command
 from bench.ring_prox_peers import PEERS
 from loco_ext.ops import backends
 
@@ -159,39 +158,13 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
     return report
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_ring_prox_gpu", description=__doc__.splitlines()[0])
-    for name, choices in OPTIONS.items():
-        parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/ring_prox_gpu-<gpu>.json")
-    return parser.parse_args(argv)
-
-
 OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES}
-
-
-def is_full(arguments: argparse.Namespace) -> bool:
-    """Whether everything is measured, and long enough; only then the committed file is written by default."""
-    return not arguments.quick and all(set(getattr(arguments, name)) == set(all_) for name, all_ in OPTIONS.items())
+COMMAND = Command("bench_ring_prox_gpu", __doc__, OPTIONS, "ring_prox", "native")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints tables; 2 where that cannot be."""
-    arguments = parse(argv)
-    reason = harness.no_gpu() or backends.missing("ring_prox", "native", "cuda")
-    if reason is not None:
-        print(f"bench_ring_prox_gpu: {reason}", file=sys.stderr)
-        return 2
-    out = arguments.out
-    if out is None and is_full(arguments):
-        out = harness.RESULTS / f"ring_prox_gpu-{harness.slug(harness.gpu()['gpu'])}.json"
-    report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
-    if out is not None:
-        print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
-    return 0
+    """The command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_ours_is_measured_in_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_only_a_full_run_writes_the_committed_file() -> None:
     def full(*argv: str) -> bool:
-        return bench_block_sparse_gpu.is_full(bench_block_sparse_gpu.parse(argv))
+        return bench_block_sparse_gpu.COMMAND.is_full(bench_block_sparse_gpu.COMMAND.parse(argv))
 
     assert full()
     assert not any(full(*argv) for argv in (["--quick"], ["--layers", "smaller"], ["--arithmetic", "tf32"]))

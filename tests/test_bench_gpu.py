@@ -217,7 +217,7 @@ def test_syncs_are_counted(no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch)
 
 def test_only_a_full_run_writes_the_committed_file() -> None:
     def full(*argv: str) -> bool:
-        return bench_optim_step_gpu.is_full(bench_optim_step_gpu.parse(argv))
+        return bench_optim_step_gpu.COMMAND.is_full(bench_optim_step_gpu.COMMAND.parse(argv))
 
     assert full()
     for option in (

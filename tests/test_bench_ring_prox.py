@@ -179,8 +179,8 @@ def test_only_a_full_run_writes_the_committed_file() -> None:
     assert bench_ring_prox.parse([]).out.parent == harness.RESULTS
     for arguments in (["--quick"], ["--cases", "kernels"], ["--rules", "sgd"]):
         assert bench_ring_prox.parse(arguments).out is None
-        assert not bench_ring_prox_gpu.is_full(bench_ring_prox_gpu.parse(arguments))
-    assert bench_ring_prox_gpu.is_full(bench_ring_prox_gpu.parse([]))
+        assert not bench_ring_prox_gpu.COMMAND.is_full(bench_ring_prox_gpu.COMMAND.parse(arguments))
+    assert bench_ring_prox_gpu.COMMAND.is_full(bench_ring_prox_gpu.COMMAND.parse([]))
 
 
 def test_readme_section_is_rendered(report_path: Path, tmp_path: Path) -> None:

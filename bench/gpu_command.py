@@ -1,0 +1,73 @@
+"""The command lines of the benchmarks that need a GPU."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import harness, tables
+from loco_ext.ops import backends
+
+Report = dict[str, Any]
+Run = Callable[[argparse.Namespace, Callable[[Report], None]], Report]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One benchmark's.
+
+    Args:
+        name: of its module, and without "bench_" of its committed file.
+        description: the module's docstring.
+        options: what can be asked for, by option; all of it by default.
+        family, backend: what has to run on the GPU.
+    """
+
+    name: str
+    description: str
+    options: Mapping[str, Collection[str]]
+    family: str
+    backend: str
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """The command line."""
+        description = self.description.splitlines()[0]
+        parser = argparse.ArgumentParser(prog=f"python -m bench.{self.name}", description=description)
+        for name, choices in self.options.items():
+            parser.add_argument(f"--{name}", nargs="*", choices=choices, default=list(choices))
+        parser.add_argument("--quick", action="store_true", help="few rounds")
+        parser.add_argument("--out", type=Path, help=f"JSON file; a full run has bench/results/{self.file}-<gpu>.json")
+        return parser.parse_args(argv)
+
+    @property
+    def file(self) -> str:
+        """How the names of its committed files begin."""
+        return self.name.removeprefix("bench_")
+
+    def is_full(self, arguments: argparse.Namespace) -> bool:
+        """Whether everything is measured, and long enough; only then the committed file is written by default."""
+        asked = {name: set(getattr(arguments, name)) for name in self.options}
+        return not arguments.quick and asked == {name: set(choices) for name, choices in self.options.items()}
+
+    def main(
+        self, argv: Sequence[str] | None, run: Callable[[argparse.Namespace, Callable[[Report], None]], Report]
+    ) -> int:
+        """Measures, writes the JSON file, prints tables; 2 where that cannot be. run(arguments, save) gives the report."""
+        arguments = self.parse(argv)
+        reason = harness.no_gpu() or backends.missing(self.family, self.backend, "cuda")
+        if reason is not None:
+            print(f"{self.name}: {reason}", file=sys.stderr)
+            return 2
+        out = arguments.out
+        if out is None and self.is_full(arguments):
+            out = harness.RESULTS / f"{self.file}-{harness.slug(harness.gpu()['gpu'])}.json"
+        report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
+        if out is not None:
+            print(f"written: {out}", file=sys.stderr)
+        tables.show(report, Console())
+        return 0
