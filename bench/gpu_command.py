@@ -57,7 +57,7 @@ class Command:
     def main(
         self, argv: Sequence[str] | None, run: Callable[[argparse.Namespace, Callable[[Report], None]], Report]
     ) -> int:
-        """Measures, writes the JSON file, prints tables; 2 where that cannot be. run(arguments, save) gives the report."""
+        """Measures by ``run(arguments, save)``, writes the JSON file, prints tables; 2 where that cannot be."""
         arguments = self.parse(argv)
         reason = harness.no_gpu() or backends.missing(self.family, self.backend, "cuda")
         if reason is not None:
