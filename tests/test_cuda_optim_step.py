@@ -66,7 +66,7 @@ def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
         ("cuda_prox.cu", "std::sqrt(step) * q", "step * q"),
         ("cuda_prox.cu", "random[n] = words[0];", "random[n] = words[1];"),
         ("gpu_table.cpp", "std::max(work.bytes, of_entry.bytes)", "of_entry.bytes"),
-        ("rules.h", "buffer ? lr * (1 - row[kSgdDampening])", "false ? lr * (1 - row[kSgdDampening])"),
+        ("rules.h", "buffer ? lr * (1 - row[kSgdDampening])", "!buffer ? lr * (1 - row[kSgdDampening])"),
     ],
     ids=[
         *("tail", "chunk", "barrier", "phase", "found_inf"),
