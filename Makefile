@@ -16,7 +16,7 @@ test: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/built
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 bench: $(VENV)/built
 	$(BIN)/python -m bench.bench_optim_step

@@ -1,12 +1,13 @@
 """Operators, one file per family: argument checks, the choice of a backend, and what torch must know of each."""
 
 from loco_ext.ops.backends import backend
-from loco_ext.ops.block_sparse import block_sparse_matmul
+from loco_ext.ops.block_sparse import Consume, block_sparse_matmul
 from loco_ext.ops.optim_step import optim_step_adam, optim_step_sgd
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.ring_prox import ring_norms, ring_prox
 
 __all__ = [
+    "Consume",
     "LayerPenalty",
     "StepPenalty",
     "backend",

@@ -8,9 +8,10 @@ bilinear, and each one's gradients are the two others; so they can be differenti
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,21 @@ from loco_ext.ops import backends
 from loco_ext.ops.checks import DTYPES
 from loco_ext.reference import block_sparse as _reference
 
+# Called once in a backward pass with parts of the gradient of values: (blocks, gradient of values[blocks]).
+Consume = Callable[[Iterator[tuple[slice, Tensor]]], None]
+
 _FAMILY = "block_sparse"
+_CPU_PART, _GPU_PART = 2**21, 2**24  # numbers in a part of a gradient that is consumed: little memory, yet much work
 
 
-def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None = None) -> Tensor:
+def block_sparse_matmul(
+    x: Tensor,
+    values: Tensor,
+    pattern: BlockPattern,
+    bias: Tensor | None = None,
+    *,
+    consume: Consume | None = None,
+) -> Tensor:
     """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``, by groups.
 
     Differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and ``values`` are
@@ -40,6 +52,9 @@ def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: 
         values: ``(nnz, groups, C_in / groups, C_out / groups)``, a block for each pair of the pattern.
         pattern: on the device of ``x``.
         bias: ``(n_out, C_out)``.
+        consume: takes the gradient of ``values`` in their place, which get none: called by backward, once, with an
+            iterator over pairs of a slice of the blocks and the gradient of these, which it computes on the way. All
+            else of the pass is done by then, so that it may change ``values``.
 
     Returns:
         ``(N, n_out, C_out)``, contiguous.
@@ -47,6 +62,7 @@ def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: 
     Raises:
         TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; no BlockPattern.
         ValueError: shapes that do not match each other or the pattern.
+        RuntimeError: with ``consume`` in what torch.compile traces, and in backward with ``create_graph``.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 2.
@@ -63,7 +79,37 @@ def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: 
     x, values, bias = _autocast(x, values, bias)
     _check(x, values, pattern, bias)
     by_input = pattern.transpose()
-    return _Matmul.apply(x, values, bias, pattern.crow_indices, pattern.col_indices, *by_input)
+    if consume is not None and torch.compiler.is_compiling():
+        raise RuntimeError("consume: expected a call that torch.compile leaves alone")
+    consumer = None if consume is None else _Consumer(consume, pattern)
+    return _Matmul.apply(x, values, bias, consumer, pattern.crow_indices, pattern.col_indices, *by_input)
+
+
+class _Consumer(NamedTuple):
+    consume: Consume
+    pattern: BlockPattern
+
+    def take(self, x: Tensor, grad: Tensor, values: Tensor) -> None:
+        """Gives away the gradient of values."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("consume: expected a backward without create_graph, as the gradient is not kept")
+        self.consume(self._parts(_adjacent(x), grad, values))
+
+    def _parts(self, x: Tensor, grad: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        crow, col = self.pattern.crow_indices, self.pattern.col_indices
+        starts = self.pattern.to("cpu").crow_indices
+        most = (_CPU_PART if x.is_cpu else _GPU_PART) // values[:1].numel()
+        row = 0
+        while row < self.pattern.n_out:
+            begin = int(starts[row])
+            end_row = max(row + 1, int(torch.searchsorted(starts, begin + most, right=True)) - 1)
+            blocks = slice(begin, int(starts[end_row]))
+            part = crow[row : end_row + 1] - begin, col[blocks]
+            yield (
+                blocks,
+                _run("block_sparse_value_gradient", x, grad[:, row:end_row], *part, values.shape[1]),
+            )
+            row = end_row
 
 
 # Each function takes the tensors of a pattern: by output pixel, (crow_indices, col_indices), and by input pixel,
@@ -72,8 +118,11 @@ def block_sparse_matmul(x: Tensor, values: Tensor, pattern: BlockPattern, bias: 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, *pattern: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, consumer: _Consumer | None, *pattern: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, values, *pattern)
+        ctx.consumer = consumer
         return _run("block_sparse_matmul", _adjacent(x), values.contiguous(), *pattern[:2], _contiguous(bias))
 
     @staticmethod
@@ -81,12 +130,13 @@ class _Matmul(torch.autograd.Function):
         x, values, *pattern = ctx.saved_tensors
         grad = _adjacent(grads[0])
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        return (
-            _InputGradient.apply(grad, values, *pattern) if needs_x else None,
-            _ValueGradient.apply(x, grad, values.shape[1], *pattern) if needs_values else None,
-            grad.sum(0) if needs_bias else None,
-            *[None] * len(pattern),
-        )
+        grad_x = _InputGradient.apply(grad, values, *pattern) if needs_x else None
+        grad_values = None
+        if needs_values and ctx.consumer is not None:
+            ctx.consumer.take(x, grad, values)
+        elif needs_values:
+            grad_values = _ValueGradient.apply(x, grad, values.shape[1], *pattern)
+        return (grad_x, grad_values, grad.sum(0) if needs_bias else None, None, *[None] * len(pattern))
 
 
 class _InputGradient(torch.autograd.Function):
@@ -101,7 +151,7 @@ class _InputGradient(torch.autograd.Function):
         x = _adjacent(grads[0])
         needs_grad, needs_values = ctx.needs_input_grad[:2]
         return (
-            _Matmul.apply(x, values, None, *pattern) if needs_grad else None,
+            _Matmul.apply(x, values, None, None, *pattern) if needs_grad else None,
             _ValueGradient.apply(x, grad, values.shape[1], *pattern) if needs_values else None,
             *[None] * len(pattern),
         )
@@ -119,7 +169,7 @@ class _ValueGradient(torch.autograd.Function):
         needs_x, needs_grad = ctx.needs_input_grad[:2]
         return (
             _InputGradient.apply(grad, grads[0], *pattern) if needs_x else None,
-            _Matmul.apply(x, grads[0], None, *pattern) if needs_grad else None,
+            _Matmul.apply(x, grads[0], None, None, *pattern) if needs_grad else None,
             None,
             *[None] * len(pattern),
         )

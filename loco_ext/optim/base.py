@@ -59,6 +59,7 @@ class LocalityOptimizer(Optimizer):
     _repeat: Repeat | None
     _hypers: dict[Rule, tuple[list[list[float]], Tensor]]
     _warned = False  # of kernels of an even size
+    _steps_in_backward = 0  # how many models' blocks backward steps, see step_in_backward
 
     def _finish_init(self) -> None:
         """To be called last in ``__init__``, when torch's own has seen all groups."""
@@ -129,6 +130,8 @@ class LocalityOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and self._steps_in_backward:
+            raise RuntimeError("step_in_backward: expected gradients without a GradScaler's factor, got a step of one")
         if found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
             return loss
         with torch.set_grad_enabled(self.defaults["differentiable"]):

@@ -1,0 +1,168 @@
+"""Steps inside of backward, so that the gradients of a locally connected layer's blocks are never there as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.nn.locally_connected import LocallyConnectedNd
+from loco_ext.optim.base import LocalityOptimizer, device_lr, uses_torch
+from loco_ext.optim.capture import check_capture
+from loco_ext.optim.plan import Batch, Group, Plan
+
+
+class StepsInBackward:
+    """What :func:`step_in_backward` has set up, until it is removed."""
+
+    def __init__(self, optimizer: LocalityOptimizer, layers: list[LocallyConnectedNd]) -> None:
+        self._optimizer, self._layers = optimizer, layers
+        for layer in layers:
+            layer._consume = _BackwardStep(optimizer, layer.values)
+        optimizer._steps_in_backward += 1
+
+    def remove(self) -> None:
+        """From now on the layers have gradients again, and ``optimizer.step()`` steps them."""
+        for layer in self._layers:
+            layer._consume = None
+        self._optimizer._steps_in_backward -= bool(self._layers)
+        self._layers = []
+
+
+def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInBackward:
+    """From now on ``backward()`` itself steps the blocks of the model's locally connected layers.
+
+    Each layer's ``values`` are stepped as soon as backward has passed it, in parts: a part's gradient is computed, used
+    and forgotten, and ``values.grad`` stays None. That saves the memory of all these gradients, as much as the weights
+    themselves take, which fully grown layers make most of a model. The weights become what ``optimizer.step()`` would
+    have made of them, bit for bit, with the group's options of that moment, decay maps and states;
+    ``optimizer.step()`` steps everything else as before.
+
+    Every ``backward()`` is then a step: gradients are not accumulated over several, clipped or scaled, and a forward
+    must not use a layer twice.
+
+    Args:
+        optimizer: an SGD, Adam or AdamW of this package that has the ``values`` of these layers, without ``penalty``,
+            ``stochastic_rounding``, ``foreach`` and ``differentiable``.
+        model: a module with locally connected layers. Copies that are made of it have gradients.
+
+    Returns:
+        What ends it by its ``remove()``.
+
+    Raises:
+        TypeError: another optimizer; ``values`` that are not an ordinary parameter, such as sharded ones.
+        ValueError: no such layer; one whose ``values`` the optimizer does not have, or that steps in backward already;
+            options of the group as above.
+        RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients),
+            or where a layer was used twice; in a step with a GradScaler; in a forward that torch.compile traces whole.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import nn, optim
+        >>> layer = nn.LocallyConnected2d(3, 8, 3, padding=1, input_size=6).grow(6)
+        >>> optimizer = optim.SGD(layer.parameters(), lr=0.1)
+        >>> steps = optim.step_in_backward(optimizer, layer)
+        >>> before = layer.values.clone()
+        >>> layer(torch.randn(2, 3, 6, 6)).square().mean().backward()
+        >>> layer.values.grad is None, torch.equal(layer.values, before)
+        (True, False)
+        >>> optimizer.step()  # the bias
+    """
+    if not isinstance(optimizer, LocalityOptimizer):
+        raise TypeError(f"optimizer: expected an SGD, Adam or AdamW of loco_ext, got {type(optimizer).__name__}")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LocallyConnectedNd)}
+    if not layers:
+        raise ValueError("model: expected a module with locally connected layers, found none")
+    for name, layer in layers.items():
+        if type(layer.values) is not nn.Parameter:
+            raise TypeError(f"{name}.values: expected an ordinary parameter, got {type(layer.values).__name__}")
+        if layer._consume is not None:
+            raise ValueError(f"{name}: expected a layer whose steps are not in backward already")
+        if layer.values.grad is not None:
+            raise ValueError(f"{name}.values: expected no gradient yet, as it would stay; set it to None")
+        group, _, _ = _place(optimizer, layer.values)
+        _check_group(group)
+    return StepsInBackward(optimizer, list(layers.values()))
+
+
+class _BackwardStep:
+    """Steps one layer's values by the gradient that backward computes; see :data:`loco_ext.ops.Consume`."""
+
+    def __init__(self, optimizer: LocalityOptimizer, values: nn.Parameter) -> None:
+        self._optimizer, self._values = optimizer, values
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # a copied or loaded layer has gradients
+
+    @torch.no_grad()
+    def __call__(self, parts: Iterator[tuple[slice, Tensor]]) -> None:
+        if _processes() > 1:
+            raise RuntimeError("step_in_backward: expected one process, as no gradients are averaged, got several")
+        optimizer, values = self._optimizer, self._values
+        group, plan, index = _place(optimizer, values)
+        _check_group(group)
+        rule = optimizer._rule(group, str(values.device))
+        whole = _whole(optimizer, group, plan, index)
+        check_capture(rule, whole)
+        counted = whole.steps
+        for blocks, gradient in parts:
+            part = _part(whole, blocks, gradient)
+            optimizer._launch_in_backend(rule, part)
+            counted = part.steps
+            del part, gradient  # before the next is computed
+        for count, new in zip(whole.steps, counted, strict=True):
+            count.copy_(new)
+        for param, key, tensor in whole.created:
+            optimizer.state[param][key] = tensor
+        torch.autograd.graph.increment_version(values)
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _place(optimizer: LocalityOptimizer, values: Tensor) -> tuple[Group, Plan, int]:
+    """The group that has a parameter, and where."""
+    for group, plan in zip(optimizer.param_groups, optimizer._current_plans(), strict=True):
+        for index, param in enumerate(plan.params):
+            if param is values:
+                return group, plan, index
+    raise ValueError("optimizer: expected one that has the values of all locally connected layers of the model")
+
+
+def _check_group(group: Group) -> None:
+    if uses_torch(group):
+        raise ValueError("foreach, differentiable: expected None or False for steps in backward")
+    for name in ("penalty", "stochastic_rounding"):
+        if group[name] is not None:
+            raise ValueError(f"{name}: expected None for steps in backward, got {group[name]!r}")
+
+
+def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -> Batch:
+    """The operator's arguments for all blocks, but for the gradient."""
+    values = plan.params[index]
+    lr = device_lr(group, values.device)
+    decay_map = plan.map_of(index)
+    batch = Batch(params=[values], group_index=[0], rows=[optimizer._row(group, lr)], lrs=[lr])
+    batch.maps, batch.map_index = ([], [-1]) if decay_map is None else ([decay_map], [0])
+    optimizer._add_states(group, [values], batch)
+    return batch
+
+
+def _part(whole: Batch, blocks: slice, gradient: Tensor) -> Batch:
+    """The operator's arguments for some of the blocks."""
+    count = len(whole.params[0])
+    return Batch(
+        params=[whole.params[0][blocks]],
+        grads=[gradient],
+        states=[[state[blocks] for state in states] for states in whole.states],
+        steps=[step.clone() for step in whole.steps],  # the operator counts each part
+        first=list(whole.first),
+        group_index=whole.group_index,
+        rows=whole.rows,
+        lrs=whole.lrs,
+        maps=[each[blocks] if len(each) == count else each for each in whole.maps],
+        map_index=whole.map_index,
+    )
