@@ -1,7 +1,7 @@
 """The optimizers and their kernels on a GPU against the reference on the CPU, bit by bit, and without waiting.
 
-What of it is plain Python is tested without a GPU, at the end. ``make device-check`` runs the tests of single kernels,
-those named ``test_kernels_...``, under compute-sanitizer too: they capture no graphs.
+``make device-check`` runs the tests of single kernels, those named ``test_kernels_...``, under compute-sanitizer too:
+they capture no graphs.
 """
 
 import copy
@@ -9,10 +9,10 @@ import itertools
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_graphs import capture
 from optim_step_cases import Case, assert_untouched, make_case
 from stepping import CLASSES, RICH, clones, make_params, params_of, set_gradients
 from test_optim_step import LOCO_2D
@@ -24,9 +24,6 @@ from torch.optim import lr_scheduler
 import loco_ext
 from loco_ext import ops, optim
 from loco_ext.ops import backends
-from loco_ext.optim.base import device_lr, uses_kernels
-from loco_ext.optim.capture import check_capture
-from loco_ext.optim.plan import make_plan, select
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -379,162 +376,3 @@ def test_a_list_that_begins_on_the_cpu_is_an_error_too(forced):
         pytest.raises(TypeError, match=r"params\[1\]: expected device cpu as params\[0\], got cuda:0"),
     ):
         ops.optim_step_sgd(*case.lists.values(), case.hyper)
-
-
-# ---- CUDA graphs
-
-
-def capture(*optimizers):
-    """A graph of one step of each; nothing has happened before it is replayed."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for optimizer in optimizers:
-            optimizer.step()
-    return graph
-
-
-def gradients_of(optimizer):
-    return [p.grad for p in params_of(optimizer)]
-
-
-def refill(gradients, reference, seed):
-    """New gradients in the memory given, the same for the reference."""
-    set_gradients(params_of(reference), seed)
-    for grad, q in zip(gradients, params_of(reference), strict=True):
-        grad.copy_(q.grad)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_replayed_steps_give_the_references_bits_whatever_is_stepped_between(backend, name):
-    ours, reference = make_twins(name)
-    step_both(ours, reference, 0, waits=True)
-    give_gradients(ours, reference, 1)
-    gradients, lr = gradients_of(ours), RICH[name]["lr"]
-    graph = capture(ours)
-    assert_same(ours, reference)
-    for step in range(1, 6):
-        refill(gradients, reference, step)
-        with no_syncs():
-            graph.replay()
-        reference.step()
-        assert_same(ours, reference)
-        if step % 2:
-            # A step with gradients of its own and another learning rate, which is not the graph's.
-            set_in_groups((ours, reference), lr=lr / (1 + step))
-            step_both(ours, reference, 100 + step)
-            set_in_groups((ours, reference), lr=lr)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_replays_follow_what_lives_on_the_gpu(backend, name):
-    ours, reference = make_twins(name)
-    step_both(ours, reference, 0, waits=True)
-    ours.param_groups[0]["lr"], reference.param_groups[0]["lr"] = torch.tensor(0.05, device="cuda"), torch.tensor(0.05)
-    give_gradients(ours, reference, 1)
-    gradients = gradients_of(ours)
-    ours.grad_scale, ours.found_inf = torch.tensor(SCALE, device="cuda"), torch.tensor(0.0, device="cuda")
-    graph = capture(ours)
-    for step, (lr, found) in enumerate([(0.05, 0.0), (0.02, 0.0), (0.02, 1.0), (0.3, 0.0)], start=1):
-        refill(gradients, reference, step)
-        for grad in gradients:
-            grad.mul_(SCALE)
-        for optimizer in (ours, reference):
-            optimizer.param_groups[0]["lr"].fill_(lr)
-        ours.found_inf.fill_(found)
-        with no_syncs():
-            graph.replay()
-        if not found:
-            reference.step()
-        assert_same(ours, reference)
-
-
-def test_one_graph_may_step_several_optimizers(backend):
-    pairs = [make_twins(name) for name in CLASSES]
-    for pair in pairs:
-        step_both(*pair, 0, waits=True)
-        give_gradients(*pair, 1)
-    graph = capture(*(ours for ours, _ in pairs))
-    for _ in range(3):
-        graph.replay()
-        for ours, reference in pairs:
-            reference.step()
-            assert_same(ours, reference)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_first_step_cannot_be_captured(backend, name):
-    ours, reference = make_twins(name)
-    give_gradients(ours, reference, 0)
-    with pytest.raises(RuntimeError, match="expected the optimizer to have made a step before"):
-        capture(ours)
-    assert not any(ours.state.get(p) for p in params_of(ours))
-    step_both(ours, reference, 0, waits=True)
-    give_gradients(ours, reference, 1)
-    graph = capture(ours)
-    graph.replay()
-    reference.step()
-    assert_same(ours, reference)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_stochastic_rounding_cannot_be_captured(backend, name):
-    twins = make_twins(name, dtype=BF16, stochastic_rounding=7)
-    for step in range(2):
-        step_both(*twins, step, waits=step == 0)
-    give_gradients(*twins, 2)
-    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
-        capture(twins[0])
-    step_both(*twins, 2)
-
-
-# ---- without a GPU
-
-
-@pytest.mark.parametrize("created", [[], [1]], ids=["no_states_made", "states_made"])
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize(("is_cuda", "capturing"), [(True, True), (True, False), (False, True)])
-def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, is_cuda, capturing, seed, created):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    rule, batch = (
-        SimpleNamespace(seed=seed),
-        SimpleNamespace(created=created, params=[SimpleNamespace(is_cuda=is_cuda)]),
-    )
-    expected = nullcontext()
-    if is_cuda and capturing and (created or seed is not None):
-        reason = (
-            "made a step before" if created else "stochastic_rounding: expected None while a CUDA graph is captured"
-        )
-        expected = pytest.raises(RuntimeError, match=reason)
-    with expected:
-        check_capture(rule, batch)
-
-
-def test_a_group_is_split_by_device():
-    params = [nn.Parameter(torch.ones(4, 2, 3, 3, device=d)) for d in ("cpu", "meta", "meta", "cpu", "meta")]
-    for i in (0, 1, 3, 4):
-        params[i].grad = torch.ones_like(params[i])
-    group = {"params": params, "locality": LOCALITY, "penalty": None}
-    here, there = select(make_plan(group))
-    assert (here.device, there.device) == ("cpu", "meta")
-    assert (list(here.offsets), list(there.offsets)) == ([0, 3], [1, 4])
-    for selection in (here, there):
-        assert all(p is params[i] for p, i in zip(selection.params, selection.offsets, strict=True))
-        assert all(g is params[i].grad for g, i in zip(selection.grads, selection.offsets, strict=True))
-        assert selection.map_index == [0, 0]
-
-
-def test_a_learning_rate_is_read_where_the_parameters_are():
-    meta, cpu = torch.device("meta"), torch.device("cpu")
-    there = torch.tensor(0.1, device="meta")
-    assert device_lr({"lr": there}, meta) is there
-    for lr, device in ((0.1, meta), (torch.tensor(0.1), meta), (torch.tensor(0.1), cpu), (there, cpu)):
-        assert device_lr({"lr": lr}, device) is None
-
-
-def test_step_counts_live_on_the_gpu_only_for_our_kernels():
-    there, here = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
-    ours = {"fused": None, "foreach": None, "differentiable": False}
-    assert uses_kernels(ours, there)
-    assert not uses_kernels(ours, here)
-    for other in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
-        assert not uses_kernels({**ours, **other}, there)

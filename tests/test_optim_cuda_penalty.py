@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from cuda_graphs import capture, gradients_of, refill
 from stepping import CLASSES
 from test_optim_cuda import (
     backend,  # noqa: F401
-    capture,
     give_gradients,
-    gradients_of,
     no_syncs,
     on_gpu,
     params_of,
-    refill,
 )
 from test_optim_penalty import PENALTIES, make_params
 from tolerances import assert_within_ulps
