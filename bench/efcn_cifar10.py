@@ -9,25 +9,30 @@ scratch. All start from one and the same training of the CNN, the first study's.
 """
 
 import argparse
-import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch.nn.functional import cross_entropy
 
 from bench import harness, tables
 from loco_ext.experiments import data, efcn, efcn_figures
 from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.train import make_model, make_optimizer
+from loco_ext.nn import to_efcn
 
 EPOCHS, BRANCH_EPOCHS = 30, 10
 SWITCH_TIMES, FEW_SWITCH_TIMES = (0, 3, 10, 30), (0, 10)
 LANDSCAPE_SAMPLES, POWER_ITERATIONS, POINTS, STRING_STEPS = 1000, 50, 11, 100
 FEW_POWER_ITERATIONS = 10
 RADIUS = "2"
+RELAXATIONS: dict[str, str | int] = {"lcn": "sharing", RADIUS: int(RADIUS), "full": "all"}
+EFFORT = harness.Effort(min_rounds=8, min_seconds=0.0, warmup=1, builds=2)
 FIGURES = ("dynamics", "landscape", "deviations")
 
 
@@ -59,20 +64,28 @@ def share_cnn(first: Path, out: Path) -> None:
     unfinished.rename(out / CNN)
 
 
-def seconds(folder: Path) -> float:
-    """An epoch's, in the median over a run."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return median(json.loads(line)["seconds"] for line in lines)
+def step_seconds(settings: EfcnSettings, dataset: data.Dataset) -> dict[str, float]:
+    """A training step's of each kind of network, one thread, all timed in one run."""
+    training = settings.training
+    images, labels = (part[: training.batch_size] for part in dataset.train)
+    images = Normalization(dataset.train)(images)
 
+    def build() -> dict[str, Callable[[], object]]:
+        model = make_model(training, dataset)
+        models = {CNN: model} | {name: to_efcn(model, images[:1], how) for name, how in RELAXATIONS.items()}
+        return {name: step_of(model, make_optimizer(training, model)) for name, model in models.items()}
 
-def timed(record: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A study's record with the seconds that an epoch of each network takes."""
-    record["cnn"]["seconds"] = seconds(out / CNN)
-    for branch in record["branches"]:
-        branch["seconds"] = seconds(out / "branches" / f"{branch['switch_time']:03}-{branch['relax']}")
-    if record["fcn"]:
-        record["fcn"]["seconds"] = seconds(out / "fcn")
-    return record
+    def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        def step() -> None:
+            optimizer.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+        return step
+
+    with harness.num_threads(1):
+        timings = harness.compare(build, EFFORT, "training steps")
+    return {name: timing.median for name, timing in timings.items()}
 
 
 def merged(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -96,7 +109,7 @@ def without_pictures(networks: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save(records: dict[str, dict[str, Any]], runs: Path, out: Path) -> dict[str, Any]:
+def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path, out: Path) -> dict[str, Any]:
     """Writes the report, some figures beside it, and all of them to a folder beside the runs."""
     networks = merged(records)
     first = next(iter(records.values()))
@@ -106,6 +119,7 @@ def save(records: dict[str, dict[str, Any]], runs: Path, out: Path) -> dict[str,
         "settings": {name: record["settings"] for name, record in records.items()},
         "training_samples": first["training_samples"],
         "test_samples": first["test_samples"],
+        "step_seconds": steps,
         "networks": without_pictures(networks),
     }
     harness.write_json(out, report)
@@ -133,11 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         out = arguments.runs / name
         share_cnn(arguments.runs / next(iter(studies())), out)
-        records[name] = timed(efcn.measure(settings, dataset, out, arguments.device, resume=True), out)
+        records[name] = efcn.measure(settings, dataset, out, arguments.device, resume=True)
     if arguments.only:
         return 0
     out = arguments.out or harness.RESULTS / "efcn_cifar10-vanilla.json"
-    report = save(records, arguments.runs, out)
+    report = save(records, step_seconds(studies()["lcn"], dataset), arguments.runs, out)
     print(f"written: {out}", file=sys.stderr)
     tables.show(report, Console())
     return 0

@@ -8,16 +8,16 @@ NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
 def of(report: dict[str, Any]) -> list[Parts]:
-    """Accuracies and deviations; the loss around the weights; the interpolations."""
+    """Accuracies and deviations; the steps; the loss around the weights; the interpolations."""
     networks = report["networks"]
     own: dict[str, Any] = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}, "interpolations": {}}
     rows = [own | networks["cnn"], *networks["branches"], *([networks["fcn"]] if networks["fcn"] else [])]
-    found = [accuracies(rows, report), landscapes(rows)]
+    found = [accuracies(rows, report), steps(report), landscapes(rows)]
     return [*found, interpolations(rows)] if any(row["interpolations"] for row in rows) else found
 
 
 def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
-    """What each network reaches, how far from the convolutions, and how long an epoch takes."""
+    """What each network reaches and how far from the convolutions."""
     rows: list[Cells] = []
     for network in networks:
         last = network["epochs"][-1]
@@ -31,18 +31,28 @@ def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
                 percent(last["test_accuracy"]),
                 number(last["train_loss"]),
                 *(percent(last.get(name)) for name in shares),
-                number(network["seconds"]),
             ]
         )
     samples = f"{report['training_samples']:,} training and {report['test_samples']:,} test images"
     title = (
         f"VanillaCNN, {samples}, one seed. Test "
         "accuracy in percent when training begins and after so many epochs; training loss of the last epoch, while "
-        "weights change; shares of the norm in percent; test accuracy with the other blocks masked; an epoch's seconds"
+        "weights change; shares of the norm in percent; test accuracy with the other blocks masked"
     )
     headers = ["network", "from epoch", "parameters", "epochs", "at first", "in the end", "training loss"]
-    headers += ["delta locality", "delta sharing", "local blocks", "other blocks", "seconds"]
+    headers += ["delta locality", "delta sharing", "local blocks", "other blocks"]
     return title, headers, rows
+
+
+def steps(report: dict[str, Any]) -> Parts:
+    """How long training takes."""
+    seconds, batch = report["step_seconds"], report["settings"]["lcn"]["training"]["batch_size"]
+    rows: list[Cells] = [
+        [case({"relax": name, "switch_time": None})[0], number(1e3 * time), number(time / seconds["cnn"])]
+        for name, time in seconds.items()
+    ]
+    title = f"A training step of {batch} images, one thread, all in one run: median milliseconds, and over the CNN's"
+    return title, ["network", "ms", "of the CNN"], rows
 
 
 def landscapes(networks: list[dict[str, Any]]) -> Parts:

@@ -146,6 +146,7 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
         "POINTS": 3,
         "STRING_STEPS": 1,
         "RADIUS": "1",
+        "EFFORT": TINY,
     }.items():
         monkeypatch.setattr(efcn_cifar10, name, value)
     preset = efcn_cifar10.efcn_preset
@@ -178,3 +179,5 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     best = max(point["test_accuracy"] for point in paths["string"])
     assert f" {100 * best:.1f} |" in section.split("Paths from the trained CNN")[1]
     assert "FCN from scratch" in section
+    assert list(report["step_seconds"]) == ["cnn", "lcn", "2", "full"]
+    assert f"| LCN | {1e3 * report['step_seconds']['lcn']:.3g} |" in section
