@@ -1,8 +1,9 @@
 // Blocks of one element: every channel has a matrix of its own, as in a depthwise convolution, and vectors lie along
 // the channels. Elements are converted as they are read.
 //
-// The batch goes in small parts, one after the other over all rows, so that the pixels that neighbouring rows share
-// stay in cache.
+// A product copies what some rows read of few samples, one vector of channels at a time, into a window: in the tensor,
+// pixels lie so far apart, and often at such even distances, that the first cache would not hold them until the next
+// row. Value gradients take the batch in small parts for the same reason.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +13,11 @@
 namespace loco::block_sparse {
 
 constexpr int64_t kDepthwiseBatch = 12;
-constexpr int64_t kDepthwiseSums = 16384;  // of value gradients that wait for the rest of the batch
-constexpr int kDepthwiseVectors = 2;
+constexpr int64_t kDepthwiseSums = 16384;      // of value gradients that wait for the rest of the batch
+constexpr int64_t kDepthwiseWindow = 1 << 19;  // bytes
+constexpr int64_t kDepthwiseTurned = 32;       // pixels that are turned at once
+constexpr int64_t kDepthwiseAhead = 256;       // bytes of a pixel that are fetched together
+constexpr int64_t kDepthwisePixelsAhead = 16;
 
 // Elements of a type, in vectors of an arithmetic; where not whole, only the first `count` of a vector are there.
 template <typename A, DType type>
@@ -23,6 +27,7 @@ struct Elements {
   using Acc = typename A::Acc;
   using Storage = std::conditional_t<type == DType::bf16 || type == DType::f16, uint16_t, Acc>;
   static constexpr bool kPlain = std::is_same_v<Storage, Acc>;
+  using Square = std::conditional_t<kPlain, typename A::Square, PlainSquare<A>>;
 
   template <bool whole>
   static LOCO_INLINE Vec read(const Storage* at, int64_t count) {
@@ -42,10 +47,24 @@ struct Elements {
     }
   }
 
+  template <bool whole>
   static LOCO_INLINE void write(Storage* at, int64_t count, Vec value) {
-    Acc wide[A::kWidth];
-    A::store(wide, value);
-    store(type, wide, at, least(count, A::kWidth));
+    if constexpr (whole && kPlain) {
+      A::store(at, value);
+    } else {
+      Acc wide[A::kWidth];
+      A::store(wide, value);
+      if constexpr (whole) {
+        narrow(wide, at);
+      } else {
+        store(type, wide, at, least(count, A::kWidth));
+      }
+    }
+  }
+
+  // By itself, for the compiler to see that it is a loop.
+  __attribute__((noinline)) static void narrow(const Acc* from, Storage* to) {
+    for (int i = 0; i < A::kWidth; ++i) to[i] = type == DType::f16 ? float_to_f16(from[i]) : float_to_bf16(from[i]);
   }
 };
 
@@ -57,41 +76,56 @@ LOCO_HD typename E::Vec depthwise_start(const Product& call, int64_t row, int64_
   return call.bias ? E::template read<whole>(bias, call.groups - channel) : E::Arithmetic::load(zeros);
 }
 
-// The sums of one row, or of two side by side, for some samples and vectors of channels. A pixel that both rows read
-// next is read once; each row takes its entries in their order.
-template <typename E, int rows, int samples, int vectors, bool whole>
-void depthwise_tile(const Product& call, int64_t row, int64_t batch, int64_t channel) {
+// Pixels from `begin` to before `end`, or none.
+struct Span {
+  int64_t begin = INT64_MAX, end = 0;
+
+  LOCO_HD int64_t length() const { return end > begin ? end - begin : 0; }
+  LOCO_HD void join(Span other) {
+    begin = least(begin, other.begin);
+    end = end > other.end ? end : other.end;
+  }
+};
+
+// What a tile reads: some samples and a vector of channels of some pixels.
+template <typename E>
+struct Window {
+  typename E::Acc* data;  // [pixel][sample][channel]
+  Span pixels;
+  int64_t batch, channel;
+  bool first;  // of its channels
+};
+
+// The sums of one row, or of two side by side. A pixel that both rows read next is read once; each row takes its
+// entries in their order.
+template <typename E, int rows, int samples, bool whole>
+void depthwise_tile(const Product& call, const Window<E>& window, int64_t row) {
   using A = typename E::Arithmetic;
   using Storage = typename E::Storage;
-  const int64_t count = call.groups - channel;
-  const auto* from = static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + channel;
-  const auto* values = static_cast<const Storage*>(call.values) + channel;
-  typename A::Vec sums[rows][samples][vectors];
+  const int64_t count = call.groups - window.channel;
+  const int64_t *const source = call.source, *const blocks = call.blocks, stride = call.groups;
+  const auto* const values = static_cast<const Storage*>(call.values) + window.channel;
+  const auto* const pixels = window.data;
+  const int64_t first_pixel = window.pixels.begin;
+  typename A::Vec sums[rows][samples];
   int64_t entry[rows], end[rows];
   LOCO_UNROLL for (int r = 0; r < rows; ++r) {
     entry[r] = call.first[row + r], end[r] = call.first[row + r + 1];
-    LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
-      const typename A::Vec start = depthwise_start<E, whole>(call, row + r, channel + j * A::kWidth);
-      LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[r][i][j] = start;
-    }
+    const typename A::Vec start = depthwise_start<E, whole>(call, row + r, window.channel);
+    LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[r][i] = start;
   }
   // The next entry of the rows from `first` to before `last`, which read one pixel.
   const auto add = [&](auto first, auto last) LOCO_INLINE {
     constexpr int low = decltype(first)::value, high = decltype(last)::value;
-    const Storage* pixel = from + call.source[entry[low]] * call.from.pixel_stride;
-    const Storage* value[rows];
+    const auto* const pixel = pixels + (source[entry[low]] - first_pixel) * (samples * A::kWidth);
+    typename A::Vec value[rows];
     LOCO_UNROLL for (int r = low; r < high; ++r) {
-      value[r] = values + (call.blocks ? call.blocks[entry[r]] : entry[r]) * call.groups;
+      value[r] = E::template read<whole>(values + (blocks ? blocks[entry[r]] : entry[r]) * stride, count);
       ++entry[r];
     }
-    LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
-      const int64_t at = j * A::kWidth;
-      typename A::Vec v[rows];
-      LOCO_UNROLL for (int r = low; r < high; ++r) v[r] = E::template read<whole>(value[r] + at, count - at);
-      LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-        const typename A::Vec x = E::template read<whole>(pixel + i * call.from.batch_stride + at, count - at);
-        LOCO_UNROLL for (int r = low; r < high; ++r) sums[r][i][j] = A::multiply_add(x, v[r], sums[r][i][j]);
-      }
+    LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+      const typename A::Vec x = A::load(pixel + i * A::kWidth);
+      LOCO_UNROLL for (int r = low; r < high; ++r) sums[r][i] = A::multiply_add(x, value[r], sums[r][i]);
     }
   };
   constexpr std::integral_constant<int, 0> kFirst{};
@@ -99,58 +133,124 @@ void depthwise_tile(const Product& call, int64_t row, int64_t batch, int64_t cha
   constexpr std::integral_constant<int, rows> kEnd{};
   if constexpr (rows == 2) {
     while (entry[0] < end[0] && entry[1] < end[1]) {
-      const int64_t gap = call.source[entry[0]] - call.source[entry[1]];
+      const int64_t gap = source[entry[0]] - source[entry[1]];
       gap == 0 ? add(kFirst, kEnd) : gap < 0 ? add(kFirst, kSecond) : add(kSecond, kEnd);
     }
     while (entry[1] < end[1]) add(kSecond, kEnd);
   }
   while (entry[0] < end[0]) add(kFirst, kSecond);
-  auto* to = static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + row * call.to.pixel_stride + channel;
+  auto* to = static_cast<Storage*>(call.to.data) + window.batch * call.to.batch_stride + row * call.to.pixel_stride +
+             window.channel;
   LOCO_UNROLL for (int r = 0; r < rows; ++r) {
     LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-      LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
-        E::write(to + r * call.to.pixel_stride + i * call.to.batch_stride + j * A::kWidth, count - j * A::kWidth,
-                 sums[r][i][j]);
-      }
+      E::template write<whole>(to + r * call.to.pixel_stride + i * call.to.batch_stride, count, sums[r][i]);
     }
   }
 }
 
-// All channels of some rows, for some samples.
-template <typename E, int rows, int samples>
-void depthwise_samples(const Product& call, int64_t row, int64_t batch) {
-  constexpr int kVectors = E::Arithmetic::kVectors > 2 ? kDepthwiseVectors : 1;
-  constexpr int64_t kWidth = E::Arithmetic::kWidth, kWhole = kWidth * kVectors;
-  int64_t channel = 0;
-  for (; channel + kWhole <= call.groups; channel += kWhole) {
-    depthwise_tile<E, rows, samples, kVectors, true>(call, row, batch, channel);
+// One sample of a window, the channels of a pixel or its pixels side by side.
+template <typename E, bool whole>
+void depthwise_fill(const Product& call, const Window<E>& window, int64_t batch, typename E::Acc* to, int64_t to_row) {
+  using A = typename E::Arithmetic;
+  using Storage = typename E::Storage;
+  const Pixels& pixels = call.from;
+  const int64_t count = least(call.groups - window.channel, A::kWidth);
+  const auto* from = static_cast<const Storage*>(pixels.data) + batch * pixels.batch_stride +
+                     window.channel * pixels.channel_stride + window.pixels.begin * pixels.pixel_stride;
+  if (pixels.channel_stride == 1) {
+    const int64_t place = window.channel * sizeof(Storage), rest = call.groups * sizeof(Storage) - place;
+    const int64_t bytes = place % kDepthwiseAhead == 0 ? least(rest, kDepthwiseAhead) : 0;
+    for (int64_t at = window.pixels.begin; at < window.pixels.end; ++at, from += pixels.pixel_stride, to += to_row) {
+      A::store(to, E::template read<whole>(from, count));
+      if (at + kDepthwisePixelsAhead >= window.pixels.end) continue;
+      const auto* ahead = reinterpret_cast<const char*>(from + kDepthwisePixelsAhead * pixels.pixel_stride);
+      for (int64_t k = 0; k < bytes; k += kLine) __builtin_prefetch(ahead + k, 0, 2);
+    }
+    return;
   }
-  for (; channel + kWidth <= call.groups; channel += kWidth) {
-    depthwise_tile<E, rows, samples, 1, true>(call, row, batch, channel);
+  for (int64_t at = window.pixels.begin; at < window.pixels.end; at += kDepthwiseTurned) {
+    Storage turned[kDepthwiseTurned * A::kWidth];
+    const int64_t length = least(kDepthwiseTurned, window.pixels.end - at);
+    transpose<typename E::Square>(reinterpret_cast<const char*>(from), pixels.channel_stride * sizeof(Storage), count,
+                                  length, turned, A::kWidth, count);
+    for (int64_t i = 0; i < length; ++i, to += to_row) {
+      A::store(to, E::template read<whole>(turned + i * A::kWidth, count));
+    }
+    from += length;
   }
-  if (channel < call.groups) depthwise_tile<E, rows, samples, 1, false>(call, row, batch, channel);
 }
 
-template <typename E, int rows>
-void depthwise_rows(const Product& call, int64_t row, int64_t batch) {
-  const int64_t last = least(batch + kDepthwiseBatch, call.batch);
-  for (; batch + kRows <= last; batch += kRows) depthwise_samples<E, rows, kRows>(call, row, batch);
-  for (; batch < last; ++batch) depthwise_samples<E, rows, 1>(call, row, batch);
+// Brings the values of a row and the next into cache.
+template <typename E>
+void depthwise_fetch(const Product& call, int64_t channel, int64_t row) {
+  const auto* values = static_cast<const typename E::Storage*>(call.values) + channel;
+  const int64_t end = call.first[least(row + 2, call.rows)];
+  for (int64_t entry = call.first[least(row, call.rows)]; entry < end; ++entry) {
+    __builtin_prefetch(values + (call.blocks ? call.blocks[entry] : entry) * call.groups, 0, 2);
+  }
+}
+
+// Rows `row` to before `last` for a window that is yet to be filled, with `count` samples.
+template <typename E, bool whole, int samples = kRows>
+void depthwise_rows(const Product& call, const Window<E>& window, int64_t count, int64_t row, int64_t last) {
+  if constexpr (samples > 1) {
+    if (count < samples) return depthwise_rows<E, whole, samples - 1>(call, window, count, row, last);
+  }
+  constexpr int64_t kWidth = E::Arithmetic::kWidth;
+  for (int64_t i = 0; i < samples; ++i) {
+    depthwise_fill<E, whole>(call, window, window.batch + i, window.data + i * kWidth, samples * kWidth);
+  }
+  for (; row + 2 <= last; row += 2) {
+    if (window.first) depthwise_fetch<E>(call, window.channel, row + 4);
+    depthwise_tile<E, 2, samples, whole>(call, window, row);
+  }
+  if (row < last) depthwise_tile<E, 1, samples, whole>(call, window, row);
+}
+
+// For each row, the pixels that it reads; returns how many windows have at most: all, where a row's do not fit into a
+// usual one.
+template <typename E>
+int64_t depthwise_spans(const Product& call, Span* spans) {
+  constexpr int64_t kUsual = kDepthwiseWindow / (kRows * E::Arithmetic::kWidth * sizeof(typename E::Acc));
+  Span all;
+  int64_t widest = 0;
+  for (int64_t row = 0; row < call.rows; ++row) {
+    Span span;
+    for (int64_t entry = call.first[row]; entry < call.first[row + 1]; ++entry) {
+      span.join({call.source[entry], call.source[entry] + 1});
+    }
+    spans[row] = span;
+    all.join(span);
+    widest = span.length() > widest ? span.length() : widest;
+  }
+  return widest > kUsual ? all.length() : least(all.length(), kUsual);
 }
 
 template <typename E>
 int64_t depthwise_items(const Product& call) {
-  return call.rows * pieces(call.batch, kDepthwiseBatch);
+  return call.rows * pieces(call.groups, E::Arithmetic::kWidth) * pieces(call.batch, kRows);
 }
 
-// Items are the rows of `to` for one part of the batch, then for the next.
+// Items are the rows of `to` for one vector of channels, then for the next, of one part of the batch, then of the next.
 template <typename E>
 void depthwise_range(const Product& call, int64_t begin, int64_t end) {
+  constexpr int64_t kWidth = E::Arithmetic::kWidth;
+  const Memory<Span> spans(call.rows);
+  const int64_t vectors = pieces(call.groups, kWidth), most = depthwise_spans<E>(call, &*spans);
+  const Memory<typename E::Acc> memory(most * kRows * kWidth);
   for (int64_t item = begin; item < end;) {
-    const int64_t row = item % call.rows, batch = item / call.rows * kDepthwiseBatch;
-    const int rows = item + 1 < end && row + 1 < call.rows ? 2 : 1;
-    (rows == 2 ? depthwise_rows<E, 2> : depthwise_rows<E, 1>)(call, row, batch);
-    item += rows;
+    const int64_t row = item % call.rows, part = item / call.rows, end_row = least(call.rows, row + end - item);
+    Window<E> window{
+        &*memory, {0, 0}, part / vectors * kRows, part % vectors * kWidth, part - begin / call.rows < vectors};
+    int64_t last = row;
+    for (Span wider; last < end_row; ++last) {
+      wider.join((&*spans)[last]);
+      if (wider.length() > most) break;
+      if (wider.length() > 0) window.pixels = wider;
+    }
+    const bool whole = window.channel + kWidth <= call.groups;
+    (whole ? depthwise_rows<E, true> : depthwise_rows<E, false>)(call, window, call.batch - window.batch, row, last);
+    item += last - row;
   }
 }
 
