@@ -6,6 +6,7 @@
 // row. Value gradients take the batch in small parts for the same reason.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "block_sparse/panels.h"
@@ -15,7 +16,6 @@ namespace loco::block_sparse {
 constexpr int64_t kDepthwiseBatch = 12;
 constexpr int64_t kDepthwiseSums = 16384;      // of value gradients that wait for the rest of the batch
 constexpr int64_t kDepthwiseWindow = 1 << 19;  // bytes
-constexpr int64_t kDepthwiseTurned = 32;       // pixels that are turned at once
 constexpr int64_t kDepthwiseAhead = 256;       // bytes of a pixel that are fetched together
 constexpr int64_t kDepthwisePixelsAhead = 16;
 
@@ -28,6 +28,8 @@ struct Elements {
   using Storage = std::conditional_t<type == DType::bf16 || type == DType::f16, uint16_t, Acc>;
   static constexpr bool kPlain = std::is_same_v<Storage, Acc>;
   using Square = std::conditional_t<kPlain, typename A::Square, PlainSquare<A>>;
+  // Of a tile: those of half precision take a line, too, where registers allow it.
+  static constexpr int kVectors = A::kVectors > 2 && !kPlain ? 2 : 1;
 
   template <bool whole>
   static LOCO_INLINE Vec read(const Storage* at, int64_t count) {
@@ -87,10 +89,10 @@ struct Span {
   }
 };
 
-// What a tile reads: some samples and a vector of channels of some pixels.
+// What a tile reads: some samples and vectors of channels of some pixels.
 template <typename E>
 struct Window {
-  typename E::Acc* data;  // [pixel][sample][channel]
+  typename E::Storage* data;  // [pixel][sample][channel]
   Span pixels;
   int64_t batch, channel;
   bool first;  // of its channels
@@ -98,34 +100,40 @@ struct Window {
 
 // The sums of one row, or of two side by side. A pixel that both rows read next is read once; each row takes its
 // entries in their order.
-template <typename E, int rows, int samples, bool whole>
+template <typename E, int rows, int samples, int vectors, bool whole>
 void depthwise_tile(const Product& call, const Window<E>& window, int64_t row) {
   using A = typename E::Arithmetic;
   using Storage = typename E::Storage;
-  const int64_t count = call.groups - window.channel;
+  constexpr int kWidth = A::kWidth;
   const int64_t *const source = call.source, *const blocks = call.blocks, stride = call.groups;
+  const int64_t count = stride - window.channel, first_pixel = window.pixels.begin;
   const auto* const values = static_cast<const Storage*>(call.values) + window.channel;
   const auto* const pixels = window.data;
-  const int64_t first_pixel = window.pixels.begin;
-  typename A::Vec sums[rows][samples];
+  typename A::Vec sums[rows][samples][vectors];
   int64_t entry[rows], end[rows];
   LOCO_UNROLL for (int r = 0; r < rows; ++r) {
     entry[r] = call.first[row + r], end[r] = call.first[row + r + 1];
-    const typename A::Vec start = depthwise_start<E, whole>(call, row + r, window.channel);
-    LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[r][i] = start;
+    LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
+      const typename A::Vec start = depthwise_start<E, whole>(call, row + r, window.channel + j * kWidth);
+      LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[r][i][j] = start;
+    }
   }
   // The next entry of the rows from `first` to before `last`, which read one pixel.
   const auto add = [&](auto first, auto last) LOCO_INLINE {
     constexpr int low = decltype(first)::value, high = decltype(last)::value;
-    const auto* const pixel = pixels + (source[entry[low]] - first_pixel) * (samples * A::kWidth);
-    typename A::Vec value[rows];
+    const auto* const pixel = pixels + (source[entry[low]] - first_pixel) * (samples * vectors * kWidth);
+    const Storage* value[rows];
     LOCO_UNROLL for (int r = low; r < high; ++r) {
-      value[r] = E::template read<whole>(values + (blocks ? blocks[entry[r]] : entry[r]) * stride, count);
+      value[r] = values + (blocks ? blocks[entry[r]] : entry[r]) * stride;
       ++entry[r];
     }
-    LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-      const typename A::Vec x = A::load(pixel + i * A::kWidth);
-      LOCO_UNROLL for (int r = low; r < high; ++r) sums[r][i] = A::multiply_add(x, value[r], sums[r][i]);
+    LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
+      typename A::Vec v[rows];
+      LOCO_UNROLL for (int r = low; r < high; ++r) v[r] = E::template read<whole>(value[r] + j * kWidth, count);
+      LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+        const typename A::Vec x = E::template read<true>(pixel + (i * vectors + j) * kWidth, kWidth);
+        LOCO_UNROLL for (int r = low; r < high; ++r) sums[r][i][j] = A::multiply_add(x, v[r], sums[r][i][j]);
+      }
     }
   };
   constexpr std::integral_constant<int, 0> kFirst{};
@@ -143,40 +151,36 @@ void depthwise_tile(const Product& call, const Window<E>& window, int64_t row) {
              window.channel;
   LOCO_UNROLL for (int r = 0; r < rows; ++r) {
     LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-      E::template write<whole>(to + r * call.to.pixel_stride + i * call.to.batch_stride, count, sums[r][i]);
+      LOCO_UNROLL for (int j = 0; j < vectors; ++j) {
+        E::template write<whole>(to + r * call.to.pixel_stride + i * call.to.batch_stride + j * kWidth, count,
+                                 sums[r][i][j]);
+      }
     }
   }
 }
 
-// One sample of a window, the channels of a pixel or its pixels side by side.
-template <typename E, bool whole>
-void depthwise_fill(const Product& call, const Window<E>& window, int64_t batch, typename E::Acc* to, int64_t to_row) {
-  using A = typename E::Arithmetic;
+// One sample of a window, `width` channels; of the tensor, the channels of a pixel or its pixels lie side by side.
+template <typename E, int width, bool whole>
+void depthwise_fill(const Product& call, const Window<E>& window, int64_t batch, typename E::Storage* to,
+                    int64_t to_row) {
   using Storage = typename E::Storage;
   const Pixels& pixels = call.from;
-  const int64_t count = least(call.groups - window.channel, A::kWidth);
+  const int64_t count = whole ? width : call.groups - window.channel, length = window.pixels.length();
   const auto* from = static_cast<const Storage*>(pixels.data) + batch * pixels.batch_stride +
                      window.channel * pixels.channel_stride + window.pixels.begin * pixels.pixel_stride;
-  if (pixels.channel_stride == 1) {
-    const int64_t place = window.channel * sizeof(Storage), rest = call.groups * sizeof(Storage) - place;
-    const int64_t bytes = place % kDepthwiseAhead == 0 ? least(rest, kDepthwiseAhead) : 0;
-    for (int64_t at = window.pixels.begin; at < window.pixels.end; ++at, from += pixels.pixel_stride, to += to_row) {
-      A::store(to, E::template read<whole>(from, count));
-      if (at + kDepthwisePixelsAhead >= window.pixels.end) continue;
-      const auto* ahead = reinterpret_cast<const char*>(from + kDepthwisePixelsAhead * pixels.pixel_stride);
-      for (int64_t k = 0; k < bytes; k += kLine) __builtin_prefetch(ahead + k, 0, 2);
-    }
+  if (pixels.channel_stride != 1) {
+    transpose<typename E::Square>(reinterpret_cast<const char*>(from), pixels.channel_stride * sizeof(Storage), count,
+                                  length, to, to_row, width);
     return;
   }
-  for (int64_t at = window.pixels.begin; at < window.pixels.end; at += kDepthwiseTurned) {
-    Storage turned[kDepthwiseTurned * A::kWidth];
-    const int64_t length = least(kDepthwiseTurned, window.pixels.end - at);
-    transpose<typename E::Square>(reinterpret_cast<const char*>(from), pixels.channel_stride * sizeof(Storage), count,
-                                  length, turned, A::kWidth, count);
-    for (int64_t i = 0; i < length; ++i, to += to_row) {
-      A::store(to, E::template read<whole>(turned + i * A::kWidth, count));
-    }
-    from += length;
+  const int64_t place = window.channel * sizeof(Storage), rest = call.groups * sizeof(Storage) - place;
+  const int64_t bytes = place % kDepthwiseAhead == 0 ? least(rest, kDepthwiseAhead) : 0;
+  for (int64_t at = 0; at < length; ++at, from += pixels.pixel_stride, to += to_row) {
+    std::memcpy(to, from, count * sizeof(Storage));
+    if constexpr (!whole) std::memset(to + count, 0, (width - count) * sizeof(Storage));
+    if (at + kDepthwisePixelsAhead >= length) continue;
+    const auto* ahead = reinterpret_cast<const char*>(from + kDepthwisePixelsAhead * pixels.pixel_stride);
+    for (int64_t k = 0; k < bytes; k += kLine) __builtin_prefetch(ahead + k, 0, 2);
   }
 }
 
@@ -190,66 +194,85 @@ void depthwise_fetch(const Product& call, int64_t channel, int64_t row) {
   }
 }
 
-// Rows `row` to before `last` for a window that is yet to be filled, with `count` samples.
-template <typename E, bool whole, int samples = kRows>
-void depthwise_rows(const Product& call, const Window<E>& window, int64_t count, int64_t row, int64_t last) {
+// Rows `row` to before `last` for a window that is yet to be filled.
+template <typename E, int vectors, bool whole, int samples = kRows>
+void depthwise_rows(const Product& call, const Window<E>& window, int64_t row, int64_t last) {
   if constexpr (samples > 1) {
-    if (count < samples) return depthwise_rows<E, whole, samples - 1>(call, window, count, row, last);
+    if (call.batch - window.batch < samples) {
+      return depthwise_rows<E, vectors, whole, samples - 1>(call, window, row, last);
+    }
   }
-  constexpr int64_t kWidth = E::Arithmetic::kWidth;
+  constexpr int kChannels = vectors * E::Arithmetic::kWidth;
   for (int64_t i = 0; i < samples; ++i) {
-    depthwise_fill<E, whole>(call, window, window.batch + i, window.data + i * kWidth, samples * kWidth);
+    depthwise_fill<E, kChannels, whole>(call, window, window.batch + i, window.data + i * kChannels,
+                                        samples * kChannels);
   }
   for (; row + 2 <= last; row += 2) {
     if (window.first) depthwise_fetch<E>(call, window.channel, row + 4);
-    depthwise_tile<E, 2, samples, whole>(call, window, row);
+    depthwise_tile<E, 2, samples, vectors, whole>(call, window, row);
   }
-  if (row < last) depthwise_tile<E, 1, samples, whole>(call, window, row);
+  if (row < last) depthwise_tile<E, 1, samples, vectors, whole>(call, window, row);
 }
 
 // For each row, the pixels that it reads; returns how many windows have at most: all, where a row's do not fit into a
 // usual one.
 template <typename E>
 int64_t depthwise_spans(const Product& call, Span* spans) {
-  constexpr int64_t kUsual = kDepthwiseWindow / (kRows * E::Arithmetic::kWidth * sizeof(typename E::Acc));
+  constexpr int64_t kPixel = kRows * E::kVectors * E::Arithmetic::kWidth * sizeof(typename E::Storage);
+  constexpr int64_t kUsual = kDepthwiseWindow / kPixel;
   Span all;
   int64_t widest = 0;
   for (int64_t row = 0; row < call.rows; ++row) {
-    Span span;
+    int64_t lowest = INT64_MAX, highest = -1;
     for (int64_t entry = call.first[row]; entry < call.first[row + 1]; ++entry) {
-      span.join({call.source[entry], call.source[entry] + 1});
+      const int64_t pixel = call.source[entry];
+      lowest = pixel < lowest ? pixel : lowest;
+      highest = pixel > highest ? pixel : highest;
     }
-    spans[row] = span;
-    all.join(span);
-    widest = span.length() > widest ? span.length() : widest;
+    spans[row] = {lowest, highest + 1};
+    all.join(spans[row]);
+    widest = spans[row].length() > widest ? spans[row].length() : widest;
   }
   return widest > kUsual ? all.length() : least(all.length(), kUsual);
 }
 
+// Channels go in tiles of kVectors, and then of one vector.
+template <typename E>
+struct DepthwiseTiles {
+  static constexpr int64_t kWidth = E::Arithmetic::kWidth, kWide = kWidth * E::kVectors;
+  int64_t wide, count;
+
+  explicit DepthwiseTiles(int64_t channels) : wide(channels / kWide), count(wide + pieces(channels % kWide, kWidth)) {}
+  int64_t channel(int64_t tile) const { return tile < wide ? tile * kWide : wide * kWide + (tile - wide) * kWidth; }
+};
+
 template <typename E>
 int64_t depthwise_items(const Product& call) {
-  return call.rows * pieces(call.groups, E::Arithmetic::kWidth) * pieces(call.batch, kRows);
+  return call.rows * DepthwiseTiles<E>(call.groups).count * pieces(call.batch, kRows);
 }
 
-// Items are the rows of `to` for one vector of channels, then for the next, of one part of the batch, then of the next.
+// Items are the rows of `to` for one tile of channels, then for the next, of one part of the batch, then of the next.
 template <typename E>
 void depthwise_range(const Product& call, int64_t begin, int64_t end) {
-  constexpr int64_t kWidth = E::Arithmetic::kWidth;
+  const DepthwiseTiles<E> tiles(call.groups);
   const Memory<Span> spans(call.rows);
-  const int64_t vectors = pieces(call.groups, kWidth), most = depthwise_spans<E>(call, &*spans);
-  const Memory<typename E::Acc> memory(most * kRows * kWidth);
+  const int64_t most = depthwise_spans<E>(call, &*spans);
+  const Memory<typename E::Storage> memory(most * kRows * tiles.kWide);
   for (int64_t item = begin; item < end;) {
-    const int64_t row = item % call.rows, part = item / call.rows, end_row = least(call.rows, row + end - item);
-    Window<E> window{
-        &*memory, {0, 0}, part / vectors * kRows, part % vectors * kWidth, part - begin / call.rows < vectors};
+    const int64_t row = item % call.rows, part = item / call.rows, tile = part % tiles.count;
+    const bool first = part - begin / call.rows < tiles.count;
+    Window<E> window{&*memory, {0, 0}, part / tiles.count * kRows, tiles.channel(tile), first};
     int64_t last = row;
-    for (Span wider; last < end_row; ++last) {
+    for (Span wider; last < least(call.rows, row + end - item); ++last) {
       wider.join((&*spans)[last]);
       if (wider.length() > most) break;
       if (wider.length() > 0) window.pixels = wider;
     }
-    const bool whole = window.channel + kWidth <= call.groups;
-    (whole ? depthwise_rows<E, true> : depthwise_rows<E, false>)(call, window, call.batch - window.batch, row, last);
+    const bool whole = window.channel + tiles.kWidth <= call.groups;
+    const auto run = tile < tiles.wide ? depthwise_rows<E, E::kVectors, true>
+                     : whole           ? depthwise_rows<E, 1, true>
+                                       : depthwise_rows<E, 1, false>;
+    run(call, window, row, last);
     item += last - row;
   }
 }
