@@ -13,10 +13,10 @@
 
 namespace loco::block_sparse {
 
-constexpr int64_t kDepthwiseBatch = 12;
+constexpr int64_t kDepthwiseBatch = 12;        // of value gradients
 constexpr int64_t kDepthwiseSums = 16384;      // of value gradients that wait for the rest of the batch
 constexpr int64_t kDepthwiseWindow = 1 << 19;  // bytes
-constexpr int64_t kDepthwiseAhead = 256;       // bytes of a pixel that are fetched together
+constexpr int64_t kDepthwiseAhead = 256;       // bytes of a pixel that are fetched together, so many pixels ahead
 constexpr int64_t kDepthwisePixelsAhead = 16;
 
 // Elements of a type, in vectors of an arithmetic; where not whole, only the first `count` of a vector are there.
