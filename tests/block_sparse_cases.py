@@ -32,7 +32,10 @@ def conv_pattern(size: int, kernel: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and which pairs are live: a share of all, drawn at random, or those of a convolution."""
+    """Sizes, and which pairs are live: a share of all, drawn at random, or those of a convolution.
+
+    With a ``reach``, a row's pairs are drawn among so many pixels, which lie further on from row to row.
+    """
 
     batch: int
     groups: int
@@ -42,12 +45,16 @@ class Case:
     n_in: int = 6
     share: float = 0.5
     kernel: int = 0
+    reach: int = 0
 
     def live(self) -> Tensor:
         """``[n_out, n_in]``; of random pairs, one row and one column stay empty."""
         if self.kernel:
             return conv_pattern(round(self.n_out**0.5), self.kernel)
         live = torch.rand(self.n_out, self.n_in) < self.share
+        if self.reach:
+            starts = torch.linspace(0, self.n_in - self.reach, self.n_out).long()[:, None]
+            live &= (torch.arange(self.n_in) >= starts) & (torch.arange(self.n_in) < starts + self.reach)
         if self.share < 1:
             live[self.n_out // 2] = False
             live[:, self.n_in // 3] = False
@@ -67,6 +74,10 @@ CASES = {
     "pairs of groups": Case(6, 2, 1, 2),
     "depthwise": Case(9, 70, 1, 1),
     "depthwise, whole vectors": Case(5, 64, 1, 1, 9, 9, kernel=3),
+    "depthwise, several parts": Case(17, 21, 1, 1, 49, 49, kernel=7),
+    "depthwise, rows that reach far": Case(7, 3, 1, 1, 12, 6000, 0.01),
+    "depthwise, rows far from each other": Case(7, 3, 1, 1, 64, 6000, 0.6, reach=600),
+    "depthwise, all of many pixels": Case(7, 3, 1, 1, 4, 3000, 1.0),
     "large batch": Case(300, 1, 16, 16, 3, 4),  # several panels
     "large batch, many rows": Case(260, 1, 4, 4, 70, 4),
     "large odd batch": Case(259, 1, 5, 6, 3, 4),

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
 from block_sparse_cases import BACKENDS, CASES, FLOATS, Case, dense_matmul, dense_results, make_problem, sizes_of_terms
 from tolerances import assert_sum_of_products, same_bits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loco_ext
 from loco_ext import ops
@@ -93,7 +95,13 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
-@pytest.mark.parametrize("name", ["convolution", "odd groups", "depthwise", "not a multiple of anything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convolution", "odd groups", "not a multiple of anything"),
+        *("depthwise", "depthwise, several parts", "depthwise, all of many pixels"),
+    ],
+)
 def test_layouts_change_nothing(backend, name, layout, dtype):
     problem = make_problem(CASES[name], dtype)
     operands = [tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad)]
@@ -143,6 +151,22 @@ def test_images_in_channels_last_are_read_in_place():
     assert [tensor.data_ptr() for tensor in floats] == [image.data_ptr(), values.data_ptr()]
 
 
+def test_depthwise_products_read_images_in_place():
+    class Calls(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **kwargs or {})
+
+    problem = make_problem(CASES["depthwise, several parts"], torch.float32)
+    x, values = channels_first(problem.x.float()), problem.values.float()
+    with loco_ext.backend("native"), Calls() as calls:
+        ops.block_sparse_matmul(x, values, problem.pattern)
+    assert [name for name in calls.names if "aten" not in name] == ["loco_ext.block_sparse_matmul.default"]
+    assert not [name for name in calls.names if "clone" in name or "copy" in name]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -167,8 +191,9 @@ def test_the_number_of_threads_changes_no_bit(level, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_sample_does_not_depend_on_the_others(dtype):
-    problem = make_problem(Case(140, 1, 20, 24, 9, 9, kernel=3), dtype)
+@pytest.mark.parametrize("sizes", [(1, 20, 24), (20, 1, 1)], ids=str)
+def test_a_sample_does_not_depend_on_the_others(sizes, dtype):
+    problem = make_problem(Case(140, *sizes, 9, 9, kernel=3), dtype)
     x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))
     with loco_ext.backend("native"):
         whole = ops.block_sparse_matmul(x, values, problem.pattern, bias)

@@ -73,6 +73,8 @@ BY_OUTPUT = (PROBLEM.pattern.crow_indices, PROBLEM.pattern.col_indices)
 BY_INPUT = PROBLEM.pattern.transpose()
 GRAD = PROBLEM.grad.float()
 
+ONE_PAIR = (torch.tensor([0, 1]), torch.tensor([0]))
+
 
 def changed(indices: torch.Tensor, at: int, to: int) -> torch.Tensor:
     indices = indices.clone()
@@ -99,6 +101,11 @@ UNSAFE = {
     "too few blocks": ("matmul", (X, VALUES[1:], *BY_OUTPUT, None), "values"),
     "blocks with gaps": ("matmul", (X, VALUES.mT.contiguous().mT, *BY_OUTPUT, None), "values"),
     "channels apart": ("matmul", (X.transpose(1, 2).contiguous().transpose(1, 2), VALUES, *BY_OUTPUT, None), "x"),
+    "channels and pixels apart": (
+        "matmul",
+        (torch.ones(2, 6, 6)[..., ::2].transpose(1, 2)[..., ::2], torch.ones(1, 3, 1, 1), *ONE_PAIR, None),
+        "x",
+    ),
     "another dtype": ("matmul", (X, VALUES.half(), *BY_OUTPUT, None), "values"),
     "a short bias": ("matmul", (X, VALUES, *BY_OUTPUT, BIAS[1:]), "bias"),
     "a block that is not there": (

@@ -49,19 +49,20 @@ inline Indices row_starts(const Tensor& tensor, const char* name, int64_t total)
   return starts;
 }
 
-// [batch, pixels, channels], channels side by side.
+// [batch, pixels, channels], channels side by side, or pixels where that will do.
 struct Activations {
   View view;
 
-  Activations(const Tensor& tensor, const char* name) : view(view_of(tensor, name, 0)) {
-    STD_TORCH_CHECK(view.ndim == 3 && (view.sizes[2] <= 1 || view.strides[2] == 1), name,
+  Activations(const Tensor& tensor, const char* name, bool by_channel = false) : view(view_of(tensor, name, 0)) {
+    STD_TORCH_CHECK(view.ndim == 3 && (channel_stride() == 1 || (by_channel && view.strides[1] == 1)), name,
                     ": expected three dimensions, the channels of a pixel side by side");
   }
 
   int64_t batch() const { return view.sizes[0]; }
   int64_t pixels() const { return view.sizes[1]; }
   int64_t channels() const { return view.sizes[2]; }
-  Pixels layout() const { return {view.data, view.strides[0], view.strides[1]}; }
+  int64_t channel_stride() const { return view.sizes[2] <= 1 ? 1 : view.strides[2]; }
+  Pixels layout() const { return {view.data, view.strides[0], view.strides[1], channel_stride()}; }
 };
 
 // [blocks, groups, channels of a group in, channels of a group out].
@@ -77,6 +78,7 @@ struct Blocks {
   int64_t groups() const { return view.sizes[1]; }
   int64_t in() const { return view.sizes[2]; }
   int64_t out() const { return view.sizes[3]; }
+  bool of_one_element() const { return in() == 1 && out() == 1; }
 };
 
 }  // namespace loco::block_sparse

@@ -24,9 +24,9 @@ Tensor by_pixel(Tensor x) {
 }
 
 Tensor matmul(Tensor x, Tensor values, Tensor crow_indices, Tensor col_indices, std::optional<Tensor> bias) {
-  const Activations from(x, "x");
-  const DType dtype = from.view.dtype;
+  const DType dtype = view_of(x, "x", 0).dtype;
   const Blocks blocks(values, dtype);
+  const Activations from(x, "x", blocks.of_one_element());
   const Indices columns = bounded(col_indices, "col_indices", from.pixels());
   const Indices starts = row_starts(crow_indices, "crow_indices", columns.count);
   STD_TORCH_CHECK(blocks.count() == columns.count && from.channels() == blocks.groups() * blocks.in(),

@@ -1,5 +1,5 @@
-// Multiplication by block-sparse matrices on the CPU, without torch: plain structs in. Strides are in elements;
-// channels lie side by side in every activation, and blocks are stored as [block][group][channel in][channel out].
+// Multiplication by block-sparse matrices on the CPU, without torch: plain structs in. Strides are in elements; blocks
+// are stored as [block][group][channel in][channel out].
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,11 @@
 
 namespace loco::block_sparse {
 
-// Activations [batch, pixels, groups * channels of a group].
+// Activations [batch, pixels, groups * channels of a group]. Channels lie side by side, or else pixels, in what
+// products with blocks of one element read.
 struct Pixels {
   void* data;
-  int64_t batch_stride, pixel_stride;
+  int64_t batch_stride, pixel_stride, channel_stride;
 };
 
 // to[n, r] = bias[r] + sum over the entries j of row r, in their order, of from[n, source[j]] times block(j), which is

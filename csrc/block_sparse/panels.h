@@ -61,7 +61,7 @@ template <typename T>
 class Memory {
  public:
   explicit Memory(int64_t count = 1)
-      : held_(static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine))) {
+      : held_(static_cast<T*>(std::aligned_alloc(kLine, (pieces(count * sizeof(T), kLine) + (count == 0)) * kLine))) {
     if (!held_) std::abort();
   }
   ~Memory() { std::free(held_); }

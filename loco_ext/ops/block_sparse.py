@@ -45,7 +45,8 @@ def block_sparse_matmul(
     ``torch.backends.cuda.matmul`` allows that.
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
-    channels do not lie side by side are copied once in each pass.
+    channels do not lie side by side are copied once in each pass. Where blocks have one element (depthwise), the
+    forward pass on a CPU also reads images whose pixels lie side by side, NCHW, as they are.
 
     Args:
         x: ``(N, n_in, C_in)``, float32, float64, bfloat16 or float16, of any strides.
@@ -123,7 +124,9 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, values, *pattern)
         ctx.consumer = consumer
-        return _run("block_sparse_matmul", _adjacent(x), values.contiguous(), *pattern[:2], _contiguous(bias))
+        if not _reads_by_channel(x, values):
+            x = _adjacent(x)
+        return _run("block_sparse_matmul", x, values.contiguous(), *pattern[:2], _contiguous(bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -201,6 +204,11 @@ def _adjacent(activations: Tensor) -> Tensor:
         # contiguous() leaves an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
     return backends.operators().block_sparse_by_pixel(activations)
+
+
+def _reads_by_channel(x: Tensor, values: Tensor) -> bool:
+    """Whether the kernels take images whose pixels lie side by side as they are."""
+    return values.shape[2:] == (1, 1) and x.stride(1) == 1 and backends.choose(_FAMILY, x.device) == "native"
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
