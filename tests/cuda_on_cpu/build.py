@@ -22,7 +22,7 @@ FLAGS = [
     "-g",
     "-Wall",
     "-Wextra",
-    "-Wno-unknown-pragmas",  # unroll
+    "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized",  # unroll
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
