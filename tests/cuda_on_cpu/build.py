@@ -22,7 +22,8 @@ FLAGS = [
     "-g",
     "-Wall",
     "-Wextra",
-    "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized",  # unroll
+    "-Wno-unknown-pragmas",  # unroll
+    "-Wno-maybe-uninitialized",  # places of states that are absent
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
