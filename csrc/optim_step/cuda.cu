@@ -60,6 +60,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMany)
   for (uint32_t k = threadIdx.x; k < count; k += kThreads) step_and_store(task, k);
 }
 
+template <class Types, class Rule, typename T>
+LOCO_DEVICE void step_stochastically(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset) {
+  constexpr int n = Types::template taken<true>;
+  Packed<Types::w, Types::width> kept;
+  const auto keep = [&](const T(&w)[n], const T(&)[n], const uint32_t* random) { kept.push(w, random); };
+  step_packed<Types, true>(task, cycle, offset, keep);
+  kept.store(task.entry.w, task.begin + offset);
+}
+
 template <class Rule, class Types, bool stochastic>
 __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types::T) == 8 ? kBlocksOfMany : kBlocks)
     step_vectors(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {
@@ -74,10 +83,11 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
   const uint32_t vectors = (count - head) / width, tail = head + vectors * width;
   for (uint32_t k = threadIdx.x; k < vectors; k += kThreads) {
     const uint32_t offset = head + k * width;
-    step_vector<Types>(task, cycle, offset, stochastic,
-                       [&](const T(&w)[width], const T(&)[width], const uint32_t* random) {
-                         store_vector<Types::w, width>(task.entry.w, task.begin + offset, w, random);
-                       });
+    if constexpr (stochastic) {
+      step_stochastically<Types>(task, cycle, offset);
+    } else {
+      step_vector<Types>(task, cycle, offset);
+    }
   }
   // Fewer than 8 elements before the vectors, and after them.
   const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head;

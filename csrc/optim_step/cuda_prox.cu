@@ -64,14 +64,15 @@ LOCO_DEVICE Span span_of(const Entry& entry, int64_t begin, uint32_t count, bool
 template <class Types, bool stochastic = false, class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
                                 const Ordered<T, on_chip>& kernel) {
-  constexpr uint32_t width = Types::width;
+  constexpr int taken = Types::template taken<stochastic>;
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) {
-    const uint32_t offset = span.head + k * width;
-    step_vector<Types>(task, cycle, offset, stochastic, [&](const T(&w)[width], const T(&metric)[width], const void*) {
-      Walk walk(kernel.rings, offset);
+    const uint32_t offset = span.head + k * Types::width;
+    Walk walk(kernel.rings, offset);
+    const auto keep = [&](const T(&w)[taken], const T(&metric)[taken], const uint32_t*) {
 #pragma unroll
-      for (uint32_t n = 0; n < width; ++n) kernel.put(walk.place(), w[n], metric[n]), walk.next();
-    });
+      for (int n = 0; n < taken; ++n) kernel.put(walk.place(), w[n], metric[n]), walk.next();
+    };
+    step_packed<Types, stochastic>(task, cycle, offset, keep);
   }
 }
 
@@ -110,22 +111,28 @@ LOCO_DEVICE void update_kernel(const Task<Rule, T>& task, const Ordered<T, on_ch
 
 template <DType dtype, bool stochastic = false, class Rule, typename T, class At>
 LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, const Span& span, const At& at) {
-  constexpr uint32_t width = VectorTypes<dtype, dtype>::width;
+  using Types = VectorTypes<dtype, dtype>;
+  constexpr int width = Types::width, taken = Types::template taken<stochastic>;
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) {
     const uint32_t offset = span.head + k * width;
-    T values[width];
-    uint32_t random[width];
+    Packed<dtype, width> kept;
     Walk walk(rings, offset);
+#pragma unroll 1
+    for (int done = 0; done < width; done += taken) {
+      T values[taken];
+      uint32_t random[taken];
 #pragma unroll
-    for (uint32_t n = 0; n < width; ++n) {
-      values[n] = at(walk), walk.next();
-      if constexpr (stochastic) {
-        uint32_t words[1 + kStates];
-        task.draw(task.begin + offset + n, words);
-        random[n] = words[0];
+      for (int n = 0; n < taken; ++n) {
+        values[n] = at(walk), walk.next();
+        if constexpr (stochastic) {
+          uint32_t words[1 + kStates];
+          task.draw(task.begin + offset + done + n, words);
+          random[n] = words[0];
+        }
       }
+      kept.push(values, stochastic ? random : nullptr);
     }
-    store_vector<dtype, width>(task.entry.w, task.begin + offset, values, stochastic ? random : nullptr);
+    kept.store(task.entry.w, task.begin + offset);
   }
 }
 
@@ -184,7 +191,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
     __syncthreads();  // all have written the kernel before
     update_kernel(task, kernel, coefficients);
-    const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task.prox_step, plain, squared);
+    const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task.prox_step(), plain, squared);
     __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
     solver.solve(prox.linf, sums, thresholds);

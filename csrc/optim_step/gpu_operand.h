@@ -9,25 +9,89 @@
 
 namespace loco::optim_step {
 
-// N consecutive elements to memory at a 16-byte boundary. random: words for rounding bfloat16 stochastically, or null.
+// N consecutive elements to memory at a 16-byte boundary.
 template <DType dtype, int N, typename T>
-LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N], const uint32_t* random = nullptr) {
+LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N]) {
   Stored<dtype> stored[N];
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    if constexpr (dtype == DType::bf16) {
-      stored[k] = random ? float_to_bf16_stochastic(values[k], random[k]) : float_to_bf16(values[k]);
-    } else {
-      stored[k] = narrowed<dtype, T>(values[k]);
-    }
-  }
+  for (int k = 0; k < N; ++k) stored[k] = narrowed<dtype, T>(values[k]);
   loco::store_vector(memory, i, stored);
 }
+
+// N elements at a 16-byte boundary, as memory holds them. A loop takes some from the front and puts as many at the back
+// at a time; unrolled or not, it leaves them all in registers.
+template <DType dtype, int N>
+class Packed {
+ public:
+  LOCO_DEVICE void load(const void* memory, int64_t i) {
+    const auto* from = in_global(reinterpret_cast<const uint4*>(static_cast<const S*>(memory) + i));
+#pragma unroll
+    for (int k = 0; k < kWords / 4; ++k) all_.vectors[k] = from[k];
+  }
+
+  LOCO_DEVICE void store(void* memory, int64_t i) const {
+    auto* to = in_global(reinterpret_cast<uint4*>(static_cast<S*>(memory) + i));
+#pragma unroll
+    for (int k = 0; k < kWords / 4; ++k) to[k] = all_.vectors[k];
+  }
+
+  // The first n.
+  template <int n, typename T>
+  LOCO_DEVICE void front(T (&out)[n]) const {
+    Part<n> part;
+#pragma unroll
+    for (int k = 0; k < kWordsOf<n>; ++k) part.words[k] = all_.words[k];
+#pragma unroll
+    for (int k = 0; k < n; ++k) out[k] = widened<dtype, T>(part.values[k]);
+  }
+
+  // Drops the first n.
+  template <int n>
+  LOCO_DEVICE void pop() {
+#pragma unroll
+    for (int k = kWordsOf<n>; k < kWords; ++k) all_.words[k - kWordsOf<n>] = all_.words[k];
+  }
+
+  // Drops the first n; others come to the back. random: words for rounding bfloat16 stochastically, or null.
+  template <int n, typename T>
+  LOCO_DEVICE void push(const T (&values)[n], const uint32_t* random = nullptr) {
+    pop<n>();
+    Part<n> part;
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      if constexpr (dtype == DType::bf16) {
+        part.values[k] = random ? float_to_bf16_stochastic(values[k], random[k]) : float_to_bf16(values[k]);
+      } else {
+        part.values[k] = narrowed<dtype, T>(values[k]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kWordsOf<n>; ++k) all_.words[kWords - kWordsOf<n> + k] = part.words[k];
+  }
+
+ private:
+  using S = Stored<dtype>;
+  template <int n>
+  static constexpr int kWordsOf = n * sizeof(S) / sizeof(uint32_t);
+  static constexpr int kWords = kWordsOf<N>;
+
+  template <int n>
+  union Part {
+    uint32_t words[kWordsOf<n>];
+    S values[n];
+  };
+
+  union {
+    uint4 vectors[kWords / 4];
+    uint32_t words[kWords];
+  } all_;
+};
 
 // The last axis takes whatever is left.
 template <typename Index>
 LOCO_DEVICE int64_t offset_of(const Nest& nest, Index element) {
   int64_t offset = 0;
+#pragma unroll 1
   for (int a = 0; a + 1 < nest.count; ++a) {
     const auto size = static_cast<Index>(nest.axes[a].size);
     offset += static_cast<int64_t>(element % size) * nest.axes[a].stride;

@@ -62,7 +62,6 @@ struct Task {
   const Entry& entry;
   int64_t begin;
   void* g;
-  double prox_step;  // of the prox that may end the step
   Coefficients coefficients;
   typename Rule::Flags flags;
   typename Rule::template Scalars<T> scalars;
@@ -75,7 +74,6 @@ struct Task {
     coefficients = Rule::coefficients(p.options, row, lr);
     flags = Rule::flags(p.options, coefficients.decay, entry.state[0] != nullptr, entry.first);
     scalars = Rule::template as<T>(p.scalars ? p.scalars[number] : Rule::scalars(row, lr, 0));
-    prox_step = Rule::prox_step(row, lr, entry.state[0] != nullptr);
   }
 
   LOCO_DEVICE T coefficient(int64_t value) const { return static_cast<T>(coefficients.at(p.maps[entry.map + value])); }
@@ -83,6 +81,11 @@ struct Task {
   LOCO_DEVICE PhiloxKey key() const {
     const Rounding& r = p.rounding;
     return {static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), entry.ordinal, r.step};
+  }
+
+  // Of the prox that may end the step.
+  LOCO_DEVICE double prox_step() const {
+    return Rule::prox_step(row_of(p, entry), lr_of(p, entry), entry.state[0] != nullptr);
   }
 
   // Whether parameters and states of bfloat16 are rounded so.
@@ -110,10 +113,10 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
   const int64_t at_w = offset_in(nests, e.nests[kNestW], i, narrow),
                 at_g = offset_in(nests, e.nests[kNestG], i, narrow);
   T w = load_any<T>(e.w_dtype, e.w, at_w), g = load_any<T>(e.g_dtype, task.g, at_g);
-  T state[kStates];
+  T state[kStates] = {};
   int64_t at[kStates];
 #pragma unroll
-  for (int k = 0; k < kStates; ++k) {
+  for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k] == nullptr) continue;
     at[k] = offset_in(nests, e.nests[kNestState + k], i, narrow);
     state[k] = load_any<T>(e.state_dtype[k], e.state[k], at[k]);
@@ -131,7 +134,7 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
   if (stochastic) task.draw(i, words);
   keep(w, metric, at_w, words[0]);
 #pragma unroll
-  for (int k = 0; k < kStates; ++k) {
+  for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k]) store_any(e.state_dtype[k], e.state[k], at[k], state[k], stochastic, words[1 + k]);
   }
 }
@@ -178,11 +181,45 @@ struct Cycle {
   }
 };
 
-// Updates as many elements as fill 16 bytes of the parameter, at a 16-byte boundary of every operand. keep(w, their
-// metrics, random words or null) stores the parameter.
-template <class Types, class Rule, typename T, class Keep>
-LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset, bool stochastic,
-                             const Keep& keep) {
+// DTypes of parameters and gradients, and of states.
+template <DType w_, DType state_>
+struct VectorTypes {
+  static constexpr DType w = w_, state = state_;
+  static constexpr int width = w == DType::f64 ? 2 : w == DType::f32 ? 4 : 8;
+  // The elements that step_packed steps at a time: random words take many registers.
+  template <bool stochastic>
+  static constexpr int taken = stochastic || w == DType::f64 ? 2 : 4;
+  using T = std::conditional_t<w == DType::f64, double, float>;
+};
+
+// Updates n elements; metric: what a prox needs of them.
+template <int n, class Rule, typename T>
+LOCO_DEVICE void update_all(const Task<Rule, T>& task, T (&w)[n], const T (&g)[n], T (&state)[kStates][n],
+                            const T (&c)[n], T (&metric)[n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
+    metric[k] = update(w[k], task.descent(g[k]), of_element, c[k], task.flags, task.scalars);
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
+  }
+}
+
+// Random words for n elements from i on, of the parameter and of its states.
+template <int n, class Rule, typename T>
+LOCO_DEVICE void draw_all(const Task<Rule, T>& task, int64_t i, uint32_t (&random)[1 + kStates][n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    uint32_t words[1 + kStates];
+    task.draw(i + k, words);
+#pragma unroll
+    for (int j = 0; j <= kStates; ++j) random[j][k] = words[j];
+  }
+}
+
+// Updates as many elements as fill 16 bytes of the parameter, at a 16-byte boundary of every operand.
+template <class Types, class Rule, typename T>
+LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset) {
   constexpr int N = Types::width;
   const Entry& e = task.entry;
   const int64_t i = task.begin + offset;
@@ -190,7 +227,7 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, u
   load_vector<Types::w, N>(e.w, i, w);
   load_vector<Types::w, N>(task.g, i, g);
 #pragma unroll
-  for (int k = 0; k < kStates; ++k) {
+  for (int k = 0; k < Rule::states; ++k) {
     if (e.state[k]) load_vector<Types::state, N>(e.state[k], i, state[k]);
   }
   cycle.read(task, offset, c);
@@ -199,33 +236,59 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, u
     for (int k = 0; k < N; ++k) g[k] = g[k] / task.grad_scale();
     store_vector<Types::w, N>(task.g, i, g);
   }
-  uint32_t words[1 + kStates][N];
+  update_all(task, w, g, state, c, metric);
+  store_vector<Types::w, N>(e.w, i, w);
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    T of_element[kStates] = {state[0][k], state[1][k], state[2][k]};
-    metric[k] = update(w[k], task.descent(g[k]), of_element, c[k], task.flags, task.scalars);
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) state[j][k] = of_element[j];
-    if (stochastic) {
-      uint32_t four[1 + kStates];
-      task.draw(i + k, four);
-#pragma unroll
-      for (int j = 0; j <= kStates; ++j) words[j][k] = four[j];
-    }
-  }
-  keep(w, metric, stochastic ? words[0] : nullptr);
-#pragma unroll
-  for (int k = 0; k < kStates; ++k) {
-    if (e.state[k]) store_vector<Types::state, N>(e.state[k], i, state[k], stochastic ? words[1 + k] : nullptr);
+  for (int k = 0; k < Rule::states; ++k) {
+    if (e.state[k]) store_vector<Types::state, N>(e.state[k], i, state[k]);
   }
 }
 
-// DTypes of parameters and gradients, and of states.
-template <DType w_, DType state_>
-struct VectorTypes {
-  static constexpr DType w = w_, state = state_;
-  static constexpr int width = w == DType::f64 ? 2 : w == DType::f32 ? 4 : 8;
-  using T = std::conditional_t<w == DType::f64, double, float>;
-};
+// The same where registers are scarce: all but the elements in hand stay as memory holds them. keep(w, their metrics,
+// random words or null) stores the parameter's.
+template <class Types, bool stochastic, class Rule, typename T, class Keep>
+LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset, const Keep& keep) {
+  constexpr int n = Types::template taken<stochastic>;
+  const Entry& e = task.entry;
+  const int64_t i = task.begin + offset;
+  const bool is_scaled = task.p.grad_scale.data != nullptr;
+  Packed<Types::w, Types::width> all_w, all_g;
+  // Zeros where there is no state: registers that nothing sets would be kept from vector to vector, and be spilled.
+  Packed<Types::state, Types::width> all_state[kStates] = {};
+  all_w.load(e.w, i);
+  all_g.load(task.g, i);
+#pragma unroll
+  for (int k = 0; k < Rule::states; ++k) {
+    if (e.state[k]) all_state[k].load(e.state[k], i);
+  }
+#pragma unroll 1
+  for (int begin = 0; begin < Types::width; begin += n) {
+    T w[n], g[n], state[kStates][n] = {}, c[n], metric[n];
+    all_w.front(w);
+    all_w.template pop<n>();
+    all_g.front(g);
+#pragma unroll
+    for (int k = 0; k < Rule::states; ++k) all_state[k].front(state[k]);
+    cycle.read(task, offset + begin, c);
+    if (is_scaled) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) g[k] = g[k] / task.grad_scale();
+      all_g.push(g);
+    } else {
+      all_g.template pop<n>();
+    }
+    update_all(task, w, g, state, c, metric);
+    uint32_t random[1 + kStates][n];
+    if constexpr (stochastic) draw_all(task, i + begin, random);
+    keep(w, metric, stochastic ? random[0] : nullptr);
+#pragma unroll
+    for (int k = 0; k < Rule::states; ++k) all_state[k].push(state[k], stochastic ? random[1 + k] : nullptr);
+  }
+  if (is_scaled) all_g.store(task.g, i);
+#pragma unroll
+  for (int k = 0; k < Rule::states; ++k) {
+    if (e.state[k]) all_state[k].store(e.state[k], i);
+  }
+}
 
 }  // namespace loco::optim_step

@@ -17,11 +17,9 @@ enum AdamColumn { kAdamLr, kAdamWeightDecay, kAdamBeta1, kAdamBeta2, kAdamEps, k
 // The decay coefficient of a weight, by the decay map's value at its place.
 struct Coefficients {
   Decay decay;
-  double lr, weight_decay;
+  double factor;  // the weight decay; times the learning rate if it is decoupled
 
-  LOCO_HD double at(double map) const {
-    return decay == Decay::decoupled ? 1 - lr * weight_decay * map : weight_decay * map;
-  }
+  LOCO_HD double at(double map) const { return decay == Decay::decoupled ? 1 - factor * map : factor * map; }
 };
 
 // What a call says of all its tensors; each rule uses what it knows.
@@ -35,12 +33,12 @@ struct Sgd {
   using Flags = SgdFlags;
   template <typename T>
   using Scalars = SgdScalars<T>;
-  static constexpr int columns = kSgdColumns;
+  static constexpr int columns = kSgdColumns, states = 1;
   static constexpr bool counts_steps = false;
 
-  LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {
+  LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double) {
     const Decay kind = o.l1 ? Decay::l1 : Decay::l2;
-    return {row[kSgdWeightDecay] == 0 ? Decay::none : kind, lr, row[kSgdWeightDecay]};
+    return {row[kSgdWeightDecay] == 0 ? Decay::none : kind, row[kSgdWeightDecay]};
   }
   // buffer: there is one; first: it is to be written, not read.
   LOCO_HD static Flags flags(const Options& o, Decay decay, bool buffer, bool first) {
@@ -65,12 +63,13 @@ struct Adam {
   using Flags = AdamFlags;
   template <typename T>
   using Scalars = AdamScalars<T>;
-  static constexpr int columns = kAdamColumns;
+  static constexpr int columns = kAdamColumns, states = 3;
   static constexpr bool counts_steps = true;
 
   LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {
     const Decay kind = o.decoupled ? Decay::decoupled : o.l1 ? Decay::l1 : Decay::l2;
-    return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, lr, row[kAdamWeightDecay]};
+    const double factor = o.decoupled ? lr * row[kAdamWeightDecay] : row[kAdamWeightDecay];
+    return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, factor};
   }
   LOCO_HD static Flags flags(const Options& o, Decay decay, bool, bool) { return {decay, o.amsgrad}; }
   // The prox that ends a step is in the metric (sqrt(v / (1-b2^t)) + eps) / lr, with the thresholds for a step of 1;

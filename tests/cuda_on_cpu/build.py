@@ -23,6 +23,7 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",  # unroll
+    "-Wno-maybe-uninitialized",  # places of states that are absent
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
