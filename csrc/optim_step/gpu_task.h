@@ -102,6 +102,10 @@ struct Task {
   LOCO_DEVICE T grad_scale() const { return static_cast<T>(value_of(p.grad_scale)); }
 };
 
+// GCC does not see that absent states have no places.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
 // Updates one element, whatever its operands' types and strides. keep(w, its metric, where it lies, random word) stores
 // the parameter.
 template <class Rule, typename T, class Keep>
@@ -138,6 +142,8 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
     if (e.state[k]) store_any(e.state_dtype[k], e.state[k], at[k], state[k], stochastic, words[1 + k]);
   }
 }
+
+#pragma GCC diagnostic pop
 
 // The decay coefficients of a task whose map repeats, if it has one.
 template <typename T>

@@ -23,7 +23,6 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",  # unroll
-    "-Wno-maybe-uninitialized",  # places of states that are absent
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
