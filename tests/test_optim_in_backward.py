@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from tolerances import same_bits
 from torch import nn
 
@@ -233,11 +234,119 @@ def test_what_is_refused_later():
         scaler.step(optimizer)
 
 
-def test_a_layer_used_twice_is_refused():
+@pytest.mark.parametrize("how", ["autograd.grad", "inputs"])
+def test_gradients_of_the_input_alone_step_nothing(how):
+    model, _, _ = make("SGD")
+    ((x, _),) = batches(count=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    x.requires_grad_()
+    loss = model(x).square().sum()
+    if how == "inputs":
+        loss.backward(inputs=[x])
+        (found,) = (x.grad,)
+    else:
+        (found,) = torch.autograd.grad(loss, x)
+    (expected,) = torch.autograd.grad(make_model()(x).square().sum(), x)
+    assert same_bits(found, expected)
+    assert all(same_bits(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_checkpointed_layers_step_once():
+    found = []
+    for in_backward in (True, False):
+        for reentrant in (True, False):
+            model, optimizer, _ = make("Adam", in_backward=in_backward)
+            for x, y in batches():
+                optimizer.zero_grad()
+                hidden = torch.utils.checkpoint.checkpoint(model[:3], x.requires_grad_(), use_reentrant=reentrant)
+                nn.functional.cross_entropy(model[3:](hidden), y).backward()
+                optimizer.step()
+            found.append(results(model, optimizer))
+    assert all(same_bits(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_other_values_in_a_layers_place_have_gradients():
+    model, _, _ = make("SGD")
+    ((x, _),) = batches(count=1)
+    layer, before = model[0], model[0].values.detach().clone()
+    other = before.clone().requires_grad_()
+    torch.func.functional_call(layer, {"values": other}, (x,)).sum().backward()
+    assert other.grad is not None
+    assert same_bits(layer.values, before)
+    layer.values = nn.Parameter(before.clone())
+    layer(x).sum().backward()
+    assert layer.values.grad is not None
+
+
+def test_a_loss_that_uses_the_values_otherwise_is_refused():
+    model, optimizer, _ = make("SGD")
+    ((x, y),) = batches(count=1)
+    (nn.functional.cross_entropy(model(x), y) + model[2].values.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="expected values that the loss depends on by their layer alone"):
+        optimizer.step()
+
+
+def test_a_grad_scaler_is_seen_whatever_steps_the_other_groups():
+    model = make_model()
+    values = [model[0].values, model[2].values]
+    others = [p for p in model.parameters() if all(p is not other for other in values)]
+    optimizer = optim.SGD([{"params": values}, {"params": others, "foreach": True}], lr=0.1)
+    optim.step_in_backward(optimizer, model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(batches()[0][0]).sum()).backward()
+    with pytest.raises(RuntimeError, match="expected gradients without a GradScaler's factor"):
+        scaler.step(optimizer)
+
+
+def test_states_of_another_size_are_refused_before_anything_is_written():
+    for change in (lambda layer: layer.grow(1), lambda layer: layer.prune(radius=1)):
+        model, optimizer, _ = make("nesterov")
+        train(model, optimizer, batches(count=1))
+        change(model[0])
+        before = model[0].values.detach().clone()
+        with pytest.raises(RuntimeError, match="optimizer: expected one that was given to grow and prune"):
+            model(batches()[0][0]).sum().backward()
+        assert same_bits(model[0].values, before)
+
+
+def test_a_layer_without_blocks_steps_its_bias():
+    model, optimizer, _ = make("Adam")
+    model[0].prune(keep=torch.zeros(model[0].pattern.nnz, dtype=torch.bool), optimizer=optimizer)
+    before = model[0].bias.detach().clone()
+    train(model, optimizer, batches())
+    assert len(model[0].values) == 0
+    assert not torch.equal(model[0].bias, before)
+
+
+@pytest.mark.parametrize("how", ["plainly", "under autocast", "saved on the CPU", "in one checkpoint", "in two"])
+def test_a_layer_used_twice_is_stepped_once_at_most(how):
     layer = LocallyConnected1d(2, 2, 3, padding=1, input_size=5)
     optim.step_in_backward(optim.SGD(layer.parameters(), lr=0.1), layer)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        layer(layer(torch.randn(1, 2, 5))).sum().backward()
+    x = torch.randn(1, 2, 5, requires_grad=True)
+
+    def segment(function, x):
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+
+    if how == "under autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(layer(x))
+    elif how == "saved on the CPU":
+        with torch.autograd.graph.save_on_cpu():
+            y = layer(layer(x))
+    elif how == "in one checkpoint":
+        y = segment(lambda t: layer(layer(t)), x)
+    else:
+        y = segment(layer, segment(layer, x)) if how == "in two" else layer(layer(x))
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|got a second use"):
+        y.sum().backward()
+
+
+def test_other_arguments_are_refused():
+    model, optimizer, _ = make("SGD")
+    with pytest.raises(TypeError, match="model: expected a module, got int"):
+        optim.step_in_backward(optimizer, 3)
+    with pytest.raises(TypeError, match="consume: expected None or a callable, got int"):
+        ops.block_sparse_matmul(torch.randn(3, 36, 3), model[0].values, model[0].pattern, consume=3)
 
 
 def test_consume_is_given_each_block_once():

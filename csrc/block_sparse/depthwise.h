@@ -210,7 +210,7 @@ void depthwise_rows(const Product& call, Window<E> window, Span span, typename E
   constexpr int kChannels = vectors * E::Arithmetic::kWidth;
   if (memory) {
     window.pixel_stride = samples * kChannels, window.sample_stride = kChannels;
-    window.data = memory - (span.length() ? span.begin * window.pixel_stride : 0);
+    window.data = memory - span.begin * window.pixel_stride;
     for (int64_t i = 0; i < samples; ++i) {
       depthwise_fill<E, kChannels, whole>(call, span, window.batch + i, window.channel, memory + i * kChannels,
                                           window.pixel_stride);
@@ -243,9 +243,9 @@ class DepthwiseWindows {
       widest = span.length() > widest ? span.length() : widest;
     }
     const bool pays = widest <= 2 * kUsual && call.first[rows_] >= kDepthwiseReads * all.length();
-    // What lies by channel has to be copied, be it all.
+    // What lies by channel has to be copied.
     copied_ = pays || call.from.channel_stride != 1;
-    most_ = widest <= kUsual ? least(all.length(), kUsual) : widest <= 2 * kUsual ? widest : all.length();
+    most_ = widest <= kUsual ? least(all.length(), kUsual) : pays ? widest : least(all.length(), 2 * widest);
   }
 
   bool copied() const { return copied_; }
@@ -303,7 +303,7 @@ void depthwise_range(const Product& call, int64_t begin, int64_t end) {
     const int64_t row = item % call.rows, part = item / call.rows, tile = part % tiles.count;
     const bool first = part - begin / call.rows < tiles.count;
     const Window<E> window{nullptr, 0, 0, windows.copied(), part / tiles.count * kRows, tiles.channel(tile), first};
-    Span span;
+    Span span{0, 0};  // where no row reads any
     const int64_t last = windows.end(row, row + end - item, span);
     const bool whole = window.channel + tiles.kWidth <= call.groups;
     const auto run = tile < tiles.wide ? depthwise_rows<E, E::kVectors, true>

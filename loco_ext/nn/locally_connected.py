@@ -34,7 +34,7 @@ class LocallyConnectedNd(nn.Module):
     pattern: BlockPattern
     values: nn.Parameter
     bias: nn.Parameter | None
-    _consume: ops.Consume | None = None  # see loco_ext.optim.step_in_backward
+    _backward_step: Any = None  # see loco_ext.optim.step_in_backward
 
     def __init__(
         self,
@@ -117,18 +117,19 @@ class LocallyConnectedNd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """From ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``, without N where x has none.
 
-            Where the channels of each pixel lie side by side, as in ``channels_last``, they do so in the output, and no
-            activations are copied. Else the output is contiguous: x and the output are converted once in each pass.
+        Where the channels of each pixel lie side by side, as in ``channels_last``, they do so in the output, and no
+        activations are copied. Else the output is contiguous: x and the output are converted once in each pass.
 
-            Raises:
-        XX: x has another shape; the layer is for one input size alone.
+        Raises:
+            TypeError: x is not a tensor, or has another dtype or device than the layer.
+            ValueError: x has another shape; the layer is for one input size alone.
         """
         self._check_input(x)
         batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
         if pattern.crow_indices.device != x.device:
             pattern = pattern.to(x.device)
-        pixels = batch.flatten(2).transpose(1, 2)
-        y = ops.block_sparse_matmul(pixels, self.values, pattern, self.bias, consume=self._consume)
+        pixels, consume = batch.flatten(2).transpose(1, 2), self._backward_step and self._backward_step.of(self.values)
+        y = ops.block_sparse_matmul(pixels, self.values, pattern, self.bias, consume=consume)
         y = y.transpose(1, 2).unflatten(2, self.output_size)
         if not _channels_adjacent(batch):
             y = y.contiguous()

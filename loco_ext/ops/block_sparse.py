@@ -61,7 +61,8 @@ def block_sparse_matmul(
         ``(N, n_out, C_out)``, contiguous.
 
     Raises:
-        TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; no BlockPattern.
+        TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; no BlockPattern; a
+            ``consume`` that cannot be called.
         ValueError: shapes that do not match each other or the pattern.
         RuntimeError: with ``consume`` in what torch.compile traces, and in backward with ``create_graph``.
 
@@ -80,6 +81,8 @@ def block_sparse_matmul(
     x, values, bias = _autocast(x, values, bias)
     _check(x, values, pattern, bias)
     by_input = pattern.transpose()
+    if consume is not None and not callable(consume):
+        raise TypeError(f"consume: expected None or a callable, got {type(consume).__name__}")
     if consume is not None and torch.compiler.is_compiling():
         raise RuntimeError("consume: expected a call that torch.compile leaves alone")
     consumer = None if consume is None else _Consumer(consume, pattern)
@@ -99,7 +102,7 @@ class _Consumer(NamedTuple):
     def _parts(self, x: Tensor, grad: Tensor, values: Tensor) -> Iterator[tuple[slice, Tensor]]:
         crow, col = self.pattern.crow_indices, self.pattern.col_indices
         starts = self.pattern.to("cpu").crow_indices
-        most = (_CPU_PART if x.is_cpu else _GPU_PART) // values[:1].numel()
+        most = (_CPU_PART if x.is_cpu else _GPU_PART) // values.shape[1:].numel()
         row = 0
         while row < self.pattern.n_out:
             begin = int(starts[row])

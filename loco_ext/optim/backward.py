@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.base import LocalityOptimizer, device_lr, uses_torch
 from loco_ext.optim.capture import check_capture
-from loco_ext.optim.plan import Batch, Group, Plan
+from loco_ext.optim.plan import Batch, Group, Plan, Rule
 
 
 class StepsInBackward:
@@ -19,15 +19,19 @@ class StepsInBackward:
     def __init__(self, optimizer: LocalityOptimizer, layers: list[LocallyConnectedNd]) -> None:
         self._optimizer, self._layers = optimizer, layers
         for layer in layers:
-            layer._consume = _BackwardStep(optimizer, layer.values)
-        optimizer._steps_in_backward += 1
+            layer._backward_step = _BackwardStep(optimizer, layer.values)
+        optimizer._stepped_in_backward += tuple(layer.values for layer in layers)
+        optimizer._refresh()
 
     def remove(self) -> None:
         """From now on the layers have gradients again, and ``optimizer.step()`` steps them."""
+        ended = {id(layer._backward_step.values) for layer in self._layers}
         for layer in self._layers:
-            layer._consume = None
-        self._optimizer._steps_in_backward -= bool(self._layers)
+            layer._backward_step = None
         self._layers = []
+        stepped = self._optimizer._stepped_in_backward
+        self._optimizer._stepped_in_backward = tuple(values for values in stepped if id(values) not in ended)
+        self._optimizer._refresh()
 
 
 def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInBackward:
@@ -39,23 +43,26 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
     have made of them, bit for bit, with the group's options of that moment, decay maps and states;
     ``optimizer.step()`` steps everything else as before.
 
-    Every ``backward()`` is then a step: gradients are not accumulated over several, clipped or scaled, and a forward
-    must not use a layer twice.
+    Every ``backward()`` that reaches the weights is then a step: gradients are not accumulated over several, clipped,
+    scaled or handed to hooks of ``values``. The loss must depend on ``values`` by their layer alone, used once in a
+    forward, in no more than one reentrant checkpoint. A side stream must have ended before ``values`` are used again.
 
     Args:
         optimizer: an SGD, Adam or AdamW of this package that has the ``values`` of these layers, without ``penalty``,
             ``stochastic_rounding``, ``foreach`` and ``differentiable``.
-        model: a module with locally connected layers. Copies that are made of it have gradients.
+        model: a module with locally connected layers. Deep copies of it have gradients.
 
     Returns:
         What ends it by its ``remove()``.
 
     Raises:
-        TypeError: another optimizer; ``values`` that are not an ordinary parameter, such as sharded ones.
+        TypeError: another optimizer; no module; ``values`` that are not an ordinary parameter, such as sharded ones.
         ValueError: no such layer; one whose ``values`` the optimizer does not have, or that steps in backward already;
             options of the group as above.
-        RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients),
-            or where a layer was used twice; in a step with a GradScaler; in a forward that torch.compile traces whole.
+        RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients), in
+            a layer's second use, or with states of another size; in ``optimizer.step()``, with a GradScaler, or where
+            ``values`` have got a gradient otherwise: then backward has stepped them already; in a forward that
+            torch.compile traces whole.
 
     Example:
         >>> import torch
@@ -71,13 +78,15 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
     """
     if not isinstance(optimizer, LocalityOptimizer):
         raise TypeError(f"optimizer: expected an SGD, Adam or AdamW of loco_ext, got {type(optimizer).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LocallyConnectedNd)}
     if not layers:
         raise ValueError("model: expected a module with locally connected layers, found none")
     for name, layer in layers.items():
         if type(layer.values) is not nn.Parameter:
             raise TypeError(f"{name}.values: expected an ordinary parameter, got {type(layer.values).__name__}")
-        if layer._consume is not None:
+        if layer._backward_step is not None:
             raise ValueError(f"{name}: expected a layer whose steps are not in backward already")
         if layer.values.grad is not None:
             raise ValueError(f"{name}.values: expected no gradient yet, as it would stay; set it to None")
@@ -90,32 +99,47 @@ class _BackwardStep:
     """Steps one layer's values by the gradient that backward computes; see :data:`loco_ext.ops.Consume`."""
 
     def __init__(self, optimizer: LocalityOptimizer, values: nn.Parameter) -> None:
-        self._optimizer, self._values = optimizer, values
+        self._optimizer, self.values = optimizer, values
+        self._last_pass = -1
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # a copied or loaded layer has gradients
 
+    def of(self, values: Tensor) -> _BackwardStep | None:
+        """Itself, if these are the values that it steps, not others in their place."""
+        return self if values is self.values else None
+
     @torch.no_grad()
     def __call__(self, parts: Iterator[tuple[slice, Tensor]]) -> None:
+        optimizer, values = self._optimizer, self.values
+        # What autograd's engine tells alone: whether this pass, of such a number, is to give values a gradient.
+        if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(values).node):
+            return
+        number = torch._C._current_graph_task_id()
+        if number == self._last_pass:
+            raise RuntimeError("step_in_backward: expected a layer that is used once in a forward, got a second use")
         if _processes() > 1:
             raise RuntimeError("step_in_backward: expected one process, as no gradients are averaged, got several")
-        optimizer, values = self._optimizer, self._values
         group, plan, index = _place(optimizer, values)
         _check_group(group)
-        rule = optimizer._rule(group, str(values.device))
         whole = _whole(optimizer, group, plan, index)
-        check_capture(rule, whole)
-        counted = whole.steps
-        for blocks, gradient in parts:
-            part = _part(whole, blocks, gradient)
-            optimizer._launch_in_backend(rule, part)
-            counted = part.steps
-            del part, gradient  # before the next is computed
-        for count, new in zip(whole.steps, counted, strict=True):
-            count.copy_(new)
-        for param, key, tensor in whole.created:
-            optimizer.state[param][key] = tensor
-        torch.autograd.graph.increment_version(values)
+        self._last_pass = number
+        _step(optimizer, optimizer._rule(group, str(values.device)), whole, parts)
+
+
+def _step(optimizer: LocalityOptimizer, rule: Rule, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
+    check_capture(rule, whole)
+    counted = whole.steps
+    for blocks, gradient in parts:
+        part = _part(whole, blocks, gradient)
+        optimizer._launch_in_backend(rule, part)
+        counted = part.steps
+        del part, gradient  # before the next is computed
+    for count, new in zip(whole.steps, counted, strict=True):
+        count.copy_(new)
+    for param, key, tensor in whole.created:
+        optimizer.state[param][key] = tensor
+    torch.autograd.graph.increment_version(whole.params)
 
 
 def _processes() -> int:
@@ -148,6 +172,12 @@ def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -
     batch = Batch(params=[values], group_index=[0], rows=[optimizer._row(group, lr)], lrs=[lr])
     batch.maps, batch.map_index = ([], [-1]) if decay_map is None else ([decay_map], [0])
     optimizer._add_states(group, [values], batch)
+    for state in (state for states in batch.states for state in states):
+        if state.shape != values.shape:
+            raise RuntimeError(
+                f"optimizer: expected one that was given to grow and prune, got a state of shape {tuple(state.shape)} "
+                f"for values of shape {tuple(values.shape)}"
+            )
     return batch
 
 

@@ -59,7 +59,7 @@ class LocalityOptimizer(Optimizer):
     _repeat: Repeat | None
     _hypers: dict[Rule, tuple[list[list[float]], Tensor]]
     _warned = False  # of kernels of an even size
-    _steps_in_backward = 0  # how many models' blocks backward steps, see step_in_backward
+    _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
     def _finish_init(self) -> None:
         """To be called last in ``__init__``, when torch's own has seen all groups."""
@@ -74,7 +74,9 @@ class LocalityOptimizer(Optimizer):
         self._repeat = None
         self._hypers = {}
         # GradScaler hands grad_scale and found_inf to step(); torch's own functions cannot take them.
-        self._step_supports_amp_scaling = not any(uses_torch(group) for group in self.param_groups)
+        # Where backward steps, step() is to see that there is one.
+        by_torch = any(uses_torch(group) for group in self.param_groups)
+        self._step_supports_amp_scaling = bool(self._stepped_in_backward) or not by_torch
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; see :meth:`torch.optim.Optimizer.add_param_group`. Group keys of ours are checked first."""
@@ -130,13 +132,20 @@ class LocalityOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and self._steps_in_backward:
-            raise RuntimeError("step_in_backward: expected gradients without a GradScaler's factor, got a step of one")
+        if self._stepped_in_backward:
+            self._check_stepped(found_inf)
         if found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
             return loss
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             self._step_groups()
         return loss
+
+    def _check_stepped(self, found_inf: Tensor | None) -> None:
+        """Raises where backward has stepped values by what was no whole gradient of theirs."""
+        if found_inf is not None:
+            raise RuntimeError("step_in_backward: expected gradients without a GradScaler's factor, got a step of one")
+        if any(values.grad is not None for values in self._stepped_in_backward):
+            raise RuntimeError("step_in_backward: expected values that the loss depends on by their layer alone")
 
     def _step_groups(self) -> None:
         plans = self._current_plans()
