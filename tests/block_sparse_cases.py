@@ -66,6 +66,9 @@ CASES = {
     "one sample, whole vectors": Case(1, 1, 64, 64),
     "rgb": Case(7, 1, 3, 64),  # an odd depth, less than a vector
     "back to rgb": Case(7, 1, 64, 3),
+    "rgb, side by side": Case(9, 1, 3, 64, 25, 25, kernel=3),
+    "rgb, even runs": Case(5, 1, 3, 70, 16, 36, 0.9),
+    "short, several strips": Case(5, 1, 7, 20, 6, 300, 0.97),
     "not a multiple of anything": Case(13, 1, 37, 29),
     "100 channels": Case(4, 1, 100, 100),  # two strips of a depth, two panels
     "deep": Case(3, 1, 700, 16, 2, 3),  # in place, too, a depth has several strips
@@ -74,6 +77,7 @@ CASES = {
     "pairs of groups": Case(6, 2, 1, 2),
     "depthwise": Case(9, 70, 1, 1),
     "depthwise, whole vectors": Case(5, 64, 1, 1, 9, 9, kernel=3),
+    "depthwise, whole lines": Case(23, 70, 1, 1, 25, 25, kernel=3),
     "depthwise, several parts": Case(17, 21, 1, 1, 49, 49, kernel=7),
     "depthwise, rows that reach far": Case(7, 3, 1, 1, 12, 6000, 0.01),
     "depthwise, rows far from each other": Case(7, 3, 1, 1, 64, 6000, 0.6, reach=600),

@@ -98,7 +98,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "name",
     [
-        *("convolution", "odd groups", "not a multiple of anything"),
+        *("convolution", "odd groups", "not a multiple of anything", "rgb, side by side", "short, several strips"),
         *("depthwise", "depthwise, several parts", "depthwise, all of many pixels"),
     ],
 )
@@ -107,6 +107,25 @@ def test_layouts_change_nothing(backend, name, layout, dtype):
     operands = [tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad)]
     for expected, found in zip(
         results(*operands, problem.pattern), results(*map(layout, operands), problem.pattern), strict=True
+    ):
+        assert same_bits(found, expected)
+
+
+def in_wider_pixels(tensor: Tensor) -> Tensor:
+    """The same numbers, each along the last dimension followed by others."""
+    wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), torch.nan, dtype=tensor.dtype)
+    wide[..., : tensor.shape[-1]] = tensor
+    return wide[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
+@pytest.mark.parametrize("name", ["rgb, side by side", "short, several strips", "odd groups", "depthwise"])
+def test_pixels_that_lie_apart_change_nothing(backend, name, dtype):
+    problem = make_problem(CASES[name], dtype)
+    x, *others = (tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad))
+    for expected, found in zip(
+        results(x, *others, problem.pattern), results(in_wider_pixels(x), *others, problem.pattern), strict=True
     ):
         assert same_bits(found, expected)
 
@@ -172,6 +191,7 @@ def test_depthwise_products_read_images_in_place():
     "case",
     [
         Case(64, 1, 32, 48, 36, 36, kernel=3),
+        Case(70, 1, 3, 48, 36, 36, kernel=3),
         Case(70, 24, 1, 1, 64, 64, kernel=5),
         Case(300, 2, 8, 16, 16, 16, kernel=3),
     ],
@@ -191,7 +211,7 @@ def test_the_number_of_threads_changes_no_bit(level, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 20, 24), (20, 1, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 20, 24), (1, 3, 24), (20, 1, 1)], ids=str)
 def test_a_sample_does_not_depend_on_the_others(sizes, dtype):
     problem = make_problem(Case(140, *sizes, 9, 9, kernel=3), dtype)
     x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))

@@ -55,6 +55,25 @@ struct Float {
   static Vec load_f16(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
   }
+  // 32 elements of bfloat16: those at even places, and those at odd ones.
+  static LOCO_INLINE void split(const uint16_t* at, Vec (&to)[2]) {
+    __m512i pairs = _mm512_loadu_si512(at);
+    asm("" : "+v"(pairs));  // or else the compiler would load it twice
+    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    to[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static LOCO_INLINE void join(const Vec (&from)[2], uint16_t* at) {
+    const __m512i even = _mm512_srli_epi32(rounded(from[0]), 16), odd = rounded(from[1]);
+    _mm512_storeu_si512(at, _mm512_mask_mov_epi16(even, 0xaaaaaaaa, odd));
+  }
+  // To bfloat16, in the upper halves of words; below them, anything. A NaN becomes a quiet one.
+  static LOCO_INLINE __m512i rounded(Vec value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  }
   static void store(float* at, Vec value) { _mm512_storeu_ps(at, value); }
   static In words(const float* at) { return _mm512_loadu_ps(at); }
   static In broadcast(const char* at) { return _mm512_set1_ps(*reinterpret_cast<const float*>(at)); }

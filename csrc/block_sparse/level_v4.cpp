@@ -12,6 +12,7 @@
 #include "common/convert.h"
 #include "common/parallel.h"
 // GCC 12 warns of its own intrinsics.
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #include "block_sparse/lanes_v4.h"

@@ -12,6 +12,7 @@
 #include "common/convert.h"
 #include "common/parallel.h"
 // GCC 12 warns of its own intrinsics.
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512")
 #include "block_sparse/lanes_v4.h"
@@ -36,6 +37,27 @@ struct Bf16Pair {
     int word;
     std::memcpy(&word, at, sizeof word);
     return _mm512_set1_epi32(word);
+  }
+  // A vector, or less at the end of `count`, rounded.
+  static LOCO_INLINE void store(const float* from, uint16_t* to, int64_t count) {
+    const __m512i bits = v4::Float::rounded(_mm512_maskz_loadu_ps(mask_of(count), from));
+    _mm256_mask_storeu_epi16(to, mask_of(count), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+  }
+  static LOCO_INLINE __mmask16 mask_of(int64_t count) { return count < kWidth ? (1 << count) - 1 : 0xffff; }
+  // A vector of words, or less at the end of `count` columns, of elements of two rows; of the second, zeros if it is
+  // null.
+  static LOCO_INLINE void pair(const uint16_t* low, const uint16_t* high, int64_t count, uint32_t* to) {
+    const __mmask16 mask = mask_of(count);
+    __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, low));
+    if (high) {
+      words =
+          _mm512_or_si512(words, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, high)), 16));
+    }
+    _mm512_mask_storeu_epi32(to, mask, words);
+  }
+  // Sums of products, which are never subnormal: the conversion would take those for zeros.
+  static void round(Vec value, uint16_t* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(value));
   }
   static Vec multiply_add(In a, In b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 };

@@ -2,6 +2,7 @@
 //
 // A mode packs matrices into panels of words: `pack_rows` those whose rows follow the depth, [steps][to_row], and
 // `pack_left` those whose rows lie across it, [rows][steps]. Where elements are words already, they are read in place.
+// `store` makes elements of sums.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,10 @@ struct Plain {
   static void pack_left(DType dtype, const Storage* from, int64_t stride, int64_t rows, int64_t depth, Word* to) {
     pack_rows(dtype, from, stride, rows, depth, to, depth);
   }
+
+  static void store(DType, const Word* from, Storage* to, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) to[j] = from[j];
+  }
 };
 
 // Elements of half precision, converted.
@@ -57,6 +62,8 @@ struct Converted {
   static void pack_left(DType dtype, const Storage* from, int64_t stride, int64_t rows, int64_t depth, Word* to) {
     pack_rows(dtype, from, stride, rows, depth, to, depth);
   }
+
+  static void store(DType dtype, const Word* from, Storage* to, int64_t count) { loco::store(dtype, from, to, count); }
 };
 
 // bfloat16 in pairs along the depth; a zero follows where that is odd.
@@ -72,11 +79,9 @@ struct Pairs {
   static void pack_rows(DType, const Storage* from, int64_t stride, int64_t rows, int64_t columns,
                         Word* __restrict__ to, int64_t to_row) {
     for (int64_t i = 0; i < rows; i += 2, to += to_row) {
-      const Storage *low = from + i * stride, *high = low + stride;
-      if (i + 1 < rows) {
-        for (int64_t j = 0; j < columns; ++j) to[j] = low[j] | static_cast<Word>(high[j]) << 16;
-      } else {
-        for (int64_t j = 0; j < columns; ++j) to[j] = low[j];
+      const Storage *low = from + i * stride, *high = i + 1 < rows ? low + stride : nullptr;
+      for (int64_t j = 0; j < columns; j += A::kWidth) {
+        A::pair(low + j, high ? high + j : nullptr, columns - j, to + j);
       }
       for (int64_t j = columns; j < to_row; ++j) to[j] = 0;
     }
@@ -89,13 +94,15 @@ struct Pairs {
       std::memcpy(to, from + i * stride, depth * sizeof(Storage));
     }
   }
+
+  static void store(DType, const typename A::Acc* from, Storage* to, int64_t count) {
+    for (int64_t j = 0; j < count; j += A::kWidth) A::store(from + j, to + j, count - j);
+  }
 };
 
-// to[k][i] = from[i][k], of words in rows that are row_bytes apart, and zeros up to to[k][padded]. Whole squares go by
-// Square::transpose.
+// to[k][i] = from[i][k], of words in rows that are row_bytes apart. Whole squares go by Square::transpose.
 template <typename Square, typename Word>
-void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t columns, Word* to, int64_t to_row,
-               int64_t padded) {
+void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t columns, Word* to, int64_t to_row) {
   constexpr int64_t kSize = Square::kSize;
   for (int64_t i = 0; i < rows; i += kSize) {
     for (int64_t k = 0; k < columns; k += kSize) {
@@ -111,9 +118,6 @@ void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t column
         }
       }
     }
-  }
-  for (int64_t k = 0; k < columns; ++k) {
-    for (int64_t i = rows; i < padded; ++i) to[k * to_row + i] = 0;
   }
 }
 

@@ -35,6 +35,17 @@ int64_t panel_batch(int64_t batch) {
   return (piece_length(batch, kMost) + 1) / 2 * 2;
 }
 
+// How many entries from `entry` on, before `end`, are taken for one of so many times the depth: where that is short,
+// and pixels follow each other, as their blocks do.
+template <typename Call>
+int64_t run_length(const Call& call, int64_t entry, int64_t end) {
+  constexpr int64_t kShort = 16;
+  int64_t run = 1;
+  if (call.depth >= kShort || call.groups != 1) return run;
+  while (entry + run < end && call.source[entry + run] == call.source[entry] + run) ++run;
+  return run;
+}
+
 struct Counting {
   int64_t number[kStripSteps] = {};
   constexpr Counting() {

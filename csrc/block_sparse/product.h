@@ -1,6 +1,8 @@
 // Product of one instruction set and mode: see panels.h.
 #pragma once
 
+#include <cstring>
+
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
@@ -23,11 +25,10 @@ class ProductPanel {
         columns_(least(Scratch<M>::kPanel, call.width - column)),
         vectors_(pieces(columns_, A::kWidth)),
         row_(vectors_ * A::kWidth),
-        steps_(pieces(call.depth, A::kPair)),
         block_(call.depth * call.width),
-        whole_(M::kInPlace && columns_ == row_),
-        left_in_place_(M::words_in_place(call.depth)),
-        right_in_place_(whole_ && !call.blocks),
+        adjacent_(call.from.pixel_stride == call.depth),
+        whole_(columns_ == row_),
+        right_in_place_(M::kInPlace && whole_ && !call.blocks),
         values_(static_cast<const Storage*>(call.values) + group * block_),
         from_(static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + group * call.depth),
         to_(static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + group * call.width + column) {}
@@ -35,40 +36,62 @@ class ProductPanel {
   void run(int64_t row) {
     const int64_t end = call_.first[row + 1];
     Storage* to = to_ + row * call_.to.pixel_stride;
+    // Transposed blocks leave what is behind the last channel as it is.
+    if (call_.blocks && columns_ < row_) std::memset(scratch_.right, 0, kStripSteps * row_ * sizeof(Word));
     Sums<A> sums{start(row), 0, scratch_.sums, row_};
     Strip strip{};
     strip.next_entry = call_.first[row];
     do {
       strip = strip_at(strip.next_entry, strip.next_step, end);
+      const bool last = whole_ && strip.next_entry == end;
       if constexpr (M::kInPlace) {
-        if (whole_ && strip.next_entry == end) sums.to = to, sums.to_row = call_.to.batch_stride;
+        if (last) sums.to = to, sums.to_row = call_.to.batch_stride;
+      } else if constexpr (A::kPair == 2) {
+        if (last && strip.runs > 0) sums.halves = to, sums.halves_row = call_.to.batch_stride;
       }
       add(strip, sums, end);
       sums.from = scratch_.sums, sums.from_row = row_;
     } while (strip.next_entry < end);
-    if (whole_) return;
+    if (whole_ && (M::kInPlace || sums.halves)) return;
     for (int64_t i = 0; i < rows_; ++i) {
-      store(call_.dtype, scratch_.sums + i * row_, to + i * call_.to.batch_stride, columns_);
+      M::store(call_.dtype, scratch_.sums + i * row_, to + i * call_.to.batch_stride, columns_);
     }
   }
 
  private:
-  // All steps of some entries, or some of one.
+  // All steps of some runs of entries, all of one length, or some steps of one run.
   struct Strip {
-    int64_t entry, entries, step, steps;
+    int64_t entry, run, runs, step, steps;
     int64_t depth;  // elements in the steps
     int64_t next_entry, next_step;
+    bool left_in_place;
   };
 
+  // The order of a sum's terms depends on runs where words are pairs: there, pixels that lie apart run together, too.
+  int64_t run_at(int64_t entry, int64_t end) const {
+    return call_.blocks || !(adjacent_ || A::kPair > 1) ? 1 : run_length(call_, entry, end);
+  }
+
   Strip strip_at(int64_t entry, int64_t step, int64_t end) const {
-    const int64_t most = right_in_place_ ? kStripStepsInPlace : kStripSteps, length = piece_length(steps_, most);
-    if (length == steps_) {
-      const int64_t entries = least(end - entry, most / length);
-      return {entry, entries, 0, steps_, call_.depth, entry + entries, 0};
+    const int64_t run = run_at(entry, end), depth = run * call_.depth, all = pieces(depth, A::kPair);
+    const int64_t most = right_in_place_ ? kStripStepsInPlace : kStripSteps, length = piece_length(all, most);
+    const bool in_place = M::words_in_place(depth) && (run == 1 || adjacent_);
+    if (length < all) {
+      const int64_t steps = least(length, all - step), rest = depth - step * A::kPair;
+      const bool done = step + steps == all;
+      return {entry,
+              run,
+              entry < end,
+              step,
+              steps,
+              least(steps * A::kPair, rest),
+              done ? least(entry + run, end) : entry,
+              done ? 0 : step + steps,
+              in_place};
     }
-    const int64_t steps = least(length, steps_ - step), depth = least(steps * A::kPair, call_.depth - step * A::kPair);
-    const bool done = step + steps == steps_;
-    return {entry, entry < end, step, steps, depth, least(entry + done, end), done ? 0 : step + steps};
+    int64_t runs = 0, next = entry;
+    while (next < end && (runs + 1) * length <= most && run_at(next, end) == run) ++runs, next += run;
+    return {entry, run, runs, 0, all, depth, next, 0, in_place};
   }
 
   const Acc* start(int64_t row) {
@@ -90,34 +113,46 @@ class ProductPanel {
   // The products of a strip to the sums.
   void add(const Strip& strip, const Sums<A>& sums, int64_t end) {
     Factors<A> f;
-    f.entries = strip.entries, f.steps = strip.steps, f.step_bytes = sizeof(Word);
-    const Storage* from = from_ + strip.step * A::kPair;
-    if (left_in_place_) {
-      f.left = reinterpret_cast<const char*>(from);
-      f.pixels = call_.source + strip.entry;
+    f.entries = strip.runs, f.steps = strip.steps, f.step_bytes = sizeof(Word);
+    if (strip.left_in_place) {
+      f.left = reinterpret_cast<const char*>(from_ + strip.step * A::kPair);
+      f.pixels = call_.source + strip.entry, f.pixels_step = strip.run;
       f.pixel_bytes = call_.from.pixel_stride * sizeof(Storage),
       f.row_bytes = call_.from.batch_stride * sizeof(Storage);
       f.next_pixel = strip.next_entry < end ? call_.source[strip.next_entry] : 0;
     } else {
       f.left = reinterpret_cast<const char*>(scratch_.left);
-      f.pixels = kCounting.number;
+      f.pixels = kCounting.number, f.pixels_step = 1;
       f.row_bytes = strip.steps * sizeof(Word), f.pixel_bytes = rows_ * f.row_bytes;
       f.next_pixel = 0;
-      for (int64_t e = 0; e < strip.entries; ++e) {
-        M::pack_left(call_.dtype, from + call_.source[strip.entry + e] * call_.from.pixel_stride,
-                     call_.from.batch_stride, rows_, strip.depth, scratch_.left + e * rows_ * strip.steps);
+      for (int64_t e = 0; e < strip.runs; ++e) {
+        pack_left(strip, strip.entry + e * strip.run, scratch_.left + e * rows_ * strip.steps);
       }
     }
     if (right_in_place_) {
       f.right = reinterpret_cast<const Word*>(part(strip.entry, strip.step, column_));
-      f.right_step = call_.width, f.right_entry = call_.groups * block_;
+      f.right_step = call_.width, f.right_entry = strip.run * call_.groups * block_;
     } else {
       f.right = scratch_.right, f.right_step = row_, f.right_entry = strip.steps * row_;
-      for (int64_t e = 0; e < strip.entries; ++e)
-        pack_right(strip, strip.entry + e, scratch_.right + e * f.right_entry);
+      for (int64_t e = 0; e < strip.runs; ++e) {
+        pack_right(strip, strip.entry + e * strip.run, scratch_.right + e * f.right_entry);
+      }
     }
     Ahead ahead = ahead_of(strip);
     tiles<A, true>(f, rows_, vectors_, sums, &ahead);
+  }
+
+  void pack_left(const Strip& strip, int64_t entry, Word* to) {
+    const Storage* from = from_ + call_.source[entry] * call_.from.pixel_stride;
+    const int64_t first = strip.step * A::kPair, stride = call_.from.batch_stride;
+    if (strip.run == 1 || adjacent_) return M::pack_left(call_.dtype, from + first, stride, rows_, strip.depth, to);
+    for (int64_t i = 0; i < rows_; ++i, from += stride, to += strip.steps) {
+      to[strip.steps - 1] = 0;
+      for (int64_t k = 0; k < strip.depth; ++k) {
+        const int64_t pixel = (first + k) / call_.depth, channel = (first + k) % call_.depth;
+        reinterpret_cast<Storage*>(to)[k] = from[pixel * call_.from.pixel_stride + channel];
+      }
+    }
   }
 
   void pack_right(const Strip& strip, int64_t entry, Word* to) {
@@ -126,15 +161,15 @@ class ProductPanel {
     }
     using Square = typename A::Square;
     const Storage* from = part(call_.blocks[entry], strip.step, column_);
-    if (left_in_place_) {
+    if (strip.left_in_place) {
       return transpose<Square>(reinterpret_cast<const char*>(from), call_.depth * sizeof(Storage), columns_,
-                               strip.steps, to, row_, row_);
+                               strip.steps, to, row_);
     }
     for (int64_t i = 0; i < columns_; i += kSquareRows) {
       const int64_t rows = least(kSquareRows, columns_ - i);
       M::pack_left(call_.dtype, from + i * call_.depth, call_.depth, rows, strip.depth, scratch_.turned);
       transpose<Square>(reinterpret_cast<const char*>(scratch_.turned), strip.steps * sizeof(Word), rows, strip.steps,
-                        to + i, row_, i + rows == columns_ ? row_ - i : rows);
+                        to + i, row_);
     }
   }
 
@@ -143,23 +178,23 @@ class ProductPanel {
     const bool turned = call_.blocks;
     const int64_t entry = strip.next_entry;
     Ahead ahead{};
-    ahead.entries = least(strip.entries, call_.first[call_.rows] - entry);
+    ahead.entries = least(strip.runs, pieces(call_.first[call_.rows] - entry, strip.run));
     if (ahead.entries <= 0) return ahead;
     ahead.blocks = turned ? call_.blocks + entry : nullptr;
     ahead.data = reinterpret_cast<const char*>(part(turned ? 0 : entry, strip.next_step, column_));
-    ahead.block_bytes = call_.groups * block_ * sizeof(Storage);
+    ahead.block_bytes = strip.run * call_.groups * block_ * sizeof(Storage);
     ahead.row_bytes = (turned ? call_.depth : call_.width) * sizeof(Storage);
     ahead.rows = turned ? columns_ : strip.depth;
     ahead.lines = pieces((turned ? strip.depth : columns_) * sizeof(Storage), kLine);
-    const int64_t times = strip.entries * pieces(strip.steps, kAheadSteps) * pieces(rows_, kRows);
+    const int64_t times = strip.runs * pieces(strip.steps, kAheadSteps) * pieces(rows_, kRows);
     ahead.per_step = least(pieces(ahead.entries * ahead.rows, times), kMostRowsAhead);
     return ahead;
   }
 
   const Product& call_;
   Scratch<M>& scratch_;
-  const int64_t rows_, group_, column_, columns_, vectors_, row_, steps_, block_;
-  const bool whole_, left_in_place_, right_in_place_;
+  const int64_t rows_, group_, column_, columns_, vectors_, row_, block_;
+  const bool adjacent_, whole_, right_in_place_;
   const Storage *values_, *from_;
   Storage* to_;
 };

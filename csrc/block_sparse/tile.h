@@ -10,7 +10,7 @@
 
 #include "common/platform.h"
 
-#define LOCO_UNROLL _Pragma("GCC unroll 8")
+#define LOCO_UNROLL _Pragma("GCC unroll 16")
 
 namespace loco::block_sparse {
 
@@ -39,22 +39,24 @@ struct Ahead {
 // The factors of one product: sums over entries, and along the depth of each.
 template <typename A>
 struct Factors {
-  const char* left;  // row i, step k of entry e lies at left + e's pixel + i * row_bytes + k * (bytes of a step)
-  const int64_t* pixels;
-  int64_t entries, pixel_bytes, row_bytes;
+  const char* left;       // row i, step k of entry e lies at left + e's pixel + i * row_bytes + k * (bytes of a step)
+  const int64_t* pixels;  // of entry e: number e * pixels_step
+  int64_t pixels_step, entries, pixel_bytes, row_bytes;
   int64_t steps, step_bytes;  // step_bytes is read where rows are side by side, else steps are
   const typename A::Word* right;
   int64_t right_entry, right_step;  // in words
   int64_t next_pixel;               // read after these entries, of the same rows
 };
 
-// The sums start from `from` and go to `to`.
+// The sums start from `from` and go to `to`; or, of pairs, rounded to `halves`, where that is not null.
 template <typename A>
 struct Sums {
   const typename A::Acc* from;
   int64_t from_row;
   typename A::Acc* to;
   int64_t to_row;
+  uint16_t* halves = nullptr;
+  int64_t halves_row = 0;
 };
 
 template <typename A, int rows, int vectors, bool kStepsAdjacent>
@@ -69,8 +71,9 @@ __attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Sums
   const int64_t step_bytes = kStepsAdjacent ? static_cast<int64_t>(sizeof(Word)) : f.step_bytes;
   const char* left_row = f.left + row * row_bytes;
   for (int64_t e = 0; e < f.entries; ++e) {
-    const char* left = left_row + f.pixels[e] * f.pixel_bytes;
-    const char* next = left_row + (e + 1 < f.entries ? f.pixels[e + 1] : f.next_pixel) * f.pixel_bytes;
+    const char* left = left_row + f.pixels[e * f.pixels_step] * f.pixel_bytes;
+    const int64_t next_pixel = e + 1 < f.entries ? f.pixels[(e + 1) * f.pixels_step] : f.next_pixel;
+    const char* next = left_row + next_pixel * f.pixel_bytes;
     const Word* right = f.right + e * f.right_entry;
     const int64_t chunk = kStepsAdjacent ? kAheadSteps : f.steps;
     for (int64_t begin = 0; begin < f.steps; begin += chunk) {
@@ -87,6 +90,15 @@ __attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Sums
           LOCO_UNROLL for (int j = 0; j < vectors; ++j) acc[i][j] = A::multiply_add(a, b[j], acc[i][j]);
         }
       }
+    }
+  }
+  if constexpr (A::kPair == 2) {
+    if (sums.halves) {
+      uint16_t* to = sums.halves + row * sums.halves_row;
+      LOCO_UNROLL for (int i = 0; i < rows; ++i) {
+        LOCO_UNROLL for (int j = 0; j < vectors; ++j) A::round(acc[i][j], to + i * sums.halves_row + j * A::kWidth);
+      }
+      return;
     }
   }
   typename A::Acc* to = sums.to + row * sums.to_row;

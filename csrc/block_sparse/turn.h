@@ -17,7 +17,7 @@ void turn_range(const Turn& call, int64_t begin, int64_t end) {
     const auto* from = static_cast<const Word*>(call.from) + sample * call.batch_stride + pixel;
     auto* to = static_cast<Word*>(call.to) + (sample * call.pixels + pixel) * call.channels;
     transpose<Square>(reinterpret_cast<const char*>(from), call.channel_stride * sizeof(Word), call.channels,
-                      least(kTurnPixels, call.pixels - pixel), to, call.channels, call.channels);
+                      least(kTurnPixels, call.pixels - pixel), to, call.channels);
   }
 }
 

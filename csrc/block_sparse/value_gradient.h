@@ -19,23 +19,25 @@ class ValueGradientPanels {
     for (Acc& value : scratch_.start) value = 0;
   }
 
-  // Entry `entry`, which is in `row`.
-  void run(int64_t entry, int64_t row) {
+  // A run of entries, which are in `row`.
+  void run(int64_t entry, int64_t entries, int64_t row) {
     for (int64_t group = 0; group < call_.groups; ++group) {
       for (int64_t column = 0; column < call_.width; column += Scratch<M>::kPanel) {
-        for (int64_t channel = 0; channel < call_.depth; channel += kDepth) panel(entry, row, group, column, channel);
+        for (int64_t channel = 0; channel < entries * call_.depth; channel += kDepth) {
+          panel(entry, row, group, column, channel, least(kDepth, entries * call_.depth - channel));
+        }
       }
     }
   }
 
  private:
-  void panel(int64_t entry, int64_t row, int64_t group, int64_t column, int64_t channel) {
-    const int64_t columns = least(Scratch<M>::kPanel, call_.width - column),
-                  depth = least(kDepth, call_.depth - channel);
+  // `depth` channels from `channel` on.
+  void panel(int64_t entry, int64_t row, int64_t group, int64_t column, int64_t channel, int64_t depth) {
+    const int64_t columns = least(Scratch<M>::kPanel, call_.width - column);
     const int64_t vectors = pieces(columns, A::kWidth), to_row = vectors * A::kWidth;
     const int64_t block = (entry * call_.groups + group) * call_.depth * call_.width;
     Storage* values = static_cast<Storage*>(call_.values) + block + channel * call_.width + column;
-    const bool whole = M::kInPlace && columns == to_row;
+    const bool whole = columns == to_row;
     Sums<A> sums{scratch_.start, 0, scratch_.sums, to_row};
     if constexpr (M::kInPlace) {
       if (whole) sums.to = values, sums.to_row = call_.width;
@@ -44,13 +46,16 @@ class ValueGradientPanels {
                           group * call_.depth + channel;
     for (int64_t batch = 0; batch < call_.batch; batch += part_) {
       const int64_t rows = least(part_, call_.batch - batch);
+      if constexpr (A::kPair == 2) {
+        if (whole && batch + rows == call_.batch) sums.halves = values, sums.halves_row = call_.width;
+      }
       pack_right({row, group, column, batch}, rows, columns, to_row);
       add(from + batch * call_.from.batch_stride, rows, depth, vectors, sums);
       sums.from = sums.to, sums.from_row = sums.to_row;
     }
-    if (whole) return;
+    if (whole && (M::kInPlace || sums.halves)) return;
     for (int64_t i = 0; i < depth; ++i) {
-      store(call_.dtype, sums.from + i * sums.from_row, values + i * call_.width, columns);
+      M::store(call_.dtype, sums.from + i * sums.from_row, values + i * call_.width, columns);
     }
   }
 
@@ -73,7 +78,7 @@ class ValueGradientPanels {
 
   void add(const Storage* from, int64_t rows, int64_t depth, int64_t vectors, const Sums<A>& sums) {
     Factors<A> f;
-    f.pixels = kCounting.number;
+    f.pixels = kCounting.number, f.pixels_step = 1;
     f.entries = 1, f.pixel_bytes = 0, f.next_pixel = 0, f.row_bytes = sizeof(Word);
     f.steps = pieces(rows, A::kPair);
     f.right = scratch_.right, f.right_entry = 0, f.right_step = vectors * A::kWidth;
@@ -98,9 +103,12 @@ void value_gradient_range(const ValueGradient& call, int64_t begin, int64_t end)
   const Memory<Scratch<M>> scratch;
   ValueGradientPanels<M> panels(call, *scratch);
   int64_t row = 0;
-  for (int64_t entry = begin; entry < end; ++entry) {
+  for (int64_t entry = begin; entry < end;) {
     while (call.first[row + 1] <= entry) ++row;
-    panels.run(entry, row);
+    const bool adjacent = call.from.pixel_stride == call.depth;
+    const int64_t entries = adjacent ? run_length(call, entry, least(end, call.first[row + 1])) : 1;
+    panels.run(entry, entries, row);
+    entry += entries;
   }
 }
 
