@@ -66,6 +66,9 @@ CASES = {
     "one sample, whole vectors": Case(1, 1, 64, 64),
     "rgb": Case(7, 1, 3, 64),  # an odd depth, less than a vector
     "back to rgb": Case(7, 1, 64, 3),
+    "rgb, whole vectors": Case(20, 1, 3, 64, 16, 16, kernel=3),  # few channels in the gradient of x
+    "few channels, groups": Case(13, 3, 2, 32),
+    "few channels, not whole vectors": Case(13, 1, 4, 40),
     "rgb, side by side": Case(9, 1, 3, 64, 25, 25, kernel=3),
     "rgb, even runs": Case(5, 1, 3, 70, 16, 36, 0.9),
     "short, several strips": Case(5, 1, 7, 20, 6, 300, 0.97),

@@ -12,7 +12,7 @@ from loco_ext.experiments.memory import keep_freed_memory
 kept = "keep" in sys.argv and keep_freed_memory()
 
 def step():
-    tensors = [torch.ones(5_000_000) for _ in range(4)]
+    tensors = [torch.ones(size) for size in (5_000_000, 5_000_000, 5_000_000, 20_000_000)]
     tensors.pop(1)
 
 for _ in range(3):  # memory grows until it holds what a step needs, wherever that comes to lie

@@ -30,6 +30,7 @@ struct Lanes {
   static LOCO_INLINE In words(const T* at) { return load(at); }
   static LOCO_INLINE In broadcast(const char* at) { return *reinterpret_cast<const T*>(at) - Vec{}; }
   static LOCO_INLINE Vec multiply_add(In a, In b, Vec c) { return a * b + c; }
+  static LOCO_INLINE void totals(const Vec (&of)[4], Acc* to) { totals_of_lanes<Lanes<T>>(of, to); }
 };
 
 using Float = Lanes<float>;

@@ -23,6 +23,7 @@ struct Float {
   static In words(const float* at) { return _mm256_loadu_ps(at); }
   static In broadcast(const char* at) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(at)); }
   static Vec multiply_add(In a, In b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+  static LOCO_INLINE void totals(const Vec (&of)[4], Acc* to) { totals_of_lanes<Float>(of, to); }
 };
 
 struct Double {
@@ -38,6 +39,7 @@ struct Double {
   static In words(const double* at) { return _mm256_loadu_pd(at); }
   static In broadcast(const char* at) { return _mm256_broadcast_sd(reinterpret_cast<const double*>(at)); }
   static Vec multiply_add(In a, In b, Vec c) { return _mm256_fmadd_pd(a, b, c); }
+  static LOCO_INLINE void totals(const Vec (&of)[4], Acc* to) { totals_of_lanes<Double>(of, to); }
 };
 
 }  // namespace loco::block_sparse::v3

@@ -60,6 +60,7 @@ struct Bf16Pair {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(value));
   }
   static Vec multiply_add(In a, In b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+  static LOCO_INLINE void totals(const Vec (&of)[4], float* to) { v4::Float::totals(of, to); }
 };
 
 }  // namespace v4_bf16

@@ -2,7 +2,8 @@
 //
 // A mode packs matrices into panels of words: `pack_rows` those whose rows follow the depth, [steps][to_row], and
 // `pack_left` those whose rows lie across it, [rows][steps]. Where elements are words already, they are read in place.
-// `store` makes elements of sums.
+// `store` and `element` make elements of sums. kInPlace: any matrix may be read in place; kVectorsInPlace: vectors
+// along the depth.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ struct Plain {
   using Arithmetic = A;
   using Storage = typename A::Word;
   using Word = typename A::Word;
-  static constexpr bool kInPlace = true;
+  static constexpr bool kInPlace = true, kVectorsInPlace = true;
 
   static bool words_in_place(int64_t) { return true; }
 
@@ -36,6 +37,8 @@ struct Plain {
     pack_rows(dtype, from, stride, rows, depth, to, depth);
   }
 
+  static Storage element(Word sum) { return sum; }
+
   static void store(DType, const Word* from, Storage* to, int64_t count) {
     for (int64_t j = 0; j < count; ++j) to[j] = from[j];
   }
@@ -47,7 +50,7 @@ struct Converted {
   using Arithmetic = A;
   using Storage = uint16_t;
   using Word = typename A::Word;
-  static constexpr bool kInPlace = false;
+  static constexpr bool kInPlace = false, kVectorsInPlace = false;
 
   static bool words_in_place(int64_t) { return false; }
 
@@ -72,7 +75,7 @@ struct Pairs {
   using Arithmetic = A;
   using Storage = uint16_t;
   using Word = uint32_t;
-  static constexpr bool kInPlace = false;
+  static constexpr bool kInPlace = false, kVectorsInPlace = true;
 
   static bool words_in_place(int64_t depth) { return depth % 2 == 0; }
 
@@ -94,6 +97,8 @@ struct Pairs {
       std::memcpy(to, from + i * stride, depth * sizeof(Storage));
     }
   }
+
+  static Storage element(float sum) { return float_to_bf16(sum); }
 
   static void store(DType, const typename A::Acc* from, Storage* to, int64_t count) {
     for (int64_t j = 0; j < count; j += A::kWidth) A::store(from + j, to + j, count - j);
@@ -118,6 +123,17 @@ void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t column
         }
       }
     }
+  }
+}
+
+// The sums of four vectors' lanes.
+template <typename A>
+LOCO_HD void totals_of_lanes(const typename A::Vec (&of)[4], typename A::Acc* to) {
+  for (int i = 0; i < 4; ++i) {
+    typename A::Acc lanes[A::kWidth];
+    A::store(lanes, of[i]);
+    to[i] = lanes[0];
+    for (int k = 1; k < A::kWidth; ++k) to[i] += lanes[k];
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "block_sparse/narrow.h"
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
@@ -218,6 +219,12 @@ void product_range(const Product& call, int64_t begin, int64_t end) {
   const Memory<Scratch<M>> scratch;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t batch = item % parts * most, rows = least(most, call.batch - batch);
+    if constexpr (M::kVectorsInPlace) {
+      if (is_narrow<M>(call)) {
+        narrow_product<M>(call, item / parts, batch, rows);
+        continue;
+      }
+    }
     for (int64_t group = 0; group < call.groups; ++group) {
       for (int64_t column = 0; column < call.width; column += Scratch<M>::kPanel) {
         ProductPanel<M>(call, *scratch, batch, rows, group, column).run(item / parts);

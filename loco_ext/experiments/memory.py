@@ -4,8 +4,7 @@ import ctypes
 import sys
 
 # malloc.h of the GNU C library
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 1 << 25
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _NEVER = (1 << 31) - 1
 
 
@@ -24,4 +23,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_TRIM_THRESHOLD, _NEVER))
+    return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, _NEVER))

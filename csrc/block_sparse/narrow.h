@@ -1,0 +1,79 @@
+// Products with transposed blocks of few rows, as for gradients of images: blocks lie as [channel of `to`][channel of
+// `from`], and so vectors lie along the depth. Each sum has its terms in the lanes of one vector, which are added up in
+// the end.
+#pragma once
+
+#include "block_sparse/panels.h"
+
+namespace loco::block_sparse {
+
+constexpr int kNarrow = 4;  // channels of a group in `to`
+
+template <typename M>
+bool is_narrow(const Product& call) {
+  using A = typename M::Arithmetic;
+  return call.blocks && !call.bias && call.width > 0 && call.width <= kNarrow && call.depth > 0 &&
+         call.depth % (A::kWidth * A::kPair) == 0;
+}
+
+// Some samples of one row and group, all channels.
+template <typename M, int samples, int width>
+void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group) {
+  using A = typename M::Arithmetic;
+  using Storage = typename M::Storage;
+  using Word = typename M::Word;
+  constexpr int64_t kLanes = A::kWidth * A::kPair;
+  const auto* const from =
+      static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + group * call.depth;
+  const auto* const values = static_cast<const Storage*>(call.values) + group * call.depth * width;
+  const typename A::Acc zeros[A::kWidth] = {};
+  typename A::Vec sums[samples][kNarrow];  // zeros behind `width`
+  LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+    LOCO_UNROLL for (int c = 0; c < kNarrow; ++c) sums[i][c] = A::load(zeros);
+  }
+  for (int64_t entry = call.first[row]; entry < call.first[row + 1]; ++entry) {
+    const auto* const pixel = from + call.source[entry] * call.from.pixel_stride;
+    const auto* const block = values + call.blocks[entry] * call.groups * call.depth * width;
+    for (int64_t k = 0; k < call.depth; k += kLanes) {
+      typename A::In v[width];
+      LOCO_UNROLL for (int c = 0; c < width; ++c) {
+        v[c] = A::words(reinterpret_cast<const Word*>(block + c * call.depth + k));
+      }
+      LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+        const typename A::In x = A::words(reinterpret_cast<const Word*>(pixel + i * call.from.batch_stride + k));
+        LOCO_UNROLL for (int c = 0; c < width; ++c) sums[i][c] = A::multiply_add(x, v[c], sums[i][c]);
+      }
+    }
+  }
+  auto* to =
+      static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + row * call.to.pixel_stride + group * width;
+  LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+    typename A::Acc total[kNarrow];
+    A::totals(sums[i], total);
+    Storage* out = to + i * call.to.batch_stride;
+    LOCO_UNROLL for (int c = 0; c < width; ++c) out[c] = M::element(total[c]);
+  }
+}
+
+template <typename M, int width>
+void narrow_rows(const Product& call, int64_t row, int64_t batch, int64_t rows) {
+  for (int64_t group = 0; group < call.groups; ++group) {
+    constexpr int kSamples = M::Arithmetic::kVectors > 2 ? kRows : kRows / 2;  // as registers allow
+    int64_t i = 0;
+    for (; i + kSamples <= rows; i += kSamples) narrow_tile<M, kSamples, width>(call, row, batch + i, group);
+    for (; i < rows; ++i) narrow_tile<M, 1, width>(call, row, batch + i, group);
+  }
+}
+
+// `rows` of the batch from `batch` on, of one row of `to`.
+template <typename M>
+void narrow_product(const Product& call, int64_t row, int64_t batch, int64_t rows) {
+  static_assert(kNarrow == 4, "a tile for each width");
+  const auto run = call.width == 1   ? narrow_rows<M, 1>
+                   : call.width == 2 ? narrow_rows<M, 2>
+                   : call.width == 3 ? narrow_rows<M, 3>
+                                     : narrow_rows<M, 4>;
+  run(call, row, batch, rows);
+}
+
+}  // namespace loco::block_sparse
