@@ -11,8 +11,7 @@ output and their gradients: contiguous and channels_last. For peers see bench/bl
 
 The C library keeps what is freed for the next call, whoever calls: the system's handing out of pages is not measured.
 
-Memory is the growth of a fresh process during a first call, but for one of few samples, beyond what it returns, over
-the size of the activations.
+Memory is the growth of a fresh process during the second call beyond what it returns, over the size of the activations.
 """
 
 import argparse
@@ -177,18 +176,16 @@ def extra_memory(layer: Layer, batch: int, name: str, mode: str) -> float | None
     """Growth beyond what one call returns, over the activations' size; None where the system does not tell."""
     problem = make_problem(layer, batch)
     candidate = makers(problem, ["unfold+bmm"] if name == "unfold+bmm" else [])[name]()
-    # The code itself, and what libraries set up once, come with a smaller batch.
-    small = makers(make_problem(layer, 2), ["unfold+bmm"] if name == "unfold+bmm" else [])[name]()
-    getattr(small, mode)()
-    kept: list[Any] = []
     torch.set_num_threads(1)
+    # The first call brings in code, and what libraries set up once. Its results are kept: the second gets memory anew.
+    kept: list[Any] = [getattr(candidate, mode)()]
     # What was freed before would serve the call without being seen to grow.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
     peak = harness.peak_extra_memory(lambda: kept.append(getattr(candidate, mode)()))
     if peak is None:
         return None
-    returned = kept[0] if isinstance(kept[0], tuple) else (kept[0],)
+    returned = kept[1] if isinstance(kept[1], tuple) else (kept[1],)
     # The output of a training pass lives until its gradient is known.
     alive = problem.grad.nbytes if mode == "training" else 0
     bytes_returned = sum(tensor.nbytes for tensor in returned)
