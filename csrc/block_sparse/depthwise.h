@@ -114,7 +114,6 @@ template <typename E>
 struct Window {
   const typename E::Storage* data;  // of pixel 0, be it there or not
   int64_t batch, samples, channel;
-  bool first;  // of its channels
 };
 
 // The sums of one row. Copies are [pixel][sample][channel], zeros behind the last channel.
@@ -169,7 +168,7 @@ void depthwise_fill(const Product& call, Span span, int64_t batch, int64_t chann
   }
 }
 
-// Brings the values of a row and the next into cache.
+// Brings the values of a row into cache.
 template <typename E>
 void depthwise_fetch(const Product& call, int64_t channel, int64_t row) {
   const auto* values = static_cast<const typename E::Storage*>(call.values) + channel;
@@ -199,7 +198,7 @@ void depthwise_rows(const Product& call, Window<E> window, Span span, typename E
                   window.channel;
   }
   for (; row < last; ++row) {
-    if (window.first) depthwise_fetch<E>(call, window.channel, row + 2);
+    depthwise_fetch<E>(call, window.channel, row + 2);
     depthwise_tile<E, samples, vectors, whole, copied>(call, window, row);
   }
 }
@@ -289,9 +288,8 @@ void depthwise_range(const Product& call, int64_t begin, int64_t end) {
   const Memory<typename E::Storage> memory(windows.bytes() / sizeof(typename E::Storage));
   for (int64_t item = begin; item < end;) {
     const int64_t row = item % call.rows, part = item / call.rows, tile = part % tiles.count;
-    const bool first = part - begin / call.rows < tiles.count;
     const int64_t batch = part / tiles.count * call.batch / parts, next = (part / tiles.count + 1) * call.batch / parts;
-    const Window<E> window{nullptr, batch, next - batch, tiles.channel(tile), first};
+    const Window<E> window{nullptr, batch, next - batch, tiles.channel(tile)};
     Span span{0, 0};  // where no row reads any
     const int64_t last = windows.end(row, row + end - item, span);
     const auto rows = windows.copied() ? depthwise_rows_of<E, true> : depthwise_rows_of<E, false>;

@@ -55,14 +55,16 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
   }
 }
 
+// `rows` samples from `batch` on, by so many at once as registers allow.
+template <typename M, int width, int samples = M::Arithmetic::kVectors <= 2 ? kRows / 2 : kRows>
+void narrow_samples(const Product& call, int64_t row, int64_t batch, int64_t rows, int64_t group) {
+  for (; rows >= samples; rows -= samples, batch += samples) narrow_tile<M, samples, width>(call, row, batch, group);
+  if constexpr (samples > 1) narrow_samples<M, width, samples - 1>(call, row, batch, rows, group);
+}
+
 template <typename M, int width>
 void narrow_rows(const Product& call, int64_t row, int64_t batch, int64_t rows) {
-  for (int64_t group = 0; group < call.groups; ++group) {
-    constexpr int kSamples = M::Arithmetic::kVectors > 2 ? kRows : kRows / 2;  // as registers allow
-    int64_t i = 0;
-    for (; i + kSamples <= rows; i += kSamples) narrow_tile<M, kSamples, width>(call, row, batch + i, group);
-    for (; i < rows; ++i) narrow_tile<M, 1, width>(call, row, batch + i, group);
-  }
+  for (int64_t group = 0; group < call.groups; ++group) narrow_samples<M, width>(call, row, batch, rows, group);
 }
 
 // `rows` of the batch from `batch` on, of one row of `to`.
