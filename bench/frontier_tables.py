@@ -103,6 +103,26 @@ def norms(arms: dict[str, Any]) -> Parts:
     return title, headers, rows
 
 
+def compacted(report: dict[str, Any]) -> Parts:
+    """Times of trained networks, as they are and compacted."""
+    rows: list[Cells] = []
+    for model, record in report["networks"].items():
+        (path,) = record["paths"]
+        for point in path["points"]:
+            share = point["multiply_adds"] / path["multiply_adds"]
+            times = point["latency_before"], point["latency_after"]
+            cells = [f"{point['strength']:g}", live_kernels(point), f"{share:.1%}", f"{error(point):.1f}"]
+            rows.append([model, *cells, *(f"{1e3 * time:.2f}" for time in times), f"{times[0] / times[1]:.2f}"])
+    settings, batch = report["settings"], next(iter(report["networks"].values()))["latency_batch"]
+    title = (
+        f"{settings['width']:g} times as wide, {settings['training_samples']:,} training images, "
+        f"{settings['dense_epochs']} epochs dense and one for each strength, one thread: milliseconds for {batch} "
+        "images of the network as it is, and compacted; test error in percent"
+    )
+    headers = ["network", "strength", "kernels left", "multiply-adds", "test error", "ms", "compacted", "times faster"]
+    return title, headers, rows
+
+
 def live_kernels(point: dict[str, Any]) -> str:
     """How many kernels are left in all convolutions."""
     return str(sum(sum(counts[1:]) for counts in point["kernels"].values()))

@@ -144,6 +144,11 @@ def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
     return _filled(frontier_tables.of(report))
 
 
+def trained_cifar10(report: dict[str, Any]) -> list[Table]:
+    """What compaction gains on networks that a penalty has thinned."""
+    return _filled([frontier_tables.compacted(report)])
+
+
 def efcn_cifar10(report: dict[str, Any]) -> list[Table]:
     """What networks between convolution and full connection reach; the loss around them; the paths to them."""
     return _filled(efcn_tables.of(report))
@@ -262,6 +267,7 @@ RENDERERS = {
     "locality_cifar10": locality_cifar10,
     "compact": compact,
     "frontier_cifar10": frontier_cifar10,
+    "trained_cifar10": trained_cifar10,
     "efcn_cifar10": efcn_cifar10,
     "optim_step_gpu": optim_step_gpu,
     "ring_prox": tables_ring_prox.ring_prox,
@@ -273,6 +279,7 @@ RENDERERS = {
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
 NOTHING_YET = {
     "compact": "Not measured yet; `make bench` does that.",
+    "trained_cifar10": "Not run yet; `python -m bench.trained_cifar10 --data DIR` does that.",
     "efcn_cifar10": "Not run yet; `python -m bench.efcn_cifar10 --data DIR` does that.",
     "optim_step_gpu": _NO_GPU,
     "ring_prox": "Not measured yet; `make bench` does that.",

@@ -16,12 +16,16 @@ bool is_narrow(const Product& call) {
          call.depth % (A::kWidth * A::kPair) == 0;
 }
 
+template <typename A, typename Storage>
+LOCO_HD typename A::In words(const Storage* at) {
+  return A::words(reinterpret_cast<const typename A::Word*>(at));
+}
+
 // Some samples of one row and group, all channels.
 template <typename M, int samples, int width>
 void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group) {
   using A = typename M::Arithmetic;
   using Storage = typename M::Storage;
-  using Word = typename M::Word;
   constexpr int64_t kLanes = A::kWidth * A::kPair;
   const auto* const from =
       static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + group * call.depth;
@@ -31,17 +35,17 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
   LOCO_UNROLL for (int i = 0; i < samples; ++i) {
     LOCO_UNROLL for (int c = 0; c < kNarrow; ++c) sums[i][c] = A::load(zeros);
   }
-  for (int64_t entry = call.first[row]; entry < call.first[row + 1]; ++entry) {
-    const auto* const pixel = from + call.source[entry] * call.from.pixel_stride;
-    const auto* const block = values + call.blocks[entry] * call.groups * call.depth * width;
-    for (int64_t k = 0; k < call.depth; k += kLanes) {
+  const int64_t end = call.first[row + 1], depth = call.depth, stride = call.from.batch_stride;
+  for (int64_t entry = call.first[row]; entry < end; ++entry) {
+    const auto* x = from + call.source[entry] * call.from.pixel_stride;
+    const auto* block = values + call.blocks[entry] * call.groups * depth * width;
+    for (const auto* const last = block + depth; block < last; x += kLanes, block += kLanes) {
       typename A::In v[width];
-      LOCO_UNROLL for (int c = 0; c < width; ++c) {
-        v[c] = A::words(reinterpret_cast<const Word*>(block + c * call.depth + k));
-      }
+      LOCO_UNROLL for (int c = 0; c < width; ++c) v[c] = words<A>(block + c * depth);
+      // Three addresses from each base are as many as the processor works out by itself.
       LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-        const typename A::In x = A::words(reinterpret_cast<const Word*>(pixel + i * call.from.batch_stride + k));
-        LOCO_UNROLL for (int c = 0; c < width; ++c) sums[i][c] = A::multiply_add(x, v[c], sums[i][c]);
+        const typename A::In word = words<A>(x + i / 3 * 3 * stride + i % 3 * stride);
+        LOCO_UNROLL for (int c = 0; c < width; ++c) sums[i][c] = A::multiply_add(word, v[c], sums[i][c]);
       }
     }
   }

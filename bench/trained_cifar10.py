@@ -1,0 +1,76 @@
+"""Wide networks trained on CIFAR-10 under a penalty, timed as they are and compacted.
+
+    python -m bench.trained_cifar10 --data DIR      a quarter of an hour on one core; writes bench/results/
+
+ResNet-8 and its plain twin with 64 to 256 channels, four times the usual width, 5,000 training and 2,500 test images.
+From the dense network, one epoch under the exact prox of rings for each strength, the weaker first, batch
+normalisation folded; no refit.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import harness, tables
+from loco_ext.experiments import data, frontier, settings
+from loco_ext.experiments.samples import Samples
+
+MODELS = ("resnet8", "plain8")
+WIDTH = 4.0
+TRAIN, TEST = 5_000, 2_500
+DENSE_EPOCHS = 6
+STRENGTHS = (0.004, 0.005, 0.006, 0.007, 0.008, 0.009)
+
+
+def path(model: str) -> frontier.FrontierSettings:
+    """The settings of one network."""
+    training = settings.from_preset(
+        "quick",
+        model=model,
+        width=WIDTH,
+        data="cifar10",
+        epochs=1,
+        batch_size=32,
+        optimizer="adam",
+        learning_rate=1e-3,
+        weight_decay=1e-4,
+        penalty="rings",
+    )
+    return frontier.FrontierSettings(
+        training, dense_epochs=DENSE_EPOCHS, refit_epochs=0, strengths=STRENGTHS, path="up", latency=True
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, writes the JSON file, prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.trained_cifar10", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
+    parser.add_argument("--runs", type=Path, default=Path("runs/trained_cifar10"), help="folder for the networks")
+    parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
+    arguments = parser.parse_args(argv)
+    whole = data.load("cifar10", arguments.data).first(TRAIN)
+    test = Samples(*(part[:TEST] for part in whole.test))
+    dataset = data.Dataset(whole.name, whole.train, test, whole.classes, whole.augmented)
+    networks: dict[str, Any] = {}
+    with harness.num_threads(1):
+        for model in MODELS:
+            networks[model] = frontier.measure(path(model), dataset, arguments.runs / model, "cpu", resume=True)
+    report = {
+        "benchmark": "trained_cifar10",
+        "machine": harness.machine(),
+        "settings": {"training_samples": TRAIN, "test_samples": TEST, "dense_epochs": DENSE_EPOCHS, "width": WIDTH},
+        "networks": networks,
+    }
+    out = arguments.out or harness.RESULTS / "trained_cifar10-wide.json"
+    harness.write_json(out, report)
+    print(f"written: {out}", file=sys.stderr)
+    tables.show(report, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
