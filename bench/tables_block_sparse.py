@@ -41,7 +41,7 @@ def memory(report: dict[str, Any]) -> Table:
         return MISSING if share is None else f"{share:.1%}"
 
     rows = [[*_case(record), *(cell(record["share"].get(name)) for name in names)] for record in report["memory"]]
-    title = "Memory that a first call takes beyond operands and results, of the size of the activations"
+    title = "Memory that a call takes beyond operands and results, of the size of the activations"
     return Table(title, ["layer", "batch", "pass", *names], rows)
 
 
