@@ -199,7 +199,7 @@ def test_depthwise_products_read_images_in_place():
     "case",
     [
         Case(64, 1, 32, 48, 36, 36, kernel=3),
-        Case(70, 1, 3, 48, 36, 36, kernel=3),
+        Case(70, 1, 3, 64, 36, 36, kernel=3),
         Case(70, 24, 1, 1, 64, 64, kernel=5),
         Case(300, 2, 8, 16, 16, 16, kernel=3),
     ],
@@ -219,18 +219,21 @@ def test_the_number_of_threads_changes_no_bit(level, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("sizes", [(1, 20, 24), (1, 3, 24), (20, 1, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 20, 24), (1, 3, 24), (1, 3, 64), (20, 1, 1)], ids=str)
 def test_a_sample_does_not_depend_on_the_others(sizes, dtype):
     problem = make_problem(Case(140, *sizes, 9, 9, kernel=3), dtype)
-    x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))
+    x, values, bias, grad = (t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad))
     with loco_ext.backend("native"):
-        whole = ops.block_sparse_matmul(x, values, problem.pattern, bias)
+        whole = results(x, values, bias, grad, problem.pattern)[:2]
         for some in (slice(0, 1), slice(3, 10), slice(100, 140)):
-            assert same_bits(ops.block_sparse_matmul(x[some], values, problem.pattern, bias), whole[some])
+            parts = results(x[some], values, bias, grad[some], problem.pattern)[:2]
+            assert all(same_bits(part, full[some]) for part, full in zip(parts, whole, strict=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["convolution", "depthwise, whole vectors", "not a multiple of anything"])
+@pytest.mark.parametrize(
+    "name", ["convolution", "rgb, whole vectors", "depthwise, whole vectors", "not a multiple of anything"]
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, value, dtype):
     problem = make_problem(CASES[name], dtype)
@@ -241,6 +244,22 @@ def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, 
     touched = torch.zeros(y.shape[:2], dtype=torch.bool)
     touched[1] = problem.live[:, pixel]
     assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "name", ["convolution", "rgb, whole vectors", "depthwise, whole vectors", "not a multiple of anything"]
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_so_they_do_in_gradients(backend, name, value, dtype):
+    problem = make_problem(CASES[name], dtype)
+    row = problem.live.sum(1).argmax()
+    operands = [t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad)]
+    operands[3][1, row] = value
+    found = results(*operands, problem.pattern)[1]
+    touched = torch.zeros(found.shape[:2], dtype=torch.bool)
+    touched[1] = problem.live[row]
+    assert torch.equal(~found.isfinite(), touched[..., None].expand_as(found))
 
 
 @pytest.mark.parametrize("name", ["odd groups", "depthwise", "no sample", "no entries"])

@@ -60,6 +60,7 @@ void product_cpu(const Product& call) {
 
 void value_gradient_cpu(const ValueGradient& call) {
   const int64_t items = call.first[call.rows], block = call.groups * call.depth * call.width;
+  if (items == 0) return;
   if (call.batch == 0) {
     std::memset(call.values, 0, items * block * element_size(call.dtype));
     return;

@@ -55,7 +55,7 @@ struct Bf16Pair {
     }
     _mm512_mask_storeu_epi32(to, mask, words);
   }
-  // Sums of products, which are never subnormal: the conversion would take those for zeros.
+  // The conversion takes subnormals for zeros; of sums, multiply_add has done so before.
   static void round(Vec value, uint16_t* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(value));
   }

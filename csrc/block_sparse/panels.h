@@ -2,10 +2,12 @@
 //
 // product: a panel is a row of `to`, some of the batch, and as many of its channels as a tile is wide. The row's
 // entries come in strips of so many steps that their blocks stay in cache over all tiles, or, where they have to be
-// packed, fit into scratch memory. Sums stay in registers during a strip. value_gradient: the depth is the batch, a
-// panel is a part of a block, its tiles' rows are channels of `from`.
+// packed, fit into scratch memory; entries of short depth run together. Sums stay in registers during a strip. Products
+// to few channels have tiles of another kind (narrow.h). value_gradient: the depth is the batch, a panel is a part of a
+// block, its tiles' rows are channels of `from`.
 //
-// A sum's terms are added in one order, whoever computes it and whatever lies beside it.
+// A sum's terms are added in one order, whoever computes it and whatever lies beside it: what that order depends on, as
+// runs of entries do, follows from pattern and block size alone.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +40,7 @@ int64_t panel_batch(int64_t batch) {
 // How many entries from `entry` on, before `end`, are taken for one of so many times the depth: where that is short,
 // and pixels follow each other, as their blocks do.
 template <typename Call>
-int64_t run_length(const Call& call, int64_t entry, int64_t end) {
+LOCO_HD int64_t run_length(const Call& call, int64_t entry, int64_t end) {
   constexpr int64_t kShort = 16;
   int64_t run = 1;
   if (call.depth >= kShort || call.groups != 1) return run;

@@ -43,7 +43,7 @@ class ProductPanel {
     Strip strip{};
     strip.next_entry = call_.first[row];
     do {
-      strip = strip_at(strip.next_entry, strip.next_step, end);
+      strip = strip_after(strip, end);
       const bool last = whole_ && strip.next_entry == end;
       if constexpr (M::kInPlace) {
         if (last) sums.to = to, sums.to_row = call_.to.batch_stride;
@@ -60,9 +60,9 @@ class ProductPanel {
   }
 
  private:
-  // All steps of some runs of entries, all of one length, or some steps of one run.
+  // All steps of some runs of entries, each of so many pixels, or some steps of one run.
   struct Strip {
-    int64_t entry, run, runs, step, steps;
+    int64_t entry, pixels, runs, step, steps;
     int64_t depth;  // elements in the steps
     int64_t next_entry, next_step;
     bool left_in_place;
@@ -73,26 +73,27 @@ class ProductPanel {
     return call_.blocks || !(adjacent_ || A::kPair > 1) ? 1 : run_length(call_, entry, end);
   }
 
-  Strip strip_at(int64_t entry, int64_t step, int64_t end) const {
-    const int64_t run = run_at(entry, end), depth = run * call_.depth, all = pieces(depth, A::kPair);
+  Strip strip_after(const Strip& last, int64_t end) const {
+    Strip strip{};
+    strip.entry = strip.next_entry = last.next_entry, strip.step = last.next_step;
+    strip.pixels = strip.step > 0 ? last.pixels : run_at(strip.entry, end);
+    const int64_t depth = strip.pixels * call_.depth, all = pieces(depth, A::kPair);
     const int64_t most = right_in_place_ ? kStripStepsInPlace : kStripSteps, length = piece_length(all, most);
-    const bool in_place = M::words_in_place(depth) && (run == 1 || adjacent_);
+    strip.left_in_place = M::words_in_place(depth) && (strip.pixels == 1 || adjacent_);
+    strip.steps = least(length, all - strip.step);
+    strip.depth = least(strip.steps * A::kPair, depth - strip.step * A::kPair);
     if (length < all) {
-      const int64_t steps = least(length, all - step), rest = depth - step * A::kPair;
-      const bool done = step + steps == all;
-      return {entry,
-              run,
-              entry < end,
-              step,
-              steps,
-              least(steps * A::kPair, rest),
-              done ? least(entry + run, end) : entry,
-              done ? 0 : step + steps,
-              in_place};
+      strip.runs = strip.entry < end;
+      const bool done = strip.step + strip.steps == all;
+      if (done) strip.next_entry = least(strip.entry + strip.pixels, end);
+      strip.next_step = done ? 0 : strip.step + strip.steps;
+      return strip;
     }
-    int64_t runs = 0, next = entry;
-    while (next < end && (runs + 1) * length <= most && run_at(next, end) == run) ++runs, next += run;
-    return {entry, run, runs, 0, all, depth, next, 0, in_place};
+    while (strip.next_entry < end && (strip.runs + 1) * length <= most &&
+           run_at(strip.next_entry, end) == strip.pixels) {
+      ++strip.runs, strip.next_entry += strip.pixels;
+    }
+    return strip;
   }
 
   const Acc* start(int64_t row) {
@@ -117,7 +118,7 @@ class ProductPanel {
     f.entries = strip.runs, f.steps = strip.steps, f.step_bytes = sizeof(Word);
     if (strip.left_in_place) {
       f.left = reinterpret_cast<const char*>(from_ + strip.step * A::kPair);
-      f.pixels = call_.source + strip.entry, f.pixels_step = strip.run;
+      f.pixels = call_.source + strip.entry, f.pixels_step = strip.pixels;
       f.pixel_bytes = call_.from.pixel_stride * sizeof(Storage),
       f.row_bytes = call_.from.batch_stride * sizeof(Storage);
       f.next_pixel = strip.next_entry < end ? call_.source[strip.next_entry] : 0;
@@ -127,16 +128,16 @@ class ProductPanel {
       f.row_bytes = strip.steps * sizeof(Word), f.pixel_bytes = rows_ * f.row_bytes;
       f.next_pixel = 0;
       for (int64_t e = 0; e < strip.runs; ++e) {
-        pack_left(strip, strip.entry + e * strip.run, scratch_.left + e * rows_ * strip.steps);
+        pack_left(strip, strip.entry + e * strip.pixels, scratch_.left + e * rows_ * strip.steps);
       }
     }
     if (right_in_place_) {
       f.right = reinterpret_cast<const Word*>(part(strip.entry, strip.step, column_));
-      f.right_step = call_.width, f.right_entry = strip.run * call_.groups * block_;
+      f.right_step = call_.width, f.right_entry = strip.pixels * call_.groups * block_;
     } else {
       f.right = scratch_.right, f.right_step = row_, f.right_entry = strip.steps * row_;
       for (int64_t e = 0; e < strip.runs; ++e) {
-        pack_right(strip, strip.entry + e * strip.run, scratch_.right + e * f.right_entry);
+        pack_right(strip, strip.entry + e * strip.pixels, scratch_.right + e * f.right_entry);
       }
     }
     Ahead ahead = ahead_of(strip);
@@ -146,7 +147,7 @@ class ProductPanel {
   void pack_left(const Strip& strip, int64_t entry, Word* to) {
     const Storage* from = from_ + call_.source[entry] * call_.from.pixel_stride;
     const int64_t first = strip.step * A::kPair, stride = call_.from.batch_stride;
-    if (strip.run == 1 || adjacent_) return M::pack_left(call_.dtype, from + first, stride, rows_, strip.depth, to);
+    if (strip.pixels == 1 || adjacent_) return M::pack_left(call_.dtype, from + first, stride, rows_, strip.depth, to);
     for (int64_t i = 0; i < rows_; ++i, from += stride, to += strip.steps) {
       to[strip.steps - 1] = 0;
       for (int64_t k = 0; k < strip.depth; ++k) {
@@ -179,11 +180,11 @@ class ProductPanel {
     const bool turned = call_.blocks;
     const int64_t entry = strip.next_entry;
     Ahead ahead{};
-    ahead.entries = least(strip.runs, pieces(call_.first[call_.rows] - entry, strip.run));
+    ahead.entries = least(strip.runs, pieces(call_.first[call_.rows] - entry, strip.pixels));
     if (ahead.entries <= 0) return ahead;
     ahead.blocks = turned ? call_.blocks + entry : nullptr;
     ahead.data = reinterpret_cast<const char*>(part(turned ? 0 : entry, strip.next_step, column_));
-    ahead.block_bytes = strip.run * call_.groups * block_ * sizeof(Storage);
+    ahead.block_bytes = strip.pixels * call_.groups * block_ * sizeof(Storage);
     ahead.row_bytes = (turned ? call_.depth : call_.width) * sizeof(Storage);
     ahead.rows = turned ? columns_ : strip.depth;
     ahead.lines = pieces((turned ? strip.depth : columns_) * sizeof(Storage), kLine);
