@@ -78,13 +78,14 @@ struct Float {
   static In words(const float* at) { return _mm512_loadu_ps(at); }
   static In broadcast(const char* at) { return _mm512_set1_ps(*reinterpret_cast<const float*>(at)); }
   static Vec multiply_add(In a, In b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-  static LOCO_INLINE void totals(const Vec (&of)[4], float* to) {
-    // Sums of two lanes each: of 0 and 1, and of 2 and 3, by turns; then of four, in the order of `to`.
+  static LOCO_INLINE void totals(const Vec (&of)[4], float* to) { _mm_storeu_ps(to, four_totals(of)); }
+  static LOCO_INLINE __m128 four_totals(const Vec (&of)[4]) {
+    // Sums of two lanes each: of 0 and 1, and of 2 and 3, by turns; then of four, in the order of `of`.
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
     const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 };
 

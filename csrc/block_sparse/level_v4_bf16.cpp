@@ -60,7 +60,9 @@ struct Bf16Pair {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(value));
   }
   static Vec multiply_add(In a, In b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-  static LOCO_INLINE void totals(const Vec (&of)[4], float* to) { v4::Float::totals(of, to); }
+  static LOCO_INLINE void totals(const Vec (&of)[4], uint16_t* to) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), (__m128i)_mm_cvtneps_pbh(v4::Float::four_totals(of)));
+  }
 };
 
 }  // namespace v4_bf16

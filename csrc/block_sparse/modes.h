@@ -2,7 +2,7 @@
 //
 // A mode packs matrices into panels of words: `pack_rows` those whose rows follow the depth, [steps][to_row], and
 // `pack_left` those whose rows lie across it, [rows][steps]. Where elements are words already, they are read in place.
-// `store` and `element` make elements of sums. kInPlace: any matrix may be read in place; kVectorsInPlace: vectors
+// `store` makes elements of sums. kInPlace: any matrix may be read in place; kVectorsInPlace: vectors
 // along the depth.
 #pragma once
 
@@ -36,8 +36,6 @@ struct Plain {
   static void pack_left(DType dtype, const Storage* from, int64_t stride, int64_t rows, int64_t depth, Word* to) {
     pack_rows(dtype, from, stride, rows, depth, to, depth);
   }
-
-  static Storage element(Word sum) { return sum; }
 
   static void store(DType, const Word* from, Storage* to, int64_t count) {
     for (int64_t j = 0; j < count; ++j) to[j] = from[j];
@@ -97,8 +95,6 @@ struct Pairs {
       std::memcpy(to, from + i * stride, depth * sizeof(Storage));
     }
   }
-
-  static Storage element(float sum) { return float_to_bf16(sum); }
 
   static void store(DType, const typename A::Acc* from, Storage* to, int64_t count) {
     for (int64_t j = 0; j < count; j += A::kWidth) A::store(from + j, to + j, count - j);

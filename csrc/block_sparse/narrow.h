@@ -3,6 +3,8 @@
 // the end.
 #pragma once
 
+#include <cstring>
+
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
@@ -52,10 +54,9 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
   auto* to =
       static_cast<Storage*>(call.to.data) + batch * call.to.batch_stride + row * call.to.pixel_stride + group * width;
   LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-    typename A::Acc total[kNarrow];
-    A::totals(sums[i], total);
-    Storage* out = to + i * call.to.batch_stride;
-    LOCO_UNROLL for (int c = 0; c < width; ++c) out[c] = M::element(total[c]);
+    Storage totals[kNarrow];
+    A::totals(sums[i], totals);
+    std::memcpy(to + i * call.to.batch_stride, totals, width * sizeof(Storage));
   }
 }
 
