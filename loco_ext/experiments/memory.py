@@ -12,7 +12,8 @@ def keep_freed_memory() -> bool:
     """Lets this process keep what it frees, from now on; False where the C library cannot be asked for that.
 
     Activations are freed in every step. By default the C library returns much of them to the system, which clears each
-    page anew when it is touched again: thousands of page faults a step, some percent of a small network's time.
+    page anew when it is touched again: thousands of page faults a step, some percent of a small network's time. The
+    price is that memory below what is still in use is never given back.
 
     Example:
         >>> keep_freed_memory() in (True, False)
