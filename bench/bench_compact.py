@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from bench import harness, tables
@@ -143,10 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for threads in arguments.threads
         ],
     }
-    if arguments.out is not None:
-        harness.write_json(arguments.out, report)
-        print(f"written: {arguments.out}", file=sys.stderr)
-    tables.show(report, Console())
+    tables.publish(report, arguments.out)
     return 0
 
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import loco_ext
@@ -283,10 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getloadavg()[0] > 0.5:
         print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
     report = run(arguments)
-    if arguments.out is not None:
-        harness.write_json(arguments.out, report)
-        print(f"written: {arguments.out}", file=sys.stderr)
-    tables.show(report, Console())
+    tables.publish(report, arguments.out)
     return 0
 
 

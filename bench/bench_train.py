@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
@@ -137,10 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "settings": asdict(effort) | {"batch_size": BATCH_SIZE},
         "results": [measure(model, effort, threads) for model in arguments.models for threads in arguments.threads],
     }
-    if arguments.out is not None:
-        harness.write_json(arguments.out, report)
-        print(f"written: {arguments.out}", file=sys.stderr)
-    tables.show(report, Console())
+    tables.publish(report, arguments.out)
     return 0
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from scipy import stats
 
@@ -96,10 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.seeds < 2:
         parser.error(f"--seeds: expected at least 2, for a standard error; got {arguments.seeds}")
     report = study(arguments)
-    out = arguments.out or harness.RESULTS / f"locality_cifar10-{arguments.stat}.json"
-    harness.write_json(out, report)
-    print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
+    tables.publish(report, arguments.out or harness.RESULTS / f"locality_cifar10-{arguments.stat}.json")
     return 0
 
 

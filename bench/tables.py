@@ -296,6 +296,14 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(table.rich())
 
 
+def publish(report: dict[str, Any], out: Path | None) -> None:
+    """Writes a report, if a path is given, and prints its tables."""
+    if out is not None:
+        harness.write_json(out, report)
+        print(f"written: {out}", file=sys.stderr)
+    show(report, Console())
+
+
 def section(name: str, results: Path) -> str:
     """Markdown of every committed result of one benchmark."""
     parts = []

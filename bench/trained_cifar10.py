@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from bench import harness, tables
 from loco_ext.experiments import data, frontier, settings
 from loco_ext.experiments.samples import Samples
@@ -65,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "settings": {"training_samples": TRAIN, "test_samples": TEST, "dense_epochs": DENSE_EPOCHS, "width": WIDTH},
         "networks": networks,
     }
-    out = arguments.out or harness.RESULTS / "trained_cifar10-wide.json"
-    harness.write_json(out, report)
-    print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
+    tables.publish(report, arguments.out or harness.RESULTS / "trained_cifar10-wide.json")
     return 0
 
 

@@ -237,29 +237,16 @@ def test_a_sample_does_not_depend_on_the_others(sizes, dtype):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, value, dtype):
     problem = make_problem(CASES[name], dtype)
-    pixel = problem.live.sum(0).argmax()
-    x, values, bias = (t.to(dtype) for t in (problem.x, problem.values, problem.bias))
-    x[1, pixel] = value
-    y = ops.block_sparse_matmul(x, values, problem.pattern, bias)
-    touched = torch.zeros(y.shape[:2], dtype=torch.bool)
-    touched[1] = problem.live[:, pixel]
-    assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    "name", ["convolution", "rgb, whole vectors", "depthwise, whole vectors", "not a multiple of anything"]
-)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_so_they_do_in_gradients(backend, name, value, dtype):
-    problem = make_problem(CASES[name], dtype)
-    row = problem.live.sum(1).argmax()
-    operands = [t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad)]
-    operands[3][1, row] = value
-    found = results(*operands, problem.pattern)[1]
-    touched = torch.zeros(found.shape[:2], dtype=torch.bool)
-    touched[1] = problem.live[row]
-    assert torch.equal(~found.isfinite(), touched[..., None].expand_as(found))
+    live = problem.live
+    pixels = {"y": live.sum(0).argmax(), "grad of x": live.sum(1).argmax()}
+    readers = {"y": live[:, pixels["y"]], "grad of x": live[pixels["grad of x"]]}
+    for place, (result, pixel) in enumerate(pixels.items()):
+        x, values, bias, grad = (t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad))
+        (x if result == "y" else grad)[1, pixel] = value
+        found = results(x, values, bias, grad, problem.pattern)[place]
+        touched = torch.zeros(found.shape[:2], dtype=torch.bool)
+        touched[1] = readers[result]
+        assert torch.equal(~found.isfinite(), touched[..., None].expand_as(found)), result
 
 
 @pytest.mark.parametrize("name", ["odd groups", "depthwise", "no sample", "no entries"])
