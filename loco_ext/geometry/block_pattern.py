@@ -170,11 +170,11 @@ class BlockPattern:
 
     @property
     def n_out(self) -> int:
-        return len(self.crow_indices) - 1
+        return self.crow_indices.shape[0] - 1
 
     @property
     def nnz(self) -> int:
-        return len(self.col_indices)
+        return self.col_indices.shape[0]
 
     @cached_property
     def row_indices(self) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
+from torch.autograd import forward_ad
 
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends
@@ -80,13 +81,12 @@ def block_sparse_matmul(
     """
     x, values, bias = _autocast(x, values, bias)
     _check(x, values, pattern, bias)
-    by_input = pattern.transpose()
-    if consume is not None and not callable(consume):
-        raise TypeError(f"consume: expected None or a callable, got {type(consume).__name__}")
-    if consume is not None and torch.compiler.is_compiling():
-        raise RuntimeError("consume: expected a call that torch.compile leaves alone")
-    consumer = None if consume is None else _Consumer(consume, pattern)
-    return _Matmul.apply(x, values, bias, consumer, pattern.crow_indices, pattern.col_indices, *by_input)
+    consumer = None
+    if consume is not None:
+        _check_consume(consume)
+        consumer = _Consumer(consume, pattern)
+    indices = (pattern.crow_indices, pattern.col_indices, *pattern.transpose())
+    return _differentiable(_Matmul, x, values, bias, consumer, *indices)
 
 
 class _Consumer(NamedTuple):
@@ -116,40 +116,59 @@ class _Consumer(NamedTuple):
             row = end_row
 
 
+def _differentiable(function: Any, *arguments: Any) -> Tensor:
+    """What ``function.apply`` returns, without the way through autograd where that has nothing to do.
+
+    It takes longer than the product of a small layer.
+    """
+    recorded = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+    if recorded or forward_ad._current_level >= 0:
+        return function.apply(*arguments)
+    return function.compute(*arguments)
+
+
 # Each function takes the tensors of a pattern: by output pixel, (crow_indices, col_indices), and by input pixel,
 # (crow_indices, rows, blocks).
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
+    def compute(x: Tensor, values: Tensor, bias: Tensor | None, _: _Consumer | None, *pattern: Tensor) -> Tensor:
+        if x.stride(2) != 1 and not _reads_by_channel(x, values):
+            x = _adjacent(x)
+        return _run("block_sparse_matmul", x, values.contiguous(), *pattern[:2], _contiguous(bias))
+
+    @staticmethod
     def forward(
         ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, consumer: _Consumer | None, *pattern: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, values, *pattern)
         ctx.consumer = consumer
-        if not _reads_by_channel(x, values):
-            x = _adjacent(x)
-        return _run("block_sparse_matmul", x, values.contiguous(), *pattern[:2], _contiguous(bias))
+        return _Matmul.compute(x, values, bias, consumer, *pattern)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, values, *pattern = ctx.saved_tensors
         grad = _adjacent(grads[0])
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = _InputGradient.apply(grad, values, *pattern) if needs_x else None
+        grad_x = _differentiable(_InputGradient, grad, values, *pattern) if needs_x else None
         grad_values = None
         if needs_values and ctx.consumer is not None:
             ctx.consumer.take(x, grad, values)
         elif needs_values:
-            grad_values = _ValueGradient.apply(x, grad, values.shape[1], *pattern)
+            grad_values = _differentiable(_ValueGradient, x, grad, values.shape[1], *pattern)
         return (grad_x, grad_values, grad.sum(0) if needs_bias else None, None, *[None] * len(pattern))
 
 
 class _InputGradient(torch.autograd.Function):
     @staticmethod
+    def compute(grad: Tensor, values: Tensor, *pattern: Tensor) -> Tensor:
+        return _run("block_sparse_input_gradient", _adjacent(grad), values.contiguous(), *pattern[2:])
+
+    @staticmethod
     def forward(ctx: Any, grad: Tensor, values: Tensor, *pattern: Tensor) -> Tensor:
         ctx.save_for_backward(grad, values, *pattern)
-        return _run("block_sparse_input_gradient", _adjacent(grad), values.contiguous(), *pattern[2:])
+        return _InputGradient.compute(grad, values, *pattern)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,25 +176,29 @@ class _InputGradient(torch.autograd.Function):
         x = _adjacent(grads[0])
         needs_grad, needs_values = ctx.needs_input_grad[:2]
         return (
-            _Matmul.apply(x, values, None, None, *pattern) if needs_grad else None,
-            _ValueGradient.apply(x, grad, values.shape[1], *pattern) if needs_values else None,
+            _differentiable(_Matmul, x, values, None, None, *pattern) if needs_grad else None,
+            _differentiable(_ValueGradient, x, grad, values.shape[1], *pattern) if needs_values else None,
             *[None] * len(pattern),
         )
 
 
 class _ValueGradient(torch.autograd.Function):
     @staticmethod
+    def compute(x: Tensor, grad: Tensor, groups: int, *pattern: Tensor) -> Tensor:
+        return _run("block_sparse_value_gradient", _adjacent(x), _adjacent(grad), *pattern[:2], groups)
+
+    @staticmethod
     def forward(ctx: Any, x: Tensor, grad: Tensor, groups: int, *pattern: Tensor) -> Tensor:
         ctx.save_for_backward(x, grad, *pattern)
-        return _run("block_sparse_value_gradient", _adjacent(x), _adjacent(grad), *pattern[:2], groups)
+        return _ValueGradient.compute(x, grad, groups, *pattern)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, grad, *pattern = ctx.saved_tensors
         needs_x, needs_grad = ctx.needs_input_grad[:2]
         return (
-            _InputGradient.apply(grad, grads[0], *pattern) if needs_x else None,
-            _Matmul.apply(x, grads[0], None, None, *pattern) if needs_grad else None,
+            _differentiable(_InputGradient, grad, grads[0], *pattern) if needs_x else None,
+            _differentiable(_Matmul, x, grads[0], None, None, *pattern) if needs_grad else None,
             None,
             *[None] * len(pattern),
         )
@@ -234,29 +257,36 @@ def _autocast(*tensors: Any) -> Any:
 def _check(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> None:
     if not isinstance(pattern, BlockPattern):
         raise TypeError(f"pattern: expected a BlockPattern, got {type(pattern).__name__}")
-    _check_tensor("x", x, 3, "(N, n_in, C_in)")
-    _check_tensor("values", values, 4, "(nnz, groups, C_in / groups, C_out / groups)", x)
+    _, pixels, channels = sizes = _check_tensor("x", x, "(N, n_in, C_in)")
+    blocks, groups, depth, width = shape = _check_tensor(
+        "values", values, "(nnz, groups, C_in / groups, C_out / groups)", x
+    )
     if pattern.crow_indices.device != x.device:
         raise TypeError(f"pattern: expected device {x.device} as x, got {pattern.crow_indices.device}")
-    blocks, groups, depth, width = values.shape
-    if x.shape[1] != pattern.n_in:
-        raise ValueError(f"x: expected {pattern.n_in} pixels, as the pattern has, got shape {tuple(x.shape)}")
+    if pixels != pattern.n_in:
+        raise ValueError(f"x: expected {pattern.n_in} pixels, as the pattern has, got shape {tuple(sizes)}")
     if blocks != pattern.nnz:
-        raise ValueError(f"values: expected {pattern.nnz} blocks, as the pattern has, got shape {tuple(values.shape)}")
-    if x.shape[2] != groups * depth:
+        raise ValueError(f"values: expected {pattern.nnz} blocks, as the pattern has, got shape {tuple(shape)}")
+    if channels != groups * depth:
         raise ValueError(
-            f"values: expected blocks for the {x.shape[2]} channels of x, got {groups} groups of {depth} in shape "
-            f"{tuple(values.shape)}"
+            f"values: expected blocks for the {channels} channels of x, got {groups} groups of {depth} in shape "
+            f"{tuple(shape)}"
         )
     if groups == 0 or depth == 0 or width == 0:
-        raise ValueError(f"values: expected blocks of at least one element, got shape {tuple(values.shape)}")
-    if bias is not None:
-        _check_tensor("bias", bias, 2, "(n_out, C_out)", x)
-        if bias.shape != (pattern.n_out, groups * width):
-            raise ValueError(f"bias: expected shape {(pattern.n_out, groups * width)}, got {tuple(bias.shape)}")
+        raise ValueError(f"values: expected blocks of at least one element, got shape {tuple(shape)}")
+    if bias is not None and _check_tensor("bias", bias, "(n_out, C_out)", x) != (pattern.n_out, groups * width):
+        raise ValueError(f"bias: expected shape {(pattern.n_out, groups * width)}, got {tuple(bias.shape)}")
 
 
-def _check_tensor(name: str, tensor: Tensor, dims: int, shape: str, like: Tensor | None = None) -> None:
+def _check_consume(consume: Any) -> None:
+    if not callable(consume):
+        raise TypeError(f"consume: expected None or a callable, got {type(consume).__name__}")
+    if torch.compiler.is_compiling():
+        raise RuntimeError("consume: expected a call that torch.compile leaves alone")
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = None) -> tuple[int, ...]:
+    """The sizes of a tensor that may take part, of as many dimensions as ``shape`` lists."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -267,8 +297,10 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, shape: str, like: Tensor
         raise TypeError(f"{name}: expected {like.dtype} as x, got {tensor.dtype}")
     if like is not None and tensor.device != like.device:
         raise TypeError(f"{name}: expected device {like.device} as x, got {tensor.device}")
-    if tensor.dim() != dims:
-        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    sizes = tensor.shape
+    if len(sizes) != shape.count(",") + 1:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(sizes)}")
+    return sizes
 
 
 if backends.library is not None:
