@@ -46,11 +46,13 @@ class Case:
     share: float = 0.5
     kernel: int = 0
     reach: int = 0
+    shuffled: bool = False  # the rows
 
     def live(self) -> Tensor:
         """``[n_out, n_in]``; of random pairs, one row and one column stay empty."""
         if self.kernel:
-            return conv_pattern(round(self.n_out**0.5), self.kernel)
+            live = conv_pattern(round(self.n_out**0.5), self.kernel)
+            return live[torch.randperm(self.n_out)] if self.shuffled else live
         live = torch.rand(self.n_out, self.n_in) < self.share
         if self.reach:
             starts = torch.linspace(0, self.n_in - self.reach, self.n_out).long()[:, None]
@@ -84,6 +86,7 @@ CASES = {
     "depthwise, several parts": Case(17, 21, 1, 1, 49, 49, kernel=7),
     "depthwise, rows that reach far": Case(7, 3, 1, 1, 12, 6000, 0.01),
     "depthwise, rows far from each other": Case(7, 3, 1, 1, 64, 6000, 0.6, reach=600),
+    "depthwise, rows in any order": Case(13, 21, 1, 1, 81, 81, kernel=3, shuffled=True),
     "depthwise, all of many pixels": Case(7, 3, 1, 1, 4, 3000, 1.0),
     "large batch": Case(300, 1, 16, 16, 3, 4),  # several panels
     "large batch, many rows": Case(260, 1, 4, 4, 70, 4),

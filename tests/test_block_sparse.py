@@ -99,7 +99,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
     "name",
     [
         *("convolution", "odd groups", "not a multiple of anything", "rgb, side by side", "short, several strips"),
-        *("depthwise", "depthwise, several parts", "depthwise, all of many pixels"),
+        *("depthwise", "depthwise, several parts", "depthwise, rows in any order", "depthwise, all of many pixels"),
     ],
 )
 def test_layouts_change_nothing(backend, name, layout, dtype):

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "block_sparse/cpu.h"
-#include "block_sparse/depthwise.h"
+#include "block_sparse/depthwise_gradient.h"
 #include "block_sparse/product.h"
 #include "block_sparse/turn.h"
 #include "block_sparse/value_gradient.h"

@@ -25,6 +25,7 @@ constexpr int64_t kMostRowsAhead = 8;
 constexpr int64_t kMostBatch = 256, kMostBatchPacked = 128;  // of one panel
 
 LOCO_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+LOCO_HD int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 LOCO_HD int64_t pieces(int64_t count, int64_t most) { return (count + most - 1) / most; }
 // The length of pieces of about equal length, none longer than `most`.
 LOCO_HD int64_t piece_length(int64_t count, int64_t most) { return count > 0 ? pieces(count, pieces(count, most)) : 1; }
