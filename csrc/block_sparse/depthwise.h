@@ -118,19 +118,31 @@ class DepthwiseSpans {
 
  public:
   explicit DepthwiseSpans(const Product& call)
-      : spans_(call.rows), unit_(call.from.channel_stride == 1 ? 1 : kDepthwiseTurned) {
+      : call_(call), unit_(call.from.channel_stride == 1 ? 1 : kDepthwiseTurned) {
     int64_t widest = 0;
+    bool ordered = true;
     for (int64_t row = 0; row < call.rows; ++row) {
-      const Span span = (&*spans_)[row] = read_by(call, row);
+      const Span span = of(row);
       all_.join(span);
       widest = most(widest, span.length());
+      for (int64_t entry = call.first[row] + 1; entry < call.first[row + 1]; ++entry) {
+        ordered &= call.source[entry - 1] <= call.source[entry];
+      }
     }
+    ordered_ = ordered;
     const bool pays = widest * kPixel <= kDepthwiseRing && call.first[call.rows] >= kDepthwiseReads * all_.length();
     // What lies by channel has to be copied.
     if (pays || unit_ > 1) size_ = pieces(widest + unit_ - 1, unit_) * unit_;
   }
 
-  const Span& of(int64_t row) const { return (&*spans_)[row]; }
+  Span of(int64_t row) const {
+    const int64_t begin = call_.first[row], end = call_.first[row + 1];
+    if (begin == end) return {};
+    if (ordered_) return {call_.source[begin], call_.source[end - 1] + 1};
+    Span span;
+    for (int64_t entry = begin; entry < end; ++entry) span.join({call_.source[entry], call_.source[entry] + 1});
+    return span;
+  }
   // Behind the last pixel that any row reads.
   int64_t end() const { return all_.end; }
   // So many pixels are copied at once, from a multiple of that on.
@@ -140,19 +152,10 @@ class DepthwiseSpans {
   int64_t bytes() const { return size_ * kPixel; }
 
  private:
-  static Span read_by(const Product& call, int64_t row) {
-    int64_t lowest = INT64_MAX, highest = -1;
-    for (int64_t entry = call.first[row]; entry < call.first[row + 1]; ++entry) {
-      const int64_t pixel = call.source[entry];
-      lowest = pixel < lowest ? pixel : lowest;
-      highest = pixel > highest ? pixel : highest;
-    }
-    return {lowest, highest + 1};
-  }
-
-  const Memory<Span> spans_;
+  const Product& call_;
   const int64_t unit_;
   Span all_;
+  bool ordered_ = false;  // the entries of each row
   int64_t size_ = 0;
 };
 
@@ -268,7 +271,7 @@ void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
   Span held{0, 0};
   for (; row < last; ++row) {
-    const Span& span = spans.of(row);
+    const Span span = spans.of(row);
     if (copied && span.length() > 0) {
       depthwise_hold<E, samples, vectors, whole>(call, spans, window, span, held);
     }
@@ -310,7 +313,7 @@ void depthwise_range(const Product& call, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end;) {
     const int64_t row = item % call.rows, part = item / call.rows, tile = part % tiles.count;
     const int64_t batch = part / tiles.count * call.batch / parts, next = (part / tiles.count + 1) * call.batch / parts;
-    Window<E> window{&*memory, batch, next - batch, tiles.channel(tile), spans.size()};
+    Window<E> window{memory.data(), batch, next - batch, tiles.channel(tile), spans.size()};
     if (spans.size() == 0) {
       window.data = static_cast<typename E::Storage*>(call.from.data) + batch * call.from.batch_stride + window.channel;
     }

@@ -102,7 +102,7 @@ void depthwise_gradient_range(const ValueGradient& call, int64_t begin, int64_t 
   int64_t row = 0;
   for (int64_t entry = begin; entry < end; entry += most) {
     while (call.first[row + 1] <= entry) ++row;
-    depthwise_gradient_entries<E>(call, entry, least(entry + most, end), row, &*sums);
+    depthwise_gradient_entries<E>(call, entry, least(entry + most, end), row, sums.data());
   }
 }
 

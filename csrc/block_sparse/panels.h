@@ -57,35 +57,63 @@ struct Counting {
 };
 inline constexpr Counting kCounting;
 
-// A thread's own. Only what is used of it takes memory.
-template <typename M>
-struct Scratch {
-  using A = typename M::Arithmetic;
-  static constexpr int64_t kPanel = A::kWidth * A::kVectors;
-
-  typename M::Word right[kMostBatch * kPanel];
-  typename M::Word left[M::kInPlace ? 1 : kMostBatchPacked * kStripSteps];
-  typename M::Word turned[M::kInPlace ? 1 : kSquareRows * kStripSteps];
-  typename A::Acc sums[kMostBatch * kPanel];
-  typename A::Acc start[kPanel];
-};
-
 // Uninitialised, and on lines of its own.
 template <typename T>
 class Memory {
  public:
-  explicit Memory(int64_t count = 1)
-      : held_(static_cast<T*>(std::aligned_alloc(kLine, (pieces(count * sizeof(T), kLine) + (count == 0)) * kLine))) {
-    if (!held_) std::abort();
+  explicit Memory(int64_t count)
+      : held_(count ? static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine)) : nullptr) {
+    if (count && !held_) std::abort();
   }
   ~Memory() { std::free(held_); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  T& operator*() const { return *held_; }
+  T* data() const { return held_; }
 
  private:
   T* held_;
 };
+
+// What a panel packs and adds up, of so many words and sums: on the stack, or if there is no room on the heap.
+template <typename M>
+class Scratch {
+  using Word = typename M::Word;
+  using Acc = typename M::Arithmetic::Acc;
+  static_assert(alignof(Word) == alignof(Acc), "sums follow words");
+  static constexpr int64_t kNear = 1 << 15;  // bytes
+
+ public:
+  static constexpr int64_t kPanel = M::Arithmetic::kWidth * M::Arithmetic::kVectors;
+
+  Scratch(int64_t right, int64_t left, int64_t turned, int64_t sums)
+      : far_(bytes(right + left + turned, sums) > kNear ? bytes(right + left + turned, sums) : 0),
+        right_(reinterpret_cast<Word*>(far_.data() ? far_.data() : near_)),
+        left_(right_ + right),
+        turned_(left_ + left),
+        sums_(reinterpret_cast<Acc*>(turned_ + turned)) {}
+
+  Word* right() { return right_; }
+  Word* left() { return left_; }
+  Word* turned() { return turned_; }
+  Acc* sums() { return sums_; }
+  Acc* start() { return start_; }
+
+ private:
+  static int64_t bytes(int64_t words, int64_t sums) { return words * sizeof(Word) + sums * sizeof(Acc); }
+
+  alignas(kLine) char near_[kNear];
+  alignas(kLine) Acc start_[kPanel];
+  const Memory<char> far_;
+  Word *const right_, *const left_, *const turned_;
+  Acc* const sums_;
+};
+
+// Columns of a panel, in whole vectors.
+template <typename M>
+int64_t panel_row(int64_t width) {
+  constexpr int64_t kWidth = M::Arithmetic::kWidth;
+  return least(Scratch<M>::kPanel, pieces(width, kWidth) * kWidth);
+}
 
 }  // namespace loco::block_sparse

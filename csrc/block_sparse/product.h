@@ -38,24 +38,24 @@ class ProductPanel {
     const int64_t end = call_.first[row + 1];
     Storage* to = to_ + row * call_.to.pixel_stride;
     // Transposed blocks leave what is behind the last channel as it is.
-    if (call_.blocks && columns_ < row_) std::memset(scratch_.right, 0, kStripSteps * row_ * sizeof(Word));
-    Sums<A> sums{start(row), 0, scratch_.sums, row_};
+    if (call_.blocks && columns_ < row_) std::memset(scratch_.right(), 0, kStripSteps * row_ * sizeof(Word));
+    Sums<A> sums{start(row), 0, scratch_.sums(), row_};
     Strip strip{};
     strip.next_entry = call_.first[row];
     do {
       strip = strip_after(strip, end);
       const bool last = whole_ && strip.next_entry == end;
       if constexpr (M::kInPlace) {
-        if (last) sums.to = to, sums.to_row = call_.to.batch_stride;
+        if (whole_) sums.to = to, sums.to_row = call_.to.batch_stride;
       } else if constexpr (A::kPair == 2) {
         if (last && strip.runs > 0) sums.halves = to, sums.halves_row = call_.to.batch_stride;
       }
       add(strip, sums, end);
-      sums.from = scratch_.sums, sums.from_row = row_;
+      sums.from = sums.to, sums.from_row = sums.to_row;
     } while (strip.next_entry < end);
     if (whole_ && (M::kInPlace || sums.halves)) return;
     for (int64_t i = 0; i < rows_; ++i) {
-      M::store(call_.dtype, scratch_.sums + i * row_, to + i * call_.to.batch_stride, columns_);
+      M::store(call_.dtype, scratch_.sums() + i * row_, to + i * call_.to.batch_stride, columns_);
     }
   }
 
@@ -97,12 +97,12 @@ class ProductPanel {
   }
 
   const Acc* start(int64_t row) {
-    for (int64_t j = 0; j < row_; ++j) scratch_.start[j] = 0;
+    for (int64_t j = 0; j < row_; ++j) scratch_.start()[j] = 0;
     if (call_.bias) {
       const int64_t at = (row * call_.groups + group_) * call_.width + column_;
-      load(call_.dtype, static_cast<const Storage*>(call_.bias) + at, scratch_.start, columns_);
+      load(call_.dtype, static_cast<const Storage*>(call_.bias) + at, scratch_.start(), columns_);
     }
-    return scratch_.start;
+    return scratch_.start();
   }
 
   // A panel's part of a block, from a step on.
@@ -123,21 +123,21 @@ class ProductPanel {
       f.row_bytes = call_.from.batch_stride * sizeof(Storage);
       f.next_pixel = strip.next_entry < end ? call_.source[strip.next_entry] : 0;
     } else {
-      f.left = reinterpret_cast<const char*>(scratch_.left);
+      f.left = reinterpret_cast<const char*>(scratch_.left());
       f.pixels = kCounting.number, f.pixels_step = 1;
       f.row_bytes = strip.steps * sizeof(Word), f.pixel_bytes = rows_ * f.row_bytes;
       f.next_pixel = 0;
       for (int64_t e = 0; e < strip.runs; ++e) {
-        pack_left(strip, strip.entry + e * strip.pixels, scratch_.left + e * rows_ * strip.steps);
+        pack_left(strip, strip.entry + e * strip.pixels, scratch_.left() + e * rows_ * strip.steps);
       }
     }
     if (right_in_place_) {
       f.right = reinterpret_cast<const Word*>(part(strip.entry, strip.step, column_));
       f.right_step = call_.width, f.right_entry = strip.pixels * call_.groups * block_;
     } else {
-      f.right = scratch_.right, f.right_step = row_, f.right_entry = strip.steps * row_;
+      f.right = scratch_.right(), f.right_step = row_, f.right_entry = strip.steps * row_;
       for (int64_t e = 0; e < strip.runs; ++e) {
-        pack_right(strip, strip.entry + e * strip.pixels, scratch_.right + e * f.right_entry);
+        pack_right(strip, strip.entry + e * strip.pixels, scratch_.right() + e * f.right_entry);
       }
     }
     Ahead ahead = ahead_of(strip);
@@ -169,8 +169,8 @@ class ProductPanel {
     }
     for (int64_t i = 0; i < columns_; i += kSquareRows) {
       const int64_t rows = least(kSquareRows, columns_ - i);
-      M::pack_left(call_.dtype, from + i * call_.depth, call_.depth, rows, strip.depth, scratch_.turned);
-      transpose<Square>(reinterpret_cast<const char*>(scratch_.turned), strip.steps * sizeof(Word), rows, strip.steps,
+      M::pack_left(call_.dtype, from + i * call_.depth, call_.depth, rows, strip.depth, scratch_.turned());
+      transpose<Square>(reinterpret_cast<const char*>(scratch_.turned()), strip.steps * sizeof(Word), rows, strip.steps,
                         to + i, row_);
     }
   }
@@ -213,11 +213,23 @@ int64_t product_items(const Product& call) {
   return call.rows * pieces(call.batch, product_batch<M>(call));
 }
 
+// For panels of so many rows.
+template <typename M>
+Scratch<M> product_scratch(const Product& call, int64_t rows) {
+  if constexpr (M::kVectorsInPlace) {
+    if (is_narrow<M>(call)) return {0, 0, 0, 0};
+  }
+  const int64_t row = panel_row<M>(call.width);
+  const bool whole = call.width % M::Arithmetic::kWidth == 0;
+  return {M::kInPlace && whole && !call.blocks ? 0 : kStripSteps * row, M::kInPlace ? 0 : rows * kStripSteps,
+          M::kInPlace ? 0 : kSquareRows * kStripSteps, M::kInPlace && whole ? 0 : rows * row};
+}
+
 // Items are the rows of `to`, and within each what panels take of the batch.
 template <typename M>
 void product_range(const Product& call, int64_t begin, int64_t end) {
   const int64_t most = product_batch<M>(call), parts = pieces(call.batch, most);
-  const Memory<Scratch<M>> scratch;
+  Scratch<M> scratch = product_scratch<M>(call, least(most, call.batch));
   for (int64_t item = begin; item < end; ++item) {
     const int64_t batch = item % parts * most, rows = least(most, call.batch - batch);
     if constexpr (M::kVectorsInPlace) {
@@ -228,7 +240,7 @@ void product_range(const Product& call, int64_t begin, int64_t end) {
     }
     for (int64_t group = 0; group < call.groups; ++group) {
       for (int64_t column = 0; column < call.width; column += Scratch<M>::kPanel) {
-        ProductPanel<M>(call, *scratch, batch, rows, group, column).run(item / parts);
+        ProductPanel<M>(call, scratch, batch, rows, group, column).run(item / parts);
       }
     }
   }

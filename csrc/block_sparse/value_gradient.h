@@ -16,7 +16,13 @@ class ValueGradientPanels {
  public:
   ValueGradientPanels(const ValueGradient& call, Scratch<M>& scratch)
       : call_(call), scratch_(scratch), part_(panel_batch<M>(call.batch)) {
-    for (Acc& value : scratch_.start) value = 0;
+    for (int64_t j = 0; j < Scratch<M>::kPanel; ++j) scratch_.start()[j] = 0;
+  }
+
+  static Scratch<M> scratch_for(const ValueGradient& call) {
+    const int64_t row = panel_row<M>(call.width), steps = pieces(panel_batch<M>(call.batch), A::kPair);
+    const bool in_place = M::kInPlace && call.width % A::kWidth == 0;
+    return {steps * row, M::kInPlace ? 0 : steps * kDepth, 0, in_place ? 0 : kDepth * row};
   }
 
   // A run of entries, which are in `row`.
@@ -38,7 +44,7 @@ class ValueGradientPanels {
     const int64_t block = (entry * call_.groups + group) * call_.depth * call_.width;
     Storage* values = static_cast<Storage*>(call_.values) + block + channel * call_.width + column;
     const bool whole = columns == to_row;
-    Sums<A> sums{scratch_.start, 0, scratch_.sums, to_row};
+    Sums<A> sums{scratch_.start(), 0, scratch_.sums(), to_row};
     if constexpr (M::kInPlace) {
       if (whole) sums.to = values, sums.to_row = call_.width;
     }
@@ -59,7 +65,7 @@ class ValueGradientPanels {
     }
   }
 
-  // Which part of `to` scratch_.right holds.
+  // Which part of `to` scratch_.right() holds.
   struct Key {
     int64_t row, group, column, batch;
 
@@ -73,7 +79,7 @@ class ValueGradientPanels {
     held_ = key;
     const Storage* to = static_cast<const Storage*>(call_.to.data) + key.batch * call_.to.batch_stride +
                         key.row * call_.to.pixel_stride + key.group * call_.width + key.column;
-    M::pack_rows(call_.dtype, to, call_.to.batch_stride, rows, columns, scratch_.right, to_row);
+    M::pack_rows(call_.dtype, to, call_.to.batch_stride, rows, columns, scratch_.right(), to_row);
   }
 
   void add(const Storage* from, int64_t rows, int64_t depth, int64_t vectors, const Sums<A>& sums) {
@@ -81,12 +87,12 @@ class ValueGradientPanels {
     f.pixels = kCounting.number, f.pixels_step = 1;
     f.entries = 1, f.pixel_bytes = 0, f.next_pixel = 0, f.row_bytes = sizeof(Word);
     f.steps = pieces(rows, A::kPair);
-    f.right = scratch_.right, f.right_entry = 0, f.right_step = vectors * A::kWidth;
+    f.right = scratch_.right(), f.right_entry = 0, f.right_step = vectors * A::kWidth;
     if constexpr (M::kInPlace) {
       f.left = reinterpret_cast<const char*>(from), f.step_bytes = call_.from.batch_stride * sizeof(Storage);
     } else {
-      M::pack_rows(call_.dtype, from, call_.from.batch_stride, rows, depth, scratch_.left, depth);
-      f.left = reinterpret_cast<const char*>(scratch_.left), f.step_bytes = depth * sizeof(Word);
+      M::pack_rows(call_.dtype, from, call_.from.batch_stride, rows, depth, scratch_.left(), depth);
+      f.left = reinterpret_cast<const char*>(scratch_.left()), f.step_bytes = depth * sizeof(Word);
     }
     tiles<A, false>(f, depth, vectors, sums, nullptr);
   }
@@ -100,8 +106,8 @@ class ValueGradientPanels {
 // Items are entries.
 template <typename M>
 void value_gradient_range(const ValueGradient& call, int64_t begin, int64_t end) {
-  const Memory<Scratch<M>> scratch;
-  ValueGradientPanels<M> panels(call, *scratch);
+  Scratch<M> scratch = ValueGradientPanels<M>::scratch_for(call);
+  ValueGradientPanels<M> panels(call, scratch);
   int64_t row = 0;
   for (int64_t entry = begin; entry < end;) {
     while (call.first[row + 1] <= entry) ++row;
