@@ -21,6 +21,7 @@ namespace loco::block_sparse {
 
 constexpr int64_t kStripSteps = 64, kStripStepsInPlace = 640;
 constexpr int64_t kSquareRows = 16;
+constexpr int64_t kShort = 16;  // depths below this run together
 constexpr int64_t kMostRowsAhead = 8;
 constexpr int64_t kMostBatch = 256, kMostBatchPacked = 128;  // of one panel
 
@@ -42,7 +43,6 @@ int64_t panel_batch(int64_t batch) {
 // and pixels follow each other, as their blocks do.
 template <typename Call>
 LOCO_HD int64_t run_length(const Call& call, int64_t entry, int64_t end) {
-  constexpr int64_t kShort = 16;
   int64_t run = 1;
   if (call.depth >= kShort || call.groups != 1) return run;
   while (entry + run < end && call.source[entry + run] == call.source[entry] + run) ++run;

@@ -221,8 +221,9 @@ Scratch<M> product_scratch(const Product& call, int64_t rows) {
   }
   const int64_t row = panel_row<M>(call.width);
   const bool whole = call.width % M::Arithmetic::kWidth == 0;
-  return {M::kInPlace && whole && !call.blocks ? 0 : kStripSteps * row, M::kInPlace ? 0 : rows * kStripSteps,
-          M::kInPlace ? 0 : kSquareRows * kStripSteps, M::kInPlace && whole ? 0 : rows * row};
+  const bool left_in_place = M::kInPlace || (call.depth >= kShort && M::words_in_place(call.depth));
+  return {M::kInPlace && whole && !call.blocks ? 0 : kStripSteps * row, left_in_place ? 0 : rows * kStripSteps,
+          left_in_place ? 0 : kSquareRows * kStripSteps, M::kInPlace && whole ? 0 : rows * row};
 }
 
 // Items are the rows of `to`, and within each what panels take of the batch.
