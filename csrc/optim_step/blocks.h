@@ -23,10 +23,20 @@ struct Block {
 
   // To as many elements that come next; the metric is written anew.
   void advance() {
-    w += count;
-    g += count;
-    for (T*& s : state) s = s ? s + count : nullptr;
-    if (table) phase = (phase + count) % period;
+    T* const same = metric;
+    *this = part(count, count);
+    metric = same;
+  }
+
+  Block part(int64_t begin, int64_t length) const {
+    Block result = *this;
+    result.count = length;
+    result.w += begin;
+    result.g += begin;
+    for (T*& s : result.state) s = s ? s + begin : nullptr;
+    if (metric) result.metric += begin;
+    if (table) result.phase = (phase + begin) % period;
+    return result;
   }
 };
 

@@ -151,9 +151,9 @@ class Step {
       held_job.origin = begin;
       Block<T> block = direct_block<T>(held_job, begin, numel);
       const auto scalars = Rule::template as<T>(job.scalars);
+      const bool summing = shrinkage.can_sum(block, job.flags, scalars);
       for (int64_t at = begin; at < end; at += numel, block.advance()) {
-        update(block, job.flags, scalars);
-        shrinkage.apply(block.w, block.metric);
+        shrinkage.step(block, job.flags, scalars, summing);
       }
       return;
     }

@@ -1,9 +1,11 @@
-// The prox of a ring penalty as the last act of a step on the CPU, for kernels that have just been updated.
+// The prox of a ring penalty as the last act of a step on the CPU.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "optim_step/summing_blocks.h"
 #include "optim_step/tensor_step.h"
 #include "ring_prox/kernel.h"
 
@@ -12,6 +14,9 @@ namespace loco::optim_step {
 // T: the type that arithmetic is done in.
 template <class Rule, typename T>
 class Shrinkage {
+  using Flags = typename Rule::Flags;
+  using Scalars = typename Rule::template Scalars<T>;
+
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr)
       : penalty_(*tensor.penalty), solver_(shape(tensor)) {
@@ -22,12 +27,37 @@ class Shrinkage {
     }
   }
 
-  // Of one kernel; metric: null if the rule has none.
-  void apply(T* w, const T* metric) {
-    solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, penalty_.linf, w);
+  // Of one kernel that has been updated; metric: null if the rule has none.
+  void apply(T* w, const T* metric) { solver_.prox(w, metric, thresholds(), penalty_.linf, w); }
+
+  // Updates a kernel first. summing: whether this block and those that come after it can be summed up meanwhile.
+  void step(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (summing) return step_summing(kernel, flags, scalars);
+    }
+    update(kernel, flags, scalars);
+    apply(kernel.w, kernel.metric);
+  }
+
+  bool can_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) const {
+    bool all = std::is_same_v<T, float> && !penalty_.linf;
+    if constexpr (std::is_same_v<T, float>) {
+      for (const auto& part : solver_.parts()) all = all && sums_meanwhile(kernel, flags, scalars, part.run);
+    }
+    return all;
   }
 
  private:
+  void step_summing(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) {
+    ring_prox::Moments& sums = solver_.no_sums();
+    for (const auto& part : solver_.parts()) {
+      update_and_sum(kernel.part(part.at, part.run.count), flags, scalars, part.run, sums);
+    }
+    solver_.prox_of_summed(kernel.w, kernel.metric, thresholds(), kernel.w);
+  }
+
+  ring_prox::Thresholds thresholds() const { return {plain_, penalty_.squared.empty() ? nullptr : squared_}; }
+
   static ring_prox::Shape shape(const TensorStep& tensor) {
     const ring_prox::Penalty& penalty = *tensor.penalty;
     const int64_t channels = tensor.numel / tensor.kernels / penalty.taps();

@@ -63,8 +63,9 @@ void KernelSolver<T>::divide() {
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
   u_ = u;
-  const double scale = scaled_squares();
-  for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(squares_[r]) / scale;
+  d_ = nullptr;
+  const double scale = scaled_sums(false);
+  for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale;
 }
 
 template <typename T>
@@ -72,7 +73,7 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
   u_ = u;
   d_ = d;
   out_ = out;
-  if (!linf) return d_ != nullptr ? solve_metric(thresholds) : solve_l2(thresholds);
+  if (!linf) return solve(thresholds, scaled_sums(false));
   if (shape_.channels_fastest) return solve_linf(thresholds);
   turned_u_.resize(shape_.numel());
   turn(u, shape_.channels, shape_.taps, turned_u_.data());
@@ -87,24 +88,43 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
 }
 
 template <typename T>
-void KernelSolver<T>::solve_l2(const Thresholds& thresholds) {
+Moments& KernelSolver<T>::no_sums() {
+  zero_.clear(shape_.rings);
+  return zero_;
+}
+
+template <typename T>
+void KernelSolver<T>::prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out) {
+  u_ = u;
+  d_ = d;
+  out_ = out;
+  solve(thresholds, scaled_sums(true));
+}
+
+// scale: what the sums were made with
+template <typename T>
+void KernelSolver<T>::solve(const Thresholds& thresholds, double scale) {
+  d_ != nullptr ? solve_metric(thresholds, scale) : solve_l2(thresholds, scale);
+}
+
+template <typename T>
+void KernelSolver<T>::solve_l2(const Thresholds& thresholds, double scale) {
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_squares();
+  const double* const squares = zero_.power[0];
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
-    chain(squares_, t, rings, factors);
+    chain(squares, t, rings, factors);
   };
-  const auto penalty = [&](const double* of) { return l2_penalty(squares_, of, thresholds.squared, rings) / scale; };
+  const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
   solve_squared(thresholds, solve, penalty, factors);
   for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out_ + part.at);
 }
 
 template <typename T>
-void KernelSolver<T>::solve_metric(const Thresholds& thresholds) {
+void KernelSolver<T>::solve_metric(const Thresholds& thresholds, double scale) {
   double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
-  const double scale = scaled_moments();
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
   int first = 0;
@@ -251,33 +271,24 @@ void KernelSolver<T>::for_taps(const Visit& visit) const {
   for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
 }
 
-// Sums the squares of each ring, times a power of two that keeps them within float64, and returns that.
+// Sums up the rings, unless that has been done, of weights times a power of two that keeps the sums within float64, and
+// returns that.
 template <typename T>
-double KernelSolver<T>::scaled_squares() {
-  scaled_ = u_;
-  sum_squares(false);
-  if (safe(squares_, 0)) return 1;
-  const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
-  sum_squares(true);
-  return scale;
-}
-
-template <typename T>
-void KernelSolver<T>::sum_squares(bool wide) {
-  std::fill(squares_, squares_ + shape_.rings, 0.0);
-  for (const Part& part : parts_) squares(scaled_ + part.at, part.run, wide, squares_);
-}
-
-// The same for the moments at c = 0.
-template <typename T>
-double KernelSolver<T>::scaled_moments() {
+double KernelSolver<T>::scaled_sums(bool summed) {
   scaled_ = u_;
   weighed_is_known_ = false;
-  sum_moments(false, nullptr, zero_);
+  if (!summed) sum_up(false);
   if (safe(zero_.power[0], 0)) return 1;
   const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
-  sum_moments(true, nullptr, zero_);
+  sum_up(true);
   return scale;
+}
+
+template <typename T>
+void KernelSolver<T>::sum_up(bool wide) {
+  if (d_ != nullptr) return sum_moments(wide, nullptr, zero_);
+  std::fill(zero_.power[0], zero_.power[0] + shape_.rings, 0.0);
+  for (const Part& part : parts_) squares(scaled_ + part.at, part.run, wide, zero_.power[0]);
 }
 
 template <typename T>

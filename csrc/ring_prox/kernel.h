@@ -25,34 +25,39 @@ class KernelSolver {
  public:
   explicit KernelSolver(const Shape& shape);
 
-  // norms: [rings], ring 0 the outermost.
-  void norms(const T* u, double* norms);
-  // The minimiser that math.h describes; d may be null, out may be u.
-  void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
-
- private:
   // A run of weights and where it begins.
   struct Part {
     int64_t at;
     Run run;
   };
 
+  // norms: [rings], ring 0 the outermost.
+  void norms(const T* u, double* norms);
+  // The minimiser that math.h describes; d may be null, out may be u.
+  void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
+  // The same with l2 norms, for one who has summed up the rings: to no_sums() has been added, for every part, what
+  // moments() adds without c, or without a metric what squares() does, as power[0].
+  void prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out);
+  Moments& no_sums();
+  const std::vector<Part>& parts() const { return parts_; }
+
+ private:
   struct alignas(64) Line {
     double values[8];
   };
 
   void divide();
-  void solve_l2(const Thresholds& thresholds);
-  void solve_metric(const Thresholds& thresholds);
+  void solve(const Thresholds& thresholds, double scale);
+  void solve_l2(const Thresholds& thresholds, double scale);
+  void solve_metric(const Thresholds& thresholds, double scale);
   void solve_linf(const Thresholds& thresholds);
   void find_coefficients(const double* norms, const double* t, int first, double* coefficients);
   template <typename Visit>
   void for_taps(const Visit& visit) const;
   void measure(double* sizes) const;
-  double scaled_squares();
-  double scaled_moments();
+  double scaled_sums(bool summed);
+  void sum_up(bool wide);
   int first_alive(const double* t);
-  void sum_squares(bool wide);
   void sum_moments(bool wide, const double* c, Moments& to);
   bool safe(const double* sums, int first) const;
   bool finite(const Moments& moments, int first) const;
@@ -67,7 +72,7 @@ class KernelSolver {
   T* out_ = nullptr;
   double squares_[kMaxRings], weighed_[kMaxRings];
   bool weighed_is_known_ = false;
-  Moments zero_, moments_;  // for c = 0, and for the latest
+  Moments zero_, moments_;  // for c = 0, of which without a metric only squares are summed, and for the latest
   std::vector<T> scaled_copy_, turned_u_, turned_d_;
 };
 

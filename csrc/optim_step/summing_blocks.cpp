@@ -1,0 +1,154 @@
+// Sums go on in registers: those in memory would be read again before what they wait for, the weights, has come.
+#include "optim_step/summing_blocks.h"
+
+#include <algorithm>
+
+#include "ring_prox/ring_sums.h"
+
+namespace loco::optim_step {
+namespace {
+
+using ring_prox::kLanes;
+using ring_prox::kShortSum;
+using ring_prox::Moments;
+using ring_prox::Run;
+
+// What the processor does not look ahead to by itself, where so much has to be done for each weight.
+LOCO_HD void fetch_ahead(const float* p) { __builtin_prefetch(p + 768); }
+
+// Writes the new weights' squares to terms[0].
+template <Decay decay, Momentum momentum, bool nesterov>
+struct SgdUpdate {
+  static constexpr int count = 1;
+  const Block<float>& block;
+  const SgdScalars<float>& scalars;
+
+  LOCO_HD void operator()(int64_t begin, const float* c, float (&terms)[count][kLanes]) const {
+    float *w = block.w + begin, *buffer = block.state[0] + begin;
+    const float* g = block.g + begin;
+    fetch_ahead(w), fetch_ahead(g), fetch_ahead(buffer);
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) {
+      float x = w[l], b = momentum == Momentum::next ? buffer[l] : 0.0f;
+      sgd(x, g[l], b, c[l], SgdFlags{decay, momentum, nesterov}, scalars);
+      w[l] = x;
+      if constexpr (momentum != Momentum::none) buffer[l] = b;
+      terms[0][l] = x * x;
+    }
+  }
+};
+
+// Writes the new weights' squares over the powers of their denominators to `terms`.
+template <Decay decay>
+struct AdamUpdate {
+  static constexpr int count = Moments::kPowers;
+  const Block<float>& block;
+  const AdamScalars<float>& scalars;
+
+  LOCO_HD void operator()(int64_t begin, const float* c, float (&terms)[count][kLanes]) const {
+    float *w = block.w + begin, *m = block.state[0] + begin, *v = block.state[1] + begin;
+    float* const denominators = block.metric + begin;
+    const float* g = block.g + begin;
+    fetch_ahead(w), fetch_ahead(g), fetch_ahead(m), fetch_ahead(v);
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) {
+      float x = w[l], first = m[l], second = v[l], none = 0;
+      const float d = adam(x, g[l], first, second, none, c[l], AdamFlags{decay, false}, scalars);
+      w[l] = x, m[l] = first, v[l] = second, denominators[l] = d;
+      const float inverse = 1.0f / d;
+      float term = x * x;
+      terms[0][l] = term;
+      for (int k = 1; k < count; ++k) terms[k][l] = term *= inverse;
+    }
+  }
+};
+
+template <int rings, class Update>
+LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& run,
+                    double* const (&sums)[Update::count]) {
+  ring_prox::RingSums<rings, Update::count> ring_sums;
+  float same[kLanes];
+  std::fill(same, same + kLanes, block.uniform);
+  const float* const table = block.table ? block.table : same;
+  const int64_t period = block.table ? block.period : kLanes;
+  int64_t lane = 0, phase = block.phase;
+  const auto step = [&](int64_t begin) LOCO_INLINE {
+    float terms[Update::count][kLanes];
+    update(begin, table + phase, terms);
+    ring_sums.add(terms, run.ring_of_lane + lane);
+    lane = lane + kLanes >= run.period ? 0 : lane + kLanes;
+    phase = phase + kLanes == period ? 0 : phase + kLanes;
+  };
+  int64_t i = 0;
+  for (; i + kShortSum * kLanes <= block.count; i += kShortSum * kLanes) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kShortSum; ++k) step(i + k * kLanes);
+    ring_sums.settle();
+  }
+  for (; i < block.count; i += kLanes) {
+    step(i);
+    ring_sums.settle();
+  }
+  ring_sums.add_to(sums, run.ring);
+}
+
+template <class Update>
+LOCO_HD void by_rings(const Block<float>& block, const Update& update, const Run& run,
+                      double* const (&sums)[Update::count]) {
+  if (run.uniform()) return stream<1>(block, update, run, sums);
+  run.rings == 2 ? stream<2>(block, update, run, sums) : stream<3>(block, update, run, sums);
+}
+
+template <Decay decay>
+LOCO_HD void sgd_by_momentum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& s, const Run& run,
+                             Moments& moments) {
+  double* const sums[1] = {moments.power[0]};
+  if (flags.momentum == Momentum::none) {
+    by_rings(block, SgdUpdate<decay, Momentum::none, false>{block, s}, run, sums);
+  } else if (flags.nesterov) {
+    by_rings(block, SgdUpdate<decay, Momentum::next, true>{block, s}, run, sums);
+  } else {
+    by_rings(block, SgdUpdate<decay, Momentum::next, false>{block, s}, run, sums);
+  }
+}
+
+template <Decay decay>
+LOCO_HD void adam_with_decay(const Block<float>& block, const AdamScalars<float>& s, const Run& run, Moments& moments) {
+  double* const sums[Moments::kPowers] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3]};
+  by_rings(block, AdamUpdate<decay>{block, s}, run, sums);
+}
+
+// Whether a run is made up of whole vectors, and so are what is used over and over along it.
+bool of_vectors(const Block<float>& block, const Run& run) {
+  const bool lanes = run.uniform() || (run.period % kLanes == 0 && run.rings <= ring_prox::kMostRingSums);
+  const bool table = block.table == nullptr || (block.period % kLanes == 0 && block.phase % kLanes == 0);
+  return run.count % kLanes == 0 && block.count % kLanes == 0 && lanes && table;
+}
+
+}  // namespace
+
+bool sums_meanwhile(const Block<float>& block, SgdFlags flags, const SgdScalars<float>&, const Run& run) {
+  return flags.decay != Decay::l1 && flags.momentum != Momentum::first && of_vectors(block, run);
+}
+
+bool sums_meanwhile(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars, const Run& run) {
+  return flags.decay != Decay::l1 && !flags.amsgrad && !scalars.lerp_from_end && of_vectors(block, run);
+}
+
+LOCO_CLONES void update_and_sum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars,
+                                const Run& run, Moments& sums) {
+  const SgdScalars<float> local = scalars;
+  flags.decay == Decay::none ? sgd_by_momentum<Decay::none>(block, flags, local, run, sums)
+                             : sgd_by_momentum<Decay::l2>(block, flags, local, run, sums);
+}
+
+LOCO_CLONES void update_and_sum(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
+                                const Run& run, Moments& sums) {
+  AdamScalars<float> local = scalars;
+  local.lerp_from_end = false;
+  if (flags.decay == Decay::none) return adam_with_decay<Decay::none>(block, local, run, sums);
+  if (flags.decay == Decay::l2) return adam_with_decay<Decay::l2>(block, local, run, sums);
+  adam_with_decay<Decay::decoupled>(block, local, run, sums);
+}
+
+}  // namespace loco::optim_step

@@ -1,0 +1,76 @@
+// Sums over a few rings that stay in registers while weights stream by, sixteen at a time.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "ring_prox/lanes.h"
+
+namespace loco::ring_prox {
+
+constexpr int kMostRingSums = 3;  // rings: of more, registers hold no sums
+
+// `count` sums for each ring, of which the first is summed in float64 and all others in float32.
+template <int rings, int count>
+class RingSums {
+ public:
+  // terms[s]: what sixteen weights add to sum s; ring_of_lane: the ring of each, not read if there is but one.
+  LOCO_HD void add(const float (&terms)[count][kLanes], const int32_t* ring_of_lane) {
+    Ints ring{};
+    if (rings > 1) std::memcpy(&ring, ring_of_lane, sizeof ring);
+#pragma GCC unroll 4
+    for (int s = 0; s < count; ++s) {
+      Floats all;
+      std::memcpy(&all, terms[s], sizeof all);
+#pragma GCC unroll 4
+      for (int r = 0; r < rings; ++r) {
+        Floats& sum = s == 0 ? short_[r] : rough_[s > 0 ? s - 1 : 0][r];
+        if (rings == 1) {
+          sum += all;
+        } else {
+          sum = ring == r ? sum + all : sum;
+        }
+      }
+    }
+  }
+
+  // Ends a short sum of float32, to be called after every kShortSum additions at the latest.
+  LOCO_HD void settle() {
+#pragma GCC unroll 4
+    for (int r = 0; r < rings; ++r) {
+      EightFloats low, high;
+      std::memcpy(&low, &short_[r], sizeof low);
+      std::memcpy(&high, reinterpret_cast<const char*>(&short_[r]) + sizeof low, sizeof high);
+      exact_[0][r] += __builtin_convertvector(low, Doubles);
+      exact_[1][r] += __builtin_convertvector(high, Doubles);
+      short_[r] = Floats{};
+    }
+  }
+
+  // Adds the sums of ring r to sums[s][first + r].
+  LOCO_HD void add_to(double* const (&sums)[count], int first) const {
+#pragma GCC unroll 4
+    for (int r = 0; r < rings; ++r) {
+      double lanes[kLanes];
+      std::memcpy(lanes, &exact_[0][r], sizeof(Doubles));
+      std::memcpy(lanes + kLanes / 2, &exact_[1][r], sizeof(Doubles));
+      sums[0][first + r] += total(lanes);
+#pragma GCC unroll 4
+      for (int s = 1; s < count; ++s) {
+        for (int l = 0; l < kLanes; ++l) lanes[l] = static_cast<double>(rough_[s - 1][r][l]);
+        sums[s][first + r] += total(lanes);
+      }
+    }
+  }
+
+ private:
+  typedef float Floats __attribute__((vector_size(64)));
+  typedef int32_t Ints __attribute__((vector_size(64)));
+  typedef float EightFloats __attribute__((vector_size(32)));
+  typedef double Doubles __attribute__((vector_size(64)));
+
+  Floats short_[rings]{}, rough_[count > 1 ? count - 1 : 1][rings]{};
+  Doubles exact_[2][rings]{};
+};
+
+}  // namespace loco::ring_prox
