@@ -13,8 +13,10 @@ using ring_prox::kShortSum;
 using ring_prox::Moments;
 using ring_prox::Run;
 
-// What the processor does not look ahead to by itself, where so much has to be done for each weight.
-LOCO_HD void fetch_ahead(const float* p) { __builtin_prefetch(p + 768); }
+// How far ahead weights are fetched, which the processor does too late where much has to be done for each of them.
+constexpr int64_t kAhead = 768;
+
+LOCO_HD void fetch(const float* line) { __builtin_prefetch(line); }
 
 // Writes the new weights' squares to terms[0].
 template <Decay decay, Momentum momentum, bool nesterov>
@@ -23,10 +25,14 @@ struct SgdUpdate {
   const Block<float>& block;
   const SgdScalars<float>& scalars;
 
+  LOCO_HD void fetch_from(int64_t begin) const {
+    fetch(block.w + begin), fetch(block.g + begin);
+    if (momentum != Momentum::none) fetch(block.state[0] + begin);
+  }
+
   LOCO_HD void operator()(int64_t begin, const float* c, float (&terms)[count][kLanes]) const {
     float *w = block.w + begin, *buffer = block.state[0] + begin;
     const float* g = block.g + begin;
-    fetch_ahead(w), fetch_ahead(g), fetch_ahead(buffer);
 #pragma GCC ivdep
     for (int l = 0; l < kLanes; ++l) {
       float x = w[l], b = momentum == Momentum::next ? buffer[l] : 0.0f;
@@ -45,11 +51,14 @@ struct AdamUpdate {
   const Block<float>& block;
   const AdamScalars<float>& scalars;
 
+  LOCO_HD void fetch_from(int64_t begin) const {
+    fetch(block.w + begin), fetch(block.g + begin), fetch(block.state[0] + begin), fetch(block.state[1] + begin);
+  }
+
   LOCO_HD void operator()(int64_t begin, const float* c, float (&terms)[count][kLanes]) const {
     float *w = block.w + begin, *m = block.state[0] + begin, *v = block.state[1] + begin;
     float* const denominators = block.metric + begin;
     const float* g = block.g + begin;
-    fetch_ahead(w), fetch_ahead(g), fetch_ahead(m), fetch_ahead(v);
 #pragma GCC ivdep
     for (int l = 0; l < kLanes; ++l) {
       float x = w[l], first = m[l], second = v[l], none = 0;
@@ -74,6 +83,7 @@ LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& 
   int64_t lane = 0, phase = block.phase;
   const auto step = [&](int64_t begin) LOCO_INLINE {
     float terms[Update::count][kLanes];
+    if (rings * Update::count > 1) update.fetch_from(begin + kAhead);
     update(begin, table + phase, terms);
     ring_sums.add(terms, run.ring_of_lane + lane);
     lane = lane + kLanes >= run.period ? 0 : lane + kLanes;
