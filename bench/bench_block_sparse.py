@@ -172,23 +172,31 @@ def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers:
 
 
 def extra_memory(layer: Layer, batch: int, name: str, mode: str) -> float | None:
-    """Growth beyond what one call returns, over the activations' size; None where the system does not tell."""
+    """Growth beyond what room for the results takes, over the activations' size; None where the system does not tell.
+
+    That room is measured too, by filling tensors of their sizes: the process grows by whole pages.
+    """
     problem = make_problem(layer, batch)
     candidate = makers(problem, ["unfold+bmm"] if name == "unfold+bmm" else [])[name]()
     torch.set_num_threads(1)
-    # The first call brings in code, and what libraries set up once. Its results are kept: the second gets memory anew.
-    kept: list[Any] = [getattr(candidate, mode)()]
+    # First calls bring in code, and what libraries set up once.
+    first = getattr(candidate, mode)()
+    # The output of a training pass lives until its gradient is known.
+    results = (*first, problem.grad) if isinstance(first, tuple) else (first,)
+    kept: list[Any] = [first, torch.empty_like(first[0]).fill_(1)]
+    room = _growth(lambda: kept.append([torch.empty_like(result).fill_(1) for result in results]))
+    peak = _growth(lambda: kept.append(getattr(candidate, mode)()))
+    if room is None or peak is None:
+        return None
+    return max(peak - room, 0) / (problem.x.nbytes + problem.grad.nbytes)
+
+
+def _growth(call: Callable[[], object]) -> int | None:
+    """Of a call that keeps what it makes, so that the next one gets memory anew."""
     # What was freed before would serve the call without being seen to grow.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-    peak = harness.peak_extra_memory(lambda: kept.append(getattr(candidate, mode)()))
-    if peak is None:
-        return None
-    returned = kept[1] if isinstance(kept[1], tuple) else (kept[1],)
-    # The output of a training pass lives until its gradient is known.
-    alive = problem.grad.nbytes if mode == "training" else 0
-    bytes_returned = sum(tensor.nbytes for tensor in returned)
-    return max(peak - bytes_returned - alive, 0) / (problem.x.nbytes + problem.grad.nbytes)
+    return harness.peak_extra_memory(call)
 
 
 def measure_memory(layers: Sequence[str], batch: int = 64) -> list[dict[str, Any]]:
