@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 import loco_ext
-from bench import harness, tables
+from bench import harness, machine, tables
 from bench.block_sparse_peers import PEERS, Candidate, Layer, Problem, cannot, trained
 from bench.targets import target
 from loco_ext import ops
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     missing = {name: reason for name in PEERS if (reason := cannot(name, Layer(1, 1, 1, 1)))}
     report: dict[str, Any] = {
         "benchmark": "block_sparse",
-        "machine": harness.machine() | {"jax": harness.package_version("jax")},
+        "machine": machine.describe() | {"jax": machine.package_version("jax")},
         "settings": asdict(effort) | {"tolerance": {str(k): v for k, v in TOLERANCE.items()}},
         "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
         "not_measured": missing,
@@ -273,7 +273,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     full = set(arguments.layers) == set(LAYERS) and not arguments.batches
     if arguments.out is None and full and not arguments.quick:
-        arguments.out = harness.RESULTS / f"block_sparse-{harness.slug(harness.cpu_model())}.json"
+        arguments.out = harness.RESULTS / f"block_sparse-{machine.slug(machine.cpu_model())}.json"
     return arguments
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import loco_ext
-from bench import bench_block_sparse, harness
+from bench import bench_block_sparse, harness, machine
 from bench.bench_block_sparse import LAYERS, PASSES, convolution, expected, make_problem
 from bench.bench_optim_step_gpu import Flush, make_flush, time_both
 from bench.block_sparse_peers import Candidate, Problem, cannot, unfold_bmm
@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
     cases = cases_of(arguments)
     report: dict[str, Any] = {
         "benchmark": "block_sparse_gpu",
-        "machine": harness.machine() | harness.gpu(),
+        "machine": machine.describe() | machine.gpu(),
         "settings": asdict(effort) | {"cases": len(cases) * len(PASSES)},
         "copy_bandwidth": harness.gpu_bandwidth(effort),
         "not_measured": {},

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext import geometry, sparsity
 from loco_ext.experiments.frontier import fold
 from loco_ext.experiments.models import MODELS
@@ -129,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick = harness.Effort(min_rounds=3, min_seconds=0.2, warmup=1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
     if arguments.out is None and arguments == parser.parse_args([]):
-        arguments.out = harness.RESULTS / f"compact-{harness.slug(harness.cpu_model())}.json"
+        arguments.out = harness.RESULTS / f"compact-{machine.slug(machine.cpu_model())}.json"
     report = {
         "benchmark": "compact",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": asdict(effort) | {"batch_size": BATCH_SIZE, "image": IMAGE},
         "results": [
             measure(network, pattern, memory_format, threads, effort)

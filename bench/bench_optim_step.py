@@ -17,7 +17,6 @@ import argparse
 import functools
 import math
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ import pytest
 import torch
 
 import loco_ext
-from bench import harness, shapes, tables
+from bench import harness, machine, shapes, tables
 from loco_ext import geometry, optim
 
 LEARNING_RATE = 1e-3
@@ -254,7 +253,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     cases = [(network, rule) for network in arguments.networks for rule in arguments.rules]
     report: dict[str, Any] = {
         "benchmark": "optim_step",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": asdict(effort) | {"flush": arguments.flush, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY},
         "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
         "results": [],
@@ -282,7 +281,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     full = set(arguments.networks) == set(shapes.NETWORKS) and set(arguments.rules) == set(RULES)
     if arguments.out is None and full and not arguments.quick and not arguments.flush:
-        cpu = re.sub(r"[^a-z0-9]+", "-", harness.cpu_model().lower()).strip("-")
+        cpu = machine.slug(machine.cpu_model())
         arguments.out = harness.RESULTS / f"optim_step-{cpu}.json"
     return arguments
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import loco_ext
-from bench import harness, shapes
+from bench import harness, machine, shapes
 from bench.bench_optim_step import (
     LEARNING_RATE,
     LOCALITY,
@@ -333,7 +333,7 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
     missing = not_measured()
     report: dict[str, Any] = {
         "benchmark": "optim_step_gpu",
-        "machine": harness.machine() | harness.gpu(),
+        "machine": machine.describe() | machine.gpu(),
         "settings": asdict(effort) | {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY, "cases": len(cases)},
         "copy_bandwidth": harness.gpu_bandwidth(effort),
         "not_measured": missing,

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import loco_ext
-from bench import harness, ring_prox_peers, tables
+from bench import harness, machine, ring_prox_peers, tables
 from bench.bench_optim_step import LEARNING_RATE, WEIGHT_DECAY, Parameters, Rule, State, Step, make_parameters, step_on
 from bench.bench_optim_step import RULES as STEP_RULES
 from bench.ring_prox_peers import PEERS, Candidate, Problem
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     missing = ring_prox_peers.not_installed()
     report: dict[str, Any] = {
         "benchmark": "ring_prox",
-        "machine": harness.machine() | {name: harness.package_version(name) for name in ("spams-bin", "torchao")},
+        "machine": machine.describe() | {name: machine.package_version(name) for name in ("spams-bin", "torchao")},
         "settings": asdict(effort) | {"strength": STRENGTH, "weight_decay": WEIGHT_DECAY, "tolerance": TOLERANCE},
         "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
         "not_measured": missing,
@@ -272,7 +272,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     full = set(arguments.cases) == set(CASES) and set(arguments.rules) == set(RULES)
     if arguments.out is None and full and not arguments.quick:
-        arguments.out = harness.RESULTS / f"ring_prox-{harness.slug(harness.cpu_model())}.json"
+        arguments.out = harness.RESULTS / f"ring_prox-{machine.slug(machine.cpu_model())}.json"
     return arguments
 
 

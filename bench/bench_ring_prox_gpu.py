@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import loco_ext
-from bench import bench_optim_step_gpu, bench_ring_prox, harness
+from bench import bench_optim_step_gpu, bench_ring_prox, harness, machine
 from bench.bench_optim_step import State, Step
 from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, capture, forced, make_flush, time_both
 from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, check, make_metric, make_weight, penalised_step
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
     cases = len(arguments.cases) * len(arguments.dtypes) + len(arguments.rules) * len(arguments.modes)
     report: dict[str, Any] = {
         "benchmark": "ring_prox_gpu",
-        "machine": harness.machine() | harness.gpu(),
+        "machine": machine.describe() | machine.gpu(),
         "settings": asdict(effort) | {"strength": bench_ring_prox.STRENGTH, "cases": cases},
         "copy_bandwidth": harness.gpu_bandwidth(effort),
         "not_measured": missing,

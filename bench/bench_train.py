@@ -13,7 +13,6 @@ are random: their values do not change the time.
 import argparse
 import os
 import random
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,7 +23,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.memory import keep_freed_memory
@@ -127,12 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     quick = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=4, min_seconds=6.0, warmup=1, builds=8)
     if arguments.out is None and set(arguments.models) == set(STEPS) and not arguments.quick:
-        cpu = re.sub(r"[^a-z0-9]+", "-", harness.cpu_model().lower()).strip("-")
+        cpu = machine.slug(machine.cpu_model())
         arguments.out = harness.RESULTS / f"train-{cpu}.json"
     keep_freed_memory()
     report = {
         "benchmark": "train",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": asdict(effort) | {"batch_size": BATCH_SIZE},
         "results": [measure(model, effort, threads) for model in arguments.models for threads in arguments.threads],
     }

@@ -345,9 +345,9 @@ def reason_against() -> str | None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         return f"{sys.executable} has no {', '.join(missing)}; name another interpreter: make device-check PYTHON=..."
-    from bench import harness
+    from bench import machine
 
-    return harness.no_gpu()
+    return machine.no_gpu()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -372,13 +372,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (reason := reason_against()) is not None:
         print(f"device-check: {reason}", file=sys.stderr)
         return 2
-    from bench import harness
+    from bench import harness, machine
 
-    gpu = harness.gpu()
+    gpu = machine.gpu()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name_of_gpu = harness.slug(gpu["gpu"])
+    name_of_gpu = machine.slug(gpu["gpu"])
     path = arguments.out / f"device_check-{name_of_gpu}.json"
-    report: dict[str, Any] = {"benchmark": "device_check", "machine": harness.machine() | gpu, "parts": {}}
+    report: dict[str, Any] = {"benchmark": "device_check", "machine": machine.describe() | gpu, "parts": {}}
     with tempfile.TemporaryDirectory() as scratch, triton_kernels_importable():
         settings = Settings(
             arguments.out.resolve(),

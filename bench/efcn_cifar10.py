@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.nn.functional import cross_entropy
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext.experiments import data, efcn, efcn_figures
 from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
 from loco_ext.experiments.loader import Normalization
@@ -115,7 +115,7 @@ def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path
     first = next(iter(records.values()))
     report = {
         "benchmark": "efcn_cifar10",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": {name: record["settings"] for name, record in records.items()},
         "training_samples": first["training_samples"],
         "test_samples": first["test_samples"],

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext.experiments import data, figures, frontier, run, settings
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
@@ -111,7 +111,7 @@ def report_of(networks: dict[str, Any]) -> dict[str, Any]:
     """The records of all arms by model and name, and what they have in common."""
     return {
         "benchmark": "frontier_cifar10",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": {
             "training_samples": TRAIN,
             "test_samples": TEST,

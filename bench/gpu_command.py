@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext.ops import backends
 
 Report = dict[str, Any]
@@ -59,13 +59,13 @@ class Command:
     ) -> int:
         """Measures by ``run(arguments, save)``, writes the JSON file, prints tables; 2 where that cannot be."""
         arguments = self.parse(argv)
-        reason = harness.no_gpu() or backends.missing(self.family, self.backend, "cuda")
+        reason = machine.no_gpu() or backends.missing(self.family, self.backend, "cuda")
         if reason is not None:
             print(f"{self.name}: {reason}", file=sys.stderr)
             return 2
         out = arguments.out
         if out is None and self.is_full(arguments):
-            out = harness.RESULTS / f"{self.file}-{harness.slug(harness.gpu()['gpu'])}.json"
+            out = harness.RESULTS / f"{self.file}-{machine.slug(machine.gpu()['gpu'])}.json"
         report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
         if out is not None:
             print(f"written: {out}", file=sys.stderr)

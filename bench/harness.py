@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, the machine's description and bandwidth, peak memory, JSON.
+"""What every benchmark shares: interleaved timing, bandwidth, peak memory, JSON.
 
 On a GPU the same comparison runs with another clock, CUDA events: ``compare(..., clock=gpu_seconds)``.
 """
@@ -8,26 +8,19 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import random
-import re
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
-
-from loco_ext.version import __version__
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -237,49 +230,6 @@ def num_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def no_gpu() -> str | None:
-    """Why nothing can be measured on an NVIDIA GPU here; None if it can."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
-    return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
-
-
-def gpu() -> dict[str, Any]:
-    """What figures depend on besides :func:`machine`: the current GPU, driver and versions."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "gpu": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "gpu_memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-        "driver": _driver(),
-        "cuda": torch.version.cuda,
-        "triton": package_version("triton"),
-    }
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
-def package_version(name: str) -> str | None:
-    """The version of an installed package; None: it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def slug(name: str) -> str:
-    """A name as part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def gpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
     """The clock of the GPU: from its reaching the call's first operation to its finishing the last.
 
@@ -344,51 +294,6 @@ def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
     """``function(*arguments)`` in a new interpreter: importable function, picklable arguments and result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, caches, versions, commit, date."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "caches": _caches(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "loco_ext": __version__,
-        "commit": _commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def cpu_model() -> str:
-    """The processor's name as the kernel gives it."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found is not None:
-            return found[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _caches() -> dict[str, str]:
-    """Sizes of the first core's data caches, as {"L1": "48K"}; empty where the kernel does not list them."""
-    caches = {}
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
-        if kind != "Instruction":
-            caches[f"L{level}"] = size
-    return caches
-
-
-def _commit() -> str:
-    """The checkout's commit, with "-dirty" where tracked files differ from it; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def write_json(path: Path, report: object) -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext import analysis
 from loco_ext.experiments import data, run, settings
 from loco_ext.experiments.processes import Processes
@@ -76,7 +76,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
     setting = settings.from_preset("quick", model="small", data="cifar10", epochs=arguments.epochs)
     return {
         "benchmark": "locality_cifar10",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": asdict(setting) | {"seeds": arguments.seeds, "stat": arguments.stat},
         "arms": arms,
     }

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import harness, tables
+from bench import harness, machine, tables
 from loco_ext.experiments import data, frontier, settings
 from loco_ext.experiments.samples import Samples
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             networks[model] = frontier.measure(path(model), dataset, arguments.runs / model, "cpu", resume=True)
     report = {
         "benchmark": "trained_cifar10",
-        "machine": harness.machine(),
+        "machine": machine.describe(),
         "settings": {"training_samples": TRAIN, "test_samples": TEST, "dense_epochs": DENSE_EPOCHS, "width": WIDTH},
         "networks": networks,
     }

@@ -9,7 +9,7 @@ import torch
 from gpu_bench_on_cpu import FACTS, TINY, run_on_the_cpu
 
 import loco_ext
-from bench import bench_block_sparse_gpu, harness, tables
+from bench import bench_block_sparse_gpu, machine, tables
 from bench.bench_block_sparse_gpu import ARITHMETIC, REFERENCE, measure, multiplying
 from bench.bench_optim_step_gpu import Flush
 from bench.block_sparse_peers import Layer
@@ -133,7 +133,7 @@ def test_only_a_full_run_writes_the_committed_file() -> None:
 def test_what_stands_in_the_way_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_gpu: str, missing: str, said: str
 ) -> None:
-    monkeypatch.setattr(harness, "no_gpu", lambda: no_gpu)
+    monkeypatch.setattr(machine, "no_gpu", lambda: no_gpu)
     monkeypatch.setattr(backends, "missing", lambda *_: missing)
     assert bench_block_sparse_gpu.main([]) == 2
     assert capsys.readouterr().err == f"bench_block_sparse_gpu: {said}\n"

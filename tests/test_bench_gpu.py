@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu_bench_on_cpu import FACTS, run_on_the_cpu
 
-from bench import bench_optim_step_gpu, harness, shapes, tables
+from bench import bench_optim_step_gpu, harness, machine, shapes, tables
 from bench.bench_optim_step_gpu import Case
 
 
@@ -224,7 +224,7 @@ def test_only_a_full_run_writes_the_committed_file() -> None:
 def test_without_a_gpu_the_benchmark_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness, "no_gpu", lambda: "torch finds no NVIDIA GPU")
+    monkeypatch.setattr(machine, "no_gpu", lambda: "torch finds no NVIDIA GPU")
     assert bench_optim_step_gpu.main([]) == 2
     assert capsys.readouterr().err == "bench_optim_step_gpu: torch finds no NVIDIA GPU\n"
 
@@ -236,7 +236,7 @@ def test_without_a_gpu_the_benchmark_says_so(
 def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, cuda: str | None, available: bool, reason: str) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    assert (reason is None and harness.no_gpu() is None) or reason in str(harness.no_gpu())
+    assert (reason is None and machine.no_gpu() is None) or reason in str(machine.no_gpu())
 
 
 def test_the_clock_of_the_gpu_is_between_its_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from gpu_bench_on_cpu import FACTS, TINY, run_on_the_cpu
 
 import loco_ext
-from bench import bench_ring_prox, bench_ring_prox_gpu, harness, ring_prox_peers, shapes, tables
+from bench import bench_ring_prox, bench_ring_prox_gpu, harness, machine, ring_prox_peers, shapes, tables
 from bench.bench_ring_prox import CASES, RULES
 from loco_ext import sparsity
 
@@ -262,7 +262,7 @@ def test_triton_is_left_out_where_it_is_missing(no_gpu_needed: None, monkeypatch
 def test_without_a_gpu_the_benchmark_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness, "no_gpu", lambda: "torch finds no NVIDIA GPU")
+    monkeypatch.setattr(machine, "no_gpu", lambda: "torch finds no NVIDIA GPU")
     assert bench_ring_prox_gpu.main([]) == 2
     assert capsys.readouterr().err == "bench_ring_prox_gpu: torch finds no NVIDIA GPU\n"
 

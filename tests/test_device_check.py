@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from gpu_bench_on_cpu import FACTS
 
-from bench import device_check, harness
+from bench import device_check, harness, machine
 from bench.device_check import Command, Part
 from loco_ext.ops import backends
 
@@ -98,7 +98,7 @@ def fake_check(monkeypatch: pytest.MonkeyPatch, folder: Path, *only: str, **code
     monkeypatch.setattr(device_check, "reason_against", lambda: None)
     monkeypatch.setattr(device_check, "triton_kernels_importable", nullcontext)
     monkeypatch.setattr(device_check, "PARTS", {name: make(code) for name, code in codes.items()})
-    monkeypatch.setattr(harness, "gpu", lambda: FACTS)
+    monkeypatch.setattr(machine, "gpu", lambda: FACTS)
     return device_check.main(["--out", str(folder), *(["--only", *only] if only else [])])
 
 
@@ -121,7 +121,7 @@ def test_a_failing_part_does_not_stop_the_others(
 
 
 def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(harness, "machine", lambda: {"commit": "abc"})
+    monkeypatch.setattr(machine, "describe", lambda: {"commit": "abc"})
     path = tmp_path / "device_check-made-up-gpu-80gb.json"
 
     def results() -> dict[str, str]:
@@ -130,7 +130,7 @@ def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyP
     assert fake_check(monkeypatch, tmp_path, "tests", build=0, tests=1) == 1
     assert fake_check(monkeypatch, tmp_path, "build", build=0, tests=1) == 0
     assert list(results().items()) == [("build", "passed"), ("tests", "failed")]
-    monkeypatch.setattr(harness, "machine", lambda: {"commit": "def"})
+    monkeypatch.setattr(machine, "describe", lambda: {"commit": "def"})
     assert fake_check(monkeypatch, tmp_path, "tests", build=0, tests=0) == 0
     assert results() == {"tests": "passed"}
 
