@@ -6,7 +6,8 @@
 Kernels vanish at random, or lose outer half rings, or both, until eq. 10 of the draft counts half of the network's
 multiply-adds. Candidates: the network; the network with its batch normalisations folded, which is what compaction does
 too, for comparison; the compacted network with and without that. All run in eval mode, in turn, in the same memory
-format, after their outputs were found equal.
+format, after their outputs were found equal. Freed memory is kept for the next call: which sizes the C library gives
+back to the system hangs on what ran before, and page faults would be most of a small network's time.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from bench import harness, machine, tables
 from loco_ext import geometry, sparsity
 from loco_ext.experiments.frontier import fold
+from loco_ext.experiments.memory import keep_freed_memory
 from loco_ext.experiments.models import MODELS
 
 NETWORKS = ("small", "vgg13", "resnet18")
@@ -130,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
     if arguments.out is None and arguments == parser.parse_args([]):
         arguments.out = harness.RESULTS / f"compact-{machine.slug(machine.cpu_model())}.json"
+    keep_freed_memory()
     report = {
         "benchmark": "compact",
         "machine": machine.describe(),
