@@ -10,7 +10,10 @@ import pytest
 from cuda_on_cpu import build
 
 SOURCES = [
-    *(f"optim_step/{name}" for name in ("cuda.cu", "cuda_prox.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp")),
+    *(
+        f"optim_step/{name}"
+        for name in ("cuda.cu", "cuda_prox.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp", "summing_blocks.cpp")
+    ),
     *("common/convert.cpp", "common/cuda_upload.cu"),
     *("ring_prox/gpu_table.cpp", "ring_prox/kernel.cpp", "ring_prox/rows.cpp"),
 ]
