@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import loco_ext
-from bench import bench_optim_step_gpu, harness, shapes
+from bench import bench_optim_step_gpu, harness, machine, shapes
 from loco_ext.ops import backends
 
 TINY = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
@@ -40,8 +40,8 @@ def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "missing", lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    monkeypatch.setattr(harness, "no_gpu", lambda: None)
-    monkeypatch.setattr(harness, "gpu", lambda: FACTS)
+    monkeypatch.setattr(machine, "no_gpu", lambda: None)
+    monkeypatch.setattr(machine, "gpu", lambda: FACTS)
     monkeypatch.setattr(harness, "gpu_seconds", harness.host_seconds)
     monkeypatch.setattr(harness, "gpu_cache_flush", lambda: torch.ones(1000).sum)
     monkeypatch.setattr(harness, "gpu_bandwidth", lambda effort: {"median": 1e12, "best": 2e12})
