@@ -1,4 +1,4 @@
-"""Cohesion against a loop over pairs, windows placed by it, and the paper's two theorems."""
+"""Cohesion against a loop over pairs, and windows placed by it."""
 
 import itertools
 import math
@@ -7,8 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linprog
-from tolerances import STANDARD_ERRORS
 
 from loco_ext.analysis import cohesion, localize
 
@@ -100,82 +98,6 @@ def test_gradients():
     map = torch.rand(2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda m: cohesion(m, (3, 4), q=1.5), map)
     assert torch.autograd.gradgradcheck(lambda m: cohesion(m, 2), map)
-
-
-# Theorem 1. F_tot is quadratic, so that its gradient is `attraction @ masses`.
-
-TAPS = list(itertools.product(range(3), range(3)))
-CENTER, NEIGHBORS, CORNERS = 4, (1, 3, 5, 7), (0, 2, 6, 8)
-# More than: the centre than any neighbour, any neighbour than any corner.
-MORE = [(CENTER, n) for n in NEIGHBORS] + list(itertools.product(NEIGHBORS, CORNERS))
-BOUNDS = {1: 0.634, 2: 27 / 40, 3: 0.612, 4: 0.543}
-
-
-def attraction(q):
-    return np.array([[0.0 if a == b else math.dist(a, b) ** -q for b in TAPS] for a in TAPS])
-
-
-@pytest.mark.parametrize("q", BOUNDS)
-def test_derivatives_are_the_attractions_of_the_other_masses(q):
-    hessian = torch.autograd.functional.hessian(
-        lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.rand(9, dtype=torch.float64)
-    )
-    np.testing.assert_allclose(hessian.numpy(), attraction(q), rtol=1e-13, atol=1e-15)
-
-
-def least_spread(matrix, more, less):
-    """The least epsilon for which masses m in [1, 1 + epsilon] break ``matrix[more] @ m > matrix[less] @ m``, and m."""
-    below = np.hstack([np.eye(9), -np.ones((9, 1))])  # m - epsilon <= 1
-    broken = np.append(matrix[more] - matrix[less], 0)[None]
-    result = linprog(
-        np.append(np.zeros(9), 1),
-        A_ub=np.vstack([below, broken]),
-        b_ub=np.append(np.ones(9), 0),
-        bounds=[(1, None)] * 9 + [(0, None)],
-    )
-    assert result.status == 0
-    return result.fun, result.x[:9]
-
-
-@pytest.mark.parametrize("q", BOUNDS)
-def test_the_bound_of_theorem_1_is_tight(q):
-    """By linear programming over the worst masses, with derivatives by autograd."""
-    hessian = torch.autograd.functional.hessian(
-        lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.ones(9, dtype=torch.float64)
-    ).numpy()
-    bound, worst, (more, less) = min(
-        ((*least_spread(hessian, *pair), pair) for pair in MORE), key=lambda found: found[0]
-    )
-    assert bound == pytest.approx(BOUNDS[q], abs=1e-9 if q == 2 else 5e-4)
-    if q == 2:  # the paper's worst case: a neighbour beats the centre
-        assert more == CENTER
-    masses = torch.from_numpy(worst).requires_grad_()
-    (gradient,) = torch.autograd.grad(cohesion(masses.view(3, 3), q=q).sum(), masses)
-    assert (gradient[more] - gradient[less]).item() == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("q", BOUNDS)
-def test_order_within_the_bound_of_theorem_1(q):
-    """Half of the masses at an end of their range, where the worst cases are; any unit of mass."""
-    spread = torch.rand(2000, 9, dtype=torch.float64)
-    spread = torch.where(torch.rand_like(spread) < 0.5, spread.round(), spread)
-    unit = 10 ** torch.empty(2000, 1, dtype=torch.float64).uniform_(-5, 5)
-    masses = (unit * (1 + (BOUNDS[q] - 1e-3) * spread)).view(2000, 3, 3).requires_grad_()
-    (gradient,) = torch.autograd.grad(cohesion(masses, q=q).sum(), masses)
-    gradient = gradient.flatten(1)
-    assert all((gradient[:, more] > gradient[:, less]).all() for more, less in MORE)
-
-
-def test_order_breaks_beyond_the_bound_of_theorem_1():
-    """The proof's masses: the centre and the two corners next to one neighbour large."""
-    for epsilon, holds in ((0.674, True), (0.676, False)):
-        masses = torch.ones(3, 3, dtype=torch.float64)
-        masses[0, 0] = masses[0, 2] = masses[1, 1] = 1 + epsilon
-        masses.requires_grad_()
-        (gradient,) = torch.autograd.grad(cohesion(masses).sum(), masses)
-        assert (gradient[1, 1] > gradient[0, 1]).item() == holds
-        assert gradient[1, 1].item() == pytest.approx(6 + epsilon)
-        assert gradient[0, 1].item() == pytest.approx(4.65 + 3 * epsilon)
 
 
 # Placing windows.
@@ -341,89 +263,3 @@ def test_bad_arguments_of_localize():
     for count in (1.0, True, None):
         with pytest.raises(TypeError, match=f"count: expected an int, got {count}"):
             localize(MAP, count)
-
-
-# Theorem 2 (section 4.2): the location of a feature of strength g on a line, found by a convolution with w.
-
-
-def strengths(generator, reach):
-    """A random symmetric g over -reach..reach, decreasing from 0 and ever less steeply."""
-    slopes = np.sort(generator.uniform(0.01, 1, reach))[::-1] * np.linspace(1, 0.5, reach)
-    right = generator.uniform(1, 3) - np.append(0, np.cumsum(slopes))
-    return np.append(right[:0:-1], right)
-
-
-def best_filter(g, k):
-    """The w of l1 norm 1 whose least expected margin f(0) - f(x), over x other than 0, is largest; and this margin."""
-    middle = len(g) // 2
-    offsets = np.arange(-k, k + 1)
-    reach = middle - k
-    margins = np.array([g[middle + offsets] - g[middle + x + offsets] for x in range(-reach, reach + 1) if x != 0])
-    # Maximise t over w = plus - minus with margins @ w >= t.
-    result = linprog(
-        np.append(np.zeros(4 * k + 2), -1),
-        A_ub=np.vstack(
-            [
-                np.hstack([-margins, margins, np.ones((len(margins), 1))]),
-                np.append(np.ones(4 * k + 2), 0)[None],
-            ]
-        ),
-        b_ub=np.append(np.zeros(len(margins)), 1),
-        bounds=[(0, None)] * (4 * k + 2) + [(None, None)],
-    )
-    assert result.status == 0
-    plus, minus = result.x[:-1].reshape(2, -1)
-    return plus - minus, -result.fun
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_the_largest_worst_case_margin_is_that_of_the_centre_alone(k):
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        g = strengths(generator, 8)
-        w, margin = best_filter(g, k)
-        np.testing.assert_allclose(w, np.eye(2 * k + 1)[k], atol=1e-9)
-        assert margin == pytest.approx(g[8] - g[9])
-
-
-def test_the_centre_alone_is_not_best_for_a_flat_top():
-    """Where g falls less steeply next to its maximum than farther out, the theorem's assumption fails."""
-    w, _ = best_filter(np.array([0, 1, 2, 3, 6.0, 9.9, 10, 9.9, 6, 3, 2, 1, 0]), 1)
-    assert abs(w[0]) > 0.1
-    assert abs(w[2]) > 0.1
-
-
-def variance_of(filters, noise):
-    """Variance over samples of the convolution of each filter with noise, for each position: [filters, positions]."""
-    return torch.nn.functional.conv1d(noise[:, None], filters[:, None]).var(0)
-
-
-def test_variance_of_the_filtered_noise():
-    """The theorem's variance is s^2 * sum w^2: that of f(x, w) alone, as the proof leaves out the noise at x* = 0.
-
-    It is the same for all w of norm 1; uniform weights are best among those of sum 1. The difference of f at two
-    places has s^2 * sum (w_j - w_{j + x})^2, hence twice the theorem's where the two windows do not overlap.
-    """
-    k, s, samples = 2, 0.7, 20_000
-    size = 2 * k + 1
-    # A variance of n normal samples has the relative standard error sqrt(2 / (n - 1)).
-    tolerance = STANDARD_ERRORS * math.sqrt(2 / (samples - 1))
-    noise = s * torch.randn(samples, 3 * size, dtype=torch.float64)
-    filters = torch.cat([torch.eye(size)[k : k + 1], torch.ones(1, size), torch.randn(4, size)]).double()
-
-    unit = filters / filters.norm(dim=1, keepdim=True)
-    assert variance_of(unit, noise)[:, size].div(s**2).sub(1).abs().max() < tolerance
-
-    of_sum_1 = filters / filters.sum(1, keepdim=True)
-    measured = variance_of(of_sum_1, noise)[:, size]
-    assert measured.argmin() == 1
-    assert measured[1].item() == pytest.approx(s**2 / size, rel=tolerance)
-    torch.testing.assert_close(measured, s**2 * of_sum_1.square().sum(1), rtol=tolerance, atol=0)
-
-    for x in (1, 3, size):
-        padded = torch.nn.functional.pad(unit, (0, x))
-        difference = torch.nn.functional.pad(unit, (x, 0)) - padded
-        expected = s**2 * difference.square().sum(1)
-        torch.testing.assert_close(variance_of(difference, noise)[:, 0], expected, rtol=tolerance, atol=0)
-        if x == size:
-            torch.testing.assert_close(expected, torch.full((6,), 2 * s**2, dtype=torch.float64))
