@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optim_step_cases
+import optim_step_triton
 import pytest
 import torch
 from cuda_on_cpu import operators
@@ -49,3 +50,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for what the session compiles."""
     return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[optim_step_triton.Interpreter]:
+    """Steps cases by the Triton kernels, in Triton's interpreter."""
+    with optim_step_triton.start_interpreter() as started:
+        yield started

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from optim_step_cases import make_case
-from test_triton_optim_step import arguments
+from optim_step_triton import arguments
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

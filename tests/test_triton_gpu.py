@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from optim_step_cases import Case, assert_same, make_case
+from optim_step_triton import arguments
 from test_optim_step import LOCO_2D
-from test_triton_optim_step import arguments
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

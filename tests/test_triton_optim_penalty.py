@@ -8,7 +8,6 @@ import torch
 from optim_step_cases import Case, assert_untouched, make_case
 from test_optim_step import FLOATS, LOCO_2D
 from test_optim_step_layouts import LAYOUTS
-from test_triton_optim_step import interpreter  # noqa: F401
 from tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
 
 from loco_ext import geometry, ops
@@ -65,7 +64,7 @@ def assert_is_reference(actual: Case, case: Case) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):  # noqa: F811
+def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
     if mode == "squared" and (dtype != torch.float32 or rule not in ("momentum", "adam")):
         pytest.skip("two nested searches take long")
     case = penalised(rule, mode, dtypes=[dtype] * 3)
@@ -74,7 +73,7 @@ def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed"])
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
-def test_any_layout_gives_the_same(interpreter, rule, layout):  # noqa: F811
+def test_any_layout_gives_the_same(interpreter, rule, layout):
     case = penalised(rule)
     case = case.laid_out(params=lambda t: LAYOUTS[layout](t) if t.dim() == 4 else t)
     assert_is_reference(interpreter.step(case), case)
@@ -82,7 +81,7 @@ def test_any_layout_gives_the_same(interpreter, rule, layout):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_numbers_of_the_device_are_not_read(interpreter, rule, dtype):  # noqa: F811
+def test_numbers_of_the_device_are_not_read(interpreter, rule, dtype):
     case = penalised(rule, dtypes=[dtype] * 3, lrs=[torch.tensor(0.03)], lr_index=[0])
     case.options |= {"found_inf": torch.zeros(()), "grad_scale": torch.tensor(2.0)}
     unread = case.copy()
@@ -99,19 +98,19 @@ def test_numbers_of_the_device_are_not_read(interpreter, rule, dtype):  # noqa: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_changes_where_infinity_was_found(interpreter, rule, dtype):  # noqa: F811
+def test_nothing_changes_where_infinity_was_found(interpreter, rule, dtype):
     case = penalised(rule, dtypes=[dtype] * 3, found_inf=torch.ones(()))
     assert_untouched(interpreter.step(case), case)
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_a_learning_rate_of_0_shrinks_nothing(interpreter, rule):  # noqa: F811
+def test_a_learning_rate_of_0_shrinks_nothing(interpreter, rule):
     case = penalised(rule, lrs=[torch.tensor(0.0)], lr_index=[0])
     done = interpreter.step(case)
     assert all(torch.equal(p, q) for p, q in zip(done.params, case.params, strict=True))
 
 
-def test_random_rounding_before_the_prox_is_refused(interpreter):  # noqa: F811
+def test_random_rounding_before_the_prox_is_refused(interpreter):
     case = penalised("sgd", dtypes=[torch.bfloat16] * 3, seed=7)
     with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
         interpreter.step(case)
