@@ -1,0 +1,186 @@
+// Small kernels, each right or with a mistake planted in it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace {
+
+constexpr unsigned kAll = 0xffffffff;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+enum class Fault {
+  none,
+  missing_barrier,
+  divergent_barrier,
+  missing_lanes,
+  wrong_mask,
+  unwritten,
+  out_of_bounds,
+  shared_out_of_bounds,
+  wrong_tail,
+  misaligned
+};
+
+template <class T>
+__device__ T warp_sum(T value) {
+  for (int offset = warpSize / 2; offset > 0; offset /= 2) value += __shfl_down_sync(kAll, value, offset);
+  return value;
+}
+
+// out[block] = sum of in over the block's share.
+template <Fault fault, class T>
+__global__ void __launch_bounds__(kThreads) block_sum(const T* in, int64_t count, T* out) {
+  __shared__ T sums[kWarps];
+  const int lane = threadIdx.x % warpSize, warp = threadIdx.x / warpSize;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  T sum = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) sum += in[i];
+  if constexpr (fault == Fault::wrong_mask) {
+    sum += __shfl_xor_sync(0xffff, sum, 1);
+  } else if (fault != Fault::missing_lanes || lane < 16) {
+    sum = warp_sum(sum);
+  }
+  if (lane == 0 && (fault != Fault::unwritten || warp != 1)) {
+    sums[warp + (fault == Fault::shared_out_of_bounds ? 1 : 0)] = sum;
+  }
+  if constexpr (fault == Fault::divergent_barrier) {
+    if (warp == 0) {
+      __syncthreads();
+    } else {
+      __syncthreads();
+    }
+  } else if constexpr (fault != Fault::missing_barrier) {
+    __syncthreads();
+  }
+  if (warp != 0) return;
+  sum = warp_sum(lane < kWarps ? sums[lane] : T(0));
+  if (lane == 0) out[blockIdx.x] = sum;
+}
+
+// In 16-byte accesses between the first and the last boundary; from and to lie equally far from one.
+template <Fault fault>
+__global__ void copy_bytes(const unsigned char* from, unsigned char* to, int64_t count) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, step = int64_t{gridDim.x} * blockDim.x;
+  const int64_t past = reinterpret_cast<uintptr_t>(to) % 16, gap = (16 - past) % 16;
+  const int64_t head = fault == Fault::misaligned ? 0 : gap < count ? gap : count;
+  const int64_t vectors = (count - head) / 16 + (fault == Fault::out_of_bounds ? 1 : 0), tail = head + vectors * 16;
+  if (thread < head) to[thread] = from[thread];
+  for (int64_t i = thread; i < vectors; i += step) {
+    __stcs(reinterpret_cast<uint4*>(to + head) + i, __ldg(reinterpret_cast<const uint4*>(from + head) + i));
+  }
+  if (tail + thread < count - (fault == Fault::wrong_tail ? 1 : 0)) to[tail + thread] = from[tail + thread];
+}
+
+template <Fault fault>
+__global__ void histogram(const uint8_t* values, int64_t count, unsigned* bins) {
+  __shared__ unsigned mine[256];
+  if constexpr (fault != Fault::unwritten) mine[threadIdx.x] = 0;
+  __syncthreads();
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) atomicAdd(&mine[values[i]], 1);
+  if constexpr (fault != Fault::missing_barrier) __syncthreads();
+  atomicAdd(&bins[threadIdx.x], mine[threadIdx.x]);
+}
+
+// Everything that a warp can do together, in a block whose last warp is not full and whose first threads return early.
+__global__ void collectives(int* wrong) {
+  const int lane = threadIdx.x % warpSize;
+  const bool last = threadIdx.x >= 32;
+  const unsigned all = last ? 0xff : kAll;
+  const auto expect = [&](bool right) { *wrong += !right; };
+  expect(__ballot_sync(kAll, lane % 2) == (0xaaaaaaaa & all));
+  expect(__any_sync(kAll, lane == 3) && !__any_sync(kAll, lane == 40));
+  expect(__all_sync(kAll, lane < 32) && !__all_sync(kAll, lane == 3));
+  expect(__shfl_sync(kAll, lane, 5) == 5);
+  expect(__shfl_sync(kAll, lane, 1, 8) == lane / 8 * 8 + 1);
+  expect(__shfl_up_sync(kAll, lane, 1u, 4) == (lane % 4 == 0 ? lane : lane - 1));
+  expect(__shfl_down_sync(kAll, double(lane), 1u, 4) == (lane % 4 == 3 ? lane : lane + 1));
+  expect(__shfl_xor_sync(kAll, static_cast<long long>(lane), 3) == (lane ^ 3));
+  const unsigned half = lane < 4 ? 0xf : ~0xfu;
+  expect(__ballot_sync(half, 1) == (half & all));
+  __syncwarp();
+  expect(__syncthreads_count(lane == 0) == 2);
+  expect(__syncthreads_or(threadIdx.x == 39) && !__syncthreads_or(0));
+  expect(__syncthreads_and(1) && !__syncthreads_and(threadIdx.x != 39));
+  if (threadIdx.x < 8) return;
+  expect(__syncthreads_count(1) == 32);
+  expect(__shfl_sync(last ? 0xff : 0xffffff00, lane, lane) == lane);
+  expect(__ballot_sync(kAll, 1) == (last ? 0xff : 0xffffff00));
+}
+
+// Barriers wait only for threads that have not returned.
+__global__ void early_return(int* passed) {
+  if (threadIdx.x < 16) return;
+  __syncthreads();
+  if (threadIdx.x < 32) return __syncwarp();
+  __syncthreads();
+  ++*passed;
+}
+
+__global__ void note_order(std::string* note) {
+  *note += std::to_string(blockIdx.x) + '.' + std::to_string(threadIdx.x) + ' ';
+}
+
+// What AddressSanitizer knows of a stack must outlive a wait.
+__global__ void overrun_stack(int* out, int count) {
+  int local[4] = {};
+  int* volatile at = local;
+  __syncthreads();
+  for (int i = 0; i < count; ++i) at[i] += i;
+  out[threadIdx.x] = at[0];
+}
+
+__global__ void index_sum(unsigned long long* sums, uint3 size) {
+  const unsigned long long block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  const unsigned long long thread = threadIdx.x + size.x * (threadIdx.y + size.y * threadIdx.z);
+  atomicAdd(&sums[block], thread);
+}
+
+__global__ void big_shared(float* out) {
+  __shared__ float big[13000];
+  for (int i = threadIdx.x; i < 13000; i += blockDim.x) big[i] = 1;
+  __syncthreads();
+  out[threadIdx.x] = big[threadIdx.x];
+}
+
+// Turns a block's values round in memory that the launch has asked for.
+template <Fault fault>
+__global__ void reverse_block(const float* in, float* out) {
+  LOCO_SHARED(memory);
+  auto* values = reinterpret_cast<float*>(memory);
+  values[threadIdx.x + (fault == Fault::shared_out_of_bounds ? 1 : 0)] = in[threadIdx.x];
+  if constexpr (fault != Fault::missing_barrier) __syncthreads();
+  out[threadIdx.x] = values[blockDim.x - 1 - threadIdx.x];
+}
+
+// Each sum takes two barriers, or one and two buffers in turn; with one of either a warp that is ahead spoils it.
+template <Fault fault>
+__global__ void repeated_sum(float* out) {
+  __shared__ float sums[2];
+  float total = 0;
+  for (int i = 0; i < 4; ++i) {
+    const float sum = warp_sum(static_cast<float>(i));
+    if (threadIdx.x % warpSize == 0) sums[threadIdx.x / warpSize] = sum;
+    __syncthreads();
+    total += sums[0] + sums[1];
+    if constexpr (fault != Fault::missing_barrier) __syncthreads();
+  }
+  out[threadIdx.x] = total;
+}
+
+struct alignas(16) Arguments {
+#if defined(PLANTED_BIG_PARAMETERS)
+  unsigned char bytes[32752];
+#else
+  unsigned char bytes[32736];
+#endif
+};
+
+// 32736 + 8 + 8 bytes of parameters. The copy is the thread's own.
+__global__ void sum_arguments(Arguments arguments, int first, unsigned long long* sum) {
+  for (unsigned i = first; i < sizeof arguments.bytes; ++i) arguments.bytes[0] ^= arguments.bytes[i];
+  *sum += arguments.bytes[0];
+}
+
+}  // namespace
