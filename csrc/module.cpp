@@ -4,10 +4,30 @@
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
+#include <string>
+
 #include "block_sparse/bind_pattern.h"
 #include "block_sparse/cpu.h"
 #include "common/registry.h"
+#include "mixed_conv/cpu.h"
 #include "optim_step/cpu.h"
+
+namespace {
+
+// <family>_levels and use_<family>_level.
+void define_levels(pybind11::module_& module, const std::string& family, const char* const* (*levels)(),
+                   bool (*use)(const char*)) {
+  module.def((family + "_levels").c_str(), [levels] {
+    pybind11::list names;
+    for (const char* const* name = levels(); *name; ++name) names.append(*name);
+    return names;
+  });
+  module.def(("use_" + family + "_level").c_str(), [family, use](const char* name) {
+    if (!use(name)) throw pybind11::value_error("name: expected one of " + family + "_levels()");
+  });
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.def("build_info", [] {
@@ -18,13 +38,6 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("release", &loco::release);
   loco::block_sparse::define_pattern(module);
-  module.def("block_sparse_levels", [] {
-    pybind11::list names;
-    for (const char* const* name = loco::block_sparse::levels(); *name; ++name) names.append(*name);
-    return names;
-  });
-  module.def("use_block_sparse_level", [](const char* name) {
-    if (!loco::block_sparse::use_level(name))
-      throw pybind11::value_error("name: expected one of block_sparse_levels()");
-  });
+  define_levels(module, "block_sparse", loco::block_sparse::levels, loco::block_sparse::use_level);
+  define_levels(module, "mixed_conv", loco::mixed_conv::levels, loco::mixed_conv::use_level);
 }

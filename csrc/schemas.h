@@ -19,6 +19,9 @@ namespace loco {
 // Activations of the block-sparse operators are [batch, pixels, channels], the channels of a pixel side by side, and
 // values [blocks, groups, channels of a group in, channels of a group out]. The input gradient takes the pattern by
 // input pixel: its entries' output pixels and blocks. by_pixel copies activations of any strides to where they are so.
+//
+// Parts of mixed_conv2d have kernels of one size each, and four pads: above, below, left, right. Channel i of the
+// result is that of kernel order[i], counted over all parts.
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "optim_step_sgd("
@@ -61,6 +64,9 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "block_sparse_value_gradient(Tensor x, Tensor grad, Tensor crow_indices, Tensor col_indices, int groups) -> "
       "Tensor");
+  m.def(
+      "mixed_conv2d(Tensor x, Tensor[] weights, Tensor[] biases, int[] pads, Tensor? order, int[] stride, int[] "
+      "dilation, bool relu) -> Tensor");
 }
 
 }  // namespace loco

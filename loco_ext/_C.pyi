@@ -44,3 +44,9 @@ def block_sparse_levels() -> list[str]:
 
 def use_block_sparse_level(name: str) -> None:
     """From now on these kernels: one of :func:`block_sparse_levels`, for tests and measurements."""
+
+def mixed_conv_levels() -> list[str]:
+    """The instruction sets that the kernels of mixed_conv2d can use on this machine, best first."""
+
+def use_mixed_conv_level(name: str) -> None:
+    """From now on these kernels: one of :func:`mixed_conv_levels`, for tests and measurements."""

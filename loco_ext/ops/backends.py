@@ -32,6 +32,7 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
     "ring_prox": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
     "block_sparse": {"native": ("cpu",), "triton": ("cuda",)},
+    "mixed_conv": {"native": ("cpu",), "triton": ()},
 }
 
 

@@ -1,0 +1,109 @@
+// torch.ops.loco_ext.mixed_conv2d on CPU tensors. Schema: schemas.h.
+#include <vector>
+
+#include "common/pages.h"
+#include "common/stable.h"
+#include "mixed_conv/cpu.h"
+
+namespace loco::mixed_conv {
+namespace {
+
+// A contiguous tensor of the images' dtype.
+View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, DType dtype) {
+  const View view = view_of(tensor, list, index);
+  STD_TORCH_CHECK(view.ndim == ndim && view.dtype == dtype && tensor.is_contiguous(), list, "[", index,
+                  "]: expected a contiguous tensor of ", ndim, " dimensions, of x's dtype");
+  return view;
+}
+
+Images images_of(const View& view) {
+  return {view.data,     view.sizes[0],   view.sizes[1],   view.sizes[2],
+          view.sizes[3], view.strides[0], view.strides[1], view.strides[2]};
+}
+
+// For each kernel, the parts' in turn, the channel of the result that is its: where `order` names it.
+std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t kernels) {
+  std::vector<int64_t> places(kernels, -1);
+  const int64_t* kernel = nullptr;
+  if (order) {
+    int32_t code = 0;
+    int64_t dims = 0;
+    void* data = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(order->get(), &code));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(order->get(), &dims));
+    STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == kernels &&
+                        order->is_contiguous() && place_of(*order).type == Place::cpu().type,
+                    "order: expected a contiguous int64 tensor of shape (", kernels, ") on the CPU");
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(order->get(), &data));
+    kernel = static_cast<const int64_t*>(data);
+  }
+  for (int64_t channel = 0; channel < kernels; ++channel) {
+    const int64_t of = kernel ? kernel[channel] : channel;
+    STD_TORCH_CHECK(of >= 0 && of < kernels && places[of] < 0, "order: expected each of 0 to ", kernels - 1, " once");
+    places[of] = channel;
+  }
+  return places;
+}
+
+int64_t result_size(int64_t size, int64_t before, int64_t after, int64_t taps, int64_t step, int64_t dilation) {
+  const int64_t room = size + before + after - dilation * (taps - 1) - 1;
+  return room < 0 ? 0 : room / step + 1;
+}
+
+Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<int64_t> pads,
+                    std::optional<Tensor> order, std::vector<int64_t> stride, std::vector<int64_t> dilation,
+                    bool relu) {
+  const View from = view_of(x, "x", 0);
+  STD_TORCH_CHECK(from.ndim == 4 && x.is_contiguous() && (from.dtype == DType::f32 || from.dtype == DType::f64),
+                  "x: expected a contiguous float32 or float64 tensor of four dimensions");
+  STD_TORCH_CHECK(!weights.empty() && (biases.empty() || biases.size() == weights.size()) &&
+                      pads.size() == 4 * weights.size() && stride.size() == 2 && dilation.size() == 2 &&
+                      stride[0] > 0 && stride[1] > 0 && dilation[0] > 0 && dilation[1] > 0,
+                  "weights: expected one tensor or more, a bias for each or none, four pads for each, and positive "
+                  "strides and dilations for two axes");
+  std::vector<Part> parts;
+  int64_t kernels = 0, height = 0, width = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const View weight = dense(weights[i], "weights", i, 4, from.dtype);
+    const int64_t* size = weight.sizes;
+    STD_TORCH_CHECK(size[1] == from.sizes[1] && weight.numel > 0, "weights[", i, "]: expected kernels that read x's ",
+                    from.sizes[1], " channels, got shape ", shape_text(size, 4));
+    const int64_t* pad = &pads[4 * i];
+    const int64_t rows = result_size(from.sizes[2], pad[0], pad[1], size[2], stride[0], dilation[0]);
+    const int64_t columns = result_size(from.sizes[3], pad[2], pad[3], size[3], stride[1], dilation[1]);
+    STD_TORCH_CHECK(rows > 0 && columns > 0 && (i == 0 || (rows == height && columns == width)), "pads[", i,
+                    "]: expected results of one size for all parts, at least 1, got (", rows, ", ", columns, ")");
+    height = rows, width = columns;
+    const void* bias = nullptr;
+    if (!biases.empty()) {
+      const View view = dense(biases[i], "biases", i, 1, from.dtype);
+      STD_TORCH_CHECK(view.numel == size[0], "biases[", i, "]: expected ", size[0], " elements, got ", view.numel);
+      bias = view.data;
+    }
+    parts.push_back({weight.data, bias, size[0], size[2], size[3], pad[0], pad[2], nullptr});
+    kernels += size[0];
+  }
+  const std::vector<int64_t> channels = places(order, kernels);
+  const int64_t* next = channels.data();
+  for (Part& part : parts) part.channels = next, next += part.kernels;
+  Tensor out = torch::stable::new_empty(x, std::vector<int64_t>{from.sizes[0], kernels, height, width});
+  const View to = view_of(out, "out", 0);
+  if (to.numel == 0) return out;
+  expect_writes(to.data, to.numel * element_size(to.dtype));
+  convolve_cpu({from.dtype,
+                images_of(from),
+                images_of(to),
+                parts.data(),
+                static_cast<int64_t>(parts.size()),
+                {stride[0], stride[1]},
+                {dilation[0], dilation[1]},
+                relu,
+                num_threads(),
+                parallel_for});
+  return out;
+}
+
+}  // namespace
+}  // namespace loco::mixed_conv
+
+STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) { m.impl("mixed_conv2d", TORCH_BOX(&loco::mixed_conv::mixed_conv2d)); }

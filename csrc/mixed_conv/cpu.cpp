@@ -1,0 +1,63 @@
+// Which kernels run, and on how many threads: bands go to threads in whole, so that their number changes no bit.
+#include "mixed_conv/cpu.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "common/platform.h"
+#include "mixed_conv/level.h"
+
+namespace loco::mixed_conv {
+namespace {
+
+constexpr int64_t kLeastShare = 1 << 18;  // multiply-adds; a thread with fewer is not worth waking
+
+#ifdef LOCO_X86_LEVELS
+const Level* const kLevels[] = {&kLevelV4, &kLevelV3, &kLevelPortable};
+#else
+const Level* const kLevels[] = {&kLevelPortable};
+#endif
+
+// The levels that run here, best first, and their names.
+struct Found {
+  const Level* levels[4] = {};
+  const char* names[4] = {};
+
+  Found() {
+    int count = 0;
+    for (const Level* level : kLevels) {
+      if (level->runs_here()) levels[count] = level, names[count++] = level->name;
+    }
+  }
+};
+
+const Found& found() {
+  static const Found all;
+  return all;
+}
+
+std::atomic<int> first_level{0};
+
+}  // namespace
+
+void convolve_cpu(const Convolution& call) {
+  const Kernels& kernels = found().levels[first_level]->kernels[static_cast<int>(call.dtype)];
+  int64_t work = 0;
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part)
+    work += part->kernels * part->height * part->width;
+  work *= call.from.channels * call.to.batch * call.to.height * call.to.width;
+  const int64_t items = kernels.items(call);
+  run_parallel(call.parallel_for, items, 1 + kLeastShare / (1 + work / items),
+               [&](int64_t begin, int64_t end) { kernels.range(call, begin, end); });
+}
+
+const char* const* levels() { return found().names; }
+
+bool use_level(const char* name) {
+  for (int at = 0; found().names[at]; ++at) {
+    if (std::strcmp(found().names[at], name) == 0) return first_level = at, true;
+  }
+  return false;
+}
+
+}  // namespace loco::mixed_conv

@@ -1,0 +1,52 @@
+// The results of some kernels at some vectors of pixels, summed in registers: a weight is read once for all of the
+// vectors, and nothing is computed that a smaller kernel does not have.
+#pragma once
+
+#include "block_sparse/tile.h"
+#include "mixed_conv/band.h"
+
+namespace loco::mixed_conv {
+
+// Where the taps of a part read, from a vector's place in the band.
+struct Taps {
+  const int64_t* offsets;
+  int64_t count, channels, plane;
+};
+
+// One tap of one channel.
+template <typename L, int K, int V>
+LOCO_HD void multiply_tap(const typename L::Word* weight, int64_t per_kernel, const typename L::Word* const (&at)[V],
+                          int64_t offset, typename L::Vec (&sums)[K][V]) {
+  typename L::Vec pixels[V];
+  LOCO_UNROLL for (int v = 0; v < V; ++v) pixels[v] = L::load(at[v] + offset);
+  LOCO_UNROLL for (int k = 0; k < K; ++k) {
+    const auto factor = L::broadcast(reinterpret_cast<const char*>(weight + k * per_kernel));
+    LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = L::multiply_add(factor, pixels[v], sums[k][v]);
+  }
+}
+
+// sums[k][v] += over channels and taps, in this order, weight[k][channel][tap] * vector v there. Each channel's pixels
+// are fetched while those of the one before are multiplied.
+template <typename L, int K, int V>
+LOCO_HD void multiply(const Taps& taps, const typename L::Word* weight, const typename L::Word* const (&at)[V],
+                      typename L::Vec (&sums)[K][V]) {
+  const int64_t per_kernel = taps.channels * taps.count, first = taps.offsets[0];
+  if (taps.count == 1) {
+    const int64_t past = first + taps.channels * taps.plane;
+    for (int64_t offset = first; offset < past; offset += taps.plane, ++weight)
+      multiply_tap<L, K, V>(weight, per_kernel, at, offset, sums);
+    return;
+  }
+  const int64_t next_first = taps.plane + first, next_last = taps.plane + taps.offsets[taps.count - 1] + L::kWidth - 1;
+  for (int64_t channel = 0; channel < taps.channels; ++channel) {
+    const int64_t plane = channel * taps.plane;
+    LOCO_UNROLL for (int v = 0; v < V; ++v) {
+      __builtin_prefetch(at[v] + plane + next_first);
+      __builtin_prefetch(at[v] + plane + next_last);
+    }
+    for (int64_t tap = 0; tap < taps.count; ++tap, ++weight)
+      multiply_tap<L, K, V>(weight, per_kernel, at, plane + taps.offsets[tap], sums);
+  }
+}
+
+}  // namespace loco::mixed_conv

@@ -1,0 +1,157 @@
+"""Convolution by kernels of different sizes, in one pass over the images: what compacted networks consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from loco_ext.ops import backends
+from loco_ext.reference import mixed_conv as _reference
+
+Pads = tuple[int, int, int, int]
+
+_FAMILY = "mixed_conv"
+DTYPES = (torch.float32, torch.float64)  # of the CPU's kernels; the reference takes all
+
+
+def mixed_conv2d(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    pads: Sequence[Pads],
+    order: Tensor | None = None,
+    *,
+    stride: tuple[int, int] = (1, 1),
+    dilation: tuple[int, int] = (1, 1),
+    relu: bool = False,
+) -> Tensor:
+    """A 2-d convolution in parts: the kernels of each part have a size and a padding of their own.
+
+    Where nothing is differentiated, kernels for the CPU compute all parts at once, each kernel with its own taps alone,
+    in the time that its multiply-adds take, however few kernels there are. The number of threads changes no bit. Else,
+    and under autocast, ``torch.compile`` and ``torch.export``, each part is one of torch's convolutions; the result can
+    be differentiated as these can. torch.fx sees one call.
+
+    Args:
+        x: ``(N, C_in, H, W)``; kernels for the CPU take float32 and float64.
+        weights: of each part, ``(kernels, C_in, height, width)``.
+        biases: of each part, ``(kernels,)``; or none at all.
+        pads: of each part: rows of zeros above and below the image, columns left and right of it; where a number is
+            negative, so many of the image's own are not read. The results of all parts are of one size.
+        order: int64, ``(C_out,)``: the kernel of each channel of the result, counted over all parts; None: as they
+            come.
+        stride, dilation: along height and width.
+        relu: of the result.
+
+    Returns:
+        ``(N, C_out, H_out, W_out)``; contiguous if made by kernels for the CPU.
+
+    Raises:
+        TypeError: a tensor that is none, or of another dtype or device than ``x``.
+        ValueError: shapes, pads, strides or dilations that do not fit.
+        RuntimeError: an order that names a kernel twice.
+
+    Source:
+        The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", section 3.2.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import ops
+        >>> x, small, large = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 3, 3)
+        >>> y = ops.mixed_conv2d(x, [small, large], [], [(0, 0, 0, 0), (1, 1, 1, 1)], torch.tensor([1, 0]))
+        >>> y[0, :, 0].tolist()
+        [[4.0, 6.0, 4.0], [1.0, 1.0, 1.0]]
+    """
+    tensors = (x, *weights, *biases)
+    if has_torch_function(tensors):
+        options: dict[str, Any] = {"stride": stride, "dilation": dilation, "relu": relu}
+        result: Any = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
+        return result
+    _check(x, weights, biases, pads, order, stride, dilation)
+    arguments = (list(weights), list(biases), [pad for part in pads for pad in part], order, stride, dilation, relu)
+    if _takes(tensors):
+        contiguous = [[t.contiguous() for t in some] for some in arguments[:2]]
+        return backends.operators().mixed_conv2d(x.contiguous(), *contiguous, *arguments[2:])
+    if order is not None and not torch.compiler.is_compiling():
+        _check_once_each(order)
+    return _reference.mixed_conv2d(x, *arguments)
+
+
+def _takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether kernels compute with these tensors, which nothing is to be differentiated by."""
+    x = tensors[0]
+    if torch.compiler.is_compiling() or x.dtype not in DTYPES or forward_ad._current_level >= 0:
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        return False
+    return backends.choose(_FAMILY, x.device) == "native"
+
+
+def _check(
+    x: Any, weights: Any, biases: Any, pads: Any, order: Any, stride: Sequence[int], dilation: Sequence[int]
+) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W), got {_text(x)}")
+    if not weights or len(pads) != len(weights) or len(biases) not in (0, len(weights)):
+        raise ValueError(
+            f"weights: expected one part or more, and as many pads, and biases if there are any, got {len(weights)} "
+            f"weights, {len(pads)} pads and {len(biases)} biases"
+        )
+    for name, values in (("stride", stride), ("dilation", dilation)):
+        if len(values) != 2 or min(values) < 1:
+            raise ValueError(f"{name}: expected two positive numbers, got {values!r}")
+    for i, weight in enumerate(weights):
+        _check_tensor(f"weights[{i}]", weight, x)
+        if weight.dim() != 4 or weight.shape[1] != x.shape[1] or not weight.numel():
+            raise ValueError(
+                f"weights[{i}]: expected shape (kernels, {x.shape[1]}, height, width) without a 0, got {_text(weight)}"
+            )
+        if biases:
+            _check_tensor(f"biases[{i}]", biases[i], x)
+            if biases[i].shape != weight.shape[:1]:
+                raise ValueError(f"biases[{i}]: expected shape ({len(weight)},), got {_text(biases[i])}")
+    _check_sizes(x, weights, pads, stride, dilation)
+    if order is not None:
+        _check_order(order, sum(map(len, weights)))
+
+
+def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]) -> None:
+    sizes = []
+    for i, (weight, pad) in enumerate(zip(weights, pads, strict=True)):
+        if len(pad) != 4:
+            raise ValueError(f"pads[{i}]: expected four numbers, got {pad!r}")
+        room = [x.shape[2 + a] + pad[2 * a] + pad[2 * a + 1] - dilation[a] * (weight.shape[2 + a] - 1) for a in (0, 1)]
+        sizes.append(tuple((size - 1) // step + 1 for size, step in zip(room, stride, strict=True)))
+        if min(room) < 1 or sizes[i] != sizes[0]:
+            raise ValueError(f"pads[{i}]: expected results of one size for all parts, at least 1, got {sizes}")
+
+
+def _check_order(order: Any, kernels: int) -> None:
+    if not isinstance(order, Tensor) or order.dtype != torch.int64:
+        raise TypeError(f"order: expected an int64 tensor, got {_text(order)}")
+    if order.shape != (kernels,):
+        raise ValueError(f"order: expected shape ({kernels},), got {_text(order)}")
+
+
+def _check_once_each(order: Tensor) -> None:
+    """What the compiled operator checks itself."""
+    if not torch.equal(order.sort().values.cpu(), torch.arange(len(order))):
+        raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
+
+
+def _check_tensor(name: str, tensor: Any, x: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype or tensor.device != x.device:
+        raise TypeError(f"{name}: expected a tensor of x's dtype and device, {x.dtype} on {x.device}, got {_text(tensor)}")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"shape {tuple(value.shape)} of {value.dtype} on {value.device}"
