@@ -16,9 +16,12 @@ View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, D
   return view;
 }
 
-Images images_of(const View& view) {
-  return {view.data,     view.sizes[0],   view.sizes[1],   view.sizes[2],
-          view.sizes[3], view.strides[0], view.strides[1], view.strides[2]};
+// Of a contiguous tensor [batch, channels, height, width], or else [batch, height, width, channels].
+Images images_of(const View& view, bool channels_last) {
+  const int64_t *size = view.sizes, first = size[1], second = size[2], third = size[3];
+  if (!channels_last)
+    return {view.data, size[0], first, second, third, first * second * third, second * third, third, 1};
+  return {view.data, size[0], third, first, second, first * second * third, 1, second * third, third};
 }
 
 // For each kernel, the parts' in turn, the channel of the result that is its: where `order` names it.
@@ -51,11 +54,13 @@ int64_t result_size(int64_t size, int64_t before, int64_t after, int64_t taps, i
 }
 
 Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<int64_t> pads,
-                    std::optional<Tensor> order, std::vector<int64_t> stride, std::vector<int64_t> dilation,
-                    bool relu) {
-  const View from = view_of(x, "x", 0);
-  STD_TORCH_CHECK(from.ndim == 4 && x.is_contiguous() && (from.dtype == DType::f32 || from.dtype == DType::f64),
+                    std::optional<Tensor> order, std::vector<int64_t> stride, std::vector<int64_t> dilation, bool relu,
+                    bool channels_last) {
+  const View view = view_of(x, "x", 0);
+  const DType dtype = view.dtype;
+  STD_TORCH_CHECK(view.ndim == 4 && x.is_contiguous() && (dtype == DType::f32 || dtype == DType::f64),
                   "x: expected a contiguous float32 or float64 tensor of four dimensions");
+  const Images from = images_of(view, channels_last);
   STD_TORCH_CHECK(!weights.empty() && (biases.empty() || biases.size() == weights.size()) &&
                       pads.size() == 4 * weights.size() && stride.size() == 2 && dilation.size() == 2 &&
                       stride[0] > 0 && stride[1] > 0 && dilation[0] > 0 && dilation[1] > 0,
@@ -64,19 +69,19 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
   std::vector<Part> parts;
   int64_t kernels = 0, height = 0, width = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
-    const View weight = dense(weights[i], "weights", i, 4, from.dtype);
+    const View weight = dense(weights[i], "weights", i, 4, dtype);
     const int64_t* size = weight.sizes;
-    STD_TORCH_CHECK(size[1] == from.sizes[1] && weight.numel > 0, "weights[", i, "]: expected kernels that read x's ",
-                    from.sizes[1], " channels, got shape ", shape_text(size, 4));
+    STD_TORCH_CHECK(size[1] == from.channels && weight.numel > 0, "weights[", i, "]: expected kernels that read x's ",
+                    from.channels, " channels, got shape ", shape_text(size, 4));
     const int64_t* pad = &pads[4 * i];
-    const int64_t rows = result_size(from.sizes[2], pad[0], pad[1], size[2], stride[0], dilation[0]);
-    const int64_t columns = result_size(from.sizes[3], pad[2], pad[3], size[3], stride[1], dilation[1]);
+    const int64_t rows = result_size(from.height, pad[0], pad[1], size[2], stride[0], dilation[0]);
+    const int64_t columns = result_size(from.width, pad[2], pad[3], size[3], stride[1], dilation[1]);
     STD_TORCH_CHECK(rows > 0 && columns > 0 && (i == 0 || (rows == height && columns == width)), "pads[", i,
                     "]: expected results of one size for all parts, at least 1, got (", rows, ", ", columns, ")");
     height = rows, width = columns;
     const void* bias = nullptr;
     if (!biases.empty()) {
-      const View view = dense(biases[i], "biases", i, 1, from.dtype);
+      const View view = dense(biases[i], "biases", i, 1, dtype);
       STD_TORCH_CHECK(view.numel == size[0], "biases[", i, "]: expected ", size[0], " elements, got ", view.numel);
       bias = view.data;
     }
@@ -86,13 +91,15 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
   const std::vector<int64_t> channels = places(order, kernels);
   const int64_t* next = channels.data();
   for (Part& part : parts) part.channels = next, next += part.kernels;
-  Tensor out = torch::stable::new_empty(x, std::vector<int64_t>{from.sizes[0], kernels, height, width});
+  std::vector<int64_t> shape{from.batch, kernels, height, width};
+  if (channels_last) shape = {from.batch, height, width, kernels};
+  Tensor out = torch::stable::new_empty(x, shape);
   const View to = view_of(out, "out", 0);
   if (to.numel == 0) return out;
-  expect_writes(to.data, to.numel * element_size(to.dtype));
-  convolve_cpu({from.dtype,
-                images_of(from),
-                images_of(to),
+  expect_writes(to.data, to.numel * element_size(dtype));
+  convolve_cpu({dtype,
+                from,
+                images_of(to, channels_last),
                 parts.data(),
                 static_cast<int64_t>(parts.size()),
                 {stride[0], stride[1]},

@@ -8,6 +8,7 @@
 namespace loco::mixed_conv {
 
 constexpr int64_t kBandBytes = 384 << 10;  // less than the second cache, which weights go through too
+constexpr int64_t kWeightBytes = 512 << 10;
 
 // Where a vector of pixels is read, and where the results for its columns of the first image go.
 template <typename L>
@@ -24,7 +25,10 @@ struct Band {
   const Convolution& call;
   const Layout& layout;
   const Word* copy;
+  Word* results;  // [channels][lanes of a tile], for pixels that are written when all of their channels are there
   int64_t first_image, first_row, rows;
+
+  static constexpr int64_t kTileLanes = L::kPixels * L::kWidth;
 
   // Of vector `index`.
   Place<L> place(int64_t index) const {
@@ -32,18 +36,61 @@ struct Band {
     const int64_t column = vector * layout.columns;
     const Images& to = call.to;
     return {copy + row * call.stride[0] * layout.row + vector * L::kWidth,
-            static_cast<Word*>(to.data) + first_image * to.batch_stride + (first_row + row) * to.row_stride + column,
+            static_cast<Word*>(to.data) + first_image * to.batch_stride + (first_row + row) * to.row_stride +
+                column * to.column_stride,
             std::min(layout.columns, to.width - column)};
   }
 
-  void store(const Place<L>& place, int64_t channel, typename L::Vec sums) const {
-    Word* pixel = place.pixel + channel * call.to.channel_stride;
-    if (place.columns == L::kWidth) return L::store(pixel, sums);
-    Word lanes[L::kWidth];
-    L::store(lanes, sums);
+  // The results of K kernels at vector v of a tile.
+  template <int K, int V>
+  LOCO_HD void store(const Place<L>& place, const int64_t* channels, const typename L::Vec (&sums)[K][V], int v) const {
+    const Images& to = call.to;
+    if (results) {
+      LOCO_UNROLL for (int k = 0; k < K; ++k) L::store(results + channels[k] * kTileLanes + v * L::kWidth, sums[k][v]);
+      return;
+    }
+    if (place.columns == L::kWidth && !to.by_pixel()) {
+      LOCO_UNROLL for (int k = 0; k < K; ++k) L::store(place.pixel + channels[k] * to.channel_stride, sums[k][v]);
+      return;
+    }
+    Word lanes[K][L::kWidth];
+    LOCO_UNROLL for (int k = 0; k < K; ++k) L::store(lanes[k], sums[k][v]);
+    for_pixels(place, [&](int64_t lane, Word* pixel) LOCO_INLINE {
+      LOCO_UNROLL for (int k = 0; k < K; ++k) pixel[channels[k] * to.channel_stride] = lanes[k][lane];
+    });
+  }
+
+  // body(lane, pixel) for those of a vector's lanes that are pixels of the result.
+  template <typename Body>
+  LOCO_HD void for_pixels(const Place<L>& place, const Body& body) const {
     const int64_t images = std::min(layout.images, call.to.batch - first_image);
-    for (int64_t n = 0; n < images; ++n, pixel += call.to.batch_stride)
-      spread(lanes + n, layout.images, place.columns, pixel, 1);
+    for (int64_t n = 0; n < images; ++n) {
+      Word* pixel = place.pixel + n * call.to.batch_stride;
+      for (int64_t column = 0; column < place.columns; ++column, pixel += call.to.column_stride)
+        body(column * layout.images + n, pixel);
+    }
+  }
+
+  // Results of a tile, by pixel. `turned` has room for all channels of a vector's pixels.
+  void write_pixels(int64_t index, int64_t vectors, Word* turned) const {
+    constexpr int64_t kSquare = L::Square::kSize;
+    const int64_t channels = call.to.channels;
+    for (int64_t v = 0; v < vectors; ++v) {
+      const Word* lanes = results + v * L::kWidth;
+      int64_t channel = 0;
+      if constexpr (L::kWidth % kSquare == 0) {
+        for (; channel + kSquare <= channels; channel += kSquare) {
+          for (int64_t lane = 0; lane < L::kWidth; lane += kSquare)
+            L::Square::template transpose<Word>(reinterpret_cast<const char*>(lanes + channel * kTileLanes + lane),
+                                                kTileLanes * sizeof(Word), turned + lane * channels + channel,
+                                                channels);
+        }
+      }
+      for (; channel < channels; ++channel)
+        spread(lanes + channel * kTileLanes, 1, L::kWidth, turned + channel, channels);
+      for_pixels(place(index + v),
+                 [&](int64_t lane, Word* pixel) { copy_whole_row(turned + lane * channels, channels, pixel); });
+    }
   }
 };
 
@@ -63,12 +110,12 @@ __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const
   }
   const Word* weight = static_cast<const Word*>(part.weight) + kernel * taps.channels * taps.count;
   multiply<L, K, V>(taps, weight, at, sums);
-  LOCO_UNROLL for (int k = 0; k < K; ++k) {
-    LOCO_UNROLL for (int v = 0; v < V; ++v) {
-      if (band.call.relu) sums[k][v] = sums[k][v] < Vec{} ? Vec{} : sums[k][v];  // a NaN stays
-      band.store(places[v], part.channels[kernel + k], sums[k][v]);
+  if (band.call.relu) {
+    LOCO_UNROLL for (int k = 0; k < K; ++k) {
+      LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = sums[k][v] < Vec{} ? Vec{} : sums[k][v];  // a NaN stays
     }
   }
+  LOCO_UNROLL for (int v = 0; v < V; ++v) band.store(places[v], part.channels + kernel, sums, v);
 }
 
 // Calls tile with these numbers of kernels and vectors, known to the compiler.
@@ -93,23 +140,55 @@ struct Shares {
   int64_t size(int64_t share) const { return begin(share + 1) - begin(share); }
 };
 
-template <typename L>
-void convolve_part(const Band<L>& band, const Part& part, int64_t* offsets) {
-  const Convolution& call = band.call;
-  const Layout& layout = band.layout;
-  const Taps taps{offsets, part.height * part.width, call.from.channels, layout.plane};
-  for (int64_t y = 0; y < part.height; ++y) {
-    const int64_t row = layout.top - part.top + y * call.dilation[0];
-    for (int64_t x = 0; x < part.width; ++x) {
-      const int64_t column = layout.left - part.left + x * call.dilation[1];
-      *offsets++ =
-          row * layout.row + column % call.stride[1] * layout.residue + column / call.stride[1] * layout.images;
+// Where the taps of all parts read, one part after the other.
+inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
+    for (int64_t y = 0; y < part->height; ++y) {
+      const int64_t row = layout.top - part->top + y * call.dilation[0];
+      for (int64_t x = 0; x < part->width; ++x) {
+        const int64_t column = layout.left - part->left + x * call.dilation[1];
+        *offsets++ =
+            row * layout.row + column % call.stride[1] * layout.residue + column / call.stride[1] * layout.images;
+      }
     }
   }
-  const Shares kernels(part.kernels, L::kKernels), vectors(band.rows * layout.vectors, L::kPixels);
-  for (int64_t i = 0; i < kernels.count; ++i) {
-    for (int64_t j = 0; j < vectors.count; ++j)
-      some<L>(kernels.size(i), vectors.size(j), band, part, taps, kernels.begin(i), vectors.begin(j));
+}
+
+// All kernels at the vectors of pixels from `begin` on, in shares. Kernels of a share are computed at all of them
+// before the next ones, whose weights take the cache's place of theirs.
+template <typename L>
+void convolve_vectors(const Band<L>& band, const int64_t* offsets, int64_t begin, int64_t count) {
+  const Convolution& call = band.call;
+  const Shares vectors(count, L::kPixels);
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
+    const Taps taps{offsets, part->height * part->width, call.from.channels, band.layout.plane};
+    const Shares kernels(part->kernels, L::kKernels);
+    for (int64_t i = 0; i < kernels.count; ++i) {
+      for (int64_t j = 0; j < vectors.count; ++j)
+        some<L>(kernels.size(i), vectors.size(j), band, *part, taps, kernels.begin(i), begin + vectors.begin(j));
+    }
+    offsets += taps.count;
+  }
+}
+
+// Where channels lie side by side, kernels write to the same lines of memory: results wait for each other then, if the
+// cache holds all weights.
+template <typename L>
+bool writes_whole_pixels(const Convolution& call) {
+  int64_t weights = 0;
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part)
+    weights += part->kernels * part->height * part->width * call.from.channels;
+  return call.to.by_pixel() && weights * static_cast<int64_t>(sizeof(typename L::Word)) <= kWeightBytes;
+}
+
+template <typename L>
+void convolve_band(const Band<L>& band, const int64_t* offsets, typename L::Word* turned) {
+  const int64_t count = band.rows * band.layout.vectors;
+  if (!band.results) return convolve_vectors(band, offsets, 0, count);
+  const Shares tiles(count, L::kPixels);
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    convolve_vectors(band, offsets, tiles.begin(i), tiles.size(i));
+    band.write_pixels(tiles.begin(i), tiles.size(i), turned);
   }
 }
 
@@ -141,16 +220,21 @@ void convolve_range(const Convolution& call, int64_t begin, int64_t end) {
   using Word = typename L::Word;
   const Layout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(Word));
   int64_t taps = 0;
-  for (const Part* part = call.parts; part < call.parts + call.count; ++part)
-    taps = std::max(taps, part->height * part->width);
-  char* memory = scratch(taps * sizeof(int64_t) + layout.elements(call) * sizeof(Word));
-  auto* offsets = reinterpret_cast<int64_t*>(memory);
-  auto* copy = reinterpret_cast<Word*>(memory + taps * sizeof(int64_t));
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
+  const bool whole_pixels = writes_whole_pixels<L>(call);
+  const int64_t results = whole_pixels ? call.to.channels * Band<L>::kTileLanes : 0;
+  const int64_t turned = whole_pixels ? call.to.channels * L::kWidth : 0;
+  char* memory = scratch((layout.elements(call) + results + turned) * sizeof(Word) + taps * sizeof(int64_t));
+  auto* copy = reinterpret_cast<Word*>(memory);
+  Word* const end_of_copy = copy + layout.elements(call);
+  auto* offsets = reinterpret_cast<int64_t*>(end_of_copy + results + turned);
+  fill_offsets(call, layout, offsets);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t image = item / layout.bands * layout.images, row = item % layout.bands * layout.rows;
-    const Band<L> band{call, layout, copy, image, row, std::min(layout.rows, call.to.height - row)};
-    copy_band(call, layout, image, row, copy);
-    for (const Part* part = call.parts; part < call.parts + call.count; ++part) convolve_part(band, *part, offsets);
+    const int64_t rows = std::min(layout.rows, call.to.height - row);
+    const Band<L> band{call, layout, copy, whole_pixels ? end_of_copy : nullptr, image, row, rows};
+    copy_band<L>(call, layout, image, row, copy);
+    convolve_band(band, offsets, end_of_copy + results);
   }
 }
 

@@ -16,11 +16,14 @@ struct Part {
   const int64_t* channels;  // of the result, one for each kernel
 };
 
-// An image batch [batch, channels, height, width]; the columns of a row lie side by side.
+// An image batch [batch, channels, height, width]: either the columns of a row or the channels of a pixel lie side by
+// side.
 struct Images {
   void* data;
   int64_t batch, channels, height, width;
-  int64_t batch_stride, channel_stride, row_stride;
+  int64_t batch_stride, channel_stride, row_stride, column_stride;
+
+  bool by_pixel() const { return column_stride != 1; }
 };
 
 struct Convolution {

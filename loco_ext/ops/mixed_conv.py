@@ -49,7 +49,7 @@ def mixed_conv2d(
         relu: of the result.
 
     Returns:
-        ``(N, C_out, H_out, W_out)``; contiguous if made by kernels for the CPU.
+        ``(N, C_out, H_out, W_out)``, in the memory format of ``x``.
 
     Raises:
         TypeError: a tensor that is none, or of another dtype or device than ``x``.
@@ -75,11 +75,18 @@ def mixed_conv2d(
     _check(x, weights, biases, pads, order, stride, dilation)
     arguments = (list(weights), list(biases), [pad for part in pads for pad in part], order, stride, dilation, relu)
     if _takes(tensors):
-        contiguous = [[t.contiguous() for t in some] for some in arguments[:2]]
-        return backends.operators().mixed_conv2d(x.contiguous(), *contiguous, *arguments[2:])
+        return _native(x, *arguments)
     if order is not None and not torch.compiler.is_compiling():
         _check_once_each(order)
     return _reference.mixed_conv2d(x, *arguments)
+
+
+def _native(x: Tensor, weights: list[Tensor], biases: list[Tensor], *others: Any) -> Tensor:
+    compute = backends.operators().mixed_conv2d
+    kernels = [weight.contiguous() for weight in weights], [bias.contiguous() for bias in biases]
+    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
+        return compute(x.contiguous(), *kernels, *others, False)
+    return compute(x.permute(0, 2, 3, 1), *kernels, *others, True).permute(0, 3, 1, 2)
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:
@@ -148,7 +155,9 @@ def _check_once_each(order: Tensor) -> None:
 
 def _check_tensor(name: str, tensor: Any, x: Tensor) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype or tensor.device != x.device:
-        raise TypeError(f"{name}: expected a tensor of x's dtype and device, {x.dtype} on {x.device}, got {_text(tensor)}")
+        raise TypeError(
+            f"{name}: expected a tensor of x's dtype and device, {x.dtype} on {x.device}, got {_text(tensor)}"
+        )
 
 
 def _text(value: Any) -> str:

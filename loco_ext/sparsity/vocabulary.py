@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.take import take_channels
 
 
@@ -95,6 +96,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_table("torch.nn.functional", F, _FUNCTIONAL),
     **_table("torch.Tensor", torch.Tensor, _METHODS),
     "loco_ext.take_channels": take_channels,
+    "loco_ext.mixed_conv2d": mixed_conv2d,
 }
 FUNCTION_NAMES = {function: name for name, function in reversed(FUNCTIONS.items())}
 

@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.take import take_channels
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
+MIXED = "mixed"  # all kernels of a layer at once, by :func:`loco_ext.ops.mixed_conv2d`
 Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds all of theirs
 
 
@@ -69,7 +71,7 @@ class Bucket:
 
     kernels: tuple[int, ...]
     box: Box
-    style: str = "pad"  # "pad" the input unevenly, or "crop" the output of an evenly padded convolution
+    style: str = "pad"  # "pad" the input unevenly, "crop" the output of an evenly padded convolution, or MIXED
 
 
 def paddings(module: Any) -> Pads:
@@ -198,12 +200,30 @@ def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:
 
 
 def emit(
-    owner: nn.Module, graph: fx.Graph, source: fx.Node, name: str, convolution: Convolution, buckets: Sequence[Bucket]
+    owner: nn.Module,
+    graph: fx.Graph,
+    source: fx.Node,
+    name: str,
+    convolution: Convolution,
+    buckets: Sequence[Bucket],
+    order: fx.Node | None = None,
 ) -> fx.Node:
     """Adds the nodes that compute the buckets, one after the other along the channels, from ``source``.
 
     Modules are put into ``owner`` under ``name``, a number appended where there are several buckets.
+
+    Args:
+        order: of the channels instead, as :func:`restoring` gives it.
     """
+    if any(bucket.style == MIXED for bucket in buckets):
+        return _emit_mixed(owner, graph, source, name, convolution, buckets, order)
+    result = _emit_each(owner, graph, source, name, convolution, buckets)
+    return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
+
+
+def _emit_each(
+    owner: nn.Module, graph: fx.Graph, source: fx.Node, name: str, convolution: Convolution, buckets: Sequence[Bucket]
+) -> fx.Node:
     parts = []
     padded: dict[Pads, fx.Node] = {}
     for number, bucket in enumerate(buckets):
@@ -228,47 +248,81 @@ def emit(
 def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
     """A network of nothing but these buckets; its channels come in the kernels' order unless they are ``free``."""
     owner, graph = nn.Module(), fx.Graph()
-    result = emit(owner, graph, graph.placeholder("x"), "convolution", convolution, buckets)
+    source, order = graph.placeholder("x"), None
     back = None if free else restoring(buckets, convolution.weight.device)
     if back is not None:
         owner.register_buffer("order", back)
-        result = graph.call_function(take_channels, (result, graph.get_attr("order"), -1 - convolution.axes))
-    graph.output(result)
+        order = graph.get_attr("order")
+    graph.output(emit(owner, graph, source, "convolution", convolution, buckets, order))
     return fx.GraphModule(owner, graph)
+
+
+def in_turn(buckets: Sequence[Bucket]) -> list[int]:
+    """The kernels in the order in which their channels come."""
+    return [kernel for bucket in buckets for kernel in bucket.kernels]
 
 
 def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
     """Indices that bring the buckets' kernels back to their order; None where they are in it."""
-    order = torch.tensor([kernel for bucket in buckets for kernel in bucket.kernels], device=device)
-    back = order.argsort()
+    back = torch.tensor(in_turn(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
 
-def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
+def _emit_mixed(
+    owner: nn.Module,
+    graph: fx.Graph,
+    source: fx.Node,
+    name: str,
+    convolution: Convolution,
+    buckets: Sequence[Bucket],
+    order: fx.Node | None,
+) -> fx.Node:
+    weights, biases, pads = [], [], []
+    for number, bucket in enumerate(buckets):
+        target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
+        holder = nn.Module()
+        holder.weight, bias = _parameters(convolution, bucket)
+        weights.append(graph.get_attr(f"{target}.weight"))
+        if bias is not None:
+            holder.bias = bias
+            biases.append(graph.get_attr(f"{target}.bias"))
+        put(owner, target, holder)
+        pads.append(tuple(p for axis in pads_of(bucket.box, convolution) for p in axis))
+    options: Any = {"stride": convolution.stride, "dilation": convolution.dilation}
+    return graph.call_function(mixed_conv2d, (source, weights, biases, pads, order), options)
+
+
+def _parameters(convolution: Convolution, bucket: Bucket) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weights, cropped, and bias of the bucket's kernels."""
     kernels = list(bucket.kernels)
     place: Any = (kernels, slice(None), *(slice(a, b) for a, b in bucket.box))
-    weight = convolution.weight[place].detach()
+    memory_format = torch.contiguous_format
+    if convolution.channels_last:
+        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
+    weight = convolution.weight[place].detach().clone(memory_format=memory_format)
+    bias = None if convolution.bias is None else convolution.bias[kernels].detach().clone()
+    trained = convolution.trained
+    return nn.Parameter(weight, trained), None if bias is None else nn.Parameter(bias, trained)
+
+
+def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
+    weight, bias = _parameters(convolution, bucket)
     kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
     module = nn.utils.skip_init(
         kind,
         weight.shape[1] * convolution.groups,
-        len(kernels),
+        len(weight),
         tuple(weight.shape[2:]),
         stride=convolution.stride,
         padding=tuple(padding),
         dilation=convolution.dilation,
         groups=convolution.groups,
-        bias=convolution.bias is not None,
+        bias=bias is not None,
         padding_mode=convolution.padding_mode if any(padding) else "zeros",
         device=weight.device,
         dtype=weight.dtype,
     )
-    memory_format = torch.contiguous_format
-    if convolution.channels_last:
-        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
-    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
-    if convolution.bias is not None:
-        module.bias = nn.Parameter(convolution.bias[kernels].detach().clone(), requires_grad=convolution.trained)
+    module.weight, module.bias = weight, bias
     return module
 
 

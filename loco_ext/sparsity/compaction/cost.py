@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.ops import backends, mixed_conv
 from loco_ext.sparsity.compaction.convolution import (
+    MIXED,
     Bucket,
     Convolution,
     Part,
@@ -29,7 +31,7 @@ from loco_ext.sparsity.compaction.convolution import (
 
 _ORDER = random.Random(0)  # of turns; the state of the module random stays as it is
 VECTOR = 16  # channels that processors compute at once
-MULTIPLES = (VECTOR // 2, VECTOR)  # of channels, to which they may be filled up: memory is read in halves of vectors
+MULTIPLES = (1, VECTOR // 2, VECTOR)  # of channels, to which they may be filled up: memory is read in halves of vectors
 _EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
 _MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # that are considered, timed in parts, and timed as a whole
 _MEASURED: dict[Hashable, float] = {}  # seconds, by _name
@@ -49,6 +51,26 @@ def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> l
 
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """What takes the least time on inputs of the shape, type and memory format that the example has there.
+
+    Torch's convolutions against :func:`loco_ext.ops.mixed_conv2d`, where its kernels serve the layer.
+    """
+    torchs = _fastest_of_torch(convolution, kind, free)
+    if not takes_mixed(convolution, kind):
+        return torchs
+    mixed = [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution)]
+    first, second = _times(convolution, [torchs, mixed], kind, free)
+    return mixed if second < first else torchs
+
+
+def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
+    """Whether compiled kernels compute the convolution with each kernel's own size."""
+    plain = convolution.axes == 2 and convolution.groups == 1 and convolution.padding_mode == "zeros"
+    images = len(kind["shape"]) == 4 and kind["dtype"] in mixed_conv.DTYPES
+    return plain and images and backends.missing("mixed_conv", "native", kind["device"].type) is None
+
+
+def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
+    """One convolution or several.
 
     Kernels of each size, and of sizes next to each other together, are timed alone. The ways with the least sums of
     parts are then timed as a whole, what joins them included, against one convolution for all kernels.

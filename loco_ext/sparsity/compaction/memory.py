@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS
 from loco_ext.sparsity.compaction.take import take_channels
 from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
@@ -25,7 +26,7 @@ _OUT_OF_PLACE = {
 
 # What computes its gradient without its result, which can therefore be overwritten.
 _LAYERS = (*CONVOLUTIONS, *BATCH_NORMS, nn.Linear)
-_FUNCTIONS = (operator.add, operator.iadd, torch.add, torch.cat, take_channels)
+_FUNCTIONS = (operator.add, operator.iadd, torch.add, torch.cat, take_channels, mixed_conv2d)
 
 
 HOLDERS = "holders"  # in a sum's meta: places of terms that have its shape and type
@@ -62,6 +63,20 @@ def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
             return True
         source = source.args[0]
     return False
+
+
+def fuse_relus(network: fx.GraphModule) -> None:
+    """Lets convolutions that can do so compute the ReLU that alone reads their result."""
+    modules = dict(network.named_modules())
+    for node in list(network.graph.nodes):
+        if node.target is not mixed_conv2d or len(node.users) != 1:
+            continue
+        (user,) = node.users
+        module = modules[str(user.target)] if user.op == "call_module" else None
+        if _is_relu(user) or (type(module) is nn.ReLU and not _is_hooked(module)):
+            node.kwargs = {**node.kwargs, "relu": True}
+            user.replace_all_uses_with(node)
+            network.graph.erase_node(user)
 
 
 def overwrite(network: fx.GraphModule) -> None:
@@ -103,7 +118,7 @@ def _is_free(source: Any, modules: dict[str, nn.Module]) -> bool:
     if source.op == "call_module":
         module = modules[str(source.target)]
         return type(module) in _LAYERS and not _is_hooked(module)
-    return source.target in _FUNCTIONS
+    return source.target in _FUNCTIONS and not source.kwargs.get("relu")
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -20,12 +20,13 @@ from loco_ext.sparsity.compaction.convolution import (
     Convolution,
     as_convolution,
     emit,
+    in_turn,
     paddings,
     put,
     restoring,
     unused,
 )
-from loco_ext.sparsity.compaction.memory import HOLDERS, overwrite, own_what_is_written
+from loco_ext.sparsity.compaction.memory import HOLDERS, fuse_relus, overwrite, own_what_is_written
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
@@ -60,6 +61,7 @@ class Rewriter:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
+        fuse_relus(network)
         own_what_is_written(network)
         overwrite(network)
         network.graph.lint()
@@ -74,8 +76,7 @@ class Rewriter:
         weight, bias, _ = self._cut(node, source, outputs, self._channels.kept(source).tolist())
         module = self._channels.layers[node].module
         buckets = self._choose(as_convolution(module, weight, bias, node.meta["channels_last"]), source.meta, True)
-        order = [k for bucket in buckets for k in bucket.kernels]
-        self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(order)})
+        self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(in_turn(buckets))})
         ends = itertools.accumulate(len(bucket.kernels) for bucket in buckets)
         self._led[node] = [
             replace(bucket, kernels=tuple(range(end - len(bucket.kernels), end)))
@@ -179,13 +180,11 @@ class Rewriter:
         name = str(node.target)
         buckets = self._led.get(node) or self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
-        result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets)
-        order = [k for bucket in buckets for k in bucket.kernels]
+        order = in_turn(buckets)
         back = None if free else restoring(buckets, convolution.weight.device)
-        if back is None:
-            return result, order
-        index = self._constant(node, "order", back)
-        return self._graph.call_function(take_channels, (result, index)), sorted(order)
+        index = None if back is None else self._constant(node, "order", back)
+        result = emit(self._owner, self._graph, self._new[source], name, convolution, buckets, index)
+        return result, order if index is None else sorted(order)
 
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]

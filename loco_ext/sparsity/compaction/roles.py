@@ -190,7 +190,8 @@ class Reader:
             return None
         if node.target is operator.getitem:
             return _sliced(channels, node.args[1])
-        if node.target is take_channels and node.args[2:] in ((), (1,)) and isinstance(node.args[1], fx.Node):
+        axes = (), (1,), (1 - len(node.meta["shape"]),)
+        if node.target is take_channels and node.args[2:] in axes and isinstance(node.args[1], fx.Node):
             index = self.buffer(node.args[1])
             return None if index is None else channels[index.cpu().numpy()]
         groups = self.module(node).groups if isinstance(self.module(node), nn.ChannelShuffle) else None

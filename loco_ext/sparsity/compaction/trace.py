@@ -128,6 +128,7 @@ _NEW = {
         "index_add",
         "index_select",
         "take_channels",
+        "mixed_conv2d",
     ),
 }
 
