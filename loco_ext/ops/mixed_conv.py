@@ -96,9 +96,12 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        return False
-    return backends.choose(_FAMILY, x.device) == "native"
+    return not _is_cast(x.device.type) and backends.choose(_FAMILY, x.device) == "native"
+
+
+def _is_cast(device_type: str) -> bool:
+    """Whether autocast chooses the dtype of convolutions there."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _check(
@@ -154,7 +157,8 @@ def _check_once_each(order: Tensor) -> None:
 
 
 def _check_tensor(name: str, tensor: Any, x: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype or tensor.device != x.device:
+    cast = isinstance(tensor, Tensor) and _is_cast(x.device.type)
+    if not isinstance(tensor, Tensor) or tensor.device != x.device or not (cast or tensor.dtype == x.dtype):
         raise TypeError(
             f"{name}: expected a tensor of x's dtype and device, {x.dtype} on {x.device}, got {_text(tensor)}"
         )

@@ -280,49 +280,43 @@ def _emit_mixed(
     weights, biases, pads = [], [], []
     for number, bucket in enumerate(buckets):
         target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
-        holder = nn.Module()
-        holder.weight, bias = _parameters(convolution, bucket)
+        around = pads_of(bucket.box, convolution)
+        put(
+            owner, target, _module(convolution, bucket, [before for before, _ in around] if is_even(around) else [0, 0])
+        )
         weights.append(graph.get_attr(f"{target}.weight"))
-        if bias is not None:
-            holder.bias = bias
+        if convolution.bias is not None:
             biases.append(graph.get_attr(f"{target}.bias"))
-        put(owner, target, holder)
-        pads.append(tuple(p for axis in pads_of(bucket.box, convolution) for p in axis))
+        pads.append(tuple(p for axis in around for p in axis))
     options: Any = {"stride": convolution.stride, "dilation": convolution.dilation}
     return graph.call_function(mixed_conv2d, (source, weights, biases, pads, order), options)
 
 
-def _parameters(convolution: Convolution, bucket: Bucket) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weights, cropped, and bias of the bucket's kernels."""
+def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
     kernels = list(bucket.kernels)
     place: Any = (kernels, slice(None), *(slice(a, b) for a, b in bucket.box))
-    memory_format = torch.contiguous_format
-    if convolution.channels_last:
-        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
-    weight = convolution.weight[place].detach().clone(memory_format=memory_format)
-    bias = None if convolution.bias is None else convolution.bias[kernels].detach().clone()
-    trained = convolution.trained
-    return nn.Parameter(weight, trained), None if bias is None else nn.Parameter(bias, trained)
-
-
-def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
-    weight, bias = _parameters(convolution, bucket)
+    weight = convolution.weight[place].detach()
     kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
     module = nn.utils.skip_init(
         kind,
         weight.shape[1] * convolution.groups,
-        len(weight),
+        len(kernels),
         tuple(weight.shape[2:]),
         stride=convolution.stride,
         padding=tuple(padding),
         dilation=convolution.dilation,
         groups=convolution.groups,
-        bias=bias is not None,
+        bias=convolution.bias is not None,
         padding_mode=convolution.padding_mode if any(padding) else "zeros",
         device=weight.device,
         dtype=weight.dtype,
     )
-    module.weight, module.bias = weight, bias
+    memory_format = torch.contiguous_format
+    if convolution.channels_last and bucket.style != MIXED:
+        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
+    module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
+    if convolution.bias is not None:
+        module.bias = nn.Parameter(convolution.bias[kernels].detach().clone(), requires_grad=convolution.trained)
     return module
 
 

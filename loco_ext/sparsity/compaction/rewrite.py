@@ -27,7 +27,7 @@ from loco_ext.sparsity.compaction.convolution import (
     unused,
 )
 from loco_ext.sparsity.compaction.memory import HOLDERS, fuse_relus, overwrite, own_what_is_written
-from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, arithmetic, is_depthwise
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
 
@@ -65,7 +65,16 @@ class Rewriter:
         own_what_is_written(network)
         overwrite(network)
         network.graph.lint()
-        return fx.GraphModule(network, network.graph)  # with the modules and buffers that are still there
+        return self._without_unused(network)
+
+    def _without_unused(self, network: fx.GraphModule) -> fx.GraphModule:
+        """With the modules and buffers that the graph calls or reads; layers whose weights it reads stay layers."""
+        result = fx.GraphModule(network, network.graph)
+        for node in network.graph.nodes:
+            layer = str(node.target).rpartition(".")[0]
+            if node.op == "get_attr" and layer and type(self._owner.get_submodule(layer)) in CONVOLUTIONS:
+                put(result, layer, self._owner.get_submodule(layer))
+        return result
 
     def _lead(self, node: fx.Node) -> None:
         """Computes the layer in the order that is best for it, for all that writes the same channels."""

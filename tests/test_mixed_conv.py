@@ -1,0 +1,251 @@
+"""Convolution by kernels of different sizes: against float64 convolutions of each part, at awkward shapes."""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import loco_ext
+from loco_ext.ops import backends, mixed_conv2d
+
+LEVELS = backends.library.mixed_conv_levels() if backends.library else []
+FORMATS = (torch.contiguous_format, torch.channels_last)
+TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-14}
+
+
+class Case(NamedTuple):
+    x: Tensor
+    weights: list[Tensor]
+    biases: list[Tensor]
+    pads: list[tuple[int, int, int, int]]
+    order: Tensor | None
+    options: dict[str, Any]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest):
+    backends.library.use_mixed_conv_level(request.param)
+    yield request.param
+    backends.library.use_mixed_conv_level(LEVELS[0])
+
+
+def random_case(seed: int) -> Case:
+    """Parts whose results have one size; pads are what that leaves, uneven and negative ones among them."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = choose.choice(tuple(TOLERANCES))
+    batch, channels = choose.choice((1, 2, 3, 5, 8, 17)), choose.choice((1, 2, 3, 7, 16, 19, 33))
+    size = choose.randint(1, 20), choose.choice((1, 2, 3, 4, 7, 8, 15, 16, 17, 33))
+    out = choose.randint(1, 8), choose.choice((1, 2, 4, 5, 8, 16, 18, 35))
+    stride = choose.randint(1, 3), choose.randint(1, 3)
+    dilation = choose.randint(1, 2), choose.randint(1, 2)
+    weights, pads = [], []
+    for _ in range(choose.randint(1, 4)):
+        kernels, taps = choose.randint(1, 14), (choose.randint(1, 4), choose.randint(1, 4))
+        weights.append(torch.randn(kernels, channels, *taps, dtype=dtype))
+        before = [choose.randint(1 - size[a], 3) for a in (0, 1)]
+        room = [(out[a] - 1) * stride[a] + dilation[a] * (taps[a] - 1) + 1 - size[a] for a in (0, 1)]
+        pads.append((before[0], room[0] - before[0], before[1], room[1] - before[1]))
+    count = sum(map(len, weights))
+    biases = [torch.randn(len(weight), dtype=dtype) for weight in weights] if choose.random() < 0.7 else []
+    order = torch.randperm(count) if choose.random() < 0.7 else None
+    x = torch.randn(batch, channels, *size, dtype=dtype).contiguous(memory_format=choose.choice(FORMATS))
+    return Case(
+        x, weights, biases, pads, order, {"stride": stride, "dilation": dilation, "relu": choose.random() < 0.5}
+    )
+
+
+def expected_of(case: Case) -> Tensor:
+    """In float64, by padding with more zeros than any part needs and looking at windows of that."""
+    wide = 200
+    image = F.pad(case.x.double(), [wide] * 4)
+    parts = []
+    for i, (weight, (top, bottom, left, right)) in enumerate(zip(case.weights, case.pads, strict=True)):
+        rows = slice(wide - top, wide + case.x.shape[2] + bottom)
+        columns = slice(wide - left, wide + case.x.shape[3] + right)
+        bias = case.biases[i].double() if case.biases else None
+        windows = image[:, :, rows, columns]
+        options = {key: case.options[key] for key in ("stride", "dilation")}
+        parts.append(F.conv2d(windows, weight.double(), bias, **options))
+    result = torch.cat(parts, 1)
+    if case.order is not None:
+        result = torch.stack([result[:, kernel] for kernel in case.order.tolist()], 1)
+    return result.relu() if case.options["relu"] else result
+
+
+def assert_right(case: Case, result: Tensor) -> None:
+    expected = expected_of(case)
+    assert result.shape == expected.shape
+    assert result.dtype == case.x.dtype
+    error = (result - expected).abs().max()
+    assert error <= TOLERANCES[case.x.dtype] * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_all_instruction_sets_match_float64(level: str, seed: int) -> None:
+    case = random_case(seed)
+    assert_right(case, mixed_conv2d(*case[:-1], **case.options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 4000))
+def test_many_random_shapes_match_float64(seed: int) -> None:
+    case = random_case(seed)
+    assert_right(case, mixed_conv2d(*case[:-1], **case.options))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_reference_matches_float64(seed: int) -> None:
+    case = random_case(seed)
+    with loco_ext.backend("reference"):
+        assert_right(case, mixed_conv2d(*case[:-1], **case.options))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize(("channels", "size"), [(3, 40), (70, 12), (530, 4)])
+def test_large_layers_in_bands_of_rows(channels: int, size: int, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, channels, size, 2 * size).contiguous(memory_format=memory_format)
+    weights = [torch.randn(50, channels, 3, 3), torch.randn(23, channels, 1, 1), torch.randn(70, channels, 2, 3)]
+    case = Case(x, weights, [], [(1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 1, 1)], torch.randperm(143), {"relu": False})
+    result = mixed_conv2d(*case[:-1])
+    assert result.is_contiguous(memory_format=memory_format)
+    expected = expected_of(case._replace(options={"relu": False, "stride": 1, "dilation": 1}))
+    assert (result - expected).abs().max() <= 1e-7 * (9 * channels) ** 0.5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_the_number_of_threads_changes_no_bit(memory_format: torch.memory_format, batch: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(batch, 24, 31, 21).contiguous(memory_format=memory_format)
+    weights, pads = [torch.randn(9, 24, 3, 3), torch.randn(20, 24, 1, 1)], [(1, 1, 1, 1), (0, 0, 0, 0)]
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(mixed_conv2d(x, weights, [], pads))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("relu", [False, True])
+def test_nan_and_infinity_stay_where_a_kernel_sees_them(level: str, memory_format: torch.memory_format, relu: bool):
+    x = torch.ones(3, 4, 6, 8).contiguous(memory_format=memory_format)
+    x[1, 2, 3, 4], x[2, 0, 0, 0] = float("nan"), float("inf")
+    result = mixed_conv2d(x, [torch.ones(2, 4, 1, 1), torch.ones(3, 4, 3, 3)], [], [(0,) * 4, (1,) * 4], relu=relu)
+    points, boxes = result[:, :2], result[:, 2:]
+    assert points.isnan().nonzero().tolist() == [[1, k, 3, 4] for k in range(2)]
+    assert points.isinf().nonzero().tolist() == [[2, k, 0, 0] for k in range(2)]
+    assert boxes.isnan().sum() == 3 * 9
+    assert boxes.isinf().sum() == 3 * 4
+    assert result[0].isfinite().all()
+
+
+def test_gradients_are_those_of_the_parts() -> None:
+    case = random_case(3)
+    tensors = [t.double().requires_grad_() for t in (case.x, *case.weights, *case.biases)]
+    x, parts = tensors[0], len(case.weights)
+    weights, biases = tensors[1 : 1 + parts], tensors[1 + parts :]
+    again = Case(x, weights, biases, case.pads, case.order, case.options)
+    torch.manual_seed(0)
+    direction = torch.randn_like(expected_of(again))
+    mine = torch.autograd.grad((mixed_conv2d(*again[:-1], **case.options) * direction).sum(), tensors)
+    theirs = torch.autograd.grad((expected_of(again) * direction).sum(), tensors)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_empty_batches_and_strided_images() -> None:
+    weight = torch.randn(5, 3, 3, 3)
+    assert mixed_conv2d(torch.zeros(0, 3, 8, 8), [weight], [], [(1,) * 4]).shape == (0, 5, 8, 8)
+    whole = torch.randn(4, 6, 9, 18)
+    x = whole[::2, 1::2, 1:, ::2]
+    torch.testing.assert_close(mixed_conv2d(x, [weight], [], [(1,) * 4]), F.conv2d(x, weight, padding=1))
+    turned = weight.contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(mixed_conv2d(x, [turned], [], [(1,) * 4]), F.conv2d(x, weight, padding=1))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 2, 1)
+        self.register_buffer("order", torch.tensor([5, 0, 1, 4, 3, 2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, biases = [self.large.weight, self.small.weight], [self.large.bias, self.small.bias]
+        return mixed_conv2d(x, weights, biases, [(1, 1, 1, 1), (0, 0, 0, 0)], self.order, relu=True)
+
+
+def test_torch_sees_one_call_or_convolutions() -> None:
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(2, 3, 7, 7)
+    graph = fx.symbolic_trace(fx.symbolic_trace(layer))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [mixed_conv2d]
+    with torch.no_grad():
+        expected = layer(x)
+        assert torch.equal(graph(x), expected)
+        exported = torch.export.export(layer, (x,)).module()
+        torch.testing.assert_close(exported(x), expected)
+        torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = layer(x)
+        assert cast.dtype == torch.bfloat16
+        torch.testing.assert_close(cast.float(), expected, rtol=2e-2, atol=2e-2)
+    _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    ahead = (layer.double()(x.double() + 1e-6) - layer(x.double() - 1e-6)) / 2e-6
+    torch.testing.assert_close(tangent.double(), ahead, rtol=1e-4, atol=1e-4)
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    plain = {"x": torch.zeros(2, 3, 8, 8), "weights": [torch.zeros(4, 3, 3, 3)], "biases": [], "pads": [(1,) * 4]}
+    return plain | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"x": torch.zeros(3, 8, 8)}, ValueError, r"x: expected a tensor of shape \(N, C_in, H, W\), got shape \(3, 8"),
+        ({"x": 1}, ValueError, "x: expected a tensor .* got int"),
+        ({"weights": [], "pads": []}, ValueError, "weights: expected one part or more"),
+        ({"weights": [torch.zeros(4, 2, 3, 3)]}, ValueError, r"weights\[0\]: expected shape \(kernels, 3, height"),
+        ({"weights": [torch.zeros(0, 3, 3, 3)]}, ValueError, r"weights\[0\]: expected shape"),
+        ({"weights": [torch.zeros(4, 3, 3, 3).double()]}, TypeError, r"weights\[0\]: .*float32.* got .*float64"),
+        ({"weights": [[1.0]]}, TypeError, r"weights\[0\]: .* got list"),
+        ({"biases": [torch.zeros(3)]}, ValueError, r"biases\[0\]: expected shape \(4,\), got shape \(3,\)"),
+        ({"biases": [torch.zeros(4)] * 2}, ValueError, "weights: expected .* 2 biases"),
+        ({"pads": [(1, 1, 1)]}, ValueError, r"pads\[0\]: expected four numbers, got \(1, 1, 1\)"),
+        ({"pads": [(-4, -4, 1, 1)]}, ValueError, r"pads\[0\]: expected results of one size"),
+        (
+            {"weights": [torch.zeros(4, 3, 3, 3)] * 2, "pads": [(1,) * 4, (0,) * 4]},
+            ValueError,
+            r"pads\[1\]: .*one size",
+        ),
+        ({"stride": (0, 1)}, ValueError, r"stride: expected two positive numbers, got \(0, 1\)"),
+        ({"dilation": (1,)}, ValueError, r"dilation: expected two positive numbers, got \(1,\)"),
+        (
+            {"order": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            r"order: expected shape \(4\)|order: expected shape",
+        ),
+        ({"order": torch.zeros(4)}, TypeError, "order: expected an int64 tensor"),
+        ({"order": torch.tensor([0, 1, 1, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),
+        ({"order": torch.tensor([0, 1, 4, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_bad_input_is_named(changed: dict[str, Any], error: type[Exception], text: str, backend: str) -> None:
+    with loco_ext.backend(backend), pytest.raises(error, match=text):
+        mixed_conv2d(**arguments(**changed))
+
+
+def test_unknown_levels_are_refused() -> None:
+    with pytest.raises(ValueError, match="name: expected one of mixed_conv_levels"):
+        backends.library.use_mixed_conv_level("avx1024")
