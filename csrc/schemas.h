@@ -12,7 +12,7 @@ namespace loco {
 // The number that optim_step_hold returns stands for the tensors given to it, which the held variants change in place;
 // release of the library that made it frees them. For eager calls only: a compiler cannot see those tensors. So does
 // the number of ring_penalty_hold stand for a penalty, of which `penalties` has one for each parameter (0: none), or no
-// entries at all; `like` is any tensor on the device of these parameters.
+// entries at all; `like` is any tensor on the device of these parameters, where `factors` are read anew at every step.
 //
 // The ring operators take the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
@@ -50,7 +50,9 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "int hold, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, "
       "bool amsgrad, bool maximize, bool decoupled, bool l1, Tensor? grad_scale, Tensor? found_inf, int? seed, int "
       "rounding_step) -> ()");
-  m.def("ring_penalty_hold(Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf) -> int");
+  m.def(
+      "ring_penalty_hold("
+      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, Tensor? factors) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

@@ -1,5 +1,8 @@
 """Steps that end with a prox on a GPU: those of the reference, without waiting, and in CUDA graphs."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from cuda_graphs import capture, gradients_of, refill
@@ -11,10 +14,11 @@ from test_optim_cuda import (
     on_gpu,
     params_of,
 )
+from test_optim_layer_penalty import make_norm
 from test_optim_penalty import PENALTIES, make_params
 from tolerances import assert_within_ulps
 
-from loco_ext import optim
+from loco_ext import optim, sparsity
 
 RICH = {
     "SGD": {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "locality": (0.5, 2.0)},
@@ -118,3 +122,33 @@ def test_a_graph_is_not_disturbed_by_steps_between(backend, name):  # noqa: F811
         assert_near(*twins)
         for optimizer in twins:
             optimizer.param_groups[0].update(lr=lr, penalty=PENALTIES["rings"])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_replays_read_norms_anew(backend, name):  # noqa: F811
+    params = make_params()
+    norms = [make_norm(len(p)) if p.dim() > 2 else None for p in params]
+    on_device = [copy.deepcopy(norm).cuda() if norm else None for norm in norms]
+    ours, reference = twins = [
+        getattr(optim, name)(values, **{**RICH[name], "penalty": folded, **options})
+        for values, options, folded in (
+            (on_gpu(params), {}, [n and sparsity.FoldedPenalty(PENALTIES["rings"], n) for n in on_device]),
+            (params, {"fused": False}, [n and sparsity.FoldedPenalty(PENALTIES["rings"], n) for n in norms]),
+        )
+    ]
+    for step in range(2):
+        give_gradients(*twins, step)
+        with no_syncs() if step else contextlib.nullcontext():
+            ours.step()
+        reference.step()
+        assert_near(*twins)
+    gradients, graph = gradients_of(ours), capture(ours)
+    for step in range(2, 5):
+        for norm in filter(None, [*norms, *on_device]):
+            norm.running_var.mul_(2.0)
+            norm.weight.data.copy_(norm.weight.data.flip(0))
+        refill(gradients, reference, step)
+        with no_syncs():
+            graph.replay()
+        reference.step()
+        assert_near(*twins)

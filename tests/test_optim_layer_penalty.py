@@ -1,4 +1,4 @@
-"""Penalties whose prox follows the step: squared ones that couple a layer's kernels, and those of folded kernels."""
+"""Penalties of whole layers: squared ones that couple their kernels, and those of folded kernels."""
 
 import copy
 import io

@@ -95,7 +95,7 @@ def test_the_number_of_threads_changes_no_bit(kind):
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        params = [nn.Parameter(p.detach().repeat(8, *[1] * (p.dim() - 1))) for p in make_params()]
+        params = [nn.Parameter(p.detach().repeat(64, *[1] * (p.dim() - 1))) for p in make_params()]
         train(make(kind, params, PENALTIES["rings"]), 2)
         results.append(params)
     for other in results[1:]:

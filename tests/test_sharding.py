@@ -145,6 +145,8 @@ def test_a_map_on_a_sharded_kernel_axis_is_refused_before_anything_is_written(me
         (sparsity.RingPenalty(0.5), Shard(1), "sharding along output channels"),
         (sparsity.KernelPenalty(0.5, power=2), Replicate(), None),
         (sparsity.KernelPenalty(0.5, power=2), Shard(0), "no sharding"),
+        (sparsity.FoldedPenalty(sparsity.RingPenalty(0.5), nn.BatchNorm2d(5)), Replicate(), None),
+        (sparsity.FoldedPenalty(sparsity.RingPenalty(0.5), nn.BatchNorm2d(5)), Shard(0), "no sharding"),
     ],
     ids=str,
 )

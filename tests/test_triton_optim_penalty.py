@@ -33,11 +33,11 @@ class Unread(torch.Tensor):
     __float__ = __bool__ = __int__ = __index__ = tolist = item
 
 
-def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
+def penalty(squared: float = 0.0, linf: bool = False, factors: torch.Tensor | None = None) -> ops.StepPenalty:
     rings = geometry.ring_index((3, 3)).flatten().tolist()
     count = max(rings) + 1
     t = torch.linspace(12.0, 20.0, count, dtype=torch.float64) * (3 if linf else 1)
-    return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf)
+    return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf, factors)
 
 
 def penalised(rule: str, mode: str = "l2", **options) -> Case:
@@ -68,6 +68,15 @@ def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
     if mode == "squared" and (dtype != torch.float32 or rule not in ("momentum", "adam")):
         pytest.skip("two nested searches take long")
     case = penalised(rule, mode, dtypes=[dtype] * 3)
+    assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_every_kernel_has_its_factor(interpreter, rule, mode):  # noqa: F811
+    case = penalised(rule, mode)
+    ends = [penalty(**MODES[mode], factors=torch.linspace(0.1, 1.5, n, dtype=torch.float64)) for n in (6, 3)]
+    case.options["penalties"] = [ends[0], None, ends[1]]
     assert_is_reference(interpreter.step(case), case)
 
 

@@ -61,8 +61,9 @@ class Proxes:
         ``found_inf`` says so."""
         penalty, param = self.penalties[index], self.params[index]
         t, q = thresholds_on(param.device, penalty.thresholds, penalty.squared)
-        q = None if q is None else q * size**0.5
-        shrunk = ring_prox_by(w, penalty.rings, t * size, q, metric, penalty.linf)
+        factors = 1.0 if penalty.factors is None else penalty.factors[:, None]
+        q = None if q is None else factors * (q * size**0.5)
+        shrunk = ring_prox_by(w, penalty.rings, factors * (t * size), q, metric, penalty.linf)
         param.copy_(shrunk if found_inf is None else torch.where(found_inf == 0, shrunk, param.to(shrunk.dtype)))
 
 

@@ -162,13 +162,16 @@ LOCO_DEVICE void write_kernel(const Task<Rule, T>& task, const Rings& rings, con
   }
 }
 
-// The thresholds for a step of this size.
-LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, const Prox& prox, double step,
-                                                    double* plain, double* squared) {
+// The thresholds of the task's kernel, for a step of its size.
+template <class Rule, typename T>
+LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, const Prox& prox,
+                                                    const Task<Rule, T>& task, double* plain, double* squared) {
   const bool has_squared = prox.squared >= 0;
+  const double factor = prox.factors ? prox.factors[task.begin / (prox.channels * prox.tap_count)] : 1;
+  const double step = task.prox_step();
   for (int n = threadIdx.x; n < prox.rings; n += blockDim.x) {
-    plain[n] = step * q.thresholds[prox.plain + n];
-    if (has_squared) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
+    plain[n] = factor * (step * q.thresholds[prox.plain + n]);
+    if (has_squared) squared[n] = factor * (std::sqrt(step) * q.thresholds[prox.squared + n]);
   }
   return {plain, has_squared ? squared : nullptr};
 }
@@ -191,7 +194,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
     __syncthreads();  // all have written the kernel before
     update_kernel(task, kernel, coefficients);
-    const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task.prox_step(), plain, squared);
+    const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
     solver.solve(prox.linf, sums, thresholds);

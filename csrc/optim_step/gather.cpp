@@ -119,16 +119,18 @@ void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
 
 // Kernels have to lie one after the other, whatever the order within each that KernelSolver knows.
 void Gather::read_penalty(const Ints& penalties, size_t index) {
-  const auto penalty = std::dynamic_pointer_cast<const ring_prox::Penalty>(find_kept(penalties[index]));
-  STD_TORCH_CHECK(penalty, "penalties[", index, "]: expected 0 or a number from ring_penalty_hold, got ",
+  const auto held = std::dynamic_pointer_cast<const ring_prox::HeldPenalty>(find_kept(penalties[index]));
+  STD_TORCH_CHECK(held, "penalties[", index, "]: expected 0 or a number from ring_penalty_hold, got ",
                   penalties[index]);
+  const ring_prox::Penalty& penalty = held->penalty;
   const Lead& lead = leads_[index];
   const View& view = lead.view;
   int64_t taps = 1;
   for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
-  STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty->taps(), "penalties[", index, "]: expected params[", index,
-                  "] to have kernels of ", penalty->taps(), " taps, got shape ", text(view));
+  STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", index, "]: expected params[", index,
+                  "] to have kernels of ", penalty.taps(), " taps, got shape ", text(view));
   TensorStep& step = steps_[index];
+  step.factors = held->factors ? read_factors(*held->factors, index) : nullptr;
   if (step.numel == 0) return;
   int8_t taps_fastest[kMaxDims], channels_fastest[kMaxDims];
   int count = 0, other = 0;
@@ -144,10 +146,19 @@ void Gather::read_penalty(const Ints& penalties, size_t index) {
   STD_TORCH_CHECK(contiguous || std::equal(lead.order, lead.order + lead.axes, channels_fastest), "params[", index,
                   "]: expected a contiguous or channels_last weight where there is a penalty, got strides ",
                   shape_text(view.strides, view.ndim));
-  step.penalty = penalty.get();
+  step.penalty = &penalty;
   step.kernels = view.sizes[0];
   step.channels_fastest = !contiguous;
-  penalties_.push_back(penalty);
+  penalties_.push_back(held);
+}
+
+const double* Gather::read_factors(const Tensor& factors, size_t index) const {
+  const View view = view_of(factors, "penalties", index, place_);
+  const int64_t kernels = leads_[index].view.sizes[0];
+  const bool fits = view.dtype == DType::f64 && view.ndim == 1 && view.sizes[0] == kernels && factors.is_contiguous();
+  STD_TORCH_CHECK(fits, "penalties[", index, "]: expected contiguous float64 factors of shape (", kernels,
+                  "), got shape ", text(view));
+  return static_cast<const double*>(view.data);
 }
 
 void Gather::read_states(const Lists& lists, const Layout& layout) {

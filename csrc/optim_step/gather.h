@@ -11,6 +11,7 @@
 #include "common/overlap.h"
 #include "common/stable.h"
 #include "optim_step/tensor_step.h"
+#include "ring_prox/held_penalty.h"
 
 namespace loco::optim_step {
 
@@ -62,6 +63,7 @@ class Gather {
   void read_param(const Lists& lists, size_t index, bool logical);
   void read_map(const Tensor& map, size_t index, int64_t which);
   void read_penalty(const Ints& penalties, size_t index);
+  const double* read_factors(const Tensor& factors, size_t index) const;
   void read_states(const Lists& lists, const Layout& layout);
   void read_steps(const Tensors& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
@@ -75,8 +77,8 @@ class Gather {
   std::vector<Lead> leads_;
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
-  std::deque<Nest> nests_;                                            // those that steps_ points to
-  std::vector<std::shared_ptr<const ring_prox::Penalty>> penalties_;  // likewise
+  std::deque<Nest> nests_;                                                // those that steps_ points to
+  std::vector<std::shared_ptr<const ring_prox::HeldPenalty>> penalties_;  // likewise
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
 };

@@ -2,12 +2,12 @@
 
 #include <memory>
 
-#include "common/registry.h"
-#include "ring_prox/penalty.h"
+#include "ring_prox/held_penalty.h"
 
 namespace loco::ring_prox {
 
-int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf) {
+int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
+                          std::optional<Tensor> factors) {
   const auto read = [](const Tensor& tensor, const char* name) {
     const View view = view_of(tensor, name, 0);
     STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && view.numel >= 1 && view.numel <= kMaxRings &&
@@ -16,18 +16,20 @@ int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<T
     const auto* values = static_cast<const double*>(view.data);
     return std::vector<double>(values, values + view.numel);
   };
-  auto penalty = std::make_shared<Penalty>();
-  penalty->plain = read(thresholds, "thresholds");
-  if (squared) penalty->squared = read(*squared, "squared");
-  STD_TORCH_CHECK(!squared || penalty->squared.size() == penalty->plain.size(), "squared: expected ",
-                  penalty->plain.size(), " numbers, got ", penalty->squared.size());
+  auto held = std::make_shared<HeldPenalty>();
+  Penalty& penalty = held->penalty;
+  penalty.plain = read(thresholds, "thresholds");
+  if (squared) penalty.squared = read(*squared, "squared");
+  STD_TORCH_CHECK(!squared || penalty.squared.size() == penalty.plain.size(), "squared: expected ",
+                  penalty.plain.size(), " numbers, got ", penalty.squared.size());
   for (const int64_t ring : rings) {
-    STD_TORCH_CHECK(ring >= 0 && ring < penalty->rings(), "rings: expected entries from 0 to ", penalty->rings() - 1,
+    STD_TORCH_CHECK(ring >= 0 && ring < penalty.rings(), "rings: expected entries from 0 to ", penalty.rings() - 1,
                     ", got ", ring);
-    penalty->ring_of_tap.push_back(static_cast<int>(ring));
+    penalty.ring_of_tap.push_back(static_cast<int>(ring));
   }
-  penalty->linf = linf;
-  return keep(std::move(penalty));
+  penalty.linf = linf;
+  held->factors = factors;
+  return keep(std::move(held));
 }
 
 }  // namespace loco::ring_prox

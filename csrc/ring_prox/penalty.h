@@ -3,12 +3,11 @@
 
 #include <vector>
 
-#include "common/registry.h"
 #include "ring_prox/math.h"
 
 namespace loco::ring_prox {
 
-struct Penalty : Kept {
+struct Penalty {
   std::vector<int> ring_of_tap;        // in the order of a contiguous kernel
   std::vector<double> plain, squared;  // t and q of math.h; squared may be empty
   bool linf;

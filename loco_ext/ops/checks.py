@@ -131,6 +131,18 @@ def _check_penalties(penalties: Sequence[Any], params: Sequence[Tensor]) -> None
                 f"penalties[{i}]: expected a parameter with kernels of {len(penalty.rings)} taps, "
                 f"got shape {tuple(params[i].shape)}"
             )
+        if penalty.factors is not None:
+            _check_factors(f"penalties[{i}].factors", penalty.factors, params[i])
+
+
+def _check_factors(name: str, factors: Tensor, param: Tensor) -> None:
+    if factors.dtype != torch.float64 or factors.device != param.device:
+        raise TypeError(f"{name}: expected a float64 tensor on {param.device}, got {factors.dtype} on {factors.device}")
+    if factors.shape != param.shape[:1] or not factors.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {tuple(param.shape[:1])}, got {tuple(factors.shape)} with "
+            f"strides {factors.stride()}"
+        )
 
 
 def _check_index(name: str, index: Sequence[int], count: int) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 
+Prepare = Callable[[], object]
+
 
 class StepPenalty:
     """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each kernel.
@@ -19,6 +21,9 @@ class StepPenalty:
         thresholds: ``t``, float64 ``(groups,)`` on the CPU, finite, at least 0.
         squared: ``q``, likewise; None: zeros.
         linf: groups are measured by their largest weight, not by the Euclidean norm.
+        factors: of each kernel's thresholds and squared, float64 ``(C_out,)``, contiguous, on the parameter's device,
+            finite, at least 0; every step reads them anew. None: ones.
+        prepare: as for :class:`LayerPenalty`.
 
     Example:
         >>> import torch
@@ -31,12 +36,20 @@ class StepPenalty:
     """
 
     def __init__(
-        self, rings: Sequence[int], thresholds: Tensor, squared: Tensor | None = None, linf: bool = False
+        self,
+        rings: Sequence[int],
+        thresholds: Tensor,
+        squared: Tensor | None = None,
+        linf: bool = False,
+        factors: Tensor | None = None,
+        prepare: Prepare = bool,
     ) -> None:
         self.rings = list(rings)
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
+        self.factors = factors
+        self.prepare = prepare
         self._numbers: dict[ModuleType | None, int] = {}
 
     def number_for(self, param: Tensor) -> int:
@@ -45,8 +58,19 @@ class StepPenalty:
         library = backends.cuda_library if param.is_cuda else backends.library
         if library not in self._numbers:
             hold = backends.operators().ring_penalty_hold
-            self._numbers[library] = hold(param, self.rings, self.thresholds, self.squared, self.linf)
+            self._numbers[library] = hold(param, self.rings, self.thresholds, self.squared, self.linf, self.factors)
         return self._numbers[library]
+
+    @property
+    def of_layer(self) -> bool:
+        """Whether it is for all kernels of a layer together, and may change from step to step."""
+        return self.factors is not None
+
+    def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
+        """Thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
+        factors = 1.0 if self.factors is None else self.factors.cpu()[:, None]
+        squared = None if self.squared is None else factors * (step**0.5 * self.squared)
+        return factors * (step * self.thresholds), squared
 
     def __del__(self) -> None:
         for library, number in getattr(self, "_numbers", {}).items():
@@ -75,4 +99,12 @@ class LayerPenalty:
     """
 
     prox: Callable[[Tensor, float, Tensor | None], Tensor]
-    prepare: Callable[[], object] = bool  # does nothing
+    prepare: Prepare = bool  # does nothing
+
+    @property
+    def of_layer(self) -> bool:
+        """As that of :class:`StepPenalty`."""
+        return True
+
+
+OfStep = StepPenalty | LayerPenalty

@@ -42,8 +42,8 @@ def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor
     penalty = named["penalties"][index]
     if isinstance(penalty, LayerPenalty):
         return penalty.prox(w, size, metric)
-    squared = None if penalty.squared is None else size**0.5 * penalty.squared
-    return ring_prox(w, penalty.rings, size * penalty.thresholds, squared, metric, linf=penalty.linf)
+    thresholds, squared = penalty.scaled(size)
+    return ring_prox(w, penalty.rings, thresholds, squared, metric, linf=penalty.linf)
 
 
 def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from loco_ext.ops import LayerPenalty, StepPenalty
+from loco_ext.ops.penalties import OfStep
 from loco_ext.optim.locality import looks_like_convolution
 from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
 
@@ -59,9 +59,7 @@ def _folded(penalty: Any, present: Any) -> FoldedPenalty:
     return FoldedPenalty(penalty, present.batch_norm)
 
 
-def step_penalties(
-    params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
-) -> list[StepPenalty | LayerPenalty | None]:
+def step_penalties(params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None) -> list[OfStep | None]:
     """One for each parameter, None without a penalty; empty where no parameter has one.
 
     A penalty alone applies to the parameters that look like convolution weights, as a locality does; a list names each
@@ -73,7 +71,7 @@ def step_penalties(
     if penalty is None:
         return []
     entries = _entries(params, penalty)
-    result: list[StepPenalty | LayerPenalty | None] = []
+    result: list[OfStep | None] = []
     for i, (param, entry) in enumerate(zip(params, entries, strict=True)):
         try:
             result.append(None if entry is None else entry.for_step(param))

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.held import Held
-from loco_ext.ops.penalties import LayerPenalty, StepPenalty
+from loco_ext.ops.penalties import OfStep, StepPenalty
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.penalty import step_penalties
 from loco_ext.optim.sharding import local_tensors
@@ -34,16 +34,22 @@ class Plan:
     maps: list[Tensor]  # each once
     map_index: list[int]  # of each parameter's map, -1: uniform
     penalty: object
-    penalties: list[StepPenalty | LayerPenalty | None]  # of each parameter; empty: none has one
+    penalties: list[OfStep | None]  # of each parameter; empty: none has one
     plain: bool  # no parameter is of a tensor subclass such as DTensor
 
     def __post_init__(self) -> None:
         self.patterns = [(p, pattern) for p in self.params if (pattern := pattern_of(p)) is not None]
-        self.changing = [penalty for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
+        self.changing = [penalty for penalty in self.penalties if penalty is not None and penalty.of_layer]
+        self.factors = [
+            (param, penalty.factors)
+            for param, penalty in zip(self.params, self.penalties, strict=False)
+            if isinstance(penalty, StepPenalty) and penalty.factors is not None
+        ]
 
     def fits(self, group: Group) -> bool:
         same = group["locality"] == self.locality and group["penalty"] == self.penalty
         same = same and same_objects(group["params"], self.params)
+        same = same and all([factors.device == param.device for param, factors in self.factors])
         return same and all([pattern_of(param) is pattern for param, pattern in self.patterns])
 
     def map_of(self, index: int) -> Tensor | None:
@@ -77,7 +83,7 @@ class Selection:
     params: list[Tensor]
     grads: list[Tensor]
     map_index: list[int]
-    penalties: list[StepPenalty | LayerPenalty | None]
+    penalties: list[OfStep | None]
     offsets: Sequence[int]  # within the group
 
 
@@ -123,7 +129,7 @@ class Batch:
     lrs: list[Tensor | None] = field(default_factory=list)
     maps: list[Tensor] = field(default_factory=list)
     map_index: list[int] = field(default_factory=list)
-    penalties: list[StepPenalty | LayerPenalty | None] = field(default_factory=list)  # or empty
+    penalties: list[OfStep | None] = field(default_factory=list)  # or empty
     ordinals: list[int] = field(default_factory=list)
     # States made for this step: (parameter, key, tensor), kept once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)

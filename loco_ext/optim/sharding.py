@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from loco_ext.ops.penalties import LayerPenalty
+from loco_ext.ops.penalties import OfStep
 
 
 def local_tensors(
@@ -20,13 +20,14 @@ def local_tensors(
     grads: list[Tensor],
     states: list[list[Tensor]],
     maps: Sequence[Tensor | None],
-    penalties: Sequence[object],
+    penalties: Sequence[OfStep | None],
 ) -> None:
     """Replaces DTensors in the lists by their local shards; gradients are brought to their parameter's placement first.
 
     Raises:
         NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel or its blocks, or
-            one with a penalty along anything but its output channels, or at all if its prox needs all kernels.
+            one with a penalty along anything but its output channels, or at all if that is for all kernels of a layer
+            together.
     """
     from torch.distributed.tensor import DTensor
 
@@ -74,15 +75,14 @@ def _check_map(index: int, param: Any, decay_map: Tensor | None) -> None:
             )
 
 
-def _check_penalty(index: int, param: Any, penalty: object) -> None:
+def _check_penalty(index: int, param: Any, penalty: OfStep | None) -> None:
     from torch.distributed.tensor import Shard
 
     if penalty is None:
         return
-    couples = isinstance(penalty, LayerPenalty)
     for placement in param.placements:
-        if isinstance(placement, Shard) and (couples or placement.dim % param.dim() != 0):
-            wanted = "no sharding" if couples else "sharding along output channels"
+        if isinstance(placement, Shard) and (penalty.of_layer or placement.dim % param.dim() != 0):
+            wanted = "no sharding" if penalty.of_layer else "sharding along output channels"
             raise NotImplementedError(
                 f"params[{index}]: expected {wanted} for a parameter with this penalty, got {placement}"
             )

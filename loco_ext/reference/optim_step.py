@@ -145,8 +145,8 @@ def _undamped(momentum: float, dampening: float) -> float:
 def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor:
     if hasattr(penalty, "prox"):  # a LayerPenalty
         return penalty.prox(w, step, metric)
-    squared = None if penalty.squared is None else step**0.5 * penalty.squared
-    return ring_prox(w, penalty.rings, step * penalty.thresholds, squared, metric, penalty.linf)
+    thresholds, squared = penalty.scaled(step)
+    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf)
 
 
 def _rows(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int]) -> list[list[float]]:

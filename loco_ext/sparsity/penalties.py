@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
+from loco_ext.ops.penalties import OfStep, Prepare
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, rings_of
 
 if TYPE_CHECKING:
@@ -71,19 +72,21 @@ class _Penalty:
         """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
         return (self._group_norms(weight) * self.group_weights(weight).to(weight.device)).sum(1)
 
-    def for_step(self, weight: Tensor) -> ops.StepPenalty | ops.LayerPenalty:
+    def for_step(self, weight: Tensor) -> OfStep:
         """What the operators of the optimizer step take for this weight.
 
         Raises:
             TypeError, ValueError: as for :meth:`prox`.
         """
-        if (blocks := self._for_blocks(weight)) is not None:
-            return ops.LayerPenalty(blocks.shrink)
-        rings, _ = self.rings(weight)
-        weights, linf = self.group_weights(weight), self.norm == "linf"
+        blocks = self._for_blocks(weight)
+        return self._for_kernels(weight) if blocks is None else ops.LayerPenalty(blocks.shrink)
+
+    def _for_kernels(self, weight: Tensor, scales: Tensor | None = None, prepare: Prepare = bool) -> OfStep:
+        """The same for a convolution's weight, with factors of the kernels' norms that ``prepare`` refreshes."""
+        (rings, _), weights, linf = self.rings(weight), self.group_weights(weight), self.norm == "linf"
         if self.power == 1:
-            return ops.StepPenalty(rings, self.strength * weights, None, linf)
-        return ops.StepPenalty(rings, torch.zeros_like(weights), math.sqrt(self.strength) * weights, linf)
+            return ops.StepPenalty(rings, self.strength * weights, None, linf, scales, prepare)
+        return ops.StepPenalty(rings, 0 * weights, math.sqrt(self.strength) * weights, linf, scales, prepare)
 
     def value(self, weight: Tensor) -> Tensor:
         """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
@@ -251,11 +254,11 @@ class KernelPenalty(_Penalty):
         check_convolution("weight", weight)
         return [0] * weight.shape[2:].numel(), 1
 
-    def for_step(self, weight: Tensor) -> ops.StepPenalty | ops.LayerPenalty:
-        if self.power == 1 or pattern_of(weight) is not None:
-            return super().for_step(weight)
+    def _for_kernels(self, weight: Tensor, scales: Tensor | None = None, prepare: Prepare = bool) -> OfStep:
+        if self.power == 1:
+            return super()._for_kernels(weight, scales, prepare)
         self.rings(weight)
-        return ops.LayerPenalty(functools.partial(self._shrink, scales=None))
+        return ops.LayerPenalty(functools.partial(self._shrink, scales=scales), prepare)
 
     def _total(self, values: Tensor) -> Tensor:
         return values.sum() if self.power == 1 else values.sum().square()
@@ -291,7 +294,7 @@ class FoldedPenalty:
     The convolution's own kernels can shrink without any change to what the network computes, as batch norm divides by
     their size again (the draft's eqs. 30-31). Kernel ``j`` therefore counts ``|gamma_j| / sqrt(var_j + eps)`` times,
     with the scale and running variance that the norm has at the moment; both are constants to the penalty. In an
-    optimizer they are read ahead of every step, whose prox then follows the step in an operator call of its own.
+    optimizer they are read ahead of every step: a norm that the same optimizer steps counts as it was before.
 
     Args:
         penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.
@@ -346,14 +349,11 @@ class FoldedPenalty:
         """As :meth:`RingPenalty.threshold`, ``tau`` being compared with the folded kernels' groups."""
         return self.penalty._threshold(weight, tau, self.scales(weight))
 
-    def for_step(self, weight: Tensor) -> ops.LayerPenalty:
+    def for_step(self, weight: Tensor) -> OfStep:
         """What the operators of the optimizer step take for this weight."""
         self.penalty.rings(weight)
         scales = self.scales(weight)
-        return ops.LayerPenalty(
-            lambda w, step, metric: self.penalty._shrink(w, step, metric, scales),
-            prepare=lambda: scales.copy_(self.scales(weight)),
-        )
+        return self.penalty._for_kernels(weight, scales, lambda: scales.copy_(self.scales(weight)))
 
 
 GroupPenalty = RingPenalty | KernelPenalty

@@ -94,6 +94,7 @@ struct Twins {
   std::deque<Nest> nests;
   std::deque<std::vector<double>> maps;
   std::deque<ring_prox::Penalty> penalties;
+  std::deque<std::vector<double>> factors;
   std::vector<int> shrunk;  // numbers of the memory of their parameters
 };
 
@@ -156,9 +157,10 @@ void add_map(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
 double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
 // Of the size of the groups' norms for steps of the size of the learning rates, with zeros.
-std::vector<double> thresholds(Random& random, int rings, double size) {
+std::vector<double> thresholds(Random& random, int64_t count, double size) {
   std::vector<double> values;
-  for (int n = 0; n < rings; ++n) values.push_back(chance(random, 4) ? 0 : size * unit(random) / rings);
+  const auto parts = static_cast<double>(count);
+  for (int64_t n = 0; n < count; ++n) values.push_back(chance(random, 4) ? 0 : size * unit(random) / parts);
   return values;
 }
 
@@ -177,6 +179,8 @@ void add_penalty(Random& random, const Shape& shape, Twins& twins, TensorStep& t
   penalty.plain = thresholds(random, rings, shrinks ? 8 * size : 0);
   if (chance(random, 4)) penalty.squared = thresholds(random, rings, shrinks ? 1 : 0);
   t.penalty = &penalty;
+  if (!chance(random, 3)) return;
+  t.factors = twins.factors.emplace_back(thresholds(random, t.kernels, 2.0 * static_cast<double>(t.kernels))).data();
 }
 
 bool shrinks(const ring_prox::Penalty* penalty) {
