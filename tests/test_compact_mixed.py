@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the comp
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that can be are computed so, and of the smaller networks the last, with the fewest channels, is fastest."""
+    """Layers that can be are computed so; of the smaller networks the last, with the fewest channels, is fastest."""
     torchs = cost._fastest_of_torch
 
     def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:
