@@ -73,7 +73,7 @@ def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
-def test_every_kernel_has_its_factor(interpreter, rule, mode):  # noqa: F811
+def test_every_kernel_has_its_factor(interpreter, rule, mode):
     case = penalised(rule, mode)
     ends = [penalty(**MODES[mode], factors=torch.linspace(0.1, 1.5, n, dtype=torch.float64)) for n in (6, 3)]
     case.options["penalties"] = [ends[0], None, ends[1]]
