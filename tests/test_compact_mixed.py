@@ -114,7 +114,7 @@ def test_relus_that_others_see_past_stay() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_files_onnx_and_compaction_again(tmp_path: Path) -> None:
+def test_files_and_onnx(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model, x = network_of_sizes(), torch.randn(2, 3, 9, 9)
     network, _ = sparsity.compact(model, x)
@@ -123,12 +123,27 @@ def test_files_onnx_and_compaction_again(tmp_path: Path) -> None:
         sparsity.save(network, tmp_path / "saved")
         loaded = sparsity.load(tmp_path / "saved")
         assert torch.equal(loaded(x), network(x))
-        again, _ = sparsity.compact(network, x)
-        torch.testing.assert_close(again(x), expected)
     sparsity.export_onnx(network, x, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("always")
+def test_compaction_again_removes_what_has_died_since() -> None:
+    model, x = network_of_sizes(), torch.randn(2, 3, 9, 9)
+    network, _ = sparsity.compact(model, x)
+    with torch.no_grad():
+        network.get_submodule("0_2").weight[1] = 0
+        network.get_submodule("0_2").bias[1] = -1
+        network.get_submodule("0_1").weight[..., 0] = 0
+        expected = network(x)
+        again, report = sparsity.compact(network, x)
+        torch.testing.assert_close(again(x), expected)
+    assert not report.notes
+    weight = next(layer.weight for name, layer in again.named_modules() if name.startswith("3"))
+    assert weight.shape[1] == 10
+    assert {tuple(layer.kernel_size) for layer in again.modules() if isinstance(layer, nn.Conv2d)} >= {(3, 4), (5, 5)}
 
 
 @pytest.mark.parametrize("faster", [False, True])

@@ -19,6 +19,7 @@ from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.trace import UntraceableError, trace
+from loco_ext.sparsity.compaction.unmix import unmix
 from loco_ext.sparsity.compaction.untraced import crop_modules
 
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
@@ -81,7 +82,7 @@ def compact(
     with torch.no_grad():
         expected = dense(*_copies(inputs))
     try:
-        traced = trace(dense, inputs)
+        traced = trace(unmix(dense), inputs)
         if not _is_right(traced, inputs, expected):
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:

@@ -239,7 +239,7 @@ def _emit_each(
             parts.append(_crop(graph, graph.call_module(target, (source,)), extra))
         else:
             if pads not in padded:
-                padded[pads] = _pad(graph, source, pads, convolution.padding_mode)
+                padded[pads] = pad(graph, source, pads, convolution.padding_mode)
             put(owner, target, _module(convolution, bucket, [0] * convolution.axes))
             parts.append(graph.call_module(target, (padded[pads],)))
     return parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, -1 - convolution.axes))
@@ -320,7 +320,7 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
     return module
 
 
-def _pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
+def pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
     """Pads, then crops where a number is negative: that order is right in every mode and for the smallest inputs."""
     outward = [max(p, 0) for axis in reversed(pads) for p in axis]
     if any(outward):
