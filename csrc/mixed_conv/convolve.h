@@ -24,22 +24,15 @@ struct Band {
   using Word = typename L::Word;
   const Convolution& call;
   const Layout& layout;
-  const Word* copy;
-  Word* results;  // [channels][lanes of a tile], for pixels that are written when all of their channels are there
-  int64_t first_image, first_row, rows;
+  int64_t first_image, vectors;
+  const Place<L>* places;  // of its vectors
+  // [channels][lanes of a tile] and [lanes of a vector][channels], for pixels that are written when all of their
+  // channels are there; null otherwise. Channels are as many as fill squares.
+  Word *results, *turned;
 
-  static constexpr int64_t kTileLanes = L::kPixels * L::kWidth;
+  static constexpr int64_t kTileLanes = L::kPixels * L::kWidth, kSquare = L::Square::kSize;
 
-  // Of vector `index`.
-  Place<L> place(int64_t index) const {
-    const int64_t row = index / layout.vectors, vector = index - row * layout.vectors;
-    const int64_t column = vector * layout.columns;
-    const Images& to = call.to;
-    return {copy + row * call.stride[0] * layout.row + vector * L::kWidth,
-            static_cast<Word*>(to.data) + first_image * to.batch_stride + (first_row + row) * to.row_stride +
-                column * to.column_stride,
-            std::min(layout.columns, to.width - column)};
-  }
+  static int64_t in_squares(int64_t channels) { return (channels + kSquare - 1) / kSquare * kSquare; }
 
   // The results of K kernels at vector v of a tile.
   template <int K, int V>
@@ -71,28 +64,41 @@ struct Band {
     }
   }
 
-  // Results of a tile, by pixel. `turned` has room for all channels of a vector's pixels.
-  void write_pixels(int64_t index, int64_t vectors, Word* turned) const {
-    constexpr int64_t kSquare = L::Square::kSize;
-    const int64_t channels = call.to.channels;
-    for (int64_t v = 0; v < vectors; ++v) {
+  // Results of a tile, by pixel.
+  void write_pixels(int64_t index, int64_t count) const {
+    const int64_t channels = call.to.channels, stride = in_squares(channels);
+    for (int64_t v = 0; v < count; ++v) {
       const Word* lanes = results + v * L::kWidth;
-      int64_t channel = 0;
       if constexpr (L::kWidth % kSquare == 0) {
-        for (; channel + kSquare <= channels; channel += kSquare) {
+        for (int64_t channel = 0; channel < channels; channel += kSquare) {
           for (int64_t lane = 0; lane < L::kWidth; lane += kSquare)
             L::Square::template transpose<Word>(reinterpret_cast<const char*>(lanes + channel * kTileLanes + lane),
-                                                kTileLanes * sizeof(Word), turned + lane * channels + channel,
-                                                channels);
+                                                kTileLanes * sizeof(Word), turned + lane * stride + channel, stride);
         }
+      } else {
+        for (int64_t channel = 0; channel < channels; ++channel)
+          spread(lanes + channel * kTileLanes, 1, L::kWidth, turned + channel, stride);
       }
-      for (; channel < channels; ++channel)
-        spread(lanes + channel * kTileLanes, 1, L::kWidth, turned + channel, channels);
-      for_pixels(place(index + v),
-                 [&](int64_t lane, Word* pixel) { copy_whole_row(turned + lane * channels, channels, pixel); });
+      for_pixels(places[index + v],
+                 [&](int64_t lane, Word* pixel) { copy_whole_row(turned + lane * stride, channels, pixel); });
     }
   }
 };
+
+// Where the vectors of `rows` rows are, row by row.
+template <typename L>
+void fill_places(const Convolution& call, const Layout& layout, const typename L::Word* copy, int64_t first_image,
+                 int64_t first_row, int64_t rows, Place<L>* places) {
+  const Images& to = call.to;
+  auto* row = static_cast<typename L::Word*>(to.data) + first_image * to.batch_stride + first_row * to.row_stride;
+  for (int64_t y = 0; y < rows; ++y, row += to.row_stride, copy += call.stride[0] * layout.row) {
+    for (int64_t vector = 0; vector < layout.vectors; ++vector) {
+      const int64_t column = vector * layout.columns;
+      *places++ = {copy + vector * L::kWidth, row + column * to.column_stride,
+                   std::min(layout.columns, to.width - column)};
+    }
+  }
+}
 
 // Functions of their own: all tiles in one would be too much for the compiler's registers.
 template <typename L, int K, int V>
@@ -100,10 +106,10 @@ __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const
                                     int64_t index) {
   using Word = typename L::Word;
   using Vec = typename L::Vec;
-  Place<L> places[V];
+  const Place<L>* places = band.places + index;
   const Word* at[V];
   Vec sums[K][V];
-  LOCO_UNROLL for (int v = 0; v < V; ++v) places[v] = band.place(index + v), at[v] = places[v].from;
+  LOCO_UNROLL for (int v = 0; v < V; ++v) at[v] = places[v].from;
   LOCO_UNROLL for (int k = 0; k < K; ++k) {
     const Word none = 0, *bias = part.bias ? static_cast<const Word*>(part.bias) + kernel + k : &none;
     LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = L::broadcast(reinterpret_cast<const char*>(bias));
@@ -182,13 +188,12 @@ bool writes_whole_pixels(const Convolution& call) {
 }
 
 template <typename L>
-void convolve_band(const Band<L>& band, const int64_t* offsets, typename L::Word* turned) {
-  const int64_t count = band.rows * band.layout.vectors;
-  if (!band.results) return convolve_vectors(band, offsets, 0, count);
-  const Shares tiles(count, L::kPixels);
+void convolve_band(const Band<L>& band, const int64_t* offsets) {
+  if (!band.results) return convolve_vectors(band, offsets, 0, band.vectors);
+  const Shares tiles(band.vectors, L::kPixels);
   for (int64_t i = 0; i < tiles.count; ++i) {
     convolve_vectors(band, offsets, tiles.begin(i), tiles.size(i));
-    band.write_pixels(tiles.begin(i), tiles.size(i), turned);
+    band.write_pixels(tiles.begin(i), tiles.size(i));
   }
 }
 
@@ -199,7 +204,7 @@ int64_t convolve_items(const Convolution& call) {
 }
 
 // Memory that the thread keeps for its next call.
-inline char* scratch(int64_t bytes) {
+inline void* scratch(int64_t bytes) {
   constexpr uintptr_t kLine = 64;
   struct Kept {
     std::unique_ptr<char[]> data;
@@ -215,26 +220,39 @@ inline char* scratch(int64_t bytes) {
   return data + (kLine - reinterpret_cast<uintptr_t>(data) % kLine) % kLine;
 }
 
+// What a thread needs for its bands, side by side in its scratch.
+template <typename L>
+struct Workspace {
+  using Word = typename L::Word;
+  Word *copy, *results = nullptr, *turned = nullptr;
+  Place<L>* places;
+  int64_t* offsets;
+
+  Workspace(const Convolution& call, const Layout& layout) {
+    const int64_t channels = writes_whole_pixels<L>(call) ? Band<L>::in_squares(call.to.channels) : 0;
+    const int64_t copied = layout.elements(call), waiting = channels * Band<L>::kTileLanes;
+    const int64_t words = copied + waiting + channels * L::kWidth, vectors = layout.rows * layout.vectors;
+    int64_t taps = 0;
+    for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
+    copy = static_cast<Word*>(scratch(words * sizeof(Word) + vectors * sizeof(Place<L>) + taps * sizeof(int64_t)));
+    if (channels) results = copy + copied, turned = results + waiting;
+    places = reinterpret_cast<Place<L>*>(copy + words);
+    offsets = reinterpret_cast<int64_t*>(places + vectors);
+    fill_offsets(call, layout, offsets);
+  }
+};
+
 template <typename L>
 void convolve_range(const Convolution& call, int64_t begin, int64_t end) {
-  using Word = typename L::Word;
-  const Layout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(Word));
-  int64_t taps = 0;
-  for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
-  const bool whole_pixels = writes_whole_pixels<L>(call);
-  const int64_t results = whole_pixels ? call.to.channels * Band<L>::kTileLanes : 0;
-  const int64_t turned = whole_pixels ? call.to.channels * L::kWidth : 0;
-  char* memory = scratch((layout.elements(call) + results + turned) * sizeof(Word) + taps * sizeof(int64_t));
-  auto* copy = reinterpret_cast<Word*>(memory);
-  Word* const end_of_copy = copy + layout.elements(call);
-  auto* offsets = reinterpret_cast<int64_t*>(end_of_copy + results + turned);
-  fill_offsets(call, layout, offsets);
+  const Layout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(typename L::Word));
+  const Workspace<L> work(call, layout);
   for (int64_t item = begin; item < end; ++item) {
     const int64_t image = item / layout.bands * layout.images, row = item % layout.bands * layout.rows;
     const int64_t rows = std::min(layout.rows, call.to.height - row);
-    const Band<L> band{call, layout, copy, whole_pixels ? end_of_copy : nullptr, image, row, rows};
-    copy_band<L>(call, layout, image, row, copy);
-    convolve_band(band, offsets, end_of_copy + results);
+    copy_band<L>(call, layout, image, row, work.copy);
+    fill_places<L>(call, layout, work.copy, image, row, rows, work.places);
+    convolve_band<L>({call, layout, image, rows * layout.vectors, work.places, work.results, work.turned},
+                     work.offsets);
   }
 }
 
