@@ -46,10 +46,11 @@ def compact(
         model: any module; left alone. Taken as in eval mode: what depends on ``training`` inside its own code (not
             inside modules of torch.nn) stays as in eval mode.
         example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast.
-        cost: "measured": kernels of several sizes in one layer become several convolutions where this is measured to
-            be faster on the example, images are converted to channels_last on their way in, and back on their way out,
-            where that is, and the model itself is returned if all this makes it slower; "multiply_adds":
-            one convolution for each size, nothing is measured, the result is the same on every machine.
+        cost: "measured": kernels of several sizes in one layer become several convolutions, or one
+            :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example, images are converted
+            to channels_last on their way in, and back on their way out, where that is, and the model itself is returned
+            if all this makes it slower; "multiply_adds": one convolution for each size, nothing is measured, the result
+            is the same on every machine.
         fold_norms: batch normalisations that follow a convolution or linear layer go into its weights, by their running
             statistics; False where the result is to be trained on with them.
         fixed_size: constants that zero padding makes visible at borders become a map of biases, and the result takes
