@@ -3,11 +3,14 @@
 //
 // Some images lie side by side, element by element, so that vectors are full where rows are short. Columns that a
 // stride does not bring together lie apart: [channel][row][column % stride][column / stride][image].
+//
+// What is not inlined depends on the arithmetic L: or else the linker would keep one instruction set's copy for all.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 
+#include "common/platform.h"
 #include "mixed_conv/cpu.h"
 
 namespace loco::mixed_conv {
@@ -70,7 +73,7 @@ inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_ele
 
 // to[i * step] = from[i]
 template <typename T>
-void spread(const T* from, int64_t from_step, int64_t count, T* to, int64_t to_step) {
+LOCO_HD void spread(const T* from, int64_t from_step, int64_t count, T* to, int64_t to_step) {
   for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
 }
 
@@ -81,7 +84,7 @@ LOCO_HD void transpose(const Four (&rows)[4], Four (&columns)[4]) {
 }
 
 template <typename T>
-void copy_whole_row(const T* from, int64_t count, T* to) {
+LOCO_HD void copy_whole_row(const T* from, int64_t count, T* to) {
   constexpr int64_t kAtOnce = 8;
   int64_t i = 0;
   for (; i + kAtOnce <= count; i += kAtOnce) std::memcpy(to + i, from + i, kAtOnce * sizeof(T));
@@ -102,21 +105,22 @@ struct Span {
 };
 
 template <typename T>
-void zero_outside(const Layout& layout, const Span& span, T* row) {
+LOCO_HD void zero_outside(const Layout& layout, const Span& span, T* row) {
   for (int64_t i = 0; i < span.first * layout.images; ++i) row[i] = 0;
   for (int64_t i = span.past * layout.images; i < layout.residue; ++i) row[i] = 0;
 }
 
 // One row of one channel of `present` images whose columns lie side by side. In the place of images that are not there,
 // anything.
-template <typename T>
-void copy_row(const Convolution& call, const Layout& layout, const T* from, int64_t present, T* to) {
+template <typename L>
+void copy_row(const Convolution& call, const Layout& layout, const typename L::Word* from, int64_t present,
+              typename L::Word* to) {
   const int64_t step = call.stride[1], images = layout.images;
   for (int64_t residue = 0; residue < step; ++residue, to += layout.residue) {
     const Span span(call, layout, residue);
     zero_outside(layout, span, to);
-    const T* row = from + span.first * step + span.shift;
-    T* column = to + span.first * images;
+    const auto* row = from + span.first * step + span.shift;
+    auto* column = to + span.first * images;
     const int64_t count = span.past - span.first;
     if (images == 1 && step == 1) {
       copy_whole_row(row, count, column);
@@ -209,7 +213,7 @@ void copy_band(const Convolution& call, const Layout& layout, int64_t first_imag
       if (outside) {
         std::memset(line, 0, layout.row * sizeof(T));
       } else {
-        copy_row(call, layout, row + c * images.channel_stride, present, line);
+        copy_row<L>(call, layout, row + c * images.channel_stride, present, line);
       }
     }
   }

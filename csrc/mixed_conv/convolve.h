@@ -1,8 +1,6 @@
 // Convolution of bands of rows: all parts, tile by tile.
 #pragma once
 
-#include <memory>
-
 #include "mixed_conv/tile.h"
 
 namespace loco::mixed_conv {
@@ -201,23 +199,6 @@ template <typename L>
 int64_t convolve_items(const Convolution& call) {
   const Layout layout = layout_of(call, L::kWidth, kBandBytes / sizeof(typename L::Word));
   return layout.groups(call) * layout.bands;
-}
-
-// Memory that the thread keeps for its next call.
-inline void* scratch(int64_t bytes) {
-  constexpr uintptr_t kLine = 64;
-  struct Kept {
-    std::unique_ptr<char[]> data;
-    int64_t bytes = 0;
-  };
-  thread_local Kept kept;
-  if (kept.bytes < bytes) {
-    kept.bytes = 0;
-    kept.data.reset(new char[bytes + kLine]);
-    kept.bytes = bytes;
-  }
-  char* data = kept.data.get();
-  return data + (kLine - reinterpret_cast<uintptr_t>(data) % kLine) % kLine;
 }
 
 // What a thread needs for its bands, side by side in its scratch.

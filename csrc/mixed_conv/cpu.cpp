@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
 
 #include "common/platform.h"
 #include "mixed_conv/level.h"
@@ -49,6 +50,22 @@ void convolve_cpu(const Convolution& call) {
   const int64_t items = kernels.items(call);
   run_parallel(call.parallel_for, items, 1 + kLeastShare / (1 + work / items),
                [&](int64_t begin, int64_t end) { kernels.range(call, begin, end); });
+}
+
+void* scratch(int64_t bytes) {
+  constexpr uintptr_t kCacheLine = 64;
+  struct Kept {
+    std::unique_ptr<char[]> data;
+    int64_t bytes = 0;
+  };
+  thread_local Kept kept;
+  if (kept.bytes < bytes) {
+    kept.bytes = 0;
+    kept.data.reset(new char[bytes + kCacheLine]);
+    kept.bytes = bytes;
+  }
+  char* data = kept.data.get();
+  return data + (kCacheLine - reinterpret_cast<uintptr_t>(data) % kCacheLine) % kCacheLine;
 }
 
 const char* const* levels() { return found().names; }

@@ -39,6 +39,9 @@ struct Convolution {
 
 void convolve_cpu(const Convolution& call);
 
+// Memory that the thread keeps for its next call, at the beginning of a line of the cache.
+void* scratch(int64_t bytes);
+
 // The instruction sets that the kernels can use on this machine, best first, up to the null that ends them.
 const char* const* levels();
 
