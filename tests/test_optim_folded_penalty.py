@@ -92,6 +92,7 @@ def test_kernels_without_a_threshold_keep_every_bit_of_the_step(kind):
             assert not torch.equal(p[0], q[0])
 
 
+@pytest.mark.parametrize("native", ["cpu"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_find_the_factors_of_their_kernels(kind):
     results = []

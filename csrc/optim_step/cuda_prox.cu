@@ -167,7 +167,8 @@ template <class Rule, typename T>
 LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, const Prox& prox,
                                                     const Task<Rule, T>& task, double* plain, double* squared) {
   const bool has_squared = prox.squared >= 0;
-  const double factor = prox.factors ? prox.factors[task.begin / (prox.channels * prox.tap_count)] : 1;
+  const int64_t kernel = task.begin / (prox.channels * prox.tap_count);
+  const double factor = prox.factors ? in_global(prox.factors)[kernel] : 1;
   const double step = task.prox_step();
   for (int n = threadIdx.x; n < prox.rings; n += blockDim.x) {
     plain[n] = factor * (step * q.thresholds[prox.plain + n]);
