@@ -54,7 +54,7 @@ def mixed_conv2d(
     Raises:
         TypeError: a tensor that is none, or of another dtype or device than ``x``.
         ValueError: shapes, pads, strides or dilations that do not fit.
-        RuntimeError: an order that names a kernel twice.
+        RuntimeError: an order on the CPU that names a kernel twice.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", section 3.2.
@@ -76,7 +76,7 @@ def mixed_conv2d(
     arguments = (list(weights), list(biases), [pad for part in pads for pad in part], order, stride, dilation, relu)
     if _takes(tensors):
         return _native(x, *arguments)
-    if order is not None and not torch.compiler.is_compiling():
+    if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # a GPU's host does not wait
         _check_once_each(order)
     return _reference.mixed_conv2d(x, *arguments)
 
@@ -152,7 +152,7 @@ def _check_order(order: Any, kernels: int) -> None:
 
 def _check_once_each(order: Tensor) -> None:
     """What the compiled operator checks itself."""
-    if not torch.equal(order.sort().values.cpu(), torch.arange(len(order))):
+    if not torch.equal(order.sort().values, torch.arange(len(order))):
         raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
 
 
