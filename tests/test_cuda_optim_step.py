@@ -67,7 +67,7 @@ def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
         ("cuda_prox.cu", "plain, squared);\n    __syncthreads();", "plain, squared);"),
         ("cuda_prox.cu", "(k - chunk.index) * rings.numel()", "k * rings.numel()"),
         ("cuda_prox.cu", "std::sqrt(step) * q", "step * q"),
-        ("cuda_prox.cu", "prox.factors[task.begin /", "prox.factors[0 * task.begin /"),
+        ("cuda_prox.cu", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
         ("cuda_prox.cu", "random[n] = words[0];", "random[n] = words[1];"),
         ("gpu_table.cpp", "std::max(work.bytes, of_entry.bytes)", "of_entry.bytes"),
         ("rules.h", "buffer ? lr * (1 - row[kSgdDampening])", "!buffer ? lr * (1 - row[kSgdDampening])"),
