@@ -16,20 +16,48 @@ struct Square16 {
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
     static_assert(sizeof(Word) == 4, "words of 4 bytes");
-    LOCO_UNROLL for (int64_t quarter = 0; quarter < 4; ++quarter) {
-      const char* at = from + quarter * 16;
-      const __m512 a = rows(at, row_bytes), b = rows(at + row_bytes, row_bytes);
-      const __m512 c = rows(at + 2 * row_bytes, row_bytes), d = rows(at + 3 * row_bytes, row_bytes);
-      const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)),
-                    cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
-      const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
-                    cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
-      Word* column = to + quarter * 4 * to_row;
-      _mm512_storeu_pd(column, _mm512_unpacklo_pd(ab_low, cd_low));
-      _mm512_storeu_pd(column + to_row, _mm512_unpackhi_pd(ab_low, cd_low));
-      _mm512_storeu_pd(column + 2 * to_row, _mm512_unpacklo_pd(ab_high, cd_high));
-      _mm512_storeu_pd(column + 3 * to_row, _mm512_unpackhi_pd(ab_high, cd_high));
+    columns(from, row_bytes,
+            [&](int64_t column, __m512d words) LOCO_INLINE { _mm512_storeu_pd(to + column * to_row, words); });
+  }
+
+  // Of a square whose first rows alone are wanted: `rows` words of each column are written. All rows are read.
+  template <typename Word>
+  static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to, int64_t to_row) {
+    static_assert(sizeof(Word) == 4, "words of 4 bytes");
+    const auto mask = static_cast<__mmask16>((1u << rows) - 1);
+    columns(from, row_bytes, [&](int64_t column, __m512d words) LOCO_INLINE {
+      _mm512_mask_storeu_ps(to + column * to_row, mask, _mm512_castpd_ps(words));
+    });
+  }
+
+  // Four of the columns.
+  template <typename Word>
+  static LOCO_INLINE void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
+    static_assert(sizeof(Word) == 4, "words of 4 bytes");
+    four_columns(from, row_bytes,
+                 [&](int64_t column, __m512d words) LOCO_INLINE { _mm512_storeu_pd(to + column * to_row, words); });
+  }
+
+  template <typename Store>
+  static LOCO_INLINE void columns(const char* from, int64_t row_bytes, const Store& store) {
+    LOCO_UNROLL for (int64_t first = 0; first < kSize; first += 4) {
+      four_columns(from + first * 4, row_bytes,
+                   [&](int64_t column, __m512d words) LOCO_INLINE { store(first + column, words); });
     }
+  }
+
+  template <typename Store>
+  static LOCO_INLINE void four_columns(const char* at, int64_t row_bytes, const Store& store) {
+    const __m512 a = rows(at, row_bytes), b = rows(at + row_bytes, row_bytes);
+    const __m512 c = rows(at + 2 * row_bytes, row_bytes), d = rows(at + 3 * row_bytes, row_bytes);
+    const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)),
+                  cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+    const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)),
+                  cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+    store(0, _mm512_unpacklo_pd(ab_low, cd_low));
+    store(1, _mm512_unpackhi_pd(ab_low, cd_low));
+    store(2, _mm512_unpacklo_pd(ab_high, cd_high));
+    store(3, _mm512_unpackhi_pd(ab_high, cd_high));
   }
 
   // 16 bytes of each of rows 0, 4, 8 and 12.

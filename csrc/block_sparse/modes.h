@@ -140,10 +140,27 @@ struct PlainSquare {
 
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    for (int64_t a = 0; a < kSize; ++a) {
-      Word row[kSize];
+    part<kSize>(from, row_bytes, kSize, to, to_row);
+  }
+
+  // Its first rows alone.
+  template <typename Word>
+  static LOCO_HD void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to, int64_t to_row) {
+    part<kSize>(from, row_bytes, rows, to, to_row);
+  }
+
+  // Four of its columns.
+  template <typename Word>
+  static LOCO_HD void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
+    part<4>(from, row_bytes, kSize, to, to_row);
+  }
+
+  template <int64_t kColumns, typename Word>
+  static LOCO_HD void part(const char* from, int64_t row_bytes, int64_t rows, Word* to, int64_t to_row) {
+    for (int64_t a = 0; a < rows; ++a) {
+      Word row[kColumns];
       std::memcpy(row, from + a * row_bytes, sizeof row);
-      LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[b * to_row + a] = row[b];
+      LOCO_UNROLL for (int64_t b = 0; b < kColumns; ++b) to[b * to_row + a] = row[b];
     }
   }
 };

@@ -24,8 +24,8 @@ struct Band {
   const Layout& layout;
   int64_t first_image, vectors;
   const Place<L>* places;  // of its vectors
-  // [channels][lanes of a tile] and [lanes of a vector][channels], for pixels that are written when all of their
-  // channels are there; null otherwise. Channels are as many as fill squares.
+  // [channels that fill squares][lanes of a tile] and [lanes of a vector][channels of a square], for pixels that are
+  // written when all of their channels are there; null otherwise.
   Word *results, *turned;
 
   static constexpr int64_t kTileLanes = L::kPixels * L::kWidth, kSquare = L::Square::kSize;
@@ -64,21 +64,37 @@ struct Band {
 
   // Results of a tile, by pixel.
   void write_pixels(int64_t index, int64_t count) const {
-    const int64_t channels = call.to.channels, stride = in_squares(channels);
     for (int64_t v = 0; v < count; ++v) {
-      const Word* lanes = results + v * L::kWidth;
-      if constexpr (L::kWidth % kSquare == 0) {
-        for (int64_t channel = 0; channel < channels; channel += kSquare) {
-          for (int64_t lane = 0; lane < L::kWidth; lane += kSquare)
-            L::Square::template transpose<Word>(reinterpret_cast<const char*>(lanes + channel * kTileLanes + lane),
-                                                kTileLanes * sizeof(Word), turned + lane * stride + channel, stride);
+      const Place<L>& place = places[index + v];
+      const bool adjacent = layout.images == 1 && place.columns == L::kWidth;
+      for (int64_t channel = 0; channel < call.to.channels; channel += kSquare) {
+        const int64_t some = std::min(kSquare, call.to.channels - channel);
+        const Word* lanes = results + channel * kTileLanes + v * L::kWidth;
+        if (adjacent) {
+          turn(lanes, some, place.pixel + channel, call.to.column_stride);
+          continue;
         }
-      } else {
-        for (int64_t channel = 0; channel < channels; ++channel)
-          spread(lanes + channel * kTileLanes, 1, L::kWidth, turned + channel, stride);
+        turn(lanes, some, turned, kSquare);
+        for_pixels(place, [&](int64_t lane, Word* pixel)
+                              LOCO_INLINE { copy_side_by_side(turned + lane * kSquare, some, pixel + channel); });
       }
-      for_pixels(places[index + v],
-                 [&](int64_t lane, Word* pixel) { copy_whole_row(turned + lane * stride, channels, pixel); });
+    }
+  }
+
+  // to[lane * stride + channel] = the channel's lane
+  static LOCO_HD void turn(const Word* lanes, int64_t channels, Word* to, int64_t stride) {
+    if constexpr (L::kWidth % kSquare == 0) {
+      for (int64_t lane = 0; lane < L::kWidth; lane += kSquare) {
+        const auto* square = reinterpret_cast<const char*>(lanes + lane);
+        if (channels == kSquare) {
+          L::Square::transpose(square, kTileLanes * sizeof(Word), to + lane * stride, stride);
+        } else {
+          L::Square::transpose_some(square, kTileLanes * sizeof(Word), channels, to + lane * stride, stride);
+        }
+      }
+    } else {
+      for (int64_t channel = 0; channel < channels; ++channel)
+        spread(lanes + channel * kTileLanes, 1, L::kWidth, to + channel, stride);
     }
   }
 };
@@ -212,11 +228,12 @@ struct Workspace {
   Workspace(const Convolution& call, const Layout& layout) {
     const int64_t channels = writes_whole_pixels<L>(call) ? Band<L>::in_squares(call.to.channels) : 0;
     const int64_t copied = layout.elements(call), waiting = channels * Band<L>::kTileLanes;
-    const int64_t words = copied + waiting + channels * L::kWidth, vectors = layout.rows * layout.vectors;
+    const int64_t words = copied + waiting + Band<L>::kSquare * L::kWidth, vectors = layout.rows * layout.vectors;
     int64_t taps = 0;
     for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
     copy = static_cast<Word*>(scratch(words * sizeof(Word) + vectors * sizeof(Place<L>) + taps * sizeof(int64_t)));
     if (channels) results = copy + copied, turned = results + waiting;
+    std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay so
     places = reinterpret_cast<Place<L>*>(copy + words);
     offsets = reinterpret_cast<int64_t*>(places + vectors);
     fill_offsets(call, layout, offsets);

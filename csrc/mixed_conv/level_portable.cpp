@@ -1,3 +1,5 @@
+// Functions that return vectors are inlined: how they would return them does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
 #include "block_sparse/lanes_portable.h"
 #include "mixed_conv/level.h"
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_sparse/tile.h"
-#include "mixed_conv/band.h"
+#include "mixed_conv/copy.h"
 
 namespace loco::mixed_conv {
 

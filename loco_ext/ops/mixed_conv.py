@@ -72,26 +72,38 @@ def mixed_conv2d(
         options: dict[str, Any] = {"stride": stride, "dilation": dilation, "relu": relu}
         result: Any = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
         return result
-    _check(x, weights, biases, pads, order, stride, dilation)
-    arguments = (list(weights), list(biases), [pad for part in pads for pad in part], order, stride, dilation, relu)
+    arguments = (x, weights, biases, pads, order, stride, dilation)
     if _takes(tensors):
-        return _native(x, *arguments)
+        try:
+            return _native(*arguments, relu)
+        except (RuntimeError, TypeError, ValueError):
+            _check(*arguments)  # the operator has refused it already: to check first would slow small layers down
+            raise
+    _check(*arguments)
     if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # a GPU's host does not wait
         _check_once_each(order)
-    return _reference.mixed_conv2d(x, *arguments)
+    return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), order, stride, dilation, relu)
 
 
-def _native(x: Tensor, weights: list[Tensor], biases: list[Tensor], *others: Any) -> Tensor:
+def _native(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], pads: Sequence[Pads], *others: Any
+) -> Tensor:
     compute = backends.operators().mixed_conv2d
-    kernels = [weight.contiguous() for weight in weights], [bias.contiguous() for bias in biases]
+    parts = [weight.contiguous() for weight in weights], [bias.contiguous() for bias in biases], _flat(pads)
     if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
-        return compute(x.contiguous(), *kernels, *others, False)
-    return compute(x.permute(0, 2, 3, 1), *kernels, *others, True).permute(0, 3, 1, 2)
+        return compute(x.contiguous(), *parts, *others, False)
+    return compute(x.permute(0, 2, 3, 1), *parts, *others, True).permute(0, 3, 1, 2)
+
+
+def _flat(pads: Sequence[Pads]) -> list[int]:
+    return [pad for top, bottom, left, right in pads for pad in (top, bottom, left, right)]
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels compute with these tensors, which nothing is to be differentiated by."""
     x = tensors[0]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        return False
     if torch.compiler.is_compiling() or x.dtype not in DTYPES or forward_ad._current_level >= 0:
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

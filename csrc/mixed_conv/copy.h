@@ -1,0 +1,203 @@
+// The part of the images that a band is made of, copied as its Layout says.
+//
+// What is not inlined depends on the arithmetic L: or else the linker would keep one instruction set's copy for all.
+#pragma once
+
+#include <cstring>
+
+#include "common/platform.h"
+#include "mixed_conv/band.h"
+
+namespace loco::mixed_conv {
+
+constexpr int64_t kSide = 4;
+
+template <typename T>
+struct FourOf {
+  typedef T type __attribute__((vector_size(kSide * sizeof(T))));
+};
+
+template <typename T>
+using Four = typename FourOf<T>::type;
+
+template <typename T>
+LOCO_HD Four<T> load_four(const T* from) {
+  Four<T> four;
+  std::memcpy(&four, from, sizeof four);
+  return four;
+}
+
+// Elements 0, step, 2 * step and 3 * step.
+template <typename T>
+LOCO_HD Four<T> load_four(const T* from, int64_t step) {
+  if (step == 1) return load_four(from);
+  if (step > 2) return Four<T>{from[0], from[step], from[2 * step], from[3 * step]};
+  const Four<T> low = load_four(from), high = load_four(from + 3);  // nothing beyond the last element is read
+  return Four<T>{low[0], low[2], high[1], high[3]};
+}
+
+template <typename T>
+LOCO_HD void store_four(Four<T> four, T* to) {
+  std::memcpy(to, &four, sizeof four);
+}
+
+// columns[i][j] = rows[j][i]
+template <typename Vec>
+LOCO_HD void transpose(const Vec (&rows)[kSide], Vec (&columns)[kSide]) {
+  for (int i = 0; i < kSide; ++i) columns[i] = Vec{rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
+}
+
+// to[i * to_step] = from[i * from_step]
+template <typename T>
+LOCO_HD void spread(const T* from, int64_t from_step, int64_t count, T* to, int64_t to_step) {
+  for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
+}
+
+template <typename T>
+LOCO_HD void copy_side_by_side(const T* from, int64_t count, T* to) {
+  constexpr int64_t kAtOnce = 8;
+  int64_t i = 0;
+  for (; i + kAtOnce <= count; i += kAtOnce) std::memcpy(to + i, from + i, kAtOnce * sizeof(T));
+  for (; i < count; ++i) to[i] = from[i];
+}
+
+// Which columns of the images are copied where, for one residue of the stride: column shift + place * step to `place`,
+// from the first place to the last but one; the others are zero.
+struct Span {
+  int64_t step, shift, first, past;
+
+  LOCO_HD Span(const Convolution& call, const Layout& layout, int64_t residue)
+      : step(call.stride[1]), shift(residue - layout.left) {
+    first = std::min(layout.width, shift >= 0 ? 0 : (-shift + step - 1) / step);
+    past = std::clamp((call.from.width - shift + step - 1) / step, first, layout.width);
+  }
+};
+
+// Rows of images whose columns lie side by side. In the place of images that are not there, one that is.
+template <typename L>
+struct Weave {
+  using T = typename L::Word;
+  const Span& span;
+  int64_t images, present, batch_stride;
+
+  // Of one channel.
+  void row(const T* from, T* to) const {
+    const int64_t step = span.step, count = span.past - span.first;
+    from += span.first * step + span.shift;
+    to += span.first * images;
+    if (images == 1 && step == 1) return copy_side_by_side(from, count, to);
+    int64_t i = 0;
+    if (images == 1 && step == 2) {
+      for (; i + kSide <= count; i += kSide) store_four(load_four(from + 2 * i, 2), to + i);
+    }
+    for (; i + kSide <= count; i += kSide) four_columns(from + i * step, to + i * images);
+    for (; i < count; ++i) {
+      for (int64_t n = 0; n < images; ++n) to[i * images + n] = image(from, n)[i * step];
+    }
+  }
+
+  LOCO_HD void four_columns(const T* from, T* to) const {
+    const int64_t step = span.step;
+    if (images == 1) return store_four(load_four(from, step), to);
+    if (images == 2) {
+      const Four<T> a = load_four(from, step), b = load_four(image(from, 1), step);
+      store_four(Four<T>{a[0], b[0], a[1], b[1]}, to);
+      return store_four(Four<T>{a[2], b[2], a[3], b[3]}, to + kSide);
+    }
+    for (int64_t n = 0; n < images; n += kSide) {
+      Four<T> rows[kSide], columns[kSide];
+      for (int i = 0; i < kSide; ++i) rows[i] = load_four(image(from, n + i), step);
+      transpose(rows, columns);
+      for (int i = 0; i < kSide; ++i) store_four(columns[i], to + i * images + n);
+    }
+  }
+
+  LOCO_HD const T* image(const T* from, int64_t n) const { return from + std::min(n, present - 1) * batch_stride; }
+};
+
+// Rows of images whose channels lie side by side, as Weave's.
+template <typename L>
+struct Turn {
+  using T = typename L::Word;
+  static constexpr int64_t kSquare = L::Square::kSize;
+  const Span& span;
+  int64_t images, present, batch_stride, column_stride, channels, plane;
+
+  // Of all channels.
+  void row(const T* from, T* to) const {
+    from += span.shift * column_stride;
+    int64_t place = span.first * images;
+    const int64_t past = span.past * images;
+    for (; images == 1 && place + kSquare <= past; place += kSquare) square(from, place, to);
+    for (; place + kSide <= past; place += kSide) four_pixels(from, place, 0, to);
+    for (; place < past; ++place) spread(pixel(from, place), 1, channels, to + place, plane);
+  }
+
+  // A square's pixels, of one image.
+  LOCO_HD void square(const T* from, int64_t place, T* to) const {
+    const int64_t row_bytes = span.step * column_stride * static_cast<int64_t>(sizeof(T));
+    int64_t channel = 0;
+    for (; channel + kSquare <= channels; channel += kSquare) {
+      const auto* corner = reinterpret_cast<const char*>(pixel(from, place) + channel);
+      L::Square::transpose(corner, row_bytes, to + channel * plane + place, plane);
+    }
+    for (; channel + kSide <= channels; channel += kSide) {
+      const auto* corner = reinterpret_cast<const char*>(pixel(from, place) + channel);
+      L::Square::transpose_four(corner, row_bytes, to + channel * plane + place, plane);
+    }
+    for (int64_t four = place; channel < channels && four < place + kSquare; four += kSide)
+      four_pixels(from, four, channel, to);
+  }
+
+  // All channels from `channel` on.
+  LOCO_HD void four_pixels(const T* from, int64_t place, int64_t channel, T* to) const {
+    const T* pixels[kSide];
+    for (int i = 0; i < kSide; ++i) pixels[i] = pixel(from, place + i);
+    T* lanes = to + channel * plane + place;
+    for (; channel + kSide <= channels; channel += kSide) {
+      Four<T> rows[kSide], columns[kSide];
+      for (int i = 0; i < kSide; ++i) rows[i] = load_four(pixels[i] + channel);
+      transpose(rows, columns);
+      for (int i = 0; i < kSide; ++i, lanes += plane) store_four(columns[i], lanes);
+    }
+    for (; channel < channels; ++channel, lanes += plane)
+      store_four(Four<T>{pixels[0][channel], pixels[1][channel], pixels[2][channel], pixels[3][channel]}, lanes);
+  }
+
+  LOCO_HD const T* pixel(const T* from, int64_t place) const {
+    const int64_t image = std::min(place & (images - 1), present - 1);
+    return from + image * batch_stride + (place >> __builtin_ctzll(images)) * span.step * column_stride;
+  }
+};
+
+// What the rows of the result from `first_row` on are made of. Columns that are outside the images are zero before.
+template <typename L>
+void copy_band(const Convolution& call, const Layout& layout, int64_t first_image, int64_t first_row,
+               typename L::Word* to) {
+  using T = typename L::Word;
+  const Images& images = call.from;
+  const int64_t present = std::min(layout.images, images.batch - first_image);
+  const int64_t top = first_row * call.stride[0] - layout.top;  // of the images, the band's first
+  const int64_t first = std::clamp<int64_t>(-top, 0, layout.height);
+  const int64_t past = std::clamp(images.height - top, first, layout.height);
+  for (int64_t c = 0; c < images.channels; ++c) {
+    T* plane = to + c * layout.plane;
+    std::memset(plane, 0, first * layout.row * sizeof(T));
+    std::memset(plane + past * layout.row, 0, (layout.height - past) * layout.row * sizeof(T));
+  }
+  const T* from = static_cast<const T*>(images.data) + first_image * images.batch_stride + top * images.row_stride;
+  for (int64_t residue = 0; residue < call.stride[1]; ++residue, to += layout.residue) {
+    const Span span(call, layout, residue);
+    const Weave<L> weave{span, layout.images, present, images.batch_stride};
+    const Turn<L> turn{span,        layout.images, present, images.batch_stride, images.column_stride, images.channels,
+                       layout.plane};
+    for (int64_t r = first; images.by_pixel() && r < past; ++r)
+      turn.row(from + r * images.row_stride, to + r * layout.row);
+    for (int64_t c = 0; !images.by_pixel() && c < images.channels; ++c) {
+      for (int64_t r = first; r < past; ++r)
+        weave.row(from + c * images.channel_stride + r * images.row_stride, to + c * layout.plane + r * layout.row);
+    }
+  }
+}
+
+}  // namespace loco::mixed_conv
