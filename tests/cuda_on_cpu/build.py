@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -19,7 +21,6 @@ ORDERS = ("forward", "reverse", "eager", "1", "2")
 FLAGS = [
     "-std=c++17",
     "-pthread",
-    "-g",
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",  # unroll
@@ -27,7 +28,7 @@ FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
 ]
-SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+SANITIZE = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 # Two libraries in one process must not share a kernel's variables.
 SHARED = ["-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 
@@ -106,9 +107,13 @@ def compile_command(
     """How ``compile_program`` calls g++."""
     folders = [f"-I{folder}" for folder in (csrc, *include)]
     cuda = [word for folder in cuda_includes() for word in ("-isystem", str(folder))]
-    kind = [*(SANITIZE if sanitize else ["-O2"]), *(SHARED if shared else [])]
     forced = ["-include", str(HERE / "cuda_on_cpu.h")]
-    return ["g++", *FLAGS, *kind, *folders, *cuda, *forced, *flags, "-x", "c++", *map(str, sources), "-o", str(out)]
+    options = [*FLAGS, *_kind(sanitize, shared), *folders, *cuda, *forced, *flags]
+    return ["g++", *options, "-x", "c++", *map(str, sources), "-o", str(out)]
+
+
+def _kind(sanitize: bool, shared: bool) -> list[str]:
+    return [*(SANITIZE if sanitize else ["-O2"]), *(SHARED if shared else [])]
 
 
 def compile_program(
@@ -123,16 +128,35 @@ def compile_program(
 ) -> Path:
     """An executable, or a shared library, made of .cu and .cpp files. Warnings are errors.
 
+    A source is compiled once for each text that it has with its headers: planted mistakes change few.
+
     sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
     include: folders of headers besides csrc, or a copy of it. flags: more of the compiler's arguments.
     """
     need_cuda_headers()
-    command = compile_command(
-        sources, out, sanitize=sanitize, shared=shared, include=include, flags=["-Werror", *flags], csrc=csrc
-    )
+    flags = ["-Werror", *flags]
+    command = partial(compile_command, sanitize=sanitize, shared=shared, include=include, csrc=csrc)
+    objects = []
+    for source in sources:
+        text = _run(command([source], Path("-"), flags=[*flags, "-E", "-P"]))
+        of = sha256(repr((text, sanitize, shared, flags)).encode()).hexdigest()
+        objects.append(Path(_objects().name) / f"{of}.o")
+        if not objects[-1].exists():
+            _run(command([source], objects[-1], flags=[*flags, "-c"]))
+    _run(["g++", "-pthread", *_kind(sanitize, shared), *map(str, objects), *flags, "-o", str(out)])
+    return out
+
+
+@cache
+def _objects() -> TemporaryDirectory[str]:
+    """The folder of this process's objects, which ends with it."""
+    return TemporaryDirectory()
+
+
+def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
-    return out
+    return done.stdout
 
 
 def with_mistake(folder: Path, name: str, right: str, wrong: str) -> Path:

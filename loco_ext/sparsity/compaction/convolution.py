@@ -138,20 +138,23 @@ def is_even(pads: Pads) -> bool:
     return all(lower == upper >= 0 for lower, upper in pads)
 
 
-def by_size(convolution: Convolution, most: int | None = None) -> list[Part]:
+def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Part]:
     """The kernels of each size, ascending; all together where the convolution is grouped.
 
-    Kernels without a live weight go with the smallest. Beyond ``most`` sizes, the rarest are joined with the next.
+    Kernels without a live weight go with the smallest, or are of one tap if ``dead_apart``. Beyond ``most`` sizes, the
+    rarest are joined with the next.
     """
     kernels: dict[Box, list[int]] = {}
     dead: list[int] = []
     for kernel, box in enumerate(boxes(convolution.weight)):
         (dead if box is None else kernels.setdefault(box, [])).append(kernel)
-    if not kernels:
-        return [(tuple(dead), tuple((0, 1) for _ in range(convolution.axes)))]
+    middle: Box = tuple((size // 2, size // 2 + 1) for size in convolution.weight.shape[2:])
     ranked = sorted(kernels.items(), key=lambda item: (taps(item[0]), item[0]))
     parts: list[Part] = [(tuple(some), box) for box, some in ranked]
-    parts[0] = join([(tuple(dead), parts[0][1]), parts[0]])
+    if dead and (not parts or (dead_apart and taps(parts[0][1]) > 1)):
+        parts.insert(0, (tuple(dead), middle))
+    elif dead:
+        parts[0] = join([(tuple(dead), parts[0][1]), parts[0]])
     if convolution.groups > 1:
         return [join(parts)]
     while most is not None and len(parts) > most:

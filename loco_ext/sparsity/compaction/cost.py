@@ -57,7 +57,7 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     torchs = _fastest_of_torch(convolution, kind, free)
     if not takes_mixed(convolution, kind):
         return torchs
-    mixed = [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution)]
+    mixed = [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution, dead_apart=True)]
     first, second = _times(convolution, [torchs, mixed], kind, free)
     return mixed if second < first else torchs
 
