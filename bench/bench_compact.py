@@ -29,7 +29,7 @@ from loco_ext.experiments.frontier import fold
 from loco_ext.experiments.memory import keep_freed_memory
 from loco_ext.experiments.models import MODELS
 
-NETWORKS = ("small", "vgg13", "resnet18")
+NETWORKS = ("small", "resnet8", "vgg13", "resnet18")
 PATTERNS = ("kernels", "sizes", "mixed")
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 BATCH_SIZE, IMAGE = 32, (3, 32, 32)

@@ -115,7 +115,7 @@ def compacted(report: dict[str, Any]) -> Parts:
             rows.append([model, *cells, *(f"{1e3 * time:.2f}" for time in times), f"{times[0] / times[1]:.2f}"])
     settings, batch = report["settings"], next(iter(report["networks"].values()))["latency_batch"]
     title = (
-        f"{settings['width']:g} times as wide, {settings['training_samples']:,} training images, "
+        f"{settings['training_samples']:,} training images, "
         f"{settings['dense_epochs']} epochs dense and one for each strength, one thread: milliseconds for {batch} "
         "images of the network as it is, and compacted; test error in percent"
     )

@@ -132,11 +132,11 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
 def test_trained_networks_are_timed_as_they_are_and_compacted(tmp_path, monkeypatch):
     samples = data.Samples(torch.randint(256, (60, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (60,)))
     monkeypatch.setattr(data, "load", lambda name, folder: data.Dataset("cifar10", samples, samples, 10, True))
-    for name, value in {"WIDTH": 0.25, "STRENGTHS": (0.1, 0.5), "DENSE_EPOCHS": 1, "MODELS": ("plain8",)}.items():
+    for name, value in {"STRENGTHS": {0.25: (0.1, 0.5)}, "DENSE_EPOCHS": 1, "MODELS": ("plain8",)}.items():
         monkeypatch.setattr(trained_cifar10, name, value)
     out = tmp_path / "trained_cifar10-x.json"
     assert trained_cifar10.main(["--data", "none", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
-    point = json.loads(out.read_text())["networks"]["plain8"]["paths"][0]["points"][0]
+    point = json.loads(out.read_text())["networks"]["plain8, width 0.25"]["paths"][0]["points"][0]
     section = tables.section("trained_cifar10", tmp_path)
     assert f"| {point['latency_before'] / point['latency_after']:.2f} |" in section
 

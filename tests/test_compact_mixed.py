@@ -13,7 +13,7 @@ from torch import nn
 from loco_ext import sparsity
 from loco_ext.ops import backends, mixed_conv2d
 from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.convolution import MIXED, Bucket, Convolution, by_size
+from loco_ext.sparsity.compaction.convolution import MIXED, Bucket, Convolution
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the compiled library")
@@ -27,7 +27,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:
         if not cost.takes_mixed(convolution, kind):
             return torchs(convolution, kind, free)
-        return [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution)]
+        return cost.all_at_once(convolution)
 
     monkeypatch.setattr(cost, "fastest", choose)
     monkeypatch.setitem(compact.COSTS, "measured", choose)
@@ -92,6 +92,28 @@ def test_layers_keep_their_parameters_and_take_the_relu_in() -> None:
     loss = network(x).square().sum()
     loss.backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+@pytest.mark.usefixtures("always")
+def test_kernels_that_others_sum_up_with_live_ones_take_one_tap_when_dead() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 6, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + self.b(x)
+
+    torch.manual_seed(0)
+    model, x = Sum().double().eval(), torch.randn(2, 3, 7, 5, dtype=torch.double)
+    with torch.no_grad():
+        model.a.weight[1:4] = 0
+    network, report = sparsity.compact(model, x)
+    shapes = {tuple(weight.shape) for weight in network.parameters() if weight.dim() == 4}
+    assert shapes == {(3, 3, 1, 1), (3, 3, 3, 3), (6, 3, 3, 3)}
+    assert report.multiply_adds_executed == 7 * 5 * 3 * (3 + 3 * 9 + 6 * 9)
+    with torch.no_grad():
+        assert (network(x) - model(x)).abs().max() <= 1e-12
 
 
 @pytest.mark.usefixtures("always")

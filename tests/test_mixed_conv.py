@@ -229,6 +229,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
             r"pads\[1\]: .*one size",
         ),
         ({"stride": (0, 1)}, ValueError, r"stride: expected two positive numbers, got \(0, 1\)"),
+        ({"dilation": (2**62, 1), "weights": [torch.zeros(4, 3, 5, 1)]}, ValueError, r"pads\[0\]: .*one size"),
         ({"dilation": (1,)}, ValueError, r"dilation: expected two positive numbers, got \(1,\)"),
         (
             {"order": torch.zeros(3, dtype=torch.int64)},
@@ -244,6 +245,13 @@ def arguments(**changed: Any) -> dict[str, Any]:
 def test_bad_input_is_named(changed: dict[str, Any], error: type[Exception], text: str, backend: str) -> None:
     with loco_ext.backend(backend), pytest.raises(error, match=text):
         mixed_conv2d(**arguments(**changed))
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_parts_may_come_from_an_iterator(backend: str) -> None:
+    with loco_ext.backend(backend):
+        x, weight, bias = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 1), torch.full((1,), 7.0)
+        assert mixed_conv2d(x, iter([weight]), iter([bias]), iter([(0,) * 4])).unique().tolist() == [8.0]
 
 
 def test_unknown_levels_are_refused() -> None:

@@ -8,6 +8,8 @@
 namespace loco::mixed_conv {
 namespace {
 
+constexpr int64_t kMost = int64_t{1} << 31;  // of what sizes are computed with, so that no product overflows
+
 // A contiguous tensor of the images' dtype.
 View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, DType dtype) {
   const View view = view_of(tensor, list, index);
@@ -66,6 +68,11 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
                       stride[0] > 0 && stride[1] > 0 && dilation[0] > 0 && dilation[1] > 0,
                   "weights: expected one tensor or more, a bias for each or none, four pads for each, and positive "
                   "strides and dilations for two axes");
+  for (const auto* numbers : {&pads, &stride, &dilation}) {
+    for (const int64_t number : *numbers)
+      STD_TORCH_CHECK(number > -kMost && number < kMost, "pads, stride, dilation: expected less than 2^31, got ",
+                      number);
+  }
   std::vector<Part> parts;
   int64_t kernels = 0, height = 0, width = 0;
   for (size_t i = 0; i < weights.size(); ++i) {

@@ -12,6 +12,16 @@ namespace loco::ring_prox {
 namespace {
 
 constexpr int64_t kLeastShare = 16384;  // weights; a thread with fewer is not worth waking
+constexpr int64_t kLarge = 4 << 20;     // bytes; what is smaller the caches hold
+constexpr int64_t kAhead = 24 << 10;    // bytes: half of the first cache
+constexpr int64_t kCacheLine = 64;
+
+// Lets memory that will be written come nearer while other memory is read.
+template <typename T>
+void fetch_for_writing(const T* to, int64_t count) {
+  const int64_t bytes = std::min(count * static_cast<int64_t>(sizeof(T)), kAhead);
+  for (int64_t at = 0; at < bytes; at += kCacheLine) __builtin_prefetch(reinterpret_cast<const char*>(to) + at, 1);
+}
 
 template <typename T>
 class Copy {
@@ -77,6 +87,7 @@ void norms_cpu(const NormsCall& call) {
 template <typename T>
 void prox_cpu(const ProxCall& call) {
   const int64_t numel = call.shape.numel();
+  const bool large = call.kernels * numel * static_cast<int64_t>(sizeof(T)) >= kLarge;
   run_parallel(call.parallel_for, call.kernels, grain(call.shape), [&](int64_t begin, int64_t end) {
     KernelSolver<T> solver(call.shape);
     Copy<T> weight, metric, out;
@@ -85,7 +96,9 @@ void prox_cpu(const ProxCall& call) {
       const T* d = call.metric.operand.data ? metric.load(call.metric, o, numel) : nullptr;
       const int64_t at = o * call.thresholds_stride;
       const Thresholds thresholds{call.thresholds + at, call.squared ? call.squared + at : nullptr};
-      solver.prox(u, d, thresholds, call.linf, out.place(call.out, o, numel));
+      T* to = out.place(call.out, o, numel);
+      if (large) fetch_for_writing(to, numel);
+      solver.prox(u, d, thresholds, call.linf, to);
       out.done(call.out, o, numel);
     }
   });

@@ -67,6 +67,7 @@ def mixed_conv2d(
         >>> y[0, :, 0].tolist()
         [[4.0, 6.0, 4.0], [1.0, 1.0, 1.0]]
     """
+    weights, biases, pads = tuple(weights), tuple(biases), tuple(pads)
     tensors = (x, *weights, *biases)
     if has_torch_function(tensors):
         options: dict[str, Any] = {"stride": stride, "dilation": dilation, "relu": relu}

@@ -57,9 +57,14 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
     torchs = _fastest_of_torch(convolution, kind, free)
     if not takes_mixed(convolution, kind):
         return torchs
-    mixed = [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution, dead_apart=True)]
+    mixed = all_at_once(convolution)
     first, second = _times(convolution, [torchs, mixed], kind, free)
     return mixed if second < first else torchs
+
+
+def all_at_once(convolution: Convolution) -> list[Bucket]:
+    """The kernels of each size, for :func:`loco_ext.ops.mixed_conv2d`."""
+    return [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution, dead_apart=True)]
 
 
 def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
