@@ -14,7 +14,7 @@ from torch import fx, nn
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS
 from loco_ext.sparsity.compaction.take import take_channels
-from loco_ext.sparsity.compaction.trace import is_in_place, may_alias
+from loco_ext.sparsity.compaction.trace import is_hooked, is_in_place, may_alias
 
 _OUT_OF_PLACE = {
     operator.iadd: operator.add,
@@ -73,7 +73,7 @@ def fuse_relus(network: fx.GraphModule) -> None:
             continue
         (user,) = node.users
         module = modules[str(user.target)] if user.op == "call_module" else None
-        if _is_relu(user) or (type(module) is nn.ReLU and not _is_hooked(module)):
+        if _is_relu(user) or (type(module) is nn.ReLU and not is_hooked(module)):
             node.kwargs = {**node.kwargs, "relu": True}
             user.replace_all_uses_with(node)
             network.graph.erase_node(user)
@@ -90,7 +90,7 @@ def overwrite(network: fx.GraphModule) -> None:
         module = modules[str(node.target)] if node.op == "call_module" else None
         if node.target in (operator.add, torch.add) and len(node.args) == 2 and not node.kwargs:
             _add_in_place(node, modules)
-        elif type(module) is nn.ReLU and not _is_hooked(module):
+        elif type(module) is nn.ReLU and not is_hooked(module):
             calls[module].append(node)
         elif _is_relu(node) and _is_free(node.args[0], modules):
             node.op, node.target, node.args, node.kwargs = "call_function", torch.relu_, node.args[:1], {}
@@ -117,9 +117,5 @@ def _is_free(source: Any, modules: dict[str, nn.Module]) -> bool:
         return False
     if source.op == "call_module":
         module = modules[str(source.target)]
-        return type(module) in _LAYERS and not _is_hooked(module)
+        return type(module) in _LAYERS and not is_hooked(module)
     return source.target in _FUNCTIONS and not source.kwargs.get("relu")
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

@@ -67,6 +67,7 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     except Exception as error:  # whatever the model's own code raises when it is given proxies
         raise UntraceableError(f"torch.fx cannot trace it: {_first_line(error)}") from error
     _forget(traced, defaults)
+    _skip_identities(traced)
     _see_through_in_place(traced)
     try:
         record(traced, example_inputs)
@@ -97,6 +98,22 @@ def _forget(traced: fx.GraphModule, arguments: Iterable[str]) -> None:
     for node in reversed(gone):
         traced.graph.erase_node(node)
     traced.recompile()
+
+
+def _skip_identities(traced: fx.GraphModule) -> None:
+    """Lets what reads an identity's result read what it is given: layers and ReLUs then follow each other."""
+    modules = dict(traced.named_modules())
+    for node in list(traced.graph.nodes):
+        module = modules[str(node.target)] if node.op == "call_module" else None
+        if type(module) is nn.Identity and not is_hooked(module) and len(node.args) == 1 and not node.kwargs:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    traced.recompile()
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than compute its result."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def _first_line(error: Exception) -> str:
