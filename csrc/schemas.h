@@ -68,7 +68,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "Tensor");
   m.def(
       "mixed_conv2d(Tensor x, Tensor[] weights, Tensor[] biases, int[] pads, Tensor? order, int[] stride, int[] "
-      "dilation, bool relu, bool channels_last) -> Tensor");
+      "dilation, Tensor? add, bool relu, bool channels_last) -> Tensor");
 }
 
 }  // namespace loco

@@ -53,9 +53,12 @@ def random_case(seed: int) -> Case:
     biases = [torch.randn(len(weight), dtype=dtype) for weight in weights] if choose.random() < 0.7 else []
     order = torch.randperm(count) if choose.random() < 0.7 else None
     x = torch.randn(batch, channels, *size, dtype=dtype).contiguous(memory_format=choose.choice(FORMATS))
-    return Case(
-        x, weights, biases, pads, order, {"stride": stride, "dilation": dilation, "relu": choose.random() < 0.5}
-    )
+    options: dict[str, Any] = {"stride": stride, "dilation": dilation, "relu": choose.random() < 0.5}
+    if choose.random() < 0.5:
+        shape = choose.choice(((batch, count, *out), (batch, count, *out), (count, 1, 1)))
+        add = torch.randn(shape, dtype=dtype)
+        options["add"] = add.contiguous(memory_format=choose.choice(FORMATS)) if len(shape) == 4 else add
+    return Case(x, weights, biases, pads, order, options)
 
 
 def expected_of(case: Case) -> Tensor:
@@ -73,6 +76,8 @@ def expected_of(case: Case) -> Tensor:
     result = torch.cat(parts, 1)
     if case.order is not None:
         result = torch.stack([result[:, kernel] for kernel in case.order.tolist()], 1)
+    if case.options.get("add") is not None:
+        result = result + case.options["add"].double()
     return result.relu() if case.options["relu"] else result
 
 
@@ -123,12 +128,13 @@ def test_the_number_of_threads_changes_no_bit(memory_format: torch.memory_format
     torch.manual_seed(1)
     x = torch.randn(batch, 24, 31, 21).contiguous(memory_format=memory_format)
     weights, pads = [torch.randn(9, 24, 3, 3), torch.randn(20, 24, 1, 1)], [(1, 1, 1, 1), (0, 0, 0, 0)]
+    add = torch.randn(batch, 29, 31, 21)
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            results.append(mixed_conv2d(x, weights, [], pads))
+            results.append(mixed_conv2d(x, weights, [], pads, add=add, relu=True))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
@@ -147,20 +153,39 @@ def test_nan_and_infinity_stay_where_a_kernel_sees_them(level: str, memory_forma
     assert boxes.isnan().sum() == 3 * 9
     assert boxes.isinf().sum() == 3 * 4
     assert result[0].isfinite().all()
+    parts = [torch.ones(2, 4, 1, 1)], [], [(0,) * 4]
+    summed = mixed_conv2d(torch.ones(3, 4, 6, 8), *parts, add=x[:, :2] - 10, relu=relu)
+    assert summed.isinf().nonzero().tolist() == [[2, 0, 0, 0]]
+    x[1, 1, 3, 4] = float("nan")
+    assert mixed_conv2d(torch.ones(3, 4, 6, 8), *parts, add=x[:, :2], relu=relu).isnan().nonzero().tolist() == [
+        [1, 1, 3, 4]
+    ]
 
 
 def test_gradients_are_those_of_the_parts() -> None:
     case = random_case(3)
-    tensors = [t.double().requires_grad_() for t in (case.x, *case.weights, *case.biases)]
-    x, parts = tensors[0], len(case.weights)
-    weights, biases = tensors[1 : 1 + parts], tensors[1 + parts :]
-    again = Case(x, weights, biases, case.pads, case.order, case.options)
+    add = torch.randn_like(expected_of(case))
+    tensors = [t.double().requires_grad_() for t in (case.x, add, *case.weights, *case.biases)]
+    x, add, *rest = tensors
+    weights, biases = rest[: len(case.weights)], rest[len(case.weights) :]
+    again = Case(x, weights, biases, case.pads, case.order, case.options | {"add": add})
     torch.manual_seed(0)
     direction = torch.randn_like(expected_of(again))
-    mine = torch.autograd.grad((mixed_conv2d(*again[:-1], **case.options) * direction).sum(), tensors)
+    mine = torch.autograd.grad((mixed_conv2d(*again[:-1], **again.options) * direction).sum(), tensors)
     theirs = torch.autograd.grad((expected_of(again) * direction).sum(), tensors)
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_added_may_be_of_another_shape_or_dtype() -> None:
+    x, parts = torch.ones(2, 1, 1, 1), ([torch.ones(3, 1, 1, 1)], [], [(0,) * 4])
+    wide = torch.full((2, 3, 4, 5), 2.0)
+    assert torch.equal(mixed_conv2d(x, *parts, add=wide), wide + 1)
+    result = mixed_conv2d(x, *parts, add=torch.full((), -3.0, dtype=torch.float64), relu=True)
+    assert torch.equal(result, torch.zeros(2, 3, 1, 1))
+    result = mixed_conv2d(x, *parts, add=torch.full((2, 3, 1, 1), 1e-9, dtype=torch.float64))
+    assert result.dtype == torch.float64
+    assert (result == 1 + 1e-9).all()
 
 
 def test_empty_batches_and_strided_images() -> None:
@@ -181,7 +206,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, biases = [self.large.weight, self.small.weight], [self.large.bias, self.small.bias]
-        return mixed_conv2d(x, weights, biases, [(1, 1, 1, 1), (0, 0, 0, 0)], self.order, relu=True)
+        add = x.repeat(1, 2, 1, 1)
+        return mixed_conv2d(x, weights, biases, [(1, 1, 1, 1), (0, 0, 0, 0)], self.order, add=add, relu=True)
 
 
 def test_torch_sees_one_call_or_convolutions() -> None:
@@ -189,6 +215,7 @@ def test_torch_sees_one_call_or_convolutions() -> None:
     layer, x = Layer(), torch.randn(2, 3, 7, 7)
     graph = fx.symbolic_trace(fx.symbolic_trace(layer))
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [mixed_conv2d]
+    assert {node.name for node in graph.graph.nodes if node.op == "call_method"} == {"repeat"}
     with torch.no_grad():
         expected = layer(x)
         assert torch.equal(graph(x), expected)
@@ -197,7 +224,7 @@ def test_torch_sees_one_call_or_convolutions() -> None:
         torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), expected)
         with torch.autocast("cpu", torch.bfloat16):
             cast = layer(x)
-        assert cast.dtype == torch.bfloat16
+        assert cast.dtype == torch.float32  # a convolution in bfloat16, added to x
         torch.testing.assert_close(cast.float(), expected, rtol=2e-2, atol=2e-2)
     _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
     ahead = (layer.double()(x.double() + 1e-6) - layer(x.double() - 1e-6)) / 2e-6
@@ -236,6 +263,9 @@ def arguments(**changed: Any) -> dict[str, Any]:
             ValueError,
             r"order: expected shape \(4\)|order: expected shape",
         ),
+        ({"add": 1.0}, TypeError, "add: expected a tensor on cpu, got float"),
+        ({"add": torch.zeros(2, 4, 8, 8, device="meta")}, TypeError, "add: expected a tensor on cpu, got .* meta"),
+        ({"add": torch.zeros(3, 8, 8)}, ValueError, r"add: .* added to the result's \(2, 4, 8, 8\), got shape \(3, 8"),
         ({"order": torch.zeros(4)}, TypeError, "order: expected an int64 tensor"),
         ({"order": torch.tensor([0, 1, 1, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),
         ({"order": torch.tensor([0, 1, 4, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),

@@ -20,13 +20,17 @@ struct Square16 {
             [&](int64_t column, __m512d words) LOCO_INLINE { _mm512_storeu_pd(to + column * to_row, words); });
   }
 
-  // Of a square whose first rows alone are wanted: `rows` words of each column are written. All rows are read.
-  template <typename Word>
-  static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to, int64_t to_row) {
-    static_assert(sizeof(Word) == 4, "words of 4 bytes");
+  // Of a square whose first rows alone are wanted: `rows` words of each column are written, to to + places[column]. All
+  // rows are read.
+  static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, float* to, const int64_t* places) {
+    if (rows == kSize) {
+      columns(from, row_bytes,
+              [&](int64_t column, __m512d words) LOCO_INLINE { _mm512_storeu_pd(to + places[column], words); });
+      return;
+    }
     const auto mask = static_cast<__mmask16>((1u << rows) - 1);
     columns(from, row_bytes, [&](int64_t column, __m512d words) LOCO_INLINE {
-      _mm512_mask_storeu_ps(to + column * to_row, mask, _mm512_castpd_ps(words));
+      _mm512_mask_storeu_ps(to + places[column], mask, _mm512_castpd_ps(words));
     });
   }
 

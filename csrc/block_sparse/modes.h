@@ -140,24 +140,29 @@ struct PlainSquare {
 
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    part<kSize>(from, row_bytes, kSize, to, to_row);
+    part<kSize>(from, row_bytes, to, to_row);
   }
 
-  // Its first rows alone.
+  // Its first rows alone; column b goes to to + places[b].
   template <typename Word>
-  static LOCO_HD void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to, int64_t to_row) {
-    part<kSize>(from, row_bytes, rows, to, to_row);
+  static LOCO_HD void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to,
+                                     const int64_t* places) {
+    for (int64_t a = 0; a < rows; ++a) {
+      Word row[kSize];
+      std::memcpy(row, from + a * row_bytes, sizeof row);
+      LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[places[b] + a] = row[b];
+    }
   }
 
   // Four of its columns.
   template <typename Word>
   static LOCO_HD void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    part<4>(from, row_bytes, kSize, to, to_row);
+    part<4>(from, row_bytes, to, to_row);
   }
 
   template <int64_t kColumns, typename Word>
-  static LOCO_HD void part(const char* from, int64_t row_bytes, int64_t rows, Word* to, int64_t to_row) {
-    for (int64_t a = 0; a < rows; ++a) {
+  static LOCO_HD void part(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
+    for (int64_t a = 0; a < kSize; ++a) {
       Word row[kColumns];
       std::memcpy(row, from + a * row_bytes, sizeof row);
       LOCO_UNROLL for (int64_t b = 0; b < kColumns; ++b) to[b * to_row + a] = row[b];

@@ -1,4 +1,5 @@
 // torch.ops.loco_ext.mixed_conv2d on CPU tensors. Schema: schemas.h.
+#include <algorithm>
 #include <vector>
 
 #include "common/pages.h"
@@ -55,9 +56,20 @@ int64_t result_size(int64_t size, int64_t before, int64_t after, int64_t taps, i
   return room < 0 ? 0 : room / step + 1;
 }
 
+// Where what the results are added to lies, or null.
+const void* addend(const std::optional<Tensor>& add, const View& to) {
+  if (!add) return nullptr;
+  const View view = view_of(*add, "add", 0);
+  STD_TORCH_CHECK(view.dtype == to.dtype && view.ndim == to.ndim && std::equal(to.sizes, to.sizes + 4, view.sizes) &&
+                      add->is_contiguous(),
+                  "add: expected a contiguous tensor of the result's shape ", shape_text(to.sizes, 4),
+                  " and of x's dtype");
+  return view.data;
+}
+
 Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<int64_t> pads,
-                    std::optional<Tensor> order, std::vector<int64_t> stride, std::vector<int64_t> dilation, bool relu,
-                    bool channels_last) {
+                    std::optional<Tensor> order, std::vector<int64_t> stride, std::vector<int64_t> dilation,
+                    std::optional<Tensor> add, bool relu, bool channels_last) {
   const View view = view_of(x, "x", 0);
   const DType dtype = view.dtype;
   STD_TORCH_CHECK(view.ndim == 4 && x.is_contiguous() && (dtype == DType::f32 || dtype == DType::f64),
@@ -102,6 +114,7 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
   if (channels_last) shape = {from.batch, height, width, kernels};
   Tensor out = torch::stable::new_empty(x, shape);
   const View to = view_of(out, "out", 0);
+  const void* added_to = addend(add, to);
   if (to.numel == 0) return out;
   expect_writes(to.data, to.numel * element_size(dtype));
   convolve_cpu({dtype,
@@ -111,6 +124,7 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
                 static_cast<int64_t>(parts.size()),
                 {stride[0], stride[1]},
                 {dilation[0], dilation[1]},
+                added_to,
                 relu,
                 num_threads(),
                 parallel_for});

@@ -32,7 +32,8 @@ struct Convolution {
   const Part* parts;
   int64_t count;
   int64_t stride[2], dilation[2];
-  bool relu;  // of the results
+  const void* add;  // what the results are added to, laid out as they are; or null
+  bool relu;        // of these sums
   int64_t threads;
   ParallelFor parallel_for;
 };

@@ -28,6 +28,7 @@ def mixed_conv2d(
     *,
     stride: tuple[int, int] = (1, 1),
     dilation: tuple[int, int] = (1, 1),
+    add: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
     """A 2-d convolution in parts: the kernels of each part have a size and a padding of their own.
@@ -46,13 +47,15 @@ def mixed_conv2d(
         order: int64, ``(C_out,)``: the kernel of each channel of the result, counted over all parts; None: as they
             come.
         stride, dilation: along height and width.
-        relu: of the result.
+        add: what is added to the result, as by ``torch.add``; kernels for the CPU do so where it has the result's shape
+            and dtype.
+        relu: of the result, or of the sum.
 
     Returns:
         ``(N, C_out, H_out, W_out)``, in the memory format of ``x``.
 
     Raises:
-        TypeError: a tensor that is none, or of another dtype or device than ``x``.
+        TypeError: a tensor that is none, or of another device than ``x``, or but for ``add`` of another dtype.
         ValueError: shapes, pads, strides or dilations that do not fit.
         RuntimeError: an order on the CPU that names a kernel twice.
 
@@ -68,32 +71,43 @@ def mixed_conv2d(
         [[4.0, 6.0, 4.0], [1.0, 1.0, 1.0]]
     """
     weights, biases, pads = tuple(weights), tuple(biases), tuple(pads)
-    tensors = (x, *weights, *biases)
+    tensors = (x, *weights, *biases, *(() if add is None else (add,)))
     if has_torch_function(tensors):
-        options: dict[str, Any] = {"stride": stride, "dilation": dilation, "relu": relu}
+        options: dict[str, Any] = {"stride": stride, "dilation": dilation, "add": add, "relu": relu}
         result: Any = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
         return result
-    arguments = (x, weights, biases, pads, order, stride, dilation)
+    arguments = (x, weights, biases, pads, order, stride, dilation, add)
     if _takes(tensors):
         try:
             return _native(*arguments, relu)
         except (RuntimeError, TypeError, ValueError):
             _check(*arguments)  # the operator has refused it already: to check first would slow small layers down
-            raise
+            if add is None:
+                raise  # else it may have another shape or dtype
     _check(*arguments)
     if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # a GPU's host does not wait
         _check_once_each(order)
-    return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), order, stride, dilation, relu)
+    return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), *arguments[4:], relu)
 
 
 def _native(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], pads: Sequence[Pads], *others: Any
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    pads: Sequence[Pads],
+    order: Tensor | None,
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    add: Tensor | None,
+    relu: bool,
 ) -> Tensor:
     compute = backends.operators().mixed_conv2d
     parts = [weight.contiguous() for weight in weights], [bias.contiguous() for bias in biases], _flat(pads)
     if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
-        return compute(x.contiguous(), *parts, *others, False)
-    return compute(x.permute(0, 2, 3, 1), *parts, *others, True).permute(0, 3, 1, 2)
+        add = None if add is None else add.contiguous()
+        return compute(x.contiguous(), *parts, order, stride, dilation, add, relu, False)
+    add = None if add is None else add.permute(0, 2, 3, 1).contiguous()
+    return compute(x.permute(0, 2, 3, 1), *parts, order, stride, dilation, add, relu, True).permute(0, 3, 1, 2)
 
 
 def _flat(pads: Sequence[Pads]) -> list[int]:
@@ -118,7 +132,14 @@ def _is_cast(device_type: str) -> bool:
 
 
 def _check(
-    x: Any, weights: Any, biases: Any, pads: Any, order: Any, stride: Sequence[int], dilation: Sequence[int]
+    x: Any,
+    weights: Any,
+    biases: Any,
+    pads: Any,
+    order: Any,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    add: Any,
 ) -> None:
     if not isinstance(x, Tensor) or x.dim() != 4:
         raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W), got {_text(x)}")
@@ -140,12 +161,17 @@ def _check(
             _check_tensor(f"biases[{i}]", biases[i], x)
             if biases[i].shape != weight.shape[:1]:
                 raise ValueError(f"biases[{i}]: expected shape ({len(weight)},), got {_text(biases[i])}")
-    _check_sizes(x, weights, pads, stride, dilation)
+    size, kernels = _check_sizes(x, weights, pads, stride, dilation), sum(map(len, weights))
     if order is not None:
-        _check_order(order, sum(map(len, weights)))
+        _check_order(order, kernels)
+    if add is not None:
+        _check_added(add, x, (len(x), kernels, *size))
 
 
-def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]) -> None:
+def _check_sizes(
+    x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """The result's, in pixels."""
     sizes = []
     for i, (weight, pad) in enumerate(zip(weights, pads, strict=True)):
         if len(pad) != 4:
@@ -154,6 +180,7 @@ def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dila
         sizes.append(tuple((size - 1) // step + 1 for size, step in zip(room, stride, strict=True)))
         if min(room) < 1 or sizes[i] != sizes[0]:
             raise ValueError(f"pads[{i}]: expected results of one size for all parts, at least 1, got {sizes}")
+    return sizes[0]
 
 
 def _check_order(order: Any, kernels: int) -> None:
@@ -161,6 +188,15 @@ def _check_order(order: Any, kernels: int) -> None:
         raise TypeError(f"order: expected an int64 tensor, got {_text(order)}")
     if order.shape != (kernels,):
         raise ValueError(f"order: expected shape ({kernels},), got {_text(order)}")
+
+
+def _check_added(add: Any, x: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(add, Tensor) or add.device != x.device:
+        raise TypeError(f"add: expected a tensor on {x.device}, got {_text(add)}")
+    try:
+        torch.broadcast_shapes(add.shape, shape)
+    except RuntimeError as error:
+        raise ValueError(f"add: expected a shape that can be added to the result's {shape}, got {_text(add)}") from error
 
 
 def _check_once_each(order: Tensor) -> None:

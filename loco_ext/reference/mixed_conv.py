@@ -17,6 +17,7 @@ def mixed_conv2d(
     order: Tensor | None,
     stride: Sequence[int],
     dilation: Sequence[int],
+    add: Tensor | None,
     relu: bool,
 ) -> Tensor:
     parts = []
@@ -26,9 +27,17 @@ def mixed_conv2d(
         if top == bottom >= 0 and left == right >= 0:
             parts.append(F.conv2d(x, weight, bias, tuple(stride), (top, left), tuple(dilation)))
         else:
-            padded = F.pad(x, (left, right, top, bottom))
+            padded = _padded(x, top, bottom, left, right)
             parts.append(F.conv2d(padded, weight, bias, tuple(stride), 0, tuple(dilation)))
     result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if order is not None:
         result = result.index_select(1, order)
+    if add is not None:
+        result = result + add
     return result.relu() if relu else result
+
+
+def _padded(x: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
+    """By rows and columns of zeros first: one side may take away more than the image has."""
+    padded = F.pad(x, [max(pad, 0) for pad in (left, right, top, bottom)])
+    return padded[:, :, max(-top, 0) : min(bottom, 0) or None, max(-left, 0) : min(right, 0) or None]

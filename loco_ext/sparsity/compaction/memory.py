@@ -65,6 +65,31 @@ def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return False
 
 
+def fuse_sums(network: fx.GraphModule) -> None:
+    """Lets convolutions that can do so compute the sum that alone reads their result, where the sum was."""
+    for node in list(network.graph.nodes):
+        if not _is_sum(node) or node.meta.get(HOLDERS) != (0, 1):
+            continue
+        place = next((place for place in (0, 1) if _can_add(node.args[place])), None)
+        if place is not None:
+            layer, other = node.args[place], node.args[1 - place]
+            node.prepend(layer)
+            layer.kwargs = {**layer.kwargs, "add": other}
+            node.replace_all_uses_with(layer)
+            network.graph.erase_node(node)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target in (operator.add, torch.add) and len(node.args) == 2 and not node.kwargs
+
+
+def _can_add(layer: Any) -> bool:
+    """Whether it is a convolution whose only reader may become part of it."""
+    if not isinstance(layer, fx.Node) or layer.target is not mixed_conv2d or len(layer.users) > 1:
+        return False
+    return layer.kwargs.get("add") is None and not layer.kwargs.get("relu")
+
+
 def fuse_relus(network: fx.GraphModule) -> None:
     """Lets convolutions that can do so compute the ReLU that alone reads their result."""
     modules = dict(network.named_modules())
@@ -88,7 +113,7 @@ def overwrite(network: fx.GraphModule) -> None:
     calls: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in network.graph.nodes:
         module = modules[str(node.target)] if node.op == "call_module" else None
-        if node.target in (operator.add, torch.add) and len(node.args) == 2 and not node.kwargs:
+        if _is_sum(node):
             _add_in_place(node, modules)
         elif type(module) is nn.ReLU and not is_hooked(module):
             calls[module].append(node)

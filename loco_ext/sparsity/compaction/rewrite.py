@@ -26,7 +26,7 @@ from loco_ext.sparsity.compaction.convolution import (
     restoring,
     unused,
 )
-from loco_ext.sparsity.compaction.memory import HOLDERS, fuse_relus, overwrite, own_what_is_written
+from loco_ext.sparsity.compaction.memory import HOLDERS, fuse_relus, fuse_sums, overwrite, own_what_is_written
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
@@ -61,6 +61,7 @@ class Rewriter:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
+        fuse_sums(network)
         fuse_relus(network)
         own_what_is_written(network)
         overwrite(network)

@@ -57,4 +57,6 @@ def _parts(root: nn.Module, node: fx.Node, layers: list[str]) -> fx.Node:
     result = parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, 1))
     if order is not None:
         result = graph.call_function(take_channels, (result, order))
+    if node.kwargs.get("add") is not None:
+        result = graph.call_function(torch.add, (result, node.kwargs["add"]))
     return graph.call_function(torch.relu, (result,)) if node.kwargs.get("relu") else result

@@ -1,0 +1,80 @@
+// What a thread needs for its bands.
+#pragma once
+
+#include <cstring>
+
+#include "mixed_conv/band.h"
+
+namespace loco::mixed_conv {
+
+constexpr int64_t kWeightBytes = 512 << 10;  // what the second cache holds of them beside a band
+
+// Where a vector of pixels is read, and where the results for its columns of the first image go.
+template <typename L>
+struct Place {
+  const typename L::Word* from;
+  typename L::Word* pixel;
+  int64_t columns;
+};
+
+// Where channels lie side by side, kernels write to the same lines of memory: results wait for each other then, if the
+// cache holds all weights.
+template <typename L>
+bool writes_whole_pixels(const Convolution& call) {
+  int64_t weights = 0;
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part)
+    weights += part->kernels * part->height * part->width * call.from.channels;
+  return call.to.by_pixel() && weights * static_cast<int64_t>(sizeof(typename L::Word)) <= kWeightBytes;
+}
+
+// Where the taps of all parts read, one part after the other.
+inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
+  for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
+    for (int64_t y = 0; y < part->height; ++y) {
+      const int64_t row = layout.top - part->top + y * call.dilation[0];
+      for (int64_t x = 0; x < part->width; ++x) {
+        const int64_t column = layout.left - part->left + x * call.dilation[1];
+        *offsets++ =
+            row * layout.row + column % call.stride[1] * layout.residue + column / call.stride[1] * layout.images;
+      }
+    }
+  }
+}
+
+// Side by side in the scratch of the thread.
+template <typename L>
+struct Workspace {
+  using Word = typename L::Word;
+  static constexpr int64_t kTileLanes = L::kPixels * L::kWidth, kSquare = L::Square::kSize;
+
+  Word* copy;  // as Layout says
+  // [channels that fill squares][lanes of a tile] and [lanes of a vector][channels of a square], for pixels that are
+  // written when all of their channels are there; null otherwise.
+  Word *results = nullptr, *turned = nullptr;
+  Place<L>* places;                      // of a band's vectors
+  int64_t *lane_places, *turned_places;  // of a vector's pixels, from the first one's, and of those in `turned`
+  int64_t* offsets;                      // of taps
+
+  Workspace(const Convolution& call, const Layout& layout) {
+    const int64_t channels = writes_whole_pixels<L>(call) ? (call.to.channels + kSquare - 1) / kSquare * kSquare : 0;
+    const int64_t copied = layout.elements(call), waiting = channels * kTileLanes;
+    const int64_t words = copied + waiting + kSquare * L::kWidth, vectors = layout.rows * layout.vectors;
+    int64_t taps = 0;
+    for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
+    copy = static_cast<Word*>(
+        scratch(words * sizeof(Word) + vectors * sizeof(Place<L>) + (2 * L::kWidth + taps) * sizeof(int64_t)));
+    if (channels) results = copy + copied, turned = results + waiting;
+    std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay so
+    places = reinterpret_cast<Place<L>*>(copy + words);
+    lane_places = reinterpret_cast<int64_t*>(places + vectors);
+    turned_places = lane_places + L::kWidth;
+    offsets = turned_places + L::kWidth;
+    for (int64_t lane = 0; lane < L::kWidth; ++lane) {
+      lane_places[lane] = lane / layout.images * call.to.column_stride + lane % layout.images * call.to.batch_stride;
+      turned_places[lane] = lane * kSquare;
+    }
+    fill_offsets(call, layout, offsets);
+  }
+};
+
+}  // namespace loco::mixed_conv

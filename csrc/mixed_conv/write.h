@@ -1,0 +1,109 @@
+// How the results of a band are written, and what they are added to.
+#pragma once
+
+#include <limits>
+
+#include "mixed_conv/copy.h"
+#include "mixed_conv/workspace.h"
+
+namespace loco::mixed_conv {
+
+// A band that is being computed.
+template <typename L>
+struct Band {
+  using Word = typename L::Word;
+  const Convolution& call;
+  const Layout& layout;
+  const Workspace<L>& work;
+  int64_t first_image, vectors;
+
+  static constexpr int64_t kTileLanes = Workspace<L>::kTileLanes, kSquare = Workspace<L>::kSquare;
+
+  // The results of K kernels at vector v of a tile.
+  template <int K, int V>
+  LOCO_HD void store(const Place<L>& place, const int64_t* channels, const typename L::Vec (&sums)[K][V], int v) const {
+    const Images& to = call.to;
+    if (work.results) {
+      Word* lanes = work.results + v * L::kWidth;
+      LOCO_UNROLL for (int k = 0; k < K; ++k) L::store(lanes + channels[k] * kTileLanes, sums[k][v]);
+      return;
+    }
+    if (place.columns == L::kWidth && !to.by_pixel()) {
+      LOCO_UNROLL for (int k = 0; k < K; ++k) L::store(place.pixel + channels[k] * to.channel_stride, sums[k][v]);
+      return;
+    }
+    Word lanes[K][L::kWidth];
+    LOCO_UNROLL for (int k = 0; k < K; ++k) L::store(lanes[k], sums[k][v]);
+    for_pixels(place, [&](int64_t lane, Word* pixel) LOCO_INLINE {
+      LOCO_UNROLL for (int k = 0; k < K; ++k) pixel[channels[k] * to.channel_stride] = lanes[k][lane];
+    });
+  }
+
+  // body(lane, pixel) for those of a vector's lanes that are pixels of the result.
+  template <typename Body>
+  LOCO_HD void for_pixels(const Place<L>& place, const Body& body) const {
+    for (int64_t n = 0; n < images(); ++n) {
+      Word* pixel = place.pixel + n * call.to.batch_stride;
+      for (int64_t column = 0; column < place.columns; ++column, pixel += call.to.column_stride)
+        body(column * layout.images + n, pixel);
+    }
+  }
+
+  // Results of a tile, by pixel.
+  void write_pixels(int64_t index, int64_t count) const {
+    for (int64_t v = 0; v < count; ++v) {
+      const Place<L>& place = work.places[index + v];
+      const bool whole = place.columns == layout.columns && images() == layout.images;
+      for (int64_t channel = 0; channel < call.to.channels; channel += kSquare) {
+        const int64_t some = std::min(kSquare, call.to.channels - channel);
+        const Word* lanes = work.results + channel * kTileLanes + v * L::kWidth;
+        if (whole) {
+          turn(lanes, some, place.pixel + channel, work.lane_places);
+          continue;
+        }
+        turn(lanes, kSquare, work.turned, work.turned_places);
+        for_pixels(place, [&](int64_t lane, Word* pixel)
+                              LOCO_INLINE { copy_side_by_side(work.turned + lane * kSquare, some, pixel + channel); });
+      }
+    }
+  }
+
+  // to[places[lane] + channel] = the channel's lane
+  static LOCO_HD void turn(const Word* lanes, int64_t channels, Word* to, const int64_t* places) {
+    if constexpr (L::kWidth % kSquare == 0) {
+      for (int64_t lane = 0; lane < L::kWidth; lane += kSquare) {
+        const auto* square = reinterpret_cast<const char*>(lanes + lane);
+        L::Square::transpose_some(square, kTileLanes * sizeof(Word), channels, to, places + lane);
+      }
+    } else {
+      for (int64_t channel = 0; channel < channels; ++channel) {
+        for (int64_t lane = 0; lane < L::kWidth; ++lane)
+          to[places[lane] + channel] = lanes[channel * kTileLanes + lane];
+      }
+    }
+  }
+
+  // To the rows that are written; they still are in the cache.
+  void add(int64_t first_row, int64_t rows) const {
+    const Images& to = call.to;
+    const int64_t planes = to.by_pixel() ? 1 : to.channels;
+    for (int64_t n = first_image; n < first_image + images(); ++n) {
+      for (int64_t c = 0; c < planes; ++c) {
+        const int64_t place = n * to.batch_stride + c * to.channel_stride + first_row * to.row_stride;
+        add_run(static_cast<const Word*>(call.add) + place, rows * to.row_stride, static_cast<Word*>(to.data) + place);
+      }
+    }
+  }
+
+  LOCO_HD void add_run(const Word* __restrict__ from, int64_t count, Word* __restrict__ to) const {
+    const Word least = call.relu ? 0 : -std::numeric_limits<Word>::infinity();
+    for (int64_t i = 0; i < count; ++i) {
+      const Word sum = to[i] + from[i];
+      to[i] = sum < least ? least : sum;  // a NaN stays
+    }
+  }
+
+  int64_t images() const { return std::min(layout.images, call.to.batch - first_image); }
+};
+
+}  // namespace loco::mixed_conv
