@@ -1,7 +1,8 @@
 """Compacted layers whose kernels of all sizes are computed at once, by mixed_conv2d."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from loco_ext import sparsity
 from loco_ext.ops import backends, mixed_conv2d
 from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.convolution import MIXED, Bucket, Convolution
+from loco_ext.sparsity.compaction.convolution import MIXED, Bucket, Convolution, as_convolution
+from loco_ext.sparsity.compaction.fusion import Epilogue
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the compiled library")
@@ -135,10 +137,108 @@ def test_relus_that_others_see_past_stay() -> None:
         torch.testing.assert_close(network(x), model(x))
 
 
+class Block(nn.Module):
+    """A residual block, its sum written in one of several ways."""
+
+    def __init__(self, way: str, projection: bool = True) -> None:
+        super().__init__()
+        self.way = way
+        self.conv1, self.conv2 = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1)
+        self.shortcut = nn.Conv2d(6, 6, 1) if projection else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv2(self.relu(self.conv1(x)))
+        if self.way == "plus":
+            return self.relu(y + self.shortcut(x))
+        if self.way == "reversed":
+            return torch.relu_(torch.add(self.shortcut(x), y))
+        y += self.shortcut(x)
+        return nn.functional.relu(y, inplace=True)
+
+
+def network_of_blocks(way: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), Block(way), Block(way, projection=False)).eval()
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Conv2d) and layer.kernel_size == (3, 3):
+                layer.weight[:2, :, 0] = 0
+                layer.weight[2, :, :, 1:] = 0
+    return model
+
+
 @pytest.mark.usefixtures("always")
-def test_files_and_onnx(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["plus", "reversed", "in place"])
+def test_sums_and_relus_of_blocks_are_computed_by_their_convolutions(way: str) -> None:
+    model = network_of_blocks(way).double()
+    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((9, 8), (5, 14))]
+    expected = [model(x) for x in inputs]
+    network, report = sparsity.compact(model, inputs[0])
+    assert "model" not in report.notes
+    assert {str(node.target) for node in network.graph.nodes if node.op == "call_function"} == {str(mixed_conv2d)}
+    assert [call.kwargs.get("add") is not None for call in calls(network)].count(True) == 2
+    assert not any(isinstance(module, nn.ReLU | nn.Identity) for module in network.modules())
+    for x, y in zip(inputs, expected, strict=True):
+        kept = x.clone()
+        with torch.no_grad():
+            assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()
+        assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()  # by torch's convolutions
+        assert torch.equal(x, kept)
+    again, _ = sparsity.compact(network, inputs[0])
+    with torch.no_grad():
+        assert (again(inputs[1]) - expected[1]).abs().max() <= 1e-10 * expected[1].abs().max()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("both", [False, True])
+def test_sums_that_others_read_terms_of_stay(both: bool) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.a(x), self.b(x)
+            return (a + b) * a * (b if both else 1.0)
+
+    torch.manual_seed(0)
+    model, x = Read().eval(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        model.a.weight[:2, :, 0] = 0
+        model.b.weight[1:3, :, :, 2] = 0
+        network, _ = sparsity.compact(model, x)
+        assert any(call.kwargs.get("add") is not None for call in calls(network)) != both
+        torch.testing.assert_close(network(x), model(x))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("channels", [1, 6])
+def test_sums_broadcast_at_other_sizes_as_the_models_do(channels: int) -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.position = nn.Conv2d(3, 6, 3), nn.Parameter(torch.randn(1, channels, 4, 4))
+            self.pool, self.other = nn.AdaptiveAvgPool2d(4), nn.Conv2d(3, 6, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return torch.relu(y + self.other(self.pool(x)[:1]) + self.position)
+
+    torch.manual_seed(0)
+    model = Biased().eval()
+    with torch.no_grad():
+        model.conv.weight[:2, :, 0] = 0
+        network, _ = sparsity.compact(model, torch.randn(1, 3, 6, 6))
+        x = torch.randn(5, 3, 6, 6)
+        torch.testing.assert_close(network(x), model(x))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("make", [network_of_sizes, lambda: network_of_blocks("plus")])
+def test_files_and_onnx(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    model, x = network_of_sizes(), torch.randn(2, 3, 9, 9)
+    model, x = make(), torch.randn(2, 3, 9, 9)
     network, _ = sparsity.compact(model, x)
     with torch.no_grad():
         expected = model(x)
@@ -166,6 +266,39 @@ def test_compaction_again_removes_what_has_died_since() -> None:
     weight = next(layer.weight for name, layer in again.named_modules() if name.startswith("3"))
     assert weight.shape[1] == 10
     assert {tuple(layer.kernel_size) for layer in again.modules() if isinstance(layer, nn.Conv2d)} >= {(3, 4), (5, 5)}
+
+
+def test_layers_are_timed_with_what_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[tuple[int, ...], set[Any]] = {}
+
+    def times(convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: object, free: bool) -> list[float]:
+        if any(way[0].style == MIXED for way in ways):
+            seen.setdefault(tuple(convolution.weight.shape), set()).add((convolution.then.sum, convolution.then.relu))
+        return [1.0 for _ in ways]
+
+    monkeypatch.setattr(cost, "_times", times)
+    monkeypatch.setattr(cost, "latencies", lambda calls, device: [1.0, *(0.5 for _ in calls[1:])])
+    sparsity.compact(network_of_blocks("plus"), torch.randn(2, 3, 9, 8))
+    assert seen == {
+        (6, 3, 3, 3): {(False, True)},
+        (8, 6, 3, 3): {(False, True)},
+        (6, 8, 3, 3): {(True, True)},
+        (6, 6, 1, 1): {(False, False)},
+    }
+
+
+def test_what_follows_a_layer_is_in_its_time() -> None:
+    module = nn.Conv2d(3, 4, 3, padding=1)
+    x = torch.randn(2, 3, 5, 6)
+    other, box = torch.randn(2, 4, 5, 6), ((0, 3), (0, 3))
+    for style in ("pad", MIXED):
+        for then in (Epilogue(relu=True), Epilogue(sum=True), Epilogue(sum=True, relu=True)):
+            convolution = replace(as_convolution(module, module.weight, module.bias, False), then=then)
+            network = cost._network(convolution, [Bucket((0, 1, 2, 3), box, style)], False)
+            expected = module(x) + other if then.sum else module(x)
+            with torch.no_grad():
+                result = network(x, other) if then.sum else network(x)
+            torch.testing.assert_close(result, expected.relu() if then.relu else expected)
 
 
 @pytest.mark.parametrize("faster", [False, True])

@@ -265,7 +265,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ),
         ({"add": 1.0}, TypeError, "add: expected a tensor on cpu, got float"),
         ({"add": torch.zeros(2, 4, 8, 8, device="meta")}, TypeError, "add: expected a tensor on cpu, got .* meta"),
-        ({"add": torch.zeros(3, 8, 8)}, ValueError, r"add: .* added to the result's \(2, 4, 8, 8\), got shape \(3, 8"),
+        ({"add": torch.zeros(3, 8, 8)}, ValueError, r"add: .* the result's \(2, 4, 8, 8\), got shape \(3, 8"),
         ({"order": torch.zeros(4)}, TypeError, "order: expected an int64 tensor"),
         ({"order": torch.tensor([0, 1, 1, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),
         ({"order": torch.tensor([0, 1, 4, 3])}, RuntimeError, "order: expected each of 0 to 3 once"),

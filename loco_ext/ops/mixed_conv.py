@@ -165,12 +165,10 @@ def _check(
     if order is not None:
         _check_order(order, kernels)
     if add is not None:
-        _check_added(add, x, (len(x), kernels, *size))
+        _check_added(add, x, (x.shape[0], kernels, *size))
 
 
-def _check_sizes(
-    x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[int, ...]:
+def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
     """The result's, in pixels."""
     sizes = []
     for i, (weight, pad) in enumerate(zip(weights, pads, strict=True)):
@@ -196,7 +194,9 @@ def _check_added(add: Any, x: Tensor, shape: tuple[int, ...]) -> None:
     try:
         torch.broadcast_shapes(add.shape, shape)
     except RuntimeError as error:
-        raise ValueError(f"add: expected a shape that can be added to the result's {shape}, got {_text(add)}") from error
+        raise ValueError(
+            f"add: expected a shape that fits the result's {shape}, got {_text(add)}"
+        ) from error
 
 
 def _check_once_each(order: Tensor) -> None:

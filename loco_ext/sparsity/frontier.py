@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.output import json_text, remove_leftovers, replacing
-from loco_ext.sparsity.compaction import compact
+from loco_ext.sparsity.compaction.compact import compact
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes
 from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength

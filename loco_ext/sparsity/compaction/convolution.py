@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from loco_ext.ops.mixed_conv import mixed_conv2d
+from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
 from loco_ext.sparsity.compaction.take import take_channels
 
 Box = tuple[tuple[int, int], ...]
@@ -40,6 +41,7 @@ class Convolution:
     padding_mode: str
     trained: bool
     channels_last: bool
+    then: Epilogue = NOTHING
 
     @property
     def axes(self) -> int:

@@ -7,11 +7,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.sparsity.compaction.convolution import (
@@ -28,6 +29,7 @@ from loco_ext.sparsity.compaction.convolution import (
     styles,
     taps,
 )
+from loco_ext.sparsity.compaction.fusion import NOTHING, append
 
 _ORDER = random.Random(0)  # of turns; the state of the module random stays as it is
 VECTOR = 16  # channels that processors compute at once
@@ -82,11 +84,11 @@ def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: b
     """
     sizes = by_size(convolution, most=_MOST_SIZES)
     ways = [[join(sizes)], *_promising(sizes)]
-    parts = list(dict.fromkeys(part for way in ways for part in way))
+    parts, plain = list(dict.fromkeys(part for way in ways for part in way)), replace(convolution, then=NOTHING)
     candidates = [Bucket(kernels, like, style) for kernels, box in parts for like, style in styles(box, convolution)]
     if len(candidates) == 1:
         return candidates
-    times = dict(zip(candidates, _times(convolution, [[c] for c in candidates], kind, free), strict=True))
+    times = dict(zip(candidates, _times(plain, [[c] for c in candidates], kind, free), strict=True))
     best: dict[tuple[int, ...], Bucket] = {}
     for candidate in candidates:
         if candidate.kernels not in best or times[candidate] < times[best[candidate.kernels]]:
@@ -133,10 +135,18 @@ def _times(
     fresh = {name: way for name, way in zip(names, ways, strict=True) if name not in _MEASURED}
     if fresh:
         x = _example(kind, convolution)
-        calls = [partial(alone(convolution, way, free), x) for way in fresh.values()]
+        inputs = (x, alone(convolution, ways[0], free)(x)) if convolution.then.sum else (x,)
+        calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
         times = [min(values) for values in _samples(calls, x.device, budget=0.06 * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
+
+
+def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.GraphModule:
+    """The way, and what follows the convolution."""
+    network = alone(convolution, way, free)
+    append(network, convolution.then)
+    return network
 
 
 def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
@@ -146,7 +156,7 @@ def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, An
     in_order = free or restoring(way, convolution.weight.device) is None
     weight = tuple(convolution.weight.shape[2:]), convolution.bias is None, convolution.channels_last
     example = _shape(kind, convolution), kind["dtype"], kind["device"], kind["channels_last"]
-    return example, layer, weight, buckets, in_order
+    return example, layer, weight, buckets, in_order, convolution.then
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:

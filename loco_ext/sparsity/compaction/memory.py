@@ -65,45 +65,6 @@ def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return False
 
 
-def fuse_sums(network: fx.GraphModule) -> None:
-    """Lets convolutions that can do so compute the sum that alone reads their result, where the sum was."""
-    for node in list(network.graph.nodes):
-        if not _is_sum(node) or node.meta.get(HOLDERS) != (0, 1):
-            continue
-        place = next((place for place in (0, 1) if _can_add(node.args[place])), None)
-        if place is not None:
-            layer, other = node.args[place], node.args[1 - place]
-            node.prepend(layer)
-            layer.kwargs = {**layer.kwargs, "add": other}
-            node.replace_all_uses_with(layer)
-            network.graph.erase_node(node)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return node.target in (operator.add, torch.add) and len(node.args) == 2 and not node.kwargs
-
-
-def _can_add(layer: Any) -> bool:
-    """Whether it is a convolution whose only reader may become part of it."""
-    if not isinstance(layer, fx.Node) or layer.target is not mixed_conv2d or len(layer.users) > 1:
-        return False
-    return layer.kwargs.get("add") is None and not layer.kwargs.get("relu")
-
-
-def fuse_relus(network: fx.GraphModule) -> None:
-    """Lets convolutions that can do so compute the ReLU that alone reads their result."""
-    modules = dict(network.named_modules())
-    for node in list(network.graph.nodes):
-        if node.target is not mixed_conv2d or len(node.users) != 1:
-            continue
-        (user,) = node.users
-        module = modules[str(user.target)] if user.op == "call_module" else None
-        if _is_relu(user) or (type(module) is nn.ReLU and not is_hooked(module)):
-            node.kwargs = {**node.kwargs, "relu": True}
-            user.replace_all_uses_with(node)
-            network.graph.erase_node(user)
-
-
 def overwrite(network: fx.GraphModule) -> None:
     """Lets sums and ReLUs overwrite the results of layers and sums that nothing else reads.
 
@@ -113,11 +74,11 @@ def overwrite(network: fx.GraphModule) -> None:
     calls: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in network.graph.nodes:
         module = modules[str(node.target)] if node.op == "call_module" else None
-        if _is_sum(node):
+        if node.target in (operator.add, torch.add) and len(node.args) == 2 and not node.kwargs:
             _add_in_place(node, modules)
         elif type(module) is nn.ReLU and not is_hooked(module):
             calls[module].append(node)
-        elif _is_relu(node) and _is_free(node.args[0], modules):
+        elif is_relu(node) and _is_free(node.args[0], modules):
             node.op, node.target, node.args, node.kwargs = "call_function", torch.relu_, node.args[:1], {}
     for module, nodes in calls.items():
         module.inplace = module.inplace or all(_is_free(node.args[0], modules) for node in nodes)
@@ -130,8 +91,8 @@ def _add_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> None:
         node.target, node.args = operator.iadd, (node.args[place], node.args[1 - place])
 
 
-def _is_relu(node: fx.Node) -> bool:
-    """Whether the node calls a ReLU that is not a module, and gives it nothing but a tensor."""
+def is_relu(node: fx.Node) -> bool:
+    """Whether the node calls a ReLU that is not a module, and lets it make a new tensor."""
     known = node.target in (F.relu, torch.relu) or (node.op == "call_method" and node.target == "relu")
     return known and len(node.args) == 1 and not node.kwargs.get("inplace")
 

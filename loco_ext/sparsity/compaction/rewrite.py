@@ -26,7 +26,8 @@ from loco_ext.sparsity.compaction.convolution import (
     restoring,
     unused,
 )
-from loco_ext.sparsity.compaction.memory import HOLDERS, fuse_relus, fuse_sums, overwrite, own_what_is_written
+from loco_ext.sparsity.compaction.fusion import epilogue_of, fuse
+from loco_ext.sparsity.compaction.memory import HOLDERS
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
@@ -47,6 +48,7 @@ class Rewriter:
     def __init__(self, traced: fx.GraphModule, channels: Channels, choose: Choose) -> None:
         self._traced, self._channels, self._choose = traced, channels, choose
         self._owner = copy.deepcopy(traced)
+        self._modules = dict(traced.named_modules())
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # channels of each result in the order in which they now come
@@ -61,10 +63,7 @@ class Rewriter:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
-        fuse_sums(network)
-        fuse_relus(network)
-        own_what_is_written(network)
-        overwrite(network)
+        fuse(network)
         network.graph.lint()
         return self._without_unused(network)
 
@@ -85,7 +84,7 @@ class Rewriter:
             return
         weight, bias, _ = self._cut(node, source, outputs, self._channels.kept(source).tolist())
         module = self._channels.layers[node].module
-        buckets = self._choose(as_convolution(module, weight, bias, node.meta["channels_last"]), source.meta, True)
+        buckets = self._choose(self._as_convolution(node, module, weight, bias), source.meta, True)
         self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(in_turn(buckets))})
         ends = itertools.accumulate(len(bucket.kernels) for bucket in buckets)
         self._led[node] = [
@@ -133,14 +132,16 @@ class Rewriter:
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
-            result, order = self._emit(
-                node, source, as_convolution(layer.module, weight, bias, node.meta["channels_last"]), free
-            )
+            result, order = self._emit(node, source, self._as_convolution(node, layer.module, weight, bias), free)
             self._kept[node] = [outputs[k] for k in order]
             border = border if border is None else border[:, order]
         if border is None:
             return result
         return self._graph.call_function(torch.add, (result, self._constant(node, "border", border)))
+
+    def _as_convolution(self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None) -> Convolution:
+        convolution = as_convolution(module, weight, bias, node.meta["channels_last"])
+        return replace(convolution, then=epilogue_of(node, self._modules))
 
     def _cut(
         self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int]
@@ -203,7 +204,7 @@ class Rewriter:
             return self._graph.node_copy(node, self._new.__getitem__)
         if is_depthwise(module):
             bias = None if module.bias is None else module.bias.detach()[kept]
-            convolution = as_convolution(module, module.weight.detach()[kept], bias, node.meta["channels_last"])
+            convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias)
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             put(self._owner, str(node.target), _cut_by_channel(module, kept))

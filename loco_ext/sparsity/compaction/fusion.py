@@ -1,0 +1,118 @@
+"""Sums and ReLUs that convolutions of mixed sizes compute with their results."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from loco_ext.ops.mixed_conv import mixed_conv2d
+from loco_ext.sparsity.compaction.memory import HOLDERS, overwrite, own_what_is_written
+from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
+from loco_ext.sparsity.compaction.trace import is_hooked
+
+_SUMS = (operator.add, operator.iadd, torch.add)
+_RELUS = (F.relu, torch.relu, torch.relu_)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What alone reads a convolution's result: the sum with a tensor like it, a ReLU, or the one and then the other."""
+
+    sum: bool = False
+    relu: bool = False
+
+
+NOTHING = Epilogue()
+
+
+def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
+    """What follows the layer in a traced graph; of two layers that are added up the first has the sum."""
+    user = _only_user(layer)
+    added = user is not None and _is_sum(user) and _are_alike(user.args)
+    if user is not None and added:
+        if next(term for term in user.args if _is_layer(term, modules)) is not layer:
+            return Epilogue()
+        user = _only_user(user)
+    return Epilogue(added, user is not None and _is_relu(user, modules))
+
+
+def append(network: fx.GraphModule, epilogue: Epilogue) -> None:
+    """Lets the network's only result, a convolution's, go through this; a sum is with a second argument."""
+    graph = network.graph
+    output = next(node for node in graph.nodes if node.op == "output")
+    result: Any = output.args[0]
+    with graph.inserting_before(output):
+        if epilogue.sum:
+            with graph.inserting_before(next(iter(graph.nodes)).next):
+                other = graph.placeholder("other")
+            result = graph.call_function(torch.add, (result, other))
+            result.meta[HOLDERS] = (0, 1)
+        if epilogue.relu:
+            result = graph.call_function(torch.relu, (result,))
+    output.args = (result,)
+    fuse(network)
+    network.recompile()
+
+
+def fuse(network: fx.GraphModule) -> None:
+    """Lets convolutions of mixed sizes compute what follows them, and other sums and ReLUs overwrite what they read."""
+    modules = dict(network.named_modules())
+    for node in list(network.graph.nodes):
+        if _is_sum(node) and node.meta.get(HOLDERS) == (0, 1):
+            _fuse_sum(node)
+    for node in list(network.graph.nodes):
+        user = _only_user(node)
+        if node.target is mixed_conv2d and user is not None and _is_relu(user, modules):
+            node.kwargs = {**node.kwargs, "relu": True}
+            user.replace_all_uses_with(node)
+            network.graph.erase_node(user)
+    own_what_is_written(network)
+    overwrite(network)
+
+
+def _fuse_sum(node: fx.Node) -> None:
+    """The layer is computed where the sum was: what it is added to is there then."""
+    place = next((place for place in (0, 1) if _can_add(node.args[place])), None)
+    if place is None:
+        return
+    layer: Any = node.args[place]
+    node.prepend(layer)
+    layer.kwargs = {**layer.kwargs, "add": node.args[1 - place]}
+    node.replace_all_uses_with(layer)
+    node.graph.erase_node(node)
+
+
+def _can_add(layer: Any) -> bool:
+    return isinstance(layer, fx.Node) and layer.target is mixed_conv2d and _only_user(layer) is not None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target in _SUMS and len(node.args) == 2 and not node.kwargs
+
+
+def _are_alike(terms: tuple[Any, ...]) -> bool:
+    """Whether all are tensors of one shape and dtype."""
+    kinds = {(term.meta.get("shape"), term.meta.get("dtype")) if isinstance(term, fx.Node) else None for term in terms}
+    return len(kinds) == 1 and None not in kinds
+
+
+def _is_layer(node: Any, modules: dict[str, nn.Module]) -> bool:
+    """Whether it is a convolution of which nothing else reads the result."""
+    return node.op == "call_module" and type(modules[str(node.target)]) in CONVOLUTIONS and len(node.users) == 1
+
+
+def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        return type(module) is nn.ReLU and not is_hooked(module)
+    known = node.target in _RELUS or (node.op == "call_method" and node.target in ("relu", "relu_"))
+    return known and len(node.args) == 1
