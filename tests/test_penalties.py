@@ -300,3 +300,17 @@ def test_penalties_tell_how_they_were_made():
     for penalty in (RingPenalty(1e-3, "full", "scaled", "linf", 2, first="top_left"), KernelPenalty(2, "normalized")):
         assert repr(eval(repr(penalty))) == repr(penalty)
     assert repr(KernelPenalty(2)) == "KernelPenalty(strength=2, weighting='plain', norm='l2', power=1)"
+
+
+def test_thresholds_that_are_kept_serve_every_kind_of_call() -> None:
+    weight, penalty = torch.randn(3, 2, 3, 3), RingPenalty(0.3, weighting="scaled")
+    with torch.inference_mode():
+        first = penalty.prox(weight, 0.7)
+    compiled = torch.compile(lambda w: penalty.prox(w, 0.7), backend="aot_eager")
+    for again in (penalty.prox(weight, 0.7), penalty.prox(torch.nn.Parameter(weight), 0.7), compiled(weight)):
+        assert torch.equal(again, first)
+    penalty.group_weights(weight).zero_()
+    assert torch.equal(penalty.prox(weight, 0.7), first)
+    others = [penalty.prox(weight, 0.7 + 1e-5 * i) for i in range(1100)]  # more than are kept
+    assert torch.equal(others[0], first)
+    assert not torch.equal(others[-1], first)

@@ -8,7 +8,8 @@ from typing import Any
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.models import MODELS
 from loco_ext.sparsity import KernelPenalty, RingPenalty
-from loco_ext.sparsity.penalties import WEIGHTINGS, GroupPenalty
+from loco_ext.sparsity.penalties import GroupPenalty
+from loco_ext.sparsity.weightings import WEIGHTINGS
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("steps", "cosine")

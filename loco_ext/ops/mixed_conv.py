@@ -194,9 +194,7 @@ def _check_added(add: Any, x: Tensor, shape: tuple[int, ...]) -> None:
     try:
         torch.broadcast_shapes(add.shape, shape)
     except RuntimeError as error:
-        raise ValueError(
-            f"add: expected a shape that fits the result's {shape}, got {_text(add)}"
-        ) from error
+        raise ValueError(f"add: expected a shape that fits the result's {shape}, got {_text(add)}") from error
 
 
 def _check_once_each(order: Tensor) -> None:

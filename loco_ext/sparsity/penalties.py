@@ -8,7 +8,6 @@ weight instead of the Euclidean norm; and the worry of its eqs. 30-31, batch nor
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,11 +22,10 @@ from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.penalties import OfStep, Prepare
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, rings_of
+from loco_ext.sparsity.weightings import WEIGHTINGS, as_thresholds, group_weights
 
 if TYPE_CHECKING:
     from loco_ext.sparsity.block_penalties import BlockPenalty
-
-WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 
 
 class _Penalty:
@@ -52,10 +50,8 @@ class _Penalty:
 
     def group_weights(self, weight: Tensor) -> Tensor:
         """``w_n`` of each group, float64: 1, or the group's number of weights to the power -1/2 or 1/2."""
-        rings, count = self.rings(weight)
-        taps = itertools.accumulate(rings.count(n) for n in range(count))
-        sizes = torch.tensor([weight.shape[1] * number for number in taps], dtype=torch.float64, device="cpu")
-        return sizes ** WEIGHTINGS[self.weighting]
+        weights = group_weights(*self.rings(weight), weight.shape[1], self.weighting)
+        return torch.tensor(weights, dtype=torch.float64, device="cpu")
 
     def _group_norms(self, weight: Tensor) -> Tensor:
         """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
@@ -145,11 +141,10 @@ class _Penalty:
 
     def _threshold(self, weight: Tensor, tau: float, scales: Tensor | None) -> Tensor:
         limit = check_number("tau", tau)
-        rings, _ = self.rings(weight)
         norms = self._group_norms(weight.detach())
         small = (norms if scales is None else scales[:, None] * norms) <= limit  # [C_out, groups]
         dead = small.flip(1).cumsum(1).flip(1) > 0  # ring r is in all groups from r on
-        by_tap = dead[:, rings].view(len(weight), 1, *weight.shape[2:])
+        by_tap = dead[:, self.rings(weight)[0]].view(len(weight), 1, *weight.shape[2:])
         return weight.detach().masked_fill(by_tap, 0.0)
 
     def _checked_prox(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
@@ -161,10 +156,17 @@ class _Penalty:
 
     def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
         """The prox, without checks."""
-        size, weights = step * self.strength, self._rows(weight, scales)
+        size = step * self.strength
+        if self.power == 1 and scales is None:
+            return self._prox(weight, self._thresholds(weight, size), None, metric)
+        weights = self._rows(weight, scales)
         if self.power == 1:
             return self._prox(weight, size * weights, None, metric)
         return self._prox(weight, torch.zeros_like(weights), math.sqrt(size) * weights, metric)
+
+    def _thresholds(self, weight: Tensor, size: float) -> Tensor:
+        numbers = group_weights(*self.rings(weight), weight.shape[1], self.weighting)
+        return as_thresholds([size * number for number in numbers], weight)
 
     def _rows(self, weight: Tensor, scales: Tensor | None) -> Tensor:
         """What each group's norm is multiplied by, on the CPU: ``(groups,)``, with factors ``(C_out, groups)``."""
@@ -172,8 +174,7 @@ class _Penalty:
         return weights if scales is None else scales.cpu()[:, None] * weights
 
     def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
-        rings, _ = self.rings(weight)
-        return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=self.norm == "linf")
+        return ops.ring_prox(weight, self.rings(weight)[0], thresholds, squared, metric, linf=self.norm == "linf")
 
 
 @dataclass(frozen=True)
