@@ -207,9 +207,45 @@ def test_sums_that_others_read_terms_of_stay(both: bool) -> None:
     with torch.no_grad():
         model.a.weight[:2, :, 0] = 0
         model.b.weight[1:3, :, :, 2] = 0
-        network, _ = sparsity.compact(model, x)
+        network, report = sparsity.compact(model, x)
+        assert "model" not in report.notes
         assert any(call.kwargs.get("add") is not None for call in calls(network)) != both
         torch.testing.assert_close(network(x), model(x))
+
+
+class Sums(nn.Module):
+    """Sums of several terms, and of a term with itself where a block adds nothing."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        if self.way == "twice":
+            return (a + self.c(a)) + a
+        if self.way == "itself":
+            return torch.relu(a + a)
+        if self.way == "rectified":
+            return mixed_conv2d(x, [self.a.weight], [], [(0,) * 4], relu=True) + self.b(x)
+        return torch.relu(a + self.b(x) + a.detach() + self.c(torch.relu(a)))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("way", ["several", "twice", "itself", "rectified"])
+def test_no_term_of_a_sum_is_lost(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Sums(way).double().eval(), torch.randn(2, 3, 6, 7, dtype=torch.double)
+    with torch.no_grad():
+        model.a.weight[:2, :, 0] = 0
+        model.b.weight[1:3, :, :, 2] = 0
+        if way == "twice":
+            model.c.weight.zero_()
+            model.c.bias.zero_()
+        network, report = sparsity.compact(model, x)
+        assert "model" not in report.notes
+        assert (network(x) - model(x)).abs().max() <= 1e-12
 
 
 @pytest.mark.usefixtures("always")
@@ -229,7 +265,8 @@ def test_sums_broadcast_at_other_sizes_as_the_models_do(channels: int) -> None:
     model = Biased().eval()
     with torch.no_grad():
         model.conv.weight[:2, :, 0] = 0
-        network, _ = sparsity.compact(model, torch.randn(1, 3, 6, 6))
+        network, report = sparsity.compact(model, torch.randn(1, 3, 6, 6))
+        assert "model" not in report.notes
         x = torch.randn(5, 3, 6, 6)
         torch.testing.assert_close(network(x), model(x))
 

@@ -309,6 +309,12 @@ def test_thresholds_that_are_kept_serve_every_kind_of_call() -> None:
     compiled = torch.compile(lambda w: penalty.prox(w, 0.7), backend="aot_eager")
     for again in (penalty.prox(weight, 0.7), penalty.prox(torch.nn.Parameter(weight), 0.7), compiled(weight)):
         assert torch.equal(again, first)
+
+    class Doubled(RingPenalty):
+        def group_weights(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * super().group_weights(weight)
+
+    assert torch.equal(Doubled(0.15, weighting="scaled").prox(weight, 0.7), first)
     penalty.group_weights(weight).zero_()
     assert torch.equal(penalty.prox(weight, 0.7), first)
     others = [penalty.prox(weight, 0.7 + 1e-5 * i) for i in range(1100)]  # more than are kept

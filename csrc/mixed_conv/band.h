@@ -28,7 +28,7 @@ struct Layout {
 };
 
 // As few lanes without a pixel as can be, and then as few images.
-inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
+static inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
   const auto rounded = [&](int64_t images) { return (call.to.width * images + lanes - 1) / lanes * lanes; };
   int64_t best = 1;
   for (int64_t images = 2; images <= std::min(lanes, call.to.batch); images *= 2) {
@@ -38,7 +38,7 @@ inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
 }
 
 // Bands of no more elements, if they have several rows, and one for each thread, if there are rows for that.
-inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
+static inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
   Layout all{};
   all.lanes = lanes;
   all.images = images_side_by_side(call, lanes);

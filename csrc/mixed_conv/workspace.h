@@ -28,7 +28,7 @@ bool writes_whole_pixels(const Convolution& call) {
 }
 
 // Where the taps of all parts read, one part after the other.
-inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
+static inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     for (int64_t y = 0; y < part->height; ++y) {
       const int64_t row = layout.top - part->top + y * call.dilation[0];

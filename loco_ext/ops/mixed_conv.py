@@ -52,7 +52,8 @@ def mixed_conv2d(
         relu: of the result, or of the sum.
 
     Returns:
-        ``(N, C_out, H_out, W_out)``, in the memory format of ``x``.
+        ``(N, C_out, H_out, W_out)``, in the memory format of ``x``; with ``add`` of another shape or dtype what
+        ``torch.add`` makes of it.
 
     Raises:
         TypeError: a tensor that is none, or of another device than ``x``, or but for ``add`` of another dtype.
@@ -81,9 +82,9 @@ def mixed_conv2d(
         try:
             return _native(*arguments, relu)
         except (RuntimeError, TypeError, ValueError):
-            _check(*arguments)  # the operator has refused it already: to check first would slow small layers down
-            if add is None:
-                raise  # else it may have another shape or dtype
+            shape = _check(*arguments)  # when the operator has refused it: to check first would slow small layers down
+            if add is None or (add.shape == shape and add.dtype == x.dtype):
+                raise
     _check(*arguments)
     if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # a GPU's host does not wait
         _check_once_each(order)
@@ -140,7 +141,8 @@ def _check(
     stride: Sequence[int],
     dilation: Sequence[int],
     add: Any,
-) -> None:
+) -> tuple[int, ...]:
+    """The result's shape, before anything is added to it."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W), got {_text(x)}")
     if not weights or len(pads) != len(weights) or len(biases) not in (0, len(weights)):
@@ -162,10 +164,12 @@ def _check(
             if biases[i].shape != weight.shape[:1]:
                 raise ValueError(f"biases[{i}]: expected shape ({len(weight)},), got {_text(biases[i])}")
     size, kernels = _check_sizes(x, weights, pads, stride, dilation), sum(map(len, weights))
+    shape = (x.shape[0], kernels, *size)
     if order is not None:
         _check_order(order, kernels)
     if add is not None:
-        _check_added(add, x, (x.shape[0], kernels, *size))
+        _check_added(add, x, shape)
+    return shape
 
 
 def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:

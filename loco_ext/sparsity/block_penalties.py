@@ -16,8 +16,8 @@ from torch import Tensor
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops.ring_prox import MOST_RINGS
-from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty, check_number
-from loco_ext.sparsity.prox import check_metric
+from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
+from loco_ext.sparsity.prox import check_metric, check_number
 from loco_ext.sparsity.weightings import WEIGHTINGS
 
 
@@ -144,9 +144,6 @@ class _OfUnits:
 
     def group_weights(self, weight: Tensor) -> Tensor:
         return self.units.sizes.clamp(min=1) ** WEIGHTINGS[self.weighting]  # groups without a weight have norm 0
-
-    def _thresholds(self, weight: Tensor, size: float) -> Tensor:
-        return size * self.group_weights(weight)
 
 
 class _UnitRings(_OfUnits, RingPenalty):

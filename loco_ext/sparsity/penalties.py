@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.penalties import OfStep, Prepare
-from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, rings_of
+from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, check_number, rings_of
 from loco_ext.sparsity.weightings import WEIGHTINGS, as_thresholds, group_weights
 
 if TYPE_CHECKING:
@@ -165,6 +164,8 @@ class _Penalty:
         return self._prox(weight, torch.zeros_like(weights), math.sqrt(size) * weights, metric)
 
     def _thresholds(self, weight: Tensor, size: float) -> Tensor:
+        if type(self).group_weights is not _Penalty.group_weights:
+            return size * self.group_weights(weight)
         numbers = group_weights(*self.rings(weight), weight.shape[1], self.weighting)
         return as_thresholds([size * number for number in numbers], weight)
 
@@ -389,12 +390,3 @@ def _balance(falling: Callable[[float], float], upper: float, tolerance: float) 
         ends[side], excesses[side] = t, excess
         if again == side:
             excesses[1 - side] /= 2
-
-
-def check_number(name: str, value: float) -> float:
-    """The value as a float; TypeError or ValueError, naming the argument, unless it is finite and at least 0."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
-    return float(value)

@@ -6,8 +6,10 @@ the rings 0 to n: the groups are nested, the last is the whole kernel. A kernel 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -153,6 +155,15 @@ def check_convolution(name: str, weight: Tensor) -> None:
         )
     if weight.shape[1:].numel() == 0:
         raise ValueError(f"{name}: expected at least one weight a kernel, got shape {tuple(weight.shape)}")
+
+
+def check_number(name: str, value: float) -> float:
+    """The value as a float; TypeError or ValueError, naming the argument, unless it is finite and at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    return float(value)
 
 
 def check_norm(norm: str) -> None:

@@ -29,11 +29,11 @@ def as_thresholds(numbers: Sequence[float], weight: Tensor) -> Tensor:
     key = tuple(numbers)
     if torch.compiler.is_compiling() or type(weight) not in (Tensor, nn.Parameter):
         return torch.tensor(key, dtype=torch.float64, device="cpu")
-    if key not in _kept:
-        made = torch.tensor(key, dtype=torch.float64, device="cpu")
-        if made.is_inference() or type(made) is not Tensor:
-            return made
+    if (kept := _kept.get(key)) is not None:
+        return kept
+    made = torch.tensor(key, dtype=torch.float64, device="cpu")
+    if type(made) is Tensor and not made.is_inference():
         if len(_kept) >= _MOST_KEPT:  # strengths that change with every step
             _kept.clear()
         _kept[key] = made
-    return _kept[key]
+    return made

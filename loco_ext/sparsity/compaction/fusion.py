@@ -63,7 +63,7 @@ def fuse(network: fx.GraphModule) -> None:
     """Lets convolutions of mixed sizes compute what follows them, and other sums and ReLUs overwrite what they read."""
     modules = dict(network.named_modules())
     for node in list(network.graph.nodes):
-        if _is_sum(node) and node.meta.get(HOLDERS) == (0, 1):
+        if _is_sum(node) and node.meta.get(HOLDERS) == (0, 1) and node.args[0] is not node.args[1]:
             _fuse_sum(node)
     for node in list(network.graph.nodes):
         user = _only_user(node)
@@ -88,7 +88,10 @@ def _fuse_sum(node: fx.Node) -> None:
 
 
 def _can_add(layer: Any) -> bool:
-    return isinstance(layer, fx.Node) and layer.target is mixed_conv2d and _only_user(layer) is not None
+    """Whether it is a convolution that nothing follows yet, and that nothing else reads."""
+    if not isinstance(layer, fx.Node) or layer.target is not mixed_conv2d or _only_user(layer) is None:
+        return False
+    return layer.kwargs.get("add") is None and not layer.kwargs.get("relu")
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

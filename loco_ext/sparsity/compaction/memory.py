@@ -78,7 +78,7 @@ def overwrite(network: fx.GraphModule) -> None:
             _add_in_place(node, modules)
         elif type(module) is nn.ReLU and not is_hooked(module):
             calls[module].append(node)
-        elif is_relu(node) and _is_free(node.args[0], modules):
+        elif _is_relu(node) and _is_free(node.args[0], modules):
             node.op, node.target, node.args, node.kwargs = "call_function", torch.relu_, node.args[:1], {}
     for module, nodes in calls.items():
         module.inplace = module.inplace or all(_is_free(node.args[0], modules) for node in nodes)
@@ -91,7 +91,7 @@ def _add_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> None:
         node.target, node.args = operator.iadd, (node.args[place], node.args[1 - place])
 
 
-def is_relu(node: fx.Node) -> bool:
+def _is_relu(node: fx.Node) -> bool:
     """Whether the node calls a ReLU that is not a module, and lets it make a new tensor."""
     known = node.target in (F.relu, torch.relu) or (node.op == "call_method" and node.target == "relu")
     return known and len(node.args) == 1 and not node.kwargs.get("inplace")

@@ -113,7 +113,8 @@ def _skip_identities(traced: fx.GraphModule) -> None:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a call of the module does more than compute its result."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
 
 def _first_line(error: Exception) -> str:
