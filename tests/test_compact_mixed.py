@@ -233,10 +233,12 @@ class Sums(nn.Module):
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("way", ["several", "twice", "itself", "rectified"])
-def test_no_term_of_a_sum_is_lost(way: str) -> None:
+def test_no_term_of_a_sum_is_lost(way: str, memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)
     model, x = Sums(way).double().eval(), torch.randn(2, 3, 6, 7, dtype=torch.double)
+    x = x.contiguous(memory_format=memory_format)
     with torch.no_grad():
         model.a.weight[:2, :, 0] = 0
         model.b.weight[1:3, :, :, 2] = 0
