@@ -24,7 +24,7 @@ def compile_check(out: Path, csrc: Path = build.CSRC, **options: Any) -> Path:
     return build.compile_program([*(csrc / name for name in SOURCES), CHECK], out, csrc=csrc, **options)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "sanitized"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sanitized"])
 def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
     name = f"check_optim_step_{'sanitized' if request.param else 'plain'}"
     return compile_check(compiled / name, sanitize=request.param)
