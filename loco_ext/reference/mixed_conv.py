@@ -20,6 +20,7 @@ def mixed_conv2d(
     add: Tensor | None,
     relu: bool,
 ) -> Tensor:
+    """A convolution in parts, ``pads`` one after the other; see :func:`loco_ext.ops.mixed_conv2d`."""
     parts = []
     for i, weight in enumerate(weights):
         top, bottom, left, right = pads[4 * i : 4 * i + 4]

@@ -35,7 +35,7 @@ def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
     user = _only_user(layer)
     added = user is not None and _is_sum(user) and _are_alike(user.args)
     if user is not None and added:
-        if next(term for term in user.args if _is_layer(term, modules)) is not layer:
+        if next((term for term in user.args if _is_layer(term, modules)), None) is not layer:
             return Epilogue()
         user = _only_user(user)
     return Epilogue(added, user is not None and _is_relu(user, modules))
