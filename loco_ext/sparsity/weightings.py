@@ -24,7 +24,7 @@ def group_weights(rings: Sequence[int], count: int, channels: int, weighting: st
 def as_thresholds(numbers: Sequence[float], weight: Tensor) -> Tensor:
     """The numbers, float64 on the CPU, for a call with this weight. To be read only: plain tensors share them.
 
-    Amid other work, making so small a tensor anew takes an eighth of the time of a prox of millions of weights.
+    Amid other work, making so small a tensor anew takes a part of the time of a large prox that can be seen.
     """
     key = tuple(numbers)
     if torch.compiler.is_compiling() or type(weight) not in (Tensor, nn.Parameter):
