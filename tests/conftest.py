@@ -1,5 +1,7 @@
 """Fixtures for all tests."""
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,12 @@ import torch
 from cuda_on_cpu import operators
 
 import loco_ext
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections, of which benchmarks make many, need not look at a million objects of modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +51,17 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "cuda_on_cpu":
         operators.use(monkeypatch, request.getfixturevalue("compiled"))
     with loco_ext.backend("native"):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes of one run share the objects of what they compile for the CPU."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_ON_CPU_OBJECTS", str(folder))
         yield
 
 

@@ -226,7 +226,7 @@ def test_nan_and_infinite_weights_stay() -> None:
     assert torch.equal(network(x).isnan(), model(x).isnan())
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels_last", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_measured_network_gives_the_same_outputs(channels_last: bool) -> None:
     torch.manual_seed(1)
     model = strike(models.resnet18(3, 10, 8), 1).double().eval()

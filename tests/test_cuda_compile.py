@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sysconfig
+from functools import cache
 
 import pytest
 from cuda_on_cpu import ptx, ptxas
@@ -20,10 +21,25 @@ def name_of(path):
     return f"{path.parent.name}/{path.name}"
 
 
-def assert_within_budget(source, targets, out):
+@pytest.fixture(scope="module")
+def compiled_for_90(tmp_path_factory):
+    """By name of a source: what ptxas reports and the instructions of kernels, both of one compilation."""
+
+    @cache
+    def compiled(name):
+        folder = tmp_path_factory.mktemp("kept")
+        flags = ["--keep", "--keep-dir", str(folder)]
+        report = ptxas.compile_cubin(need_nvcc(), CSRC / name, ["90"], folder / "kernels.fatbin", [CSRC], flags)
+        (kept,) = folder.glob("*.ptx")
+        return report, ptx.parse(kept.read_text())
+
+    return compiled
+
+
+def assert_within_budget(source, targets, report):
     """The budget of NAME.cu stands in NAME_budget.json beside it."""
     budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
-    usages = ptxas.parse(ptxas.compile_cubin(need_nvcc(), source, targets, out, [CSRC]))
+    usages = ptxas.parse(report)
     assert {usage.target for usage in usages} == {f"sm_{target}" for target in targets}
     found = ptxas.complaints(usages, budget)
     assert not found, "\n".join(found)
@@ -32,14 +48,16 @@ def assert_within_budget(source, targets, out):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_kernels_keep_their_budgets(source, tmp_path):
-    assert_within_budget(source, ["90"], tmp_path / "kernels.fatbin")
+def test_kernels_keep_their_budgets(source, compiled_for_90):
+    report, _ = compiled_for_90(name_of(source))
+    assert_within_budget(source, ["90"], report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_kernels_keep_their_budgets_on_other_targets(source, tmp_path):
-    assert_within_budget(source, OTHER_TARGETS, tmp_path / "kernels.fatbin")
+    report = ptxas.compile_cubin(need_nvcc(), source, OTHER_TARGETS, tmp_path / "kernels.fatbin", [CSRC])
+    assert_within_budget(source, OTHER_TARGETS, report)
 
 
 @pytest.mark.parametrize("source", GLUE, ids=name_of)
@@ -123,9 +141,9 @@ FUSED = {"Sgd": 4, "Adam": 3}
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ptx") / "kernels.ptx"
-    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "optim_step" / "cuda.cu", "90", out, [CSRC]))
+def kernels(compiled_for_90):
+    _, instructions = compiled_for_90("optim_step/cuda.cu")
+    return instructions
 
 
 def kernels_named(kernels, name):
@@ -176,9 +194,9 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
 
 
 @pytest.fixture(scope="module")
-def prox_kernels(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ptx") / "prox_kernels.ptx"
-    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "optim_step" / "cuda_prox.cu", "90", out, [CSRC]))
+def prox_kernels(compiled_for_90):
+    _, instructions = compiled_for_90("optim_step/cuda_prox.cu")
+    return instructions
 
 
 # Vectors of a step's operands by the type of its arithmetic, and how many elements of each go through a loop at a time:
@@ -206,9 +224,8 @@ def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does
         assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
 
 
-def test_payload_is_read_where_it_was_passed(tmp_path):
-    source = CSRC / "common" / "cuda_upload.cu"
-    kernels = ptx.parse(ptx.compile_ptx(need_nvcc(), source, "90", tmp_path / "kernels.ptx", [CSRC]))
+def test_payload_is_read_where_it_was_passed(compiled_for_90):
+    _, kernels = compiled_for_90("common/cuda_upload.cu")
     for kernel, instructions in kernels_named(kernels, "write_payload<").items():
         assert "ld.param.v4.u32" in instructions, kernel
         assert ptx.wide(instructions, "st") > 0, kernel
@@ -216,9 +233,9 @@ def test_payload_is_read_where_it_was_passed(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def ring_kernels(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ptx") / "ring_kernels.ptx"
-    return ptx.parse(ptx.compile_ptx(need_nvcc(), CSRC / "ring_prox" / "cuda.cu", "90", out, [CSRC]))
+def ring_kernels(compiled_for_90):
+    _, instructions = compiled_for_90("ring_prox/cuda.cu")
+    return instructions
 
 
 def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):

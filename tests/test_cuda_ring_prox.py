@@ -231,7 +231,7 @@ def test_wrong_arguments_are_refused_before_anything_runs():
             call()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "sanitized"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sanitized"])
 def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
     name = f"check_ring_prox_{'sanitized' if request.param else 'plain'}"
     return build.compile_program([*SOURCES, CHECK], compiled / name, sanitize=request.param)

@@ -1,5 +1,7 @@
 """Steps of kernels made up of whole vectors, whose rings are summed up as the weights are updated."""
 
+import itertools
+
 import pytest
 import torch
 from tolerances import assert_within_ulps, same_bits
@@ -119,7 +121,15 @@ def test_a_gradient_that_is_no_number_spoils_its_kernel_alone(kind, value):
         assert not ours[-1].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["momentum, decay", "AdamW"])
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [
+        *itertools.product(["momentum, decay", "AdamW"], ["cpu"]),
+        ("momentum, decay", "cuda_on_cpu"),
+        pytest.param("AdamW", "cuda_on_cpu", marks=pytest.mark.slow),
+    ],
+    indirect=["native"],
+)
 def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
     monkeypatch.setattr(f"{__name__}.SHAPES", [(shape[0] * 40, *shape[1:]) for shape in SHAPES])
     results = []

@@ -4,6 +4,7 @@ The launcher itself is called; in place of the launch, the kernel is compiled fo
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -142,8 +143,13 @@ STORES = {F64: r"st\.global\S*\.v2\.b64", F32: r"st\.global\S*\.v4\.b32", BF16: 
 STORES[F16] = STORES[BF16]
 
 
-@pytest.mark.parametrize("arch", CUDA)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "arch"),
+    [
+        pytest.param(mode, arch, marks=pytest.mark.slow if arch != 90 and mode != "metric_squared" else [])
+        for mode, arch in itertools.product(MODES, CUDA)
+    ],
+)
 def test_cuda_kernels_round_as_ieee_asks_and_keep_their_numbers_in_registers(compiler, mode, arch, tmp_path):
     for channels_last in (False, True):
         grid, options, kernel = compiler.prox("cuda", arch, *operands(mode, channels_last))

@@ -1,5 +1,6 @@
 """Compiles CUDA sources for the CPU, with ``cuda_on_cpu.h``, and runs the programs."""
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -128,7 +129,8 @@ def compile_program(
 ) -> Path:
     """An executable, or a shared library, made of .cu and .cpp files. Warnings are errors.
 
-    A source is compiled once for each text that it has with its headers: planted mistakes change few.
+    A source is compiled once for each text that it has with its headers: planted mistakes change few. Processes that
+    share a folder of objects share the work.
 
     sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
     include: folders of headers besides csrc, or a copy of it. flags: more of the compiler's arguments.
@@ -136,21 +138,40 @@ def compile_program(
     need_cuda_headers()
     flags = ["-Werror", *flags]
     command = partial(compile_command, sanitize=sanitize, shared=shared, include=include, csrc=csrc)
-    objects = []
+    objects = {}
     for source in sources:
         text = _run(command([source], Path("-"), flags=[*flags, "-E", "-P"]))
         of = sha256(repr((text, sanitize, shared, flags)).encode()).hexdigest()
-        objects.append(Path(_objects().name) / f"{of}.o")
-        if not objects[-1].exists():
-            _run(command([source], objects[-1], flags=[*flags, "-c"]))
+        made = objects_folder() / f"{of}.o"
+        objects[made] = command([source], made.with_suffix(".part"), flags=[*flags, "-c"])
+    # First what no other process compiles; then, when it has, what it did.
+    for wait in (False, True):
+        for made, making in objects.items():
+            _make(made, making, wait)
     _run(["g++", "-pthread", *_kind(sanitize, shared), *map(str, objects), *flags, "-o", str(out)])
     return out
 
 
+def objects_folder() -> Path:
+    """Where objects lie: a folder that ends with this process, or one that the tests' processes share."""
+    return Path(os.environ.get("CUDA_ON_CPU_OBJECTS") or _own_folder().name)
+
+
 @cache
-def _objects() -> TemporaryDirectory[str]:
-    """The folder of this process's objects, which ends with it."""
+def _own_folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory()
+
+
+def _make(made: Path, making: Sequence[str], wait: bool) -> None:
+    """Makes an object, unless another process is about to and this one is not to wait for it."""
+    with made.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return
+        if not made.exists():
+            _run(making)
+            made.with_suffix(".part").rename(made)
 
 
 def _run(command: Sequence[str]) -> str:

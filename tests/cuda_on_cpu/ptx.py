@@ -1,26 +1,15 @@
 """The instructions of kernels as nvcc hands them to ptxas, without their operands: ``ld.global.v4.f32``."""
 
 import re
-import subprocess
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
-from cuda_on_cpu.ptxas import FLAGS, demangled
+from cuda_on_cpu.ptxas import demangled
 
 _KERNEL = re.compile(r"\.entry\s+(\w+)\s*\(.*?^\{(.*?)^\}", re.MULTILINE | re.DOTALL)
 # Inline assembly may stand in braces. Nothing else but instructions begins with a letter and goes on with these.
 _INSTRUCTION = re.compile(r"^[\t {]*(?:@!?%\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)[ \t;]", re.MULTILINE)
 _ARITHMETIC = re.compile(r"(add|sub|mul|mad|fma|div|rcp|sqrt|rsqrt)\.(.*\.)?b?f\d+(x2)?")
 _WIDE = re.compile(r"(ld|st)\.global(\.\w+)*?\.(v4\.[bfsu]32|v2\.[bfsu]64)")
-
-
-def compile_ptx(nvcc: str, source: Path, target: str, out: Path, include: Sequence[Path]) -> str:
-    """Compiles a source as ``setup.py`` does, for one target (``"90"``); returns the PTX."""
-    folders = [f"-I{folder}" for folder in include]
-    command = [nvcc, *FLAGS, f"-arch=compute_{target}", "-ptx", *folders, str(source), "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    return out.read_text()
 
 
 def parse(text: str) -> dict[str, list[str]]:

@@ -26,11 +26,13 @@ class Usage:
     shared_bytes: int
 
 
-def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path]) -> str:
+def compile_cubin(
+    nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path], flags: Sequence[str] = ()
+) -> str:
     """Compiles a source for all targets (``"80"``, ``"90"``, ...) at once; returns what ptxas reported."""
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
     folders = [f"-I{folder}" for folder in include]
-    flags = [*FLAGS, "-Xptxas", "-v", "--threads", "0"]
+    flags = [*FLAGS, "-Xptxas", "-v", "--threads", "0", *flags]
     command = [nvcc, *flags, *codes, *folders, "--fatbin", str(source), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
