@@ -52,7 +52,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "rounding_step) -> ()");
   m.def(
       "ring_penalty_hold("
-      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, Tensor? factors) -> int");
+      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, bool coupled, Tensor? factors) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

@@ -12,7 +12,15 @@ from cuda_on_cpu import build
 SOURCES = [
     *(
         f"optim_step/{name}"
-        for name in ("cuda.cu", "cuda_prox.cu", "gpu_table.cpp", "cpu.cpp", "blocks.cpp", "summing_blocks.cpp")
+        for name in (
+            "cuda.cu",
+            "cuda_prox.cu",
+            "cuda_coupled.cu",
+            "gpu_table.cpp",
+            "cpu.cpp",
+            "blocks.cpp",
+            "summing_blocks.cpp",
+        )
     ),
     *("common/convert.cpp", "common/cuda_upload.cu"),
     *("ring_prox/gpu_table.cpp", "ring_prox/kernel.cpp", "ring_prox/rows.cpp"),
@@ -27,7 +35,8 @@ def compile_check(out: Path, csrc: Path = build.CSRC, **options: Any) -> Path:
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sanitized"])
 def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
     name = f"check_optim_step_{'sanitized' if request.param else 'plain'}"
-    return compile_check(compiled / name, sanitize=request.param)
+    # At -O2, the CPU's steps alone compile for half a minute.
+    return compile_check(compiled / name, sanitize=request.param, flags=["-O1"])
 
 
 @pytest.mark.parametrize("order", build.ORDERS)
@@ -66,15 +75,24 @@ def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
         ("cuda_prox.cu", "if (is_set(p.found_inf)) return;", ""),
         ("cuda_prox.cu", "plain, squared);\n    __syncthreads();", "plain, squared);"),
         ("cuda_prox.cu", "(k - chunk.index) * rings.numel()", "k * rings.numel()"),
-        ("cuda_prox.cu", "std::sqrt(step) * q", "step * q"),
-        ("cuda_prox.cu", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
-        ("cuda_prox.cu", "random[n] = words[0];", "random[n] = words[1];"),
+        ("gpu_prox.h", "std::sqrt(step) * q", "step * q"),
+        ("gpu_prox.h", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
+        ("gpu_prox.h", "random[n] = words[0];", "random[n] = words[1];"),
+        ("gpu_prox.h", "entry.held + kernel * bytes", "kernel * bytes"),
+        ("cuda_coupled.cu", "chunks[blockIdx.x].index + threadIdx.x", "threadIdx.x"),
+        ("cuda_coupled.cu", "q.searches[block.layer].factor.best()", "q.searches[0].factor.best()"),
+        (
+            "cuda_coupled.cu",
+            "(p.found_inf)) return;\n  const BlockKernel<Rule, T> block(p, q);\n  update",
+            "(p.found_inf)) {}\n  const BlockKernel<Rule, T> block(p, q);\n  update",
+        ),
         ("gpu_table.cpp", "std::max(work.bytes, of_entry.bytes)", "of_entry.bytes"),
         ("rules.h", "buffer ? lr * (1 - row[kSgdDampening])", "!buffer ? lr * (1 - row[kSgdDampening])"),
     ],
     ids=[
         *("tail", "chunk", "barrier", "phase", "found_inf"),
         *("prox_found_inf", "prox_barrier", "prox_kernel", "prox_squared", "prox_factors", "prox_rounding"),
+        *("layers_apart", "layer_sum", "layer_factor", "layer_found_inf"),
         *("prox_memory", "prox_step"),
     ],
 )

@@ -20,6 +20,7 @@ from tolerances import assert_within_ulps
 
 from loco_ext import optim, sparsity
 
+ALL = {**PENALTIES, "coupled": sparsity.KernelPenalty(0.3, power=2)}
 RICH = {
     "SGD": {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "locality": (0.5, 2.0)},
     "Adam": {"lr": 0.02, "amsgrad": True},
@@ -30,7 +31,7 @@ RICH = {
 def make_twins(name, penalty, dtype=torch.float32, **options):
     """Our optimizer on the GPU and the reference on the CPU, of equal parameters."""
     params = make_params(dtype)
-    options = {**RICH[name], "penalty": PENALTIES[penalty], **options}
+    options = {**RICH[name], "penalty": ALL[penalty], **options}
     make = getattr(optim, name)
     return make(on_gpu(params), **options), make(params, **options, fused=False)
 
@@ -56,10 +57,10 @@ def put_rates(ours, reference):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("penalty", ALL)
 @pytest.mark.parametrize("name", CLASSES)
 def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name, penalty, dtype):  # noqa: F811
-    if dtype != torch.float32 and penalty == "squared":
+    if dtype != torch.float32 and penalty in ("squared", "coupled"):
         pytest.skip("the reference takes seconds for two nested searches")
     ours, reference = twins = make_twins(name, penalty, dtype)
     put_rates(*twins)
@@ -76,9 +77,10 @@ def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name
         assert_near(*twins)
 
 
+@pytest.mark.parametrize("penalty", ["rings", "coupled"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_replays_follow_what_lives_on_the_gpu(backend, name):  # noqa: F811
-    ours, reference = twins = make_twins(name, "rings")
+def test_replays_follow_what_lives_on_the_gpu(backend, name, penalty):  # noqa: F811
+    ours, reference = twins = make_twins(name, penalty)
     put_rates(*twins)
     give_gradients(*twins, 0)
     ours.step()

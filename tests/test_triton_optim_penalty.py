@@ -2,6 +2,7 @@
 behind it. Learning rates, step counts and found_inf are of tensors that must not be looked at."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ RULES = {
     "adamw": ("adam", {"decoupled": True, "maps": [LOCO_2D], "map_index": [0, -1, 0]}),
 }
 MODES = {"l2": {}, "linf": {"linf": True}, "squared": {"squared": 0.2}}
+SQUARED = [pytest.param("momentum", marks=pytest.mark.slow), "adam"]  # two nested searches take long
 
 
 class Unread(torch.Tensor):
@@ -38,6 +40,12 @@ def penalty(squared: float = 0.0, linf: bool = False, factors: torch.Tensor | No
     count = max(rings) + 1
     t = torch.linspace(12.0, 20.0, count, dtype=torch.float64) * (3 if linf else 1)
     return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf, factors)
+
+
+def coupled(linf: bool = False) -> ops.StepPenalty:
+    """Of whole kernels: theirs is the only group."""
+    zero = torch.zeros(1, dtype=torch.float64)
+    return ops.StepPenalty([0] * 9, zero, torch.full_like(zero, 0.3), linf, coupled=True)
 
 
 def penalised(rule: str, mode: str = "l2", **options) -> Case:
@@ -62,22 +70,40 @@ def assert_is_reference(actual: Case, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "mode"), list(itertools.product(RULES, ["l2", "linf"])))
 def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
-    if mode == "squared" and (dtype != torch.float32 or rule not in ("momentum", "adam")):
-        pytest.skip("two nested searches take long")
     case = penalised(rule, mode, dtypes=[dtype] * 3)
     assert_is_reference(interpreter.step(case), case)
 
 
+@pytest.mark.parametrize("rule", SQUARED)
+def test_the_step_ends_with_the_references_search(interpreter, rule):
+    case = penalised(rule, "squared")
+    assert_is_reference(interpreter.step(case), case)
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rule", ["momentum", "adam"])
+@pytest.mark.parametrize("rule", SQUARED)
 def test_every_kernel_has_its_factor(interpreter, rule, mode):
     case = penalised(rule, mode)
     ends = [penalty(**MODES[mode], factors=torch.linspace(0.1, 1.5, n, dtype=torch.float64)) for n in (6, 3)]
     case.options["penalties"] = [ends[0], None, ends[1]]
     assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_kernels_are_shrunk_together_without_a_look_at_numbers_of_the_device(interpreter, rule, linf):
+    case = make_case(RULES[rule][0], SHAPES[2:], dtypes=[torch.float32] * 3, lrs=[torch.tensor(0.03)], lr_index=[0])
+    case.options["penalties"] = [coupled(linf)]
+    unread = case.copy()
+    unread.options["lrs"] = [lr.as_subclass(Unread) for lr in case.options["lrs"]]
+    if "steps" in unread.lists:
+        unread.lists["steps"] = [step.as_subclass(Unread) for step in unread.lists["steps"]]
+    done, expected = interpreter.step(unread), case.copy().step("reference")
+    scale = case.params[0].abs().max()
+    assert_within_ulps(done.params[0], expected.params[0], ULPS_OF_ROOTS[torch.float32], scale=scale)
+    assert not torch.equal(done.params[0], case.params[0])
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed"])

@@ -2,7 +2,8 @@
 
 Each is a launch of its own behind those of the step, in which a weight passes through memory once more. Thresholds and
 metrics are made of tensors of the device (learning rates, step counts, second moments), so that nothing waits for it
-and a CUDA graph can record the step.
+and a CUDA graph can record the step. Kernels that are shrunk together take some 40 launches more, for the factor that
+they share, where Euclidean norms without a metric do not tell it at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from loco_ext.triton_kernels.ring_prox import ring_prox_by, thresholds_on
+from loco_ext.triton_kernels.ring_prox import ring_norms, ring_prox_by, thresholds_on
 from torch import Tensor
+
+from loco_ext.ops.coupled import coupled_prox, l2_of_groups, largest_in_groups
 
 
 class Proxes:
@@ -62,9 +65,26 @@ class Proxes:
         penalty, param = self.penalties[index], self.params[index]
         t, q = thresholds_on(param.device, penalty.thresholds, penalty.squared)
         factors = 1.0 if penalty.factors is None else penalty.factors[:, None]
-        q = None if q is None else factors * (q * size**0.5)
-        shrunk = ring_prox_by(w, penalty.rings, factors * (t * size), q, metric, penalty.linf)
+        t, q = factors * (t * size), None if q is None else factors * (q * size**0.5)
+        if q is not None and penalty.coupled:
+            shrunk = self._shrunk_together(w, penalty, t, q, metric)
+        else:
+            shrunk = ring_prox_by(w, penalty.rings, t, q, metric, penalty.linf)
         param.copy_(shrunk if found_inf is None else torch.where(found_inf == 0, shrunk, param.to(shrunk.dtype)))
+
+    @staticmethod
+    def _shrunk_together(w: Tensor, penalty: Any, t: Tensor, q: Tensor, metric: Tensor | None) -> Tensor:
+        def norms_of(x: Tensor) -> Tensor:
+            if penalty.linf:
+                return largest_in_groups(x, penalty.rings, count)
+            return l2_of_groups(ring_norms(x, penalty.rings, count).double())
+
+        def prox(factor: Tensor) -> Tensor:
+            return ring_prox_by(w, penalty.rings, t + factor * q, None, metric, penalty.linf)
+
+        count = q.shape[-1]
+        norms_tell = metric is None and not penalty.linf and count == 1 and not penalty.thresholds.any()
+        return coupled_prox(prox, norms_of, w, q.expand(len(w), -1), norms_tell, waits=False)
 
 
 def learning_rate(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int], group: int) -> Tensor | float:

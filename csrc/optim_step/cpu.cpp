@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "optim_step/blocks.h"
+#include "optim_step/coupled.h"
 #include "optim_step/decay_table.h"
 #include "optim_step/shrinkage.h"
 #include "optim_step/staging.h"
@@ -27,11 +28,14 @@ struct Segment {
 
 using Share = std::vector<Segment>;
 
+// Whether its kernels are shrunk together: such a tensor is no thread's, but stepped when all others have been.
+bool are_coupled(const TensorStep& tensor) { return tensor.penalty != nullptr && tensor.penalty->coupled; }
+
 // Thread k's share is the k-th slice of every tensor, as in torch's own operators on it: what a thread has read or
 // written in the forward and backward passes may still lie in its caches. Small tensors go where there is least to do.
 std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t threads) {
   int64_t total = 0;
-  for (int64_t t = 0; t < count; ++t) total += tensors[t].numel + kSegmentCost;
+  for (int64_t t = 0; t < count; ++t) total += are_coupled(tensors[t]) ? 0 : tensors[t].numel + kSegmentCost;
   const int64_t shares = std::max<int64_t>(1, std::min(threads, total / kLeastShare));
   std::vector<Share> result(shares);
   std::vector<int64_t> cost(shares, 0);
@@ -42,6 +46,7 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   };
   for (int64_t t = 0; t < count; ++t) {
     const int64_t numel = tensors[t].numel;
+    if (are_coupled(tensors[t])) continue;
     if (shares == 1 || numel <= kSmallTensor) {
       add(std::min_element(cost.begin(), cost.end()) - cost.begin(), t, 0, numel);
       continue;
@@ -53,11 +58,6 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   }
   return result;
 }
-
-// Vectors do not straddle two of them where memory begins with one.
-struct alignas(64) CacheLine {
-  char bytes[64];
-};
 
 // What a tensor's blocks have in common.
 template <class Rule>
@@ -95,6 +95,11 @@ class Step {
 
   void run_segment(const Segment& segment) const {
     call_.tensors[segment.tensor].w.dtype == DType::f64 ? run<double>(segment) : run<float>(segment);
+  }
+
+  void run_coupled(int64_t tensor) const {
+    call_.tensors[tensor].w.dtype == DType::f64 ? run_coupled<double>(jobs_[tensor])
+                                                : run_coupled<float>(jobs_[tensor]);
   }
 
  private:
@@ -144,8 +149,8 @@ class Step {
     Job<Rule> held_job = job;
     held_job.tensor = &held_tensor;
     std::vector<T> values;
-    std::vector<CacheLine> metric(Rule::has_metric ? numel * sizeof(T) / sizeof(CacheLine) + 1 : 0);
-    held_job.metric = Rule::has_metric ? metric.data() : nullptr;
+    Memory metric;
+    held_job.metric = Rule::has_metric ? metric.of<T>(numel) : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
     if (!is_staged<T>(job)) {
       held_job.origin = begin;
@@ -169,15 +174,52 @@ class Step {
     }
   }
 
+  // Steps all kernels, then shrinks them together. What has to be held meanwhile is held of all.
+  template <typename T>
+  void run_coupled(const Job<Rule>& job) const {
+    const TensorStep& t = *job.tensor;
+    if (t.numel == 0) return;
+    const int64_t numel = t.numel / t.kernels;
+    const Layer<Rule, T> layer(call_, t, job.lr);
+    TensorStep held_tensor = t;
+    held_tensor.w = {layer.weights(), dtype_of<T>, nullptr};
+    Job<Rule> held_job = job;
+    held_job.tensor = &held_tensor;
+    held_job.metric = layer.metrics();
+    const bool staged = is_staged<T>(held_job);
+    const auto scalars = Rule::template as<T>(job.scalars);
+    layer.for_kernels([&](int64_t k, Shrinkage<Rule, T>& shrinkage) {
+      const int64_t begin = k * numel;
+      if (!in_place<T>(t.w)) copy_in(t.w, begin, numel, layer.weights(k));
+      if (staged) {
+        run_blocks<T>(held_job, begin, begin + numel);
+        return shrinkage.sum(layer.weights(k), layer.metrics(k), layer.sums(k));
+      }
+      const Block<T> block = direct_block<T>(held_job, begin, numel);
+      const bool summing = shrinkage.can_sum(block, job.flags, scalars);
+      shrinkage.step_and_sum(block, job.flags, scalars, summing, layer.sums(k));
+    });
+    const double factor = job.lr != 0 ? layer.factor() : 0;
+    layer.for_kernels([&](int64_t k, Shrinkage<Rule, T>& shrinkage) {
+      if (job.lr != 0) shrinkage.apply_by(factor, layer.weights(k), layer.metrics(k), layer.sums(k));
+      put_back(job, layer.weights(k), k * numel, numel);
+    });
+  }
+
   template <typename T>
   static T* fetch(const Operand& operand, int64_t begin, int64_t numel, std::vector<T>& values) {
     if (in_place<T>(operand)) return static_cast<T*>(operand.data) + begin;
     values.resize(numel);
+    copy_in(operand, begin, numel, values.data());
+    return values.data();
+  }
+
+  template <typename T>
+  static void copy_in(const Operand& operand, int64_t begin, int64_t numel, T* to) {
     RawBlock raw;
     for (int64_t i = 0; i < numel; i += kBlock) {
-      stage_in(operand, begin + i, std::min(kBlock, numel - i), values.data() + i, raw);
+      stage_in(operand, begin + i, std::min(kBlock, numel - i), to + i, raw);
     }
-    return values.data();
   }
 
   template <typename T>
@@ -314,6 +356,9 @@ void step_cpu(const Call& call) {
       for (const Segment& segment : shares[k]) step.run_segment(segment);
     }
   });
+  for (int64_t t = 0; t < call.count; ++t) {
+    if (are_coupled(call.tensors[t])) step.run_coupled(t);
+  }
 }
 
 template void step_cpu<Sgd>(const Call& call);

@@ -166,7 +166,7 @@ void launch(const Parameters<Rule>& p, const Work& work, void* stream) {
 
 template <class Rule>
 int64_t scratch_bytes(const GpuTable& table) {
-  return scalar_bytes<Rule>(table) + slot_bytes(table);
+  return scalar_bytes<Rule>(table) + prox_bytes(table);
 }
 
 template <class Rule>

@@ -8,11 +8,11 @@
 
 namespace loco::optim_step {
 
-// Memory for kernels that are too large for a block's shared memory.
-int64_t slot_bytes(const GpuTable& table);
+// Memory for kernels that are too large for a block's shared memory, and for those that are shrunk together.
+int64_t prox_bytes(const GpuTable& table);
 
-// slots: slot_bytes of the GPU's memory, at a 16-byte boundary.
+// memory: prox_bytes of the GPU's, at a 16-byte boundary.
 template <class Rule>
-void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned char* slots);
+void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned char* memory);
 
 }  // namespace loco::optim_step

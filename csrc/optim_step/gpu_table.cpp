@@ -79,11 +79,11 @@ ring_prox::Shape shape_of(const TensorStep& t) {
 // A launch for one tensor.
 ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const ring_prox::Shape shape = shape_of(t);
-  const bool is_double = t.w.dtype == DType::f64;
-  const int64_t bytes = shape.numel() * (is_double ? 8 : 4) * (has_metric ? 2 : 1);
-  const int64_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  const bool on_chip = bytes <= ring_prox::kMostStaged;
-  return {is_double, on_chip, ring_prox::threads_for(shape), 0, 1, t.kernels, whole};
+  const bool is_double = t.w.dtype == DType::f64, coupled = t.penalty->coupled;
+  const int64_t bytes = coupled ? bytes_of_held_kernel(shape.numel(), shape.rings, is_double, has_metric)
+                                : bytes_of_kernel(shape.numel(), is_double, has_metric);
+  const bool on_chip = !coupled && bytes <= ring_prox::kMostStaged;
+  return {is_double, on_chip, coupled, ring_prox::threads_for(shape), 0, 1, t.kernels, bytes};
 }
 
 class Builder {
@@ -210,6 +210,7 @@ class Builder {
     prox.rings = shape.rings;
     prox.channels_fastest = shape.channels_fastest;
     prox.linf = penalty.linf;
+    prox.coupled = penalty.coupled;
     s_.proxes.push_back(prox);
     s_.known_proxes.push_back({&penalty, shape.channels, shape.channels_fastest});
     return static_cast<int32_t>(s_.proxes.size() - 1);
@@ -257,23 +258,36 @@ class Builder {
       if (s_.entries[i].prox < 0) continue;
       order.emplace_back(prox_work_of(tensors[i], has_metric), static_cast<int32_t>(i));
     }
-    const auto sort_of = [](const ProxWork& w) { return std::make_tuple(w.is_double, w.on_chip, w.threads); };
+    const auto sort_of = [](const ProxWork& w) {
+      return std::make_tuple(w.is_double, w.on_chip, w.coupled, w.threads);
+    };
     std::stable_sort(order.begin(), order.end(),
                      [&](const auto& a, const auto& b) { return sort_of(a.first) < sort_of(b.first); });
     table_.prox_works.clear();
+    table_.layers = table_.layer_kernels = table_.held_bytes = 0;
     for (const auto& [of_entry, entry] : order) {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
           works.back().kernels + of_entry.kernels > most) {
-        works.push_back(
-            {of_entry.is_double, of_entry.on_chip, of_entry.threads, static_cast<int64_t>(s_.chunks.size()), 0, 0, 0});
+        works.push_back(of_entry);
+        works.back().first = static_cast<int64_t>(s_.chunks.size());
+        works.back().count = works.back().kernels = 0;
       }
       ProxWork& work = works.back();
       s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
       ++work.count;
       work.kernels += of_entry.kernels;
       work.bytes = std::max(work.bytes, of_entry.bytes);
+      if (work.coupled) hold(of_entry, s_.entries[entry]);
     }
+  }
+
+  // Kernels that are shrunk together.
+  void hold(const ProxWork& of_entry, Entry& entry) {
+    entry.held = table_.held_bytes;
+    table_.held_bytes += of_entry.kernels * of_entry.bytes;
+    table_.layer_kernels += of_entry.kernels;
+    ++table_.layers;
   }
 
   template <typename T>

@@ -37,6 +37,7 @@ struct Entry {
   int32_t nests[kNests];  // numbers of nests, or kFlat
   int32_t group;          // row of hyper
   int32_t prox;           // that ends the step: number among the table's, or -1
+  int64_t held;           // where its kernels are held if they are shrunk together, in bytes
   uint32_t ordinal;       // for stochastic rounding
   uint8_t head;           // elements before the first at a 16-byte boundary; 0 for those taken one by one
   MapKind map_kind;
@@ -52,7 +53,7 @@ struct Prox {
   const double* factors;   // of each kernel's thresholds, in the GPU's memory; null: ones
   uint32_t channels, tap_count;
   int32_t rings;
-  bool channels_fastest, linf;
+  bool channels_fastest, linf, coupled;
 };
 
 // Elements begin .. end - 1 of an entry, where begin is 0 or head + a multiple of kChunk. Of an entry with a prox all,
@@ -68,6 +69,16 @@ struct DeviceScalar {
   int64_t is_double;
 };
 
+// That a kernel takes with its metrics in the type that arithmetic is done in.
+LOCO_HD int64_t bytes_of_kernel(int64_t weights, bool is_double, bool has_metric) {
+  return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + 15) / 16 * 16;
+}
+
+// And with the squares of its rings and their scale, where it is held.
+LOCO_HD int64_t bytes_of_held_kernel(int64_t weights, int rings, bool is_double, bool has_metric) {
+  return bytes_of_kernel(weights, is_double, has_metric) + (rings + 2) / 2 * 16;
+}
+
 // Consecutive chunks whose entries have these types.
 struct Work {
   Types types;
@@ -78,6 +89,7 @@ struct Work {
 struct ProxWork {
   bool is_double;  // what arithmetic is done in
   bool on_chip;    // shared memory holds a kernel
+  bool coupled;    // each entry's kernels are shrunk together
   unsigned threads;
   int64_t first, count;
   int64_t kernels;
@@ -124,6 +136,8 @@ struct GpuTable {
   std::vector<Work> works;
   std::vector<ProxWork> prox_works;
   int64_t entry_count = 0;
+  // Of all entries whose kernels are shrunk together: their number, that of their kernels, and the bytes of these.
+  int64_t layers = 0, layer_kernels = 0, held_bytes = 0;
   // Where sections begin among the bytes. Those that change most come first.
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;
   int64_t proxes = 0, taps = 0, begins = 0, thresholds = 0;

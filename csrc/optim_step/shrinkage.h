@@ -36,11 +36,48 @@ class Shrinkage {
 
   // Updates a kernel first. summing: whether this block and those that come after it can be summed up meanwhile.
   void step(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing) {
-    if constexpr (std::is_same_v<T, float>) {
-      if (summing) return step_summing(kernel, flags, scalars);
+    if (!summing) {
+      update(kernel, flags, scalars);
+      return apply(kernel.w, kernel.metric);
     }
-    update(kernel, flags, scalars);
-    apply(kernel.w, kernel.metric);
+    update_summing(kernel, flags, scalars);
+    solver_.prox_of_summed(kernel.w, kernel.metric, thresholds(), kernel.w);
+  }
+
+  // What follows is for kernels that are shrunk together, by a factor that all of them decide about: sums, of which
+  // there are sum_count, are kept until then.
+
+  int sum_count() const { return penalty_.linf ? 0 : solver_.sum_count(Rule::has_metric); }
+
+  void step_and_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing, double* sums) {
+    if (!summing) {
+      update(kernel, flags, scalars);
+      return sum(kernel.w, kernel.metric, sums);
+    }
+    update_summing(kernel, flags, scalars);
+    solver_.keep_sums(Rule::has_metric, sums);
+  }
+
+  void sum(const T* w, const T* metric, double* sums) {
+    if (penalty_.linf) return;
+    solver_.sum(w, metric);
+    solver_.keep_sums(Rule::has_metric, sums);
+  }
+
+  // What the kernel adds to the layer's sum if it is shrunk by this factor; a kernel without a norm adds nothing.
+  double share(const T* w, const T* metric, const double* sums, double factor) {
+    if (!penalty_.linf) solver_.take_sums(Rule::has_metric, sums);
+    const double share = penalty_.linf ? solver_.linf_penalty(w, metric, thresholds(), factor)
+                                       : solver_.penalty_of_summed(w, metric, thresholds(), factor);
+    return std::isfinite(share) ? share : 0;
+  }
+
+  void apply_by(double factor, T* w, const T* metric, const double* sums) {
+    double merged[ring_prox::kMaxRings];
+    ring_prox::merge(thresholds(), penalty_.rings(), factor, 1, merged);
+    if (penalty_.linf) return solver_.prox(w, metric, {merged, nullptr}, true, w);
+    solver_.take_sums(Rule::has_metric, sums);
+    solver_.prox_of_summed(w, metric, {merged, nullptr}, w);
   }
 
   bool can_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) const {
@@ -52,12 +89,13 @@ class Shrinkage {
   }
 
  private:
-  void step_summing(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) {
-    ring_prox::Moments& sums = solver_.no_sums();
-    for (const auto& part : solver_.parts()) {
-      update_and_sum(kernel.part(part.at, part.run.count), flags, scalars, part.run, sums);
+  void update_summing(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) {
+    if constexpr (std::is_same_v<T, float>) {
+      ring_prox::Moments& sums = solver_.no_sums();
+      for (const auto& part : solver_.parts()) {
+        update_and_sum(kernel.part(part.at, part.run.count), flags, scalars, part.run, sums);
+      }
     }
-    solver_.prox_of_summed(kernel.w, kernel.metric, thresholds(), kernel.w);
   }
 
   void set_thresholds(double factor) {

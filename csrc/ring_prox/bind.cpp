@@ -6,7 +6,7 @@
 
 namespace loco::ring_prox {
 
-int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
+int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf, bool coupled,
                           std::optional<Tensor> factors) {
   const auto read = [](const Tensor& tensor, const char* name) {
     const View view = view_of(tensor, name, 0);
@@ -28,6 +28,7 @@ int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<T
     penalty.ring_of_tap.push_back(static_cast<int>(ring));
   }
   penalty.linf = linf;
+  penalty.coupled = coupled && squared;
   held->factors = factors;
   return keep(std::move(held));
 }

@@ -135,13 +135,14 @@ struct OfLeader {
   LOCO_DEVICE Element operator[](int i) const { return {threadIdx.x == 0 ? values + i : nullptr}; }
 };
 
-// Each of these is the shared memory of one way to solve. solve() leaves there what shrunk(weight, its metric, its
+// Each of these is the shared memory of one way to solve. prepare(sums, thresholds, use) calls use(solve, penalty,
+// found), which are as solve_squared takes them; the last solve() leaves there what shrunk(weight, its metric, its
 // ring) needs, for all threads to read.
 struct L2 {
   double squares[kMaxRings], t[kMaxRings], factors[kMaxRings];
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Use>
+  LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
     const double scale = sums.scaled_squares({squares});
     const int rings = sums.rings();
     if (threadIdx.x == 0) {
@@ -150,7 +151,7 @@ struct L2 {
         chain(squares, t, rings, factors);
       };
       const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
-      solve_squared(thresholds, solve, penalty, factors);
+      use(solve, penalty, factors);
     }
     __syncthreads();
   }
@@ -185,8 +186,8 @@ struct L2InMetric {
       coefficients[kMaxRings], derivatives[kMaxRings];
   int first;  // ring that does not vanish
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Use>
+  LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
     MetricSums<Sums> in_metric{sums};
@@ -210,7 +211,7 @@ struct L2InMetric {
                  : l2_penalty(squares, nullptr, thresholds.squared, rings)) /
              scale;
     };
-    solve_squared(thresholds, solve, penalty, coefficients);
+    use(solve, penalty, coefficients);
   }
 
   template <typename T>
@@ -223,8 +224,8 @@ struct L2InMetric {
 struct Linf {
   double sizes[kMaxRings], t[kMaxRings], caps[kMaxRings];
 
-  template <class Sums>
-  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
+  template <class Sums, class Use>
+  LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
     const int rings = sums.rings();
     const auto above = [&](int n, OfLeader, double level) {
       __syncthreads();  // caps have been written
@@ -254,7 +255,7 @@ struct Linf {
     }
     __syncthreads();
     const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
-    solve_squared(thresholds, solve, penalty, caps);
+    use(solve, penalty, caps);
   }
 
   template <typename T>
@@ -264,6 +265,24 @@ struct Linf {
   }
 };
 
+template <class Solver, class Sums>
+LOCO_DEVICE void solve(Solver& solver, Sums& sums, const Thresholds& thresholds) {
+  solver.prepare(sums, thresholds, [&](const auto& solve, const auto& penalty, const double* found) {
+    solve_squared(thresholds, solve, penalty, found);
+  });
+}
+
+// sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q; for thread 0.
+template <class Solver, class Sums>
+LOCO_DEVICE double penalty_at(double factor, Solver& solver, Sums& sums, const Thresholds& thresholds) {
+  double result = 0;
+  solver.prepare(sums, thresholds, [&](const auto& solve, const auto& penalty, const double* found) {
+    solve(factor);
+    result = penalty(found);
+  });
+  return result;
+}
+
 // One of them, as the penalty asks for it.
 template <bool in_metric>
 union AnySolver {
@@ -272,7 +291,13 @@ union AnySolver {
 
   template <class Sums>
   LOCO_DEVICE void solve(bool is_linf, Sums& sums, const Thresholds& thresholds) {
-    is_linf ? linf.solve(sums, thresholds) : l2.solve(sums, thresholds);
+    is_linf ? ring_prox::solve(linf, sums, thresholds) : ring_prox::solve(l2, sums, thresholds);
+  }
+
+  template <class Sums>
+  LOCO_DEVICE double penalty_at(double factor, bool is_linf, Sums& sums, const Thresholds& thresholds) {
+    return is_linf ? ring_prox::penalty_at(factor, linf, sums, thresholds)
+                   : ring_prox::penalty_at(factor, l2, sums, thresholds);
   }
 
   template <typename T>

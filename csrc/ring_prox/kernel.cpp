@@ -62,29 +62,45 @@ void KernelSolver<T>::divide() {
 
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
-  u_ = u;
-  d_ = nullptr;
+  turn_to(u, nullptr);
   const double scale = scaled_sums(false);
   for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale;
 }
 
 template <typename T>
 void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out) {
-  u_ = u;
-  d_ = d;
-  out_ = out;
-  if (!linf) return solve(thresholds, scaled_sums(false));
-  if (shape_.channels_fastest) return solve_linf(thresholds);
-  turned_u_.resize(shape_.numel());
-  turn(u, shape_.channels, shape_.taps, turned_u_.data());
-  u_ = out_ = turned_u_.data();
-  if (d != nullptr) {
-    turned_d_.resize(shape_.numel());
-    turn(d, shape_.channels, shape_.taps, turned_d_.data());
-    d_ = turned_d_.data();
+  turn_to(u, d);
+  if (!linf) return prox_l2(thresholds, scaled_sums(false), out);
+  turn_channels();
+  T* const to = turned() ? turned_u_.data() : out;
+  with_linf(thresholds, [&](const auto& solve, const auto& penalty, const double* caps) {
+    solve_squared(thresholds, solve, penalty, caps);
+    for_taps([&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r]), to + at); });
+  });
+  if (turned()) turn(to, shape_.taps, shape_.channels, out);
+}
+
+template <typename T>
+void KernelSolver<T>::sum(const T* u, const T* d) {
+  turn_to(u, d);
+  scaled_ = u;
+  sum_up(false);
+}
+
+template <typename T>
+void KernelSolver<T>::keep_sums(bool in_metric, double* to) const {
+  const int rings = shape_.rings;
+  for (int at = 0; at < sum_count(in_metric); at += rings) {
+    std::copy(zero_.power[at / rings], zero_.power[at / rings] + rings, to + at);
   }
-  solve_linf(thresholds);
-  turn(turned_u_.data(), shape_.taps, shape_.channels, out);
+}
+
+template <typename T>
+void KernelSolver<T>::take_sums(bool in_metric, const double* from) {
+  const int rings = shape_.rings;
+  for (int at = 0; at < sum_count(in_metric); at += rings) {
+    std::copy(from + at, from + at + rings, zero_.power[at / rings]);
+  }
 }
 
 template <typename T>
@@ -95,20 +111,75 @@ Moments& KernelSolver<T>::no_sums() {
 
 template <typename T>
 void KernelSolver<T>::prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out) {
+  turn_to(u, d);
+  prox_l2(thresholds, scaled_sums(true), out);
+}
+
+template <typename T>
+double KernelSolver<T>::penalty_of_summed(const T* u, const T* d, const Thresholds& thresholds, double factor) {
+  turn_to(u, d);
+  double result = 0;
+  with_l2(thresholds, scaled_sums(true), [&](const auto& solve, const auto& penalty, const double* found) {
+    solve(factor);
+    result = penalty(found);
+  });
+  return result;
+}
+
+template <typename T>
+double KernelSolver<T>::linf_penalty(const T* u, const T* d, const Thresholds& thresholds, double factor) {
+  turn_to(u, d);
+  turn_channels();
+  double result = 0;
+  with_linf(thresholds, [&](const auto& solve, const auto& penalty, const double* caps) {
+    solve(factor);
+    result = penalty(caps);
+  });
+  return result;
+}
+
+template <typename T>
+void KernelSolver<T>::turn_to(const T* u, const T* d) {
   u_ = u;
   d_ = d;
-  out_ = out;
-  solve(thresholds, scaled_sums(true));
+}
+
+template <typename T>
+bool KernelSolver<T>::turned() const {
+  return !shape_.channels_fastest;
+}
+
+// Lets channels be fastest in u and d.
+template <typename T>
+void KernelSolver<T>::turn_channels() {
+  if (!turned()) return;
+  turned_u_.resize(shape_.numel());
+  turn(u_, shape_.channels, shape_.taps, turned_u_.data());
+  u_ = turned_u_.data();
+  if (d_ == nullptr) return;
+  turned_d_.resize(shape_.numel());
+  turn(d_, shape_.channels, shape_.taps, turned_d_.data());
+  d_ = turned_d_.data();
 }
 
 // scale: what the sums were made with
 template <typename T>
-void KernelSolver<T>::solve(const Thresholds& thresholds, double scale) {
-  d_ != nullptr ? solve_metric(thresholds, scale) : solve_l2(thresholds, scale);
+void KernelSolver<T>::prox_l2(const Thresholds& thresholds, double scale, T* out) {
+  with_l2(thresholds, scale, [&](const auto& solve, const auto& penalty, double* found) {
+    solve_squared(thresholds, solve, penalty, found);
+    if (d_ == nullptr) {
+      for (const Part& part : parts_) multiply(u_ + part.at, part.run, found, out + part.at);
+    } else {
+      for (int r = 0; r < first_; ++r) found[r] = kInfinity;
+      for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, found, out + part.at);
+    }
+  });
 }
 
 template <typename T>
-void KernelSolver<T>::solve_l2(const Thresholds& thresholds, double scale) {
+template <class Use>
+void KernelSolver<T>::with_l2(const Thresholds& thresholds, double scale, const Use& use) {
+  if (d_ != nullptr) return with_metric(thresholds, scale, use);
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
   const double* const squares = zero_.power[0];
@@ -117,31 +188,28 @@ void KernelSolver<T>::solve_l2(const Thresholds& thresholds, double scale) {
     chain(squares, t, rings, factors);
   };
   const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
-  solve_squared(thresholds, solve, penalty, factors);
-  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out_ + part.at);
+  use(solve, penalty, factors);
 }
 
 template <typename T>
-void KernelSolver<T>::solve_metric(const Thresholds& thresholds, double scale) {
+template <class Use>
+void KernelSolver<T>::with_metric(const Thresholds& thresholds, double scale, const Use& use) {
   double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
-  int first = 0;
   const auto solve = [&](double factor) {
     merge(thresholds, rings, factor, scale, t);
-    first = first_alive(t);
-    find_coefficients(norms, t, first, coefficients);
+    first_ = first_alive(t);
+    find_coefficients(norms, t, first_, coefficients);
   };
   const auto found = [&](int r, double) { return Damped{squares_[r], 0}; };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(found, coefficients, thresholds.squared, first, rings)
+    return (of ? metric_penalty(found, coefficients, thresholds.squared, first_, rings)
                : l2_penalty(zero_.power[0], nullptr, thresholds.squared, rings)) /
            scale;
   };
-  solve_squared(thresholds, solve, penalty, coefficients);
-  for (int r = 0; r < first; ++r) coefficients[r] = kInfinity;
-  for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, coefficients, out_ + part.at);
+  use(solve, penalty, coefficients);
 }
 
 // The first ring that does not vanish. By Cauchy and Schwarz (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2, which mostly is
@@ -217,7 +285,8 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
 }
 
 template <typename T>
-void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
+template <class Use>
+void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
   double t[kMaxRings], caps[kMaxRings], sizes[kMaxRings];
   const int rings = shape_.rings;
   const auto sums = [&](int n, const double* of, double level) {
@@ -249,9 +318,8 @@ void KernelSolver<T>::solve_linf(const Thresholds& thresholds) {
     ring_prox::solve_linf(fewer_sums, t, rings, caps);
   };
   if (thresholds.squared) measure(sizes);
-  const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
-  solve_squared(thresholds, solve, penalty, caps);
-  for_taps([&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r]), out_ + at); });
+  const auto penalty = [&](const double* of) { return ring_prox::linf_penalty(sizes, of, thresholds.squared, rings); };
+  use(solve, penalty, caps);
 }
 
 // The largest size in each ring.

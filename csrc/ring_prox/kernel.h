@@ -39,6 +39,15 @@ class KernelSolver {
   // moments() adds without c, or without a metric what squares() does, as power[0].
   void prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out);
   Moments& no_sums();
+  // The same for one who comes back to each of several kernels: the sums, of which there are sum_count, in a metric or
+  // without, from the weights to where they are kept and back.
+  void sum(const T* u, const T* d);
+  int sum_count(bool in_metric) const { return shape_.rings * (in_metric ? Moments::kPowers : 1); }
+  void keep_sums(bool in_metric, double* to) const;
+  void take_sums(bool in_metric, const double* from);
+  // sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q.
+  double penalty_of_summed(const T* u, const T* d, const Thresholds& thresholds, double factor);
+  double linf_penalty(const T* u, const T* d, const Thresholds& thresholds, double factor);
   const std::vector<Part>& parts() const { return parts_; }
 
  private:
@@ -47,10 +56,17 @@ class KernelSolver {
   };
 
   void divide();
-  void solve(const Thresholds& thresholds, double scale);
-  void solve_l2(const Thresholds& thresholds, double scale);
-  void solve_metric(const Thresholds& thresholds, double scale);
-  void solve_linf(const Thresholds& thresholds);
+  void prox_l2(const Thresholds& thresholds, double scale, T* out);
+  // Each calls use(solve, penalty, found), which are as solve_squared takes them.
+  template <class Use>
+  void with_l2(const Thresholds& thresholds, double scale, const Use& use);
+  template <class Use>
+  void with_metric(const Thresholds& thresholds, double scale, const Use& use);
+  template <class Use>
+  void with_linf(const Thresholds& thresholds, const Use& use);
+  void turn_to(const T* u, const T* d);
+  bool turned() const;
+  void turn_channels();
   void find_coefficients(const double* norms, const double* t, int first, double* coefficients);
   template <typename Visit>
   void for_taps(const Visit& visit) const;
@@ -69,8 +85,8 @@ class KernelSolver {
   std::vector<int64_t> ring_of_long_lane_;
   std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr;
-  T* out_ = nullptr;
   double squares_[kMaxRings], weighed_[kMaxRings];
+  int first_ = 0;  // ring that does not vanish in a metric
   bool weighed_is_known_ = false;
   Moments zero_, moments_;  // for c = 0, of which without a metric only squares are summed, and for the latest
   std::vector<T> scaled_copy_, turned_u_, turned_d_;

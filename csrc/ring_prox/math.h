@@ -26,6 +26,7 @@
 namespace loco::ring_prox {
 
 constexpr int kMaxRings = 64;
+constexpr int kMostTrials = 200;  // of a search
 constexpr double kInfinity = __builtin_huge_val();
 
 LOCO_HD bool is_nan(double value) { return value != value; }
@@ -84,31 +85,44 @@ LOCO_HD double l2_penalty(const double* squares, const double* factors, const do
 }
 
 // Where a continuous function changes its sign between lower and upper: bisection, and inverse quadratic interpolation
-// where that is safe (Chandrupatla 1997).
-template <class F>
-LOCO_HD double find_root(const F& f, double lower, double f_lower, double upper, double f_upper, double tolerance) {
-  double x1 = upper, f1 = f_upper, x2 = lower, f2 = f_lower, part = 0.5;
-  for (int i = 0; i < 200; ++i) {
-    const double x = x1 + part * (x2 - x1), f_x = f(x);
-    double x3 = x1, f3 = f1;
-    if ((f_x > 0) != (f1 > 0)) {
-      x3 = x2, f3 = f2;
-      x2 = x1, f2 = f1;
-    }
-    x1 = x, f1 = f_x;
-    const double best = std::fabs(f2) < std::fabs(f1) ? x2 : x1;
-    const double least = tolerance * std::fabs(best) / std::fabs(x2 - x1);
-    if (f_x == 0) return x;
-    if (!(least <= 0.5)) return best;
-    const double xi = (x1 - x2) / (x3 - x2), phi = (f1 - f2) / (f3 - f2);
-    part = 0.5;
-    if (phi * phi < xi && (1 - phi) * (1 - phi) < 1 - xi) {
-      part = f1 / (f2 - f1) * (f3 / (f2 - f3)) + (x3 - x1) / (x2 - x1) * (f1 / (f3 - f1)) * (f2 / (f3 - f2));
-    }
-    part = part < least ? least : part > 1 - least ? 1 - least : part;
+// where that is safe (Chandrupatla 1997), after a first linear one. To be told the value at at() until found.
+class RootSearch {
+ public:
+  // Until it has begun, at() and best() are x.
+  LOCO_HD explicit RootSearch(double x) : x1_(x), f1_(0), x2_(x), f2_(0), part_(0) {}
+
+  LOCO_HD void begin(double lower, double f_lower, double upper, double f_upper) {
+    x1_ = upper, f1_ = f_upper, x2_ = lower, f2_ = f_lower;
+    part_ = f_upper / (f_upper - f_lower);
   }
-  return x1;
-}
+
+  LOCO_HD double at() const { return x1_ + part_ * (x2_ - x1_); }
+  LOCO_HD double best() const { return f1_ != 0 && std::fabs(f2_) < std::fabs(f1_) ? x2_ : x1_; }
+
+  // Whether best() has been found.
+  LOCO_HD bool take(double f_x, double tolerance) {
+    const double x = at();
+    double x3 = x1_, f3 = f1_;
+    if ((f_x > 0) != (f1_ > 0)) {
+      x3 = x2_, f3 = f2_;
+      x2_ = x1_, f2_ = f1_;
+    }
+    x1_ = x, f1_ = f_x;
+    const double least = tolerance * std::fabs(best()) / std::fabs(x2_ - x1_);
+    if (f_x == 0 || !(least <= 0.5)) return true;
+    const double xi = (x1_ - x2_) / (x3 - x2_), phi = (f1_ - f2_) / (f3 - f2_);
+    part_ = 0.5;
+    if (phi * phi < xi && (1 - phi) * (1 - phi) < 1 - xi) {
+      part_ =
+          f1_ / (f2_ - f1_) * (f3 / (f2_ - f3)) + (x3 - x1_) / (x2_ - x1_) * (f1_ / (f3 - f1_)) * (f2_ / (f3 - f2_));
+    }
+    part_ = part_ < least ? least : part_ > 1 - least ? 1 - least : part_;
+    return false;
+  }
+
+ private:
+  double x1_, f1_, x2_, f2_, part_;
+};
 
 // Sums over a ring for x = u d / (d + c): of x^2, and of x^2 / (d + c), of which -2 is the first one's derivative by c.
 struct Damped {
@@ -237,30 +251,56 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   return penalty;
 }
 
-// f of the squared part. penalty_at(f): sum_n q_n ||x(G_n)|| of the prox with thresholds t + f q. 0 where that of u is
-// infinite: what infinite weights, which stay, would ask of all others is not to be had.
-template <class Penalty>
-LOCO_HD double squared_factor(const Penalty& penalty_at, double penalty_of_u) {
-  const double upper = 2 * penalty_of_u;
-  if (upper == kInfinity) return 0;
-  if (!(upper > 0)) return upper;
-  const auto balance = [&](double factor) { return factor - 2 * penalty_at(factor); };
-  const double f_upper = balance(upper);
-  return f_upper <= 0 ? upper : find_root(balance, 0, -upper, upper, f_upper, 4e-16);
-}
+// The search for f of the squared part. To be told sum_n q_n ||x(G_n)|| of the prox with thresholds t + at() q until it
+// is found; first of all, where at() is 0, that of u will do. Where that is infinite f is 0: what infinite weights,
+// which stay, would ask of all others is not to be had.
+class FactorSearch {
+ public:
+  LOCO_HD FactorSearch() : root_(0), told_(0) {}
+
+  LOCO_HD double at() const { return root_.at(); }
+  LOCO_HD double best() const { return root_.best(); }
+  LOCO_HD bool begun() const { return told_ > 0; }
+
+  // Whether best() has been found.
+  LOCO_HD bool take(double penalty, double tolerance) {
+    const double x = at(), miss = x - 2 * penalty;
+    if (told_ == 2) return root_.take(miss, tolerance);
+    ++told_;
+    if (told_ == 1) {
+      root_ = RootSearch(-miss == kInfinity ? 0 : -miss);
+      return !(-miss > 0);
+    }
+    root_.begin(0, -x, x, miss);
+    return miss <= 0;
+  }
+
+ private:
+  RootSearch root_;
+  int told_;
+};
 
 // solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
 // ||x(G_n)|| there, penalty(null): of u.
 template <class Solve, class Penalty>
 LOCO_HD void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty,
                            const double* found) {
+  constexpr double kTolerance = 4e-16;
   double factor = 0;
   if (thresholds.squared) {
-    const auto penalty_at = [&](double value) {
+    const double upper = 2 * penalty(nullptr);
+    const auto miss = [&](double value) {
       solve(value);
-      return penalty(found);
+      return value - 2 * penalty(found);
     };
-    factor = squared_factor(penalty_at, penalty(nullptr));
+    factor = upper == kInfinity ? 0 : upper;
+    const double of_upper = factor > 0 ? miss(factor) : 0;
+    if (of_upper > 0) {
+      RootSearch search(factor);
+      search.begin(0, -factor, factor, of_upper);
+      for (int i = 0; i < kMostTrials && !search.take(miss(search.at()), kTolerance); ++i) continue;
+      factor = search.best();
+    }
   }
   solve(factor);
 }

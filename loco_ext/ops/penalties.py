@@ -14,7 +14,8 @@ Prepare = Callable[[], object]
 
 
 class StepPenalty:
-    """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each kernel.
+    """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each kernel,
+    or with the square of the sum over all kernels.
 
     Args:
         rings: of every tap, in the order of a contiguous kernel, below ``len(thresholds)``.
@@ -24,6 +25,7 @@ class StepPenalty:
         factors: of each kernel's thresholds and squared, float64 ``(C_out,)``, contiguous, on the parameter's device,
             finite, at least 0; every step reads them anew. None: ones.
         prepare: as for :class:`LayerPenalty`.
+        coupled: what is squared is the sum over all kernels of the parameter.
 
     Example:
         >>> import torch
@@ -43,11 +45,13 @@ class StepPenalty:
         linf: bool = False,
         factors: Tensor | None = None,
         prepare: Prepare = bool,
+        coupled: bool = False,
     ) -> None:
         self.rings = list(rings)
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
+        self.coupled = coupled
         self.factors = factors
         self.prepare = prepare
         self._numbers: dict[ModuleType | None, int] = {}
@@ -58,13 +62,14 @@ class StepPenalty:
         library = backends.cuda_library if param.is_cuda else backends.library
         if library not in self._numbers:
             hold = backends.operators().ring_penalty_hold
-            self._numbers[library] = hold(param, self.rings, self.thresholds, self.squared, self.linf, self.factors)
+            mode = (self.linf, self.coupled, self.factors)
+            self._numbers[library] = hold(param, self.rings, self.thresholds, self.squared, *mode)
         return self._numbers[library]
 
     @property
     def of_layer(self) -> bool:
         """Whether it is for all kernels of a layer together, and may change from step to step."""
-        return self.factors is not None
+        return self.coupled or self.factors is not None
 
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
         """Thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
@@ -80,8 +85,8 @@ class StepPenalty:
 
 @dataclass(frozen=True)
 class LayerPenalty:
-    """A penalty that the step's kernels do not know, such as one that couples the kernels of a layer: its prox follows
-    the step of its parameter.
+    """A penalty that the step's kernels do not know, such as one of a locally connected layer: its prox follows the
+    step of its parameter.
 
     Args:
         prox: given what the step has left, in the type that arithmetic is done in, the step size and the metric or

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.coupled import coupled_prox, l2_of_groups, largest_in_groups
 from loco_ext.reference import ring_prox as _reference
 
 MOST_RINGS = 64
@@ -72,6 +73,7 @@ def ring_prox(
     metric: Tensor | None = None,
     *,
     linf: bool = False,
+    coupled: bool = False,
 ) -> Tensor:
     """The exact minimiser, for each kernel and with t = thresholds, q = squared, d = metric, over x of
 
@@ -87,12 +89,13 @@ def ring_prox(
         squared: as ``thresholds``, and of their shape; None: zeros.
         metric: of weight's shape and device and any of the four dtypes, positive; None: ones.
         linf: groups are measured by their largest weight, not by the Euclidean norm.
+        coupled: what is squared is the sum over all kernels, of those whose norms are finite.
 
     Returns:
         A tensor like ``weight``.
 
     Source:
-        Groups: the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", eqs. 17-22, 33.
+        Groups: the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", eqs. 17-22, 32-33.
         The order that makes shrinking group by group exact: Jenatton, Mairal, Obozinski, Bach, "Proximal methods for
         sparse hierarchical dictionary learning" (2010).
 
@@ -112,7 +115,34 @@ def ring_prox(
         squared = squared.contiguous()
     if metric is not None:
         check_metric(metric, weight)
-    return _run("ring_prox", weight.detach(), list(rings), thresholds.contiguous(), squared, metric, linf)
+    weight, rings = weight.detach(), list(rings)
+    if not coupled or squared is None:
+        return _run("ring_prox", weight, rings, thresholds.contiguous(), squared, metric, linf)
+    if backends.choose(_FAMILY, weight.device) == "reference":
+        return _reference.ring_prox(weight, rings, thresholds, squared, metric, linf, coupled)
+    return _coupled_prox(weight, rings, thresholds, squared, metric, linf)
+
+
+def _coupled_prox(
+    weight: Tensor, rings: list[int], thresholds: Tensor, squared: Tensor, metric: Tensor | None, linf: bool
+) -> Tensor:
+    q = squared.to(weight.device).expand(len(weight), -1)
+
+    def prox(factor: Tensor) -> Tensor:
+        return _run("ring_prox", weight, rings, thresholds + factor.cpu() * squared, None, metric, linf)
+
+    def norms_of(x: Tensor) -> Tensor:
+        return group_norms(x, rings, q.shape[1], linf)
+
+    norms_tell = metric is None and not linf and q.shape[1] == 1 and not thresholds.any()
+    return coupled_prox(prox, norms_of, weight, q, norms_tell, waits=True)
+
+
+def group_norms(weight: Tensor, rings: Sequence[int], count: int, linf: bool) -> Tensor:
+    """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
+    if linf:
+        return largest_in_groups(weight, rings, count)
+    return l2_of_groups(ring_norms(weight, rings, count).double())
 
 
 def _run(name: str, weight: Tensor, *arguments: Any) -> Tensor:

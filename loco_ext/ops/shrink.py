@@ -43,7 +43,7 @@ def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor
     if isinstance(penalty, LayerPenalty):
         return penalty.prox(w, size, metric)
     thresholds, squared = penalty.scaled(size)
-    return ring_prox(w, penalty.rings, thresholds, squared, metric, linf=penalty.linf)
+    return ring_prox(w, penalty.rings, thresholds, squared, metric, linf=penalty.linf, coupled=penalty.coupled)
 
 
 def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:

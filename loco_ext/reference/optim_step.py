@@ -146,7 +146,7 @@ def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor
     if hasattr(penalty, "prox"):  # a LayerPenalty
         return penalty.prox(w, step, metric)
     thresholds, squared = penalty.scaled(step)
-    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf)
+    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.coupled)
 
 
 def _rows(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int]) -> list[list[float]]:

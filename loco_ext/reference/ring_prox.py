@@ -35,6 +35,7 @@ def ring_prox(
     squared: Tensor | None,
     metric: Tensor | None,
     linf: bool,
+    coupled: bool = False,
 ) -> Tensor:
     """The prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
     u, index = _kernels(weight), _index(rings, weight)
@@ -48,13 +49,19 @@ def ring_prox(
             return _prox_linf(u, index, merged, d)
         return _prox_l2(u, index, merged) if d is None else _prox_l2_metric(u, index, merged, d)
 
+    def twice_the_penalty(x: Tensor) -> Tensor:
+        of_kernels = 2 * _penalty(x, index, q, linf)
+        if not coupled:
+            return of_kernels
+        return torch.where(of_kernels.isfinite(), of_kernels, 0.0).sum().expand_as(of_kernels)
+
     def balance(factor: Tensor) -> Tensor:
-        return factor - 2 * _penalty(solve(factor), index, q, linf)
+        return factor - twice_the_penalty(solve(factor))
 
     factor = torch.zeros_like(t[:, 0])
     if squared is not None:
         # The plain prox has thresholds t + factor*q, the factor being twice what the result's groups weigh with q.
-        upper = 2 * _penalty(u, index, q, linf)
+        upper = twice_the_penalty(u)
         factor = torch.where(upper.isinf(), 0.0, _root(balance, upper))  # infinite weights stay
     x = solve(factor).view(weight.shape).to(weight.dtype)
     return torch.empty_like(weight).copy_(x)

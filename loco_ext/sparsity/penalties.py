@@ -7,11 +7,9 @@ weight instead of the Euclidean norm; and the worry of its eqs. 30-31, batch nor
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.penalties import OfStep, Prepare
+from loco_ext.ops.ring_prox import group_norms
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, check_number, rings_of
 from loco_ext.sparsity.weightings import WEIGHTINGS, as_thresholds, group_weights
 
@@ -34,6 +33,7 @@ class _Penalty:
     weighting: str
     norm: str
     power: int
+    _coupled: ClassVar[bool]  # what power 2 squares is the sum over a layer's kernels
 
     def __post_init__(self) -> None:
         check_number("strength", self.strength)
@@ -54,14 +54,7 @@ class _Penalty:
 
     def _group_norms(self, weight: Tensor) -> Tensor:
         """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
-        rings, count = self.rings(weight)
-        if self.norm == "linf":
-            sizes = weight.abs().flatten(2).amax(1)  # [C_out, taps]
-            of_ring = [sizes[:, [ring == n for ring in rings]].amax(1) for n in range(count)]
-            return torch.stack(of_ring, 1).double().cummax(1).values
-        norms = ops.ring_norms(weight, rings, count).double()
-        inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
-        return torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
+        return group_norms(weight, *self.rings(weight), self.norm == "linf")
 
     def _kernel_values(self, weight: Tensor) -> Tensor:
         """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
@@ -81,7 +74,8 @@ class _Penalty:
         (rings, _), weights, linf = self.rings(weight), self.group_weights(weight), self.norm == "linf"
         if self.power == 1:
             return ops.StepPenalty(rings, self.strength * weights, None, linf, scales, prepare)
-        return ops.StepPenalty(rings, 0 * weights, math.sqrt(self.strength) * weights, linf, scales, prepare)
+        squared = math.sqrt(self.strength) * weights
+        return ops.StepPenalty(rings, 0 * weights, squared, linf, scales, prepare, self._coupled)
 
     def value(self, weight: Tensor) -> Tensor:
         """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
@@ -175,7 +169,8 @@ class _Penalty:
         return weights if scales is None else scales.cpu()[:, None] * weights
 
     def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
-        return ops.ring_prox(weight, self.rings(weight)[0], thresholds, squared, metric, linf=self.norm == "linf")
+        options = {"linf": self.norm == "linf", "coupled": self._coupled}
+        return ops.ring_prox(weight, self.rings(weight)[0], thresholds, squared, metric, **options)
 
 
 @dataclass(frozen=True)
@@ -213,6 +208,7 @@ class RingPenalty(_Penalty):
     norm: str = "l2"
     power: int = 1
     first: str = field(default="auto", kw_only=True)
+    _coupled = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,42 +247,14 @@ class KernelPenalty(_Penalty):
     weighting: str = "plain"
     norm: str = "l2"
     power: int = 1
+    _coupled = True
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
         check_convolution("weight", weight)
         return [0] * weight.shape[2:].numel(), 1
 
-    def _for_kernels(self, weight: Tensor, scales: Tensor | None = None, prepare: Prepare = bool) -> OfStep:
-        if self.power == 1:
-            return super()._for_kernels(weight, scales, prepare)
-        self.rings(weight)
-        return ops.LayerPenalty(functools.partial(self._shrink, scales=scales), prepare)
-
     def _total(self, values: Tensor) -> Tensor:
         return values.sum() if self.power == 1 else values.sum().square()
-
-    def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
-        if self.power == 1:
-            return super()._shrink(weight, step, metric, scales)
-        # Each kernel's threshold is its factor times one number, in which the sum over the result's kernels stands.
-        factors, twice = self._rows(weight, scales), 2 * step * self.strength
-        on_device = factors.flatten().to(weight.device).expand(len(weight))
-        norms = self._finite_norms(weight)
-        if metric is None and self.norm == "l2":
-            return self._prox(weight, factors * _shared_threshold(norms, on_device, twice), None, None)
-
-        def falling(threshold: float) -> float:
-            shrunk = self._prox(weight, factors * threshold, None, metric)
-            return twice * (on_device @ self._finite_norms(shrunk)).item()
-
-        precision = torch.finfo(torch.float64 if weight.dtype == torch.float64 else torch.float32).eps
-        threshold = _balance(falling, twice * (on_device @ norms).item(), precision)
-        return self._prox(weight, factors * threshold, None, metric)
-
-    def _finite_norms(self, weight: Tensor) -> Tensor:
-        """``||k||`` of each kernel, 0 where that is no number: such kernels have no part in the layer's sum."""
-        norms = self._group_norms(weight.detach()).squeeze(1)
-        return torch.where(norms.isfinite(), norms, 0.0)
 
 
 @dataclass(frozen=True)
@@ -360,33 +328,3 @@ class FoldedPenalty:
 
 GroupPenalty = RingPenalty | KernelPenalty
 Penalty = GroupPenalty | FoldedPenalty
-
-
-def _shared_threshold(norms: Tensor, factors: Tensor, twice: float) -> float:
-    """``t = twice * sum f_j max(n_j - f_j t, 0)`` (eq. 32): the K kernels whose ``n_j / f_j`` exceeds it take part."""
-    counts = factors > 0
-    ratios, order = (norms[counts] / factors[counts]).sort(descending=True)
-    f, n = factors[counts][order], norms[counts][order]
-    thresholds = twice * (f * n).cumsum(0) / (1 + twice * f.square().cumsum(0))
-    exceeding = int((ratios > thresholds).sum())
-    return thresholds[exceeding - 1].item() if exceeding else 0.0
-
-
-def _balance(falling: Callable[[float], float], upper: float, tolerance: float) -> float:
-    """Where ``falling(t) = t``, to relative ``tolerance``, between 0 and ``upper = falling(0)``: by false position, an
-    end that stays twice counting for half (Illinois); in the middle where rounding leaves no such place."""
-    if upper == 0:
-        return 0.0
-    ends, excesses = [0.0, upper], [upper, falling(upper) - upper]
-    side = -1
-    while True:
-        t = ends[0] + (ends[1] - ends[0]) * excesses[0] / (excesses[0] - excesses[1])
-        if not ends[0] < t < ends[1] and not ends[0] < (t := (ends[0] + ends[1]) / 2) < ends[1]:
-            return ends[1]
-        excess = falling(t) - t
-        if abs(excess) <= tolerance * t:
-            return t
-        again, side = side, int(excess <= 0)
-        ends[side], excesses[side] = t, excess
-        if again == side:
-            excesses[1 - side] /= 2

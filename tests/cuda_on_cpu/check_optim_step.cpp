@@ -177,7 +177,8 @@ void add_penalty(Random& random, const Shape& shape, Twins& twins, TensorStep& t
   const double size = penalty.linf ? numel : std::sqrt(numel);
   const bool shrinks = !chance(random, 5);
   penalty.plain = thresholds(random, rings, shrinks ? 8 * size : 0);
-  if (chance(random, 4)) penalty.squared = thresholds(random, rings, shrinks ? 1 : 0);
+  if (chance(random, 3)) penalty.squared = thresholds(random, rings, shrinks ? 1 : 0);
+  penalty.coupled = !penalty.squared.empty() && chance(random, 2);
   t.penalty = &penalty;
   if (!chance(random, 3)) return;
   t.factors = twins.factors.emplace_back(thresholds(random, t.kernels, 2.0 * static_cast<double>(t.kernels))).data();
@@ -270,6 +271,7 @@ void run_serially(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int
 template <class Rule>
 void step_on_cpu(const Settings& s, const std::vector<double>& hyper, const double* lrs, const Twins& twins) {
   if (s.found_inf) return;
+  LayerMemory layer_memory;
   Call call;
   call.tensors = twins.cpu.data();
   call.count = static_cast<int64_t>(twins.cpu.size());
@@ -280,6 +282,7 @@ void step_on_cpu(const Settings& s, const std::vector<double>& hyper, const doub
   call.rounding = s.rounding;
   call.parallel_for = run_serially;
   call.threads = 1;
+  call.layer_memory = &layer_memory;
   step_cpu<Rule>(call);
 }
 

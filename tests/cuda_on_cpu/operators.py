@@ -15,8 +15,14 @@ import loco_ext  # noqa: F401  (torch.ops must know our operators first)
 from loco_ext.ops import backends
 
 SOURCES = (
-    *("optim_step/cuda.cu", "optim_step/cuda_prox.cu", "optim_step/bind.cpp", "optim_step/bind_cuda.cpp"),
-    *("optim_step/gather.cpp", "optim_step/gpu_table.cpp", "common/cuda_upload.cu", "common/device.cpp"),
+    *("optim_step/cuda.cu", "optim_step/cuda_prox.cu", "optim_step/cuda_coupled.cu", "optim_step/bind.cpp"),
+    *(
+        "optim_step/bind_cuda.cpp",
+        "optim_step/gather.cpp",
+        "optim_step/gpu_table.cpp",
+        "common/cuda_upload.cu",
+        "common/device.cpp",
+    ),
     *("common/overlap.cpp", "common/registry.cpp", "ring_prox/cuda.cu", "ring_prox/bind.cpp"),
     *("ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
 )

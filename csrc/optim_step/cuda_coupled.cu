@@ -1,0 +1,163 @@
+// Kernels (output channels) of a layer that are shrunk together (ring_prox/penalty.h): cuda_prox.cu has updated them
+// and left them in global memory.
+//
+// 1. The factor that they share is searched in rounds. One block for each kernel works out what it would add to the
+//    layer's sum if that were the factor; then one block for each layer adds up and says which factor is next. Nothing
+//    waits for the GPU to see when a factor is found: there are as many rounds as there may be, and those behind the
+//    last that is needed return at once.
+// 3. One block for each kernel shrinks and writes it, rounded once.
+#include <limits>
+
+#include "common/launch.h"
+#include "optim_step/cuda_coupled.h"
+
+namespace loco::optim_step {
+namespace {
+
+using ring_prox::kInfinity;
+using ring_prox::Scratch;
+using ring_prox::Sums;
+
+constexpr int kRounds = 32;  // of which a search takes some ten
+
+// A block's kernel.
+template <class Rule, typename T>
+struct BlockKernel {
+  int64_t layer;
+  Chunk chunk;
+  const Prox& prox;
+  Rings rings;
+  Task<Rule, T> task;
+  HeldKernel<Rule, T> held;
+
+  LOCO_DEVICE BlockKernel(const Parameters<Rule>& p, const ProxParameters& q)
+      : layer(q.find(p.chunks + q.first_chunk, blockIdx.x)),
+        chunk(p.chunks[q.first_chunk + layer]),
+        prox(q.proxes[p.entries[chunk.entry].prox]),
+        rings(q.rings(prox)),
+        task(p, chunk.entry, (blockIdx.x - chunk.index) * int64_t{rings.numel()}),
+        held(q, task.entry, rings, blockIdx.x - chunk.index) {}
+};
+
+template <class Rule, typename T>
+__global__ void __launch_bounds__(kMostThreads, kProxBlocks)
+    update_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
+  __shared__ T coefficients[kCoefficients];
+  if (is_set(p.found_inf)) return;
+  const BlockKernel<Rule, T> block(p, q);
+  update_kernel(block.task, block.held.ordered(block.rings), coefficients);
+  if (int64_t{blockIdx.x} == block.chunk.index && threadIdx.x == 0) q.searches[block.layer] = Search{{}, false};
+}
+
+// Sums up the squares of a kernel's rings the first time, and remembers them.
+template <class Sums>
+struct Remembering {
+  Sums& sums;
+  double* memory;
+  bool known;
+
+  LOCO_DEVICE int rings() const { return sums.rings(); }
+
+  LOCO_DEVICE double scaled_squares(double* const (&to)[1]) {
+    const int count = rings();
+    const double scale = known ? memory[count] : sums.scaled_squares(to);
+    const double* const from = known ? memory : to[0];
+    double* const copy = known ? to[0] : memory;
+    for (int r = 0; threadIdx.x == 0 && r < count; ++r) copy[r] = from[r];
+    if (threadIdx.x == 0 && !known) memory[count] = scale;
+    __syncthreads();
+    return scale;
+  }
+};
+
+// Writes what each kernel adds to its layer's sum at the factor in question; one without a norm adds nothing.
+template <class Rule, typename T>
+__global__ void __launch_bounds__(kMostThreads, kProxBlocks)
+    weigh_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
+  __shared__ Scratch scratch;
+  __shared__ ring_prox::AnySolver<Rule::has_metric> solver;
+  __shared__ double plain[kMaxRings], squared[kMaxRings];
+  if (is_set(p.found_inf)) return;
+  const BlockKernel<Rule, T> block(p, q);
+  const Search& search = q.searches[block.layer];
+  if (search.found) return;
+  const ring_prox::Thresholds thresholds = scaled_thresholds(q, block.prox, block.task, plain, squared);
+  __syncthreads();
+  const Ordered<T, false> kernel = block.held.ordered(block.rings);
+  Sums<T, Ordered<T, false>> sums(kernel, block.rings.count, scratch);
+  const double factor = search.factor.at();
+  double share;
+  if (!Rule::has_metric && !block.prox.linf) {
+    if constexpr (!Rule::has_metric) {
+      Remembering<decltype(sums)> remembering{sums, block.held.squares, search.factor.begun()};
+      share = penalty_at(factor, solver.l2, remembering, thresholds);
+    }
+  } else {
+    share = solver.penalty_at(factor, block.prox.linf, sums, thresholds);
+  }
+  if (threadIdx.x == 0) q.shares[blockIdx.x] = share < kInfinity ? share : 0;
+}
+
+struct Nothing {};
+
+// One block for each layer: takes the sum of what its kernels add. tolerance: of the factor, relative.
+__global__ void __launch_bounds__(kMostThreads)
+    search_factors(const __grid_constant__ ProxParameters q, const Chunk* chunks, DeviceScalar found_inf,
+                   double tolerance) {
+  __shared__ Scratch scratch;
+  Search& search = q.searches[blockIdx.x];
+  if (is_set(found_inf) || search.found) return;
+  const int64_t end = blockIdx.x + 1 < q.chunks ? chunks[blockIdx.x + 1].index : q.kernels;
+  double sum[1] = {0};
+  for (int64_t k = chunks[blockIdx.x].index + threadIdx.x; k < end; k += blockDim.x) sum[0] += q.shares[k];
+  const Nothing nothing;
+  Sums<double, Nothing>(nothing, 0, scratch).reduce(sum, ring_prox::Add());
+  if (threadIdx.x == 0) search.found = search.factor.take(sum[0], tolerance);
+}
+
+template <class Rule, typename T>
+__global__ void __launch_bounds__(kMostThreads, kProxBlocks)
+    shrink_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
+  __shared__ Scratch scratch;
+  __shared__ ring_prox::AnySolver<Rule::has_metric> solver;
+  __shared__ double plain[kMaxRings], squared[kMaxRings], merged[kMaxRings];
+  if (is_set(p.found_inf)) return;
+  const BlockKernel<Rule, T> block(p, q);
+  const bool linf = block.prox.linf;
+  const ring_prox::Thresholds thresholds = scaled_thresholds(q, block.prox, block.task, plain, squared);
+  __syncthreads();
+  const double factor = q.searches[block.layer].factor.best();
+  if (threadIdx.x == 0) ring_prox::merge(thresholds, block.rings.count, factor, 1, merged);
+  __syncthreads();
+  const Ordered<T, false> kernel = block.held.ordered(block.rings);
+  Sums<T, Ordered<T, false>> sums(kernel, block.rings.count, scratch);
+  solver.solve(linf, sums, {merged, nullptr});
+  write_kernel(block.task, block.rings, [&](const Walk& walk) {
+    const uint32_t i = walk.place();
+    return solver.shrunk(linf, kernel.weight(i), kernel.metric(i), walk.ring());
+  });
+}
+
+template <class Rule, typename T>
+void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
+  const auto layers = static_cast<unsigned>(work.count), kernels = static_cast<unsigned>(work.kernels);
+  LOCO_LAUNCH((update_kernels<Rule, T>), kernels, work.threads, stream, p, q);
+  for (int i = 0; i < kRounds; ++i) {
+    LOCO_LAUNCH((weigh_kernels<Rule, T>), kernels, work.threads, stream, p, q);
+    LOCO_LAUNCH(search_factors, layers, kMostThreads, stream, q, p.chunks + q.first_chunk, p.found_inf,
+                std::numeric_limits<T>::epsilon());
+  }
+  LOCO_LAUNCH((shrink_kernels<Rule, T>), kernels, work.threads, stream, p, q);
+}
+
+}  // namespace
+
+template <class Rule>
+void step_together(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
+  work.is_double ? launch<Rule, double>(p, q, work, stream) : launch<Rule, float>(p, q, work, stream);
+}
+
+template void step_together<Sgd>(const Parameters<Sgd>&, const ProxParameters&, const ProxWork&, void*);
+template void step_together<Adam>(const Parameters<Adam>&, const ProxParameters&, const ProxWork&, void*);
+
+}  // namespace loco::optim_step

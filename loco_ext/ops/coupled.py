@@ -1,0 +1,99 @@
+"""What the kernels of a layer share where the square of their sum is a penalty, in torch's operators alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+ROUNDS = 40  # where nobody looks
+MOST_ROUNDS = 200
+
+
+def l2_of_groups(ring_norms: Tensor) -> Tensor:
+    """``||k(G_n)||`` of each kernel from the norms of its rings, ``(C_out, groups)``; differentiable."""
+    count = ring_norms.shape[1]
+    inside = torch.ones(count, count, dtype=torch.bool, device=ring_norms.device).tril()
+    return torch.linalg.vector_norm(ring_norms[:, None, :].where(inside, 0.0), dim=2)
+
+
+def largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
+    """The same by the largest weight."""
+    sizes = weight.abs().flatten(2).amax(1)  # [C_out, taps]
+    of_ring = [sizes[:, [ring == n for ring in rings]].amax(1) for n in range(count)]
+    return torch.stack(of_ring, 1).double().cummax(1).values
+
+
+def coupled_prox(
+    prox: Callable[[Tensor], Tensor],
+    norms_of: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    q: Tensor,
+    norms_tell: bool,
+    waits: bool,
+) -> Tensor:
+    """The prox of a penalty that couples kernels, by that of one that does not.
+
+    Args:
+        prox: of the weights with thresholds ``t + f q``, given ``f``, a float64 scalar on the weights' device.
+        norms_of: the groups' norms of such weights, float64 ``(C_out, groups)``.
+        q: on the weights' device, ``(C_out, groups)``.
+        norms_tell: the penalty is one of Euclidean norms of whole kernels alone, in no metric.
+        waits: as for :func:`factor_of_sums`.
+    """
+    if norms_tell:
+        return prox(factor_of_norms(norms_of(weight).squeeze(1), q.squeeze(1)))
+    return prox(factor_of_sums(lambda factor: layer_sum(norms_of(prox(factor)), q), weight, waits))
+
+
+def layer_sum(norms: Tensor, q: Tensor) -> Tensor:
+    """``sum of q_n ||k(G_n)||`` over all kernels that have such norms: NaN and infinity have no part in it."""
+    of_kernels = torch.where(q == 0, 0.0, q * norms).sum(1)
+    return torch.where(of_kernels.isfinite(), of_kernels, 0.0).sum()
+
+
+def factor_of_norms(norms: Tensor, q: Tensor) -> Tensor:
+    """``f = 2 sum_j q_j max(n_j - q_j f, 0)``, of kernels that are one group each: those with ``n_j / q_j > f`` remain.
+
+    Args:
+        norms, q: float64 ``(C_out,)``.
+    """
+    counts = (q > 0) & norms.isfinite()
+    q, norms = torch.where(counts, q, 0.0), torch.where(counts, norms, 0.0)
+    ratios, order = torch.where(counts, norms / q, -1.0).sort(descending=True)
+    q, norms = q[order], norms[order]
+    factors = 2 * (q * norms).cumsum(0) / (1 + 2 * q.square().cumsum(0))
+    remain = (ratios > factors).sum()
+    return pad(factors, (1, 0)).gather(0, remain.view(1)).squeeze(0)
+
+
+def factor_of_sums(sum_at: Callable[[Tensor], Tensor], like: Tensor, waits: bool) -> Tensor:
+    """``f = 2 sum_at(f)`` by false position, an end that stays twice counting for half (Illinois); in the middle where
+    rounding leaves no such place.
+
+    Args:
+        sum_at: the layer's sum once its kernels are shrunk by thresholds ``t + f q``; falls.
+        like: the weights.
+        waits: whether the host may look at numbers of the device, to see when no more rounds are needed.
+    """
+    precision = torch.finfo(torch.float64 if like.dtype == torch.float64 else torch.float32).eps
+    lower = best = torch.zeros((), dtype=torch.float64, device=like.device)
+    above = upper = 2 * sum_at(lower)
+    below = 2 * sum_at(upper) - upper
+    least, before = torch.full_like(lower, torch.inf), lower
+    for _ in range(MOST_ROUNDS if waits else ROUNDS):
+        at = lower + (upper - lower) * (above / (above - below))
+        at = torch.where((lower < at) & (at < upper), at, lower + (upper - lower) / 2)
+        excess = 2 * sum_at(at) - at
+        better = excess.abs() < least
+        best, least = torch.where(better, at, best), torch.where(better, excess.abs(), least)
+        if waits and bool(least <= precision * best):
+            break
+        side = torch.where(excess > 0, 1.0, -1.0)
+        again = torch.where(side == before, 0.5, 1.0)
+        above, below = torch.where(side > 0, excess, above * again), torch.where(side > 0, below * again, excess)
+        lower, upper = torch.where(side > 0, at, lower), torch.where(side > 0, upper, at)
+        before = side
+    return best
