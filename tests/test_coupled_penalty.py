@@ -1,14 +1,18 @@
 """Penalties on the square of a layer's sum, which couple its kernels: the prox, and steps that end with it."""
 
+from functools import partial
+
 import pytest
 import torch
 from stepping import train
 from test_optim_penalty import KINDS, LAYOUTS, make, make_params
 from tolerances import assert_within_ulps, same_bits
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import loco_ext
 from loco_ext import geometry, ops, optim, sparsity
+from loco_ext.ops.coupled import group_norms_by, shared_factor
 from loco_ext.optim.repeat import Repeat
 
 SHAPES = [(6, 16, 3, 3), (5, 3, 5, 5), (7,), (4, 3, 3, 3, 3)]
@@ -67,6 +71,66 @@ def test_rings_share_the_factor_that_their_own_sum_asks_for(backend, linf, with_
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("linf", [False, True])
+def test_weights_without_taps_and_rings_without_taps(backend, linf):
+    weight, zero = torch.tensor([[3.0, 4.0], [0.6, 0.8]], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    with loco_ext.backend(backend):
+        flat = ops.ring_prox(weight, [0], zero, zero + 0.5, linf=linf, coupled=True)
+        tapped = ops.ring_prox(weight[:, :, None], [0], zero, zero + 0.5, linf=linf, coupled=True)
+        t, q = torch.zeros(2, dtype=torch.float64), torch.tensor([0.5, 0.0], dtype=torch.float64)
+        more = ops.ring_prox(weight[:, :, None], [0], t, q, linf=linf, coupled=True)
+    torch.testing.assert_close(flat, tapped[:, :, 0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(more, tapped, rtol=1e-12, atol=1e-12)
+    assert (flat < weight).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("linf", [False, True])
+def test_narrow_weights_are_rounded_once(linf, dtype):
+    weight, metric = start(dtype)[0].detach(), torch.rand(SHAPES[0]) + 0.5
+    zero = torch.zeros(1, dtype=torch.float64)
+    narrow, wide = (
+        ops.ring_prox(w, [0] * 9, zero, zero + 0.2, metric, linf=linf, coupled=True) for w in (weight, weight.float())
+    )
+    assert_within_ulps(narrow, wide.to(dtype), ulps=1)
+    assert narrow.ne(weight).any()
+
+
+class Unseen(TorchDispatchMode):
+    """Refuses what would wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        refused = any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"))
+        indices = args[1] if name.startswith("aten::index.Tensor") else ()
+        assert not refused, name
+        assert not any(index is not None and index.dtype == torch.bool for index in indices), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("linf", [False, True])
+def test_the_factor_is_found_without_a_look_at_numbers_of_the_device(linf, count):
+    weight = torch.randn(5, 2, 3, 3, dtype=torch.float64)
+    rings = RINGS if count == 3 else [0] * 9
+    q = torch.full((5, count), 0.2, dtype=torch.float64)
+
+    def prox(factor):
+        with _disable_current_modes():
+            return ops.ring_prox(weight, rings, factor * q, linf=linf)
+
+    def ring_norms(*arguments):
+        with _disable_current_modes():
+            return ops.ring_norms(*arguments)
+
+    norms_of = partial(group_norms_by, ring_norms, rings=rings, count=count, linf=linf)
+    with Unseen():
+        factor = shared_factor(prox, norms_of, weight, q, plain=not linf, waits=False)
+    expected = ops.ring_prox(weight, rings, 0 * q, q, linf=linf, coupled=True)
+    torch.testing.assert_close(prox(factor), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("linf", [False, True])
 def test_without_squares_kernels_are_not_coupled(backend, linf):
     weight, t = torch.randn(3, 2, 3, 3), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     with loco_ext.backend(backend):
@@ -101,6 +165,49 @@ def test_small_kernels_vanish_and_a_layer_never_does(kind):
         if p.dim() > 2:
             alive = p.detach().flatten(1).any(1)
             assert 0 < alive.sum() < len(p)
+
+
+@pytest.mark.parametrize("kind", ["plain", "Adam"])
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.usefixtures("native")
+def test_rings_with_thresholds_of_their_own_are_coupled_too(linf, kind):
+    weight = torch.randn(4, 5, 3, 3, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1.0, 2.0]).view(4, 1, 1, 1)
+    grad, zeros = torch.randn_like(weight), torch.zeros_like(weight)
+    t, q = torch.tensor([0.3, 0.0, 0.6], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.1], dtype=torch.float64)
+    penalty = ops.StepPenalty(RINGS, t, q, linf, coupled=True)
+    results = []
+    for backend in ("native", "reference"):
+        w = weight.clone()
+        with loco_ext.backend(backend):
+            if kind == "plain":
+                hyper = torch.tensor([[0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
+                ops.optim_step_sgd([w], [grad], [], hyper, penalties=[penalty])
+            else:
+                hyper = torch.tensor([[0.1, 0.0, 0.9, 0.99, 1e-3]], dtype=torch.float64)
+                moments = [[zeros.clone()], [zeros.clone()]]
+                ops.optim_step_adam([w], [grad], *moments, [], [torch.zeros(())], hyper, penalties=[penalty])
+        results.append(w)
+    ours, theirs = results
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert torch.equal(ours == 0, theirs == 0)
+
+
+@pytest.mark.parametrize("strength", [1e3, 1e9])
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.usefixtures("native")
+def test_a_layer_never_vanishes_however_strong_the_penalty(norm, strength):
+    """``f`` is then many powers of 2 below what the weights ask for."""
+    weights = start(torch.float64)[0].detach()
+    penalty = sparsity.KernelPenalty(strength, norm=norm, power=2)
+    param = nn.Parameter(weights.clone())
+    param.grad = torch.zeros_like(param)
+    optim.SGD([param], lr=1.0, penalty=penalty).step()
+    assert param.detach().any()
+    torch.testing.assert_close(param.detach(), penalty.prox(weights, 1.0), rtol=1e-5, atol=0)
+    param = nn.Parameter(weights.clone())
+    param.grad = torch.full_like(param, 1e-8)
+    optim.Adam([param], lr=1e-3, penalty=penalty).step()
+    assert param.detach().any()
 
 
 @pytest.mark.parametrize("name", PENALTIES)

@@ -89,4 +89,4 @@ def test_kernels_that_are_shrunk_together_are_as_many_launches_whatever_the_sear
         before = library.launches()
         optimizer.step()
         counts.append(library.launches() - before)
-    assert counts[0] == counts[1] == (name != "SGD") + 1 + 2 * 32 + 1
+    assert counts[0] == counts[1] == (name != "SGD") + 1 + 2 * 64 + 1

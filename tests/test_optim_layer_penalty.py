@@ -115,9 +115,29 @@ def test_any_layout_gives_the_same(layout):
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.usefixtures("native")
+def test_what_follows_the_step_and_what_ends_it_may_mix():
+    """On a GPU's kernels, too."""
+    rings = ops.StepPenalty([0] * 9, torch.full((1,), 0.5, dtype=torch.float64))
+    halves = ops.LayerPenalty(lambda weight, step, metric: weight * step / 2)
+    hyper = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    starts = [torch.randn(4, 3, 3, 3, dtype=torch.float64) for _ in range(3)]
+    results = []
+    for backend in ("native", "reference"):
+        weights = [start.clone() for start in starts]
+        with loco_ext.backend(backend):
+            grads = [torch.ones_like(start) for start in starts]
+            ops.optim_step_sgd(weights, grads, [], hyper, penalties=[rings, halves, None])
+        results.append(weights)
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q)
+    assert torch.equal(results[0][1], (starts[1] - 0.5) / 4)
+    assert not torch.equal(results[0][0], starts[0] - 0.5)
+
+
 @pytest.mark.parametrize("kind", ["momentum", "Adam"])
 @pytest.mark.usefixtures("native")
-def test_what_follows_the_step_and_what_ends_it_may_mix(kind):
+def test_penalties_of_all_kinds_may_mix(kind):
     """On a GPU's kernels, too."""
     params, expected = make_params(torch.float64), make_params(torch.float64)
     train(make(kind, params, PENALTIES["mixed"]()), 2)

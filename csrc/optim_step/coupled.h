@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <vector>
 
 #include "optim_step/cpu.h"
 #include "optim_step/shrinkage.h"

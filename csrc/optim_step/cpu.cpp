@@ -1,5 +1,6 @@
 // One parallel region over all tensors, a share for each thread. Each element is updated alone, so neither the shares
-// nor the number of threads can change a result.
+// nor the number of threads can change a result. A tensor whose kernels are shrunk together has regions of its own;
+// what its kernels add to their sum is added up by one thread.
 #include "optim_step/cpu.h"
 
 #include <algorithm>

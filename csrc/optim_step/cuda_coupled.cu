@@ -1,7 +1,7 @@
-// Kernels (output channels) of a layer that are shrunk together (ring_prox/penalty.h): cuda_prox.cu has updated them
-// and left them in global memory.
+// The step of kernels (output channels) that are shrunk together with all of their layer (ring_prox/penalty.h).
 //
-// 1. The factor that they share is searched in rounds. One block for each kernel works out what it would add to the
+// 1. One block for each kernel updates it as in cuda_prox.cu, and leaves it in global memory.
+// 2. The factor that all share is searched in rounds. One block for each kernel works out what it would add to the
 //    layer's sum if that were the factor; then one block for each layer adds up and says which factor is next. Nothing
 //    waits for the GPU to see when a factor is found: there are as many rounds as there may be, and those behind the
 //    last that is needed return at once.
@@ -18,7 +18,7 @@ using ring_prox::kInfinity;
 using ring_prox::Scratch;
 using ring_prox::Sums;
 
-constexpr int kRounds = 32;  // of which a search takes some ten
+constexpr int kRounds = 64;  // of which a search mostly takes some ten
 
 // A block's kernel.
 template <class Rule, typename T>

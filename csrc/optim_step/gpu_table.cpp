@@ -210,7 +210,6 @@ class Builder {
     prox.rings = shape.rings;
     prox.channels_fastest = shape.channels_fastest;
     prox.linf = penalty.linf;
-    prox.coupled = penalty.coupled;
     s_.proxes.push_back(prox);
     s_.known_proxes.push_back({&penalty, shape.channels, shape.channels_fastest});
     return static_cast<int32_t>(s_.proxes.size() - 1);
@@ -265,6 +264,7 @@ class Builder {
                      [&](const auto& a, const auto& b) { return sort_of(a.first) < sort_of(b.first); });
     table_.prox_works.clear();
     table_.layers = table_.layer_kernels = table_.held_bytes = 0;
+    int64_t held = 0;
     for (const auto& [of_entry, entry] : order) {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
@@ -272,22 +272,20 @@ class Builder {
         works.push_back(of_entry);
         works.back().first = static_cast<int64_t>(s_.chunks.size());
         works.back().count = works.back().kernels = 0;
+        held = 0;
       }
       ProxWork& work = works.back();
       s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
       ++work.count;
       work.kernels += of_entry.kernels;
       work.bytes = std::max(work.bytes, of_entry.bytes);
-      if (work.coupled) hold(of_entry, s_.entries[entry]);
+      if (!work.coupled) continue;
+      s_.entries[entry].held = held;
+      held += of_entry.kernels * of_entry.bytes;
+      table_.held_bytes = std::max(table_.held_bytes, held);
+      table_.layers = std::max(table_.layers, work.count);
+      table_.layer_kernels = std::max(table_.layer_kernels, work.kernels);
     }
-  }
-
-  // Kernels that are shrunk together.
-  void hold(const ProxWork& of_entry, Entry& entry) {
-    entry.held = table_.held_bytes;
-    table_.held_bytes += of_entry.kernels * of_entry.bytes;
-    table_.layer_kernels += of_entry.kernels;
-    ++table_.layers;
   }
 
   template <typename T>

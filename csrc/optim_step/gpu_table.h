@@ -53,7 +53,7 @@ struct Prox {
   const double* factors;   // of each kernel's thresholds, in the GPU's memory; null: ones
   uint32_t channels, tap_count;
   int32_t rings;
-  bool channels_fastest, linf, coupled;
+  bool channels_fastest, linf;
 };
 
 // Elements begin .. end - 1 of an entry, where begin is 0 or head + a multiple of kChunk. Of an entry with a prox all,
@@ -85,7 +85,7 @@ struct Work {
   int64_t first, count;
 };
 
-// Consecutive chunks of entries with a prox whose kernels are stepped in one launch.
+// Consecutive chunks of entries with a prox whose kernels are stepped by the same launches.
 struct ProxWork {
   bool is_double;  // what arithmetic is done in
   bool on_chip;    // shared memory holds a kernel
@@ -136,7 +136,8 @@ struct GpuTable {
   std::vector<Work> works;
   std::vector<ProxWork> prox_works;
   int64_t entry_count = 0;
-  // Of all entries whose kernels are shrunk together: their number, that of their kernels, and the bytes of these.
+  // Of the entries of a ProxWork whose kernels are shrunk together, at most: their number, that of their kernels, and
+  // the bytes of these.
   int64_t layers = 0, layer_kernels = 0, held_bytes = 0;
   // Where sections begin among the bytes. Those that change most come first.
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;

@@ -165,6 +165,7 @@ void KernelSolver<T>::turn_channels() {
 // scale: what the sums were made with
 template <typename T>
 void KernelSolver<T>::prox_l2(const Thresholds& thresholds, double scale, T* out) {
+  if (d_ == nullptr && thresholds.squared == nullptr) return prox_plain(thresholds, scale, out);
   with_l2(thresholds, scale, [&](const auto& solve, const auto& penalty, double* found) {
     solve_squared(thresholds, solve, penalty, found);
     if (d_ == nullptr) {
@@ -174,6 +175,15 @@ void KernelSolver<T>::prox_l2(const Thresholds& thresholds, double scale, T* out
       for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, found, out + part.at);
     }
   });
+}
+
+// What most steps end with, for one kernel of a few weights after the other.
+template <typename T>
+void KernelSolver<T>::prox_plain(const Thresholds& thresholds, double scale, T* out) {
+  double t[kMaxRings], factors[kMaxRings];
+  merge(thresholds, shape_.rings, 0, scale, t);
+  chain(zero_.power[0], t, shape_.rings, factors);
+  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out + part.at);
 }
 
 template <typename T>

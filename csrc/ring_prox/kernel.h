@@ -57,6 +57,7 @@ class KernelSolver {
 
   void divide();
   void prox_l2(const Thresholds& thresholds, double scale, T* out);
+  void prox_plain(const Thresholds& thresholds, double scale, T* out);
   // Each calls use(solve, penalty, found), which are as solve_squared takes them.
   template <class Use>
   void with_l2(const Thresholds& thresholds, double scale, const Use& use);

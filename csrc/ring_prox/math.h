@@ -98,6 +98,8 @@ class RootSearch {
 
   LOCO_HD double at() const { return x1_ + part_ * (x2_ - x1_); }
   LOCO_HD double best() const { return f1_ != 0 && std::fabs(f2_) < std::fabs(f1_) ? x2_ : x1_; }
+  // What is known to be at most where a rising function changes its sign.
+  LOCO_HD double below() const { return f1_ <= 0 ? x1_ : x2_; }
 
   // Whether best() has been found.
   LOCO_HD bool take(double f_x, double tolerance) {
@@ -251,33 +253,49 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   return penalty;
 }
 
-// The search for f of the squared part. To be told sum_n q_n ||x(G_n)|| of the prox with thresholds t + at() q until it
-// is found; first of all, where at() is 0, that of u will do. Where that is infinite f is 0: what infinite weights,
-// which stay, would ask of all others is not to be had.
+// The search for f of the squared part step by step. To be told sum_n q_n ||x(G_n)|| of the prox with thresholds
+// t + at() q until it is found. Where even that for f = 0 is infinite f is 0.
 class FactorSearch {
  public:
-  LOCO_HD FactorSearch() : root_(0), told_(0) {}
+  LOCO_HD FactorSearch() : root_(0), most_(0), above_(0), miss_above_(0), phase_(Phase::first) {}
 
   LOCO_HD double at() const { return root_.at(); }
-  LOCO_HD double best() const { return root_.best(); }
-  LOCO_HD bool begun() const { return told_ > 0; }
+  // At most f, so that not all groups vanish where rounding does not tell f from what would let them.
+  LOCO_HD double best() const { return root_.below(); }
+  LOCO_HD bool begun() const { return phase_ != Phase::first; }
 
   // Whether best() has been found.
   LOCO_HD bool take(double penalty, double tolerance) {
+    constexpr double kFar = 64;
     const double x = at(), miss = x - 2 * penalty;
-    if (told_ == 2) return root_.take(miss, tolerance);
-    ++told_;
-    if (told_ == 1) {
-      root_ = RootSearch(-miss == kInfinity ? 0 : -miss);
-      return !(-miss > 0);
+    if (phase_ == Phase::within) return root_.take(miss, tolerance);
+    if (phase_ == Phase::first) {
+      most_ = -miss == kInfinity ? 0 : -miss;
+      root_ = RootSearch(most_);
+      phase_ = Phase::down;
+      return !(most_ > 0);
     }
-    root_.begin(0, -x, x, miss);
-    return miss <= 0;
+    // Mostly f is not far from what it is at most, but it may be many powers of 2 below.
+    if (2 * penalty * kFar < x) {
+      above_ = x, miss_above_ = miss;
+      root_ = RootSearch(x / kFar);
+      return false;
+    }
+    phase_ = Phase::within;
+    if (miss > 0) {
+      root_.begin(0, -most_, x, miss);
+      return false;
+    }
+    if (x < most_) root_.begin(x, miss, above_, miss_above_);
+    return !(x < most_);
   }
 
  private:
+  enum class Phase { first, down, within };
+
   RootSearch root_;
-  int told_;
+  double most_, above_, miss_above_;
+  Phase phase_;
 };
 
 // solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n

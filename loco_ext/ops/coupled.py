@@ -8,44 +8,53 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ROUNDS = 40  # where nobody looks
+ROUNDS = 80  # where nobody looks
 MOST_ROUNDS = 200
+FAR = 64
 
 
-def l2_of_groups(ring_norms: Tensor) -> Tensor:
-    """``||k(G_n)||`` of each kernel from the norms of its rings, ``(C_out, groups)``; differentiable."""
-    count = ring_norms.shape[1]
-    inside = torch.ones(count, count, dtype=torch.bool, device=ring_norms.device).tril()
-    return torch.linalg.vector_norm(ring_norms[:, None, :].where(inside, 0.0), dim=2)
+RingNorms = Callable[[Tensor, Sequence[int], int], Tensor]
 
 
-def largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
-    """The same by the largest weight."""
-    sizes = weight.abs().flatten(2).amax(1)  # [C_out, taps]
-    of_ring = [sizes[:, [ring == n for ring in rings]].amax(1) for n in range(count)]
+def group_norms_by(ring_norms: RingNorms, weight: Tensor, rings: Sequence[int], count: int, linf: bool) -> Tensor:
+    """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``; the host looks at no
+    number of the device."""
+    if linf:
+        return _largest_in_groups(weight, rings, count)
+    norms = ring_norms(weight, rings, count).double()
+    inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
+    return torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
+
+
+def _largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
+    sizes = weight.abs().reshape(*weight.shape[:2], weight.shape[2:].numel()).amax(1)  # [C_out, taps]
+    of_taps = [[sizes[:, k] for k, ring in enumerate(rings) if ring == n] for n in range(count)]
+    nothing = torch.zeros_like(sizes[:, 0])
+    of_ring = [torch.stack(taps, 1).amax(1) if taps else nothing for taps in of_taps]
     return torch.stack(of_ring, 1).double().cummax(1).values
 
 
-def coupled_prox(
+def shared_factor(
     prox: Callable[[Tensor], Tensor],
     norms_of: Callable[[Tensor], Tensor],
     weight: Tensor,
     q: Tensor,
-    norms_tell: bool,
+    plain: bool,
     waits: bool,
 ) -> Tensor:
-    """The prox of a penalty that couples kernels, by that of one that does not.
+    """``f`` by which the prox of a penalty that couples kernels is that of one that does not: with ``t + f q``.
 
     Args:
         prox: of the weights with thresholds ``t + f q``, given ``f``, a float64 scalar on the weights' device.
         norms_of: the groups' norms of such weights, float64 ``(C_out, groups)``.
+        weight: in the type that arithmetic is done in.
         q: on the weights' device, ``(C_out, groups)``.
-        norms_tell: the penalty is one of Euclidean norms of whole kernels alone, in no metric.
+        plain: norms are Euclidean, there is no metric, and t is 0.
         waits: as for :func:`factor_of_sums`.
     """
-    if norms_tell:
-        return prox(factor_of_norms(norms_of(weight).squeeze(1), q.squeeze(1)))
-    return prox(factor_of_sums(lambda factor: layer_sum(norms_of(prox(factor)), q), weight, waits))
+    if plain and q.shape[1] == 1:
+        return factor_of_norms(norms_of(weight).squeeze(1), q.squeeze(1))
+    return factor_of_sums(lambda factor: layer_sum(norms_of(prox(factor)), q), weight, waits)
 
 
 def layer_sum(norms: Tensor, q: Tensor) -> Tensor:
@@ -71,23 +80,26 @@ def factor_of_norms(norms: Tensor, q: Tensor) -> Tensor:
 
 def factor_of_sums(sum_at: Callable[[Tensor], Tensor], like: Tensor, waits: bool) -> Tensor:
     """``f = 2 sum_at(f)`` by false position, an end that stays twice counting for half (Illinois); in the middle where
-    rounding leaves no such place.
+    rounding leaves no such place; by a large step down where it is far below.
 
     Args:
         sum_at: the layer's sum once its kernels are shrunk by thresholds ``t + f q``; falls.
-        like: the weights.
+        like: the weights, in the type that arithmetic is done in.
         waits: whether the host may look at numbers of the device, to see when no more rounds are needed.
     """
-    precision = torch.finfo(torch.float64 if like.dtype == torch.float64 else torch.float32).eps
+    precision = torch.finfo(like.dtype).eps
     lower = best = torch.zeros((), dtype=torch.float64, device=like.device)
     above = upper = 2 * sum_at(lower)
     below = 2 * sum_at(upper) - upper
     least, before = torch.full_like(lower, torch.inf), lower
     for _ in range(MOST_ROUNDS if waits else ROUNDS):
         at = lower + (upper - lower) * (above / (above - below))
+        at = torch.where((lower == 0) & (FAR * (upper + below) < upper), upper / FAR, at)
         at = torch.where((lower < at) & (at < upper), at, lower + (upper - lower) / 2)
+        if waits and not lower < at < upper:
+            break
         excess = 2 * sum_at(at) - at
-        better = excess.abs() < least
+        better = (excess.abs() < least) & (at + excess > 0)  # not all groups vanish
         best, least = torch.where(better, at, best), torch.where(better, excess.abs(), least)
         if waits and bool(least <= precision * best):
             break

@@ -4,12 +4,12 @@ Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row
 of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its
 parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is
 the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda there).
-``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's weight
-ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)`` (lr
-without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1 - beta2^t)) +
-eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. In compiled kernels that is the last
-act of the step, on chip; in Triton it is a launch behind the step's. The prox of a :class:`LayerPenalty`, any
-function, follows the step in its own operator calls.
+``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's
+weight ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 -
+momentum)`` (lr without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1
+- beta2^t)) + eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. In compiled kernels
+that is the last act of the step, on chip unless the penalty couples kernels; in Triton it is launches behind the
+step's. The prox of a :class:`LayerPenalty`, any function, follows the step in its own operator calls.
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
 

@@ -51,7 +51,7 @@ class StepPenalty:
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
-        self.coupled = coupled
+        self.coupled = coupled and squared is not None
         self.factors = factors
         self.prepare = prepare
         self._numbers: dict[ModuleType | None, int] = {}
@@ -68,7 +68,7 @@ class StepPenalty:
 
     @property
     def of_layer(self) -> bool:
-        """Whether it is for all kernels of a layer together, and may change from step to step."""
+        """Whether it is for all kernels of a layer together, or may change from step to step."""
         return self.coupled or self.factors is not None
 
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.checks import DTYPES
-from loco_ext.ops.coupled import coupled_prox, l2_of_groups, largest_in_groups
+from loco_ext.ops.coupled import group_norms_by, shared_factor
 from loco_ext.reference import ring_prox as _reference
 
 MOST_RINGS = 64
@@ -80,7 +81,7 @@ def ring_prox(
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
     Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its kernel; infinite weights stay, and ``squared`` does nothing to their kernel.
+    spreads in its kernel; infinite weights stay, and ``squared`` does nothing to their kernel, unless ``coupled``.
 
     Args:
         weight: ``(C_out, channels, *taps)``; left alone.
@@ -89,7 +90,8 @@ def ring_prox(
         squared: as ``thresholds``, and of their shape; None: zeros.
         metric: of weight's shape and device and any of the four dtypes, positive; None: ones.
         linf: groups are measured by their largest weight, not by the Euclidean norm.
-        coupled: what is squared is the sum over all kernels, of those whose norms are finite.
+        coupled: what is squared is the sum over all kernels, of those whose norms are finite; all kernels' thresholds
+            are then ``t + f q`` with the same f, found to the precision of the weights' type.
 
     Returns:
         A tensor like ``weight``.
@@ -127,22 +129,19 @@ def _coupled_prox(
     weight: Tensor, rings: list[int], thresholds: Tensor, squared: Tensor, metric: Tensor | None, linf: bool
 ) -> Tensor:
     q = squared.to(weight.device).expand(len(weight), -1)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
 
-    def prox(factor: Tensor) -> Tensor:
-        return _run("ring_prox", weight, rings, thresholds + factor.cpu() * squared, None, metric, linf)
+    def prox(u: Tensor, factor: Tensor) -> Tensor:
+        return _run("ring_prox", u, rings, thresholds + factor.cpu() * squared, None, metric, linf)
 
-    def norms_of(x: Tensor) -> Tensor:
-        return group_norms(x, rings, q.shape[1], linf)
-
-    norms_tell = metric is None and not linf and q.shape[1] == 1 and not thresholds.any()
-    return coupled_prox(prox, norms_of, weight, q, norms_tell, waits=True)
+    plain = metric is None and not linf and not thresholds.any()
+    norms_of = partial(group_norms, rings=rings, count=q.shape[1], linf=linf)
+    return prox(weight, shared_factor(partial(prox, wide), norms_of, wide, q, plain, waits=True))
 
 
 def group_norms(weight: Tensor, rings: Sequence[int], count: int, linf: bool) -> Tensor:
     """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
-    if linf:
-        return largest_in_groups(weight, rings, count)
-    return l2_of_groups(ring_norms(weight, rings, count).double())
+    return group_norms_by(ring_norms, weight, rings, count, linf)
 
 
 def _run(name: str, weight: Tensor, *arguments: Any) -> Tensor:

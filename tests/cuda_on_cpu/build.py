@@ -143,7 +143,7 @@ def compile_program(
         text = _run(command([source], Path("-"), flags=[*flags, "-E", "-P"]))
         of = sha256(repr((text, sanitize, shared, flags)).encode()).hexdigest()
         made = objects_folder() / f"{of}.o"
-        objects[made] = command([source], made.with_suffix(".part"), flags=[*flags, "-c"])
+        objects[made] = command([source], _part(made), flags=[*flags, "-c"])
     # First what no other process compiles; then, when it has, what it did.
     for wait in (False, True):
         for made, making in objects.items():
@@ -171,7 +171,12 @@ def _make(made: Path, making: Sequence[str], wait: bool) -> None:
             return
         if not made.exists():
             _run(making)
-            made.with_suffix(".part").rename(made)
+            _part(made).rename(made)
+
+
+def _part(made: Path) -> Path:
+    """Where this process makes an object: a compiler that outlives a killed process writes nowhere else."""
+    return made.with_suffix(f".{os.getpid()}")
 
 
 def _run(command: Sequence[str]) -> str:
