@@ -188,7 +188,7 @@ struct HeldKernel {
   LOCO_DEVICE HeldKernel(const ProxParameters& q, const Entry& entry, const Rings& rings, int64_t kernel) {
     constexpr bool is_double = sizeof(T) == 8;
     const int64_t bytes = bytes_of_held_kernel(rings.numel(), rings.count, is_double, Rule::has_metric);
-    unsigned char* const memory = q.held + entry.held + kernel * bytes;
+    unsigned char* const memory = q.held + entry.held * kHeldUnit + kernel * bytes;
     weights = reinterpret_cast<T*>(memory);
     squares = reinterpret_cast<double*>(memory + bytes_of_kernel(rings.numel(), is_double, Rule::has_metric));
   }

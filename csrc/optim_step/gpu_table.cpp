@@ -252,6 +252,7 @@ class Builder {
 
   void add_prox_chunks(const std::vector<TensorStep>& tensors, bool has_metric) {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    constexpr int64_t most_held = std::numeric_limits<uint32_t>::max() * kHeldUnit;
     std::vector<std::pair<ProxWork, int32_t>> order;
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (s_.entries[i].prox < 0) continue;
@@ -268,7 +269,7 @@ class Builder {
     for (const auto& [of_entry, entry] : order) {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
-          works.back().kernels + of_entry.kernels > most) {
+          works.back().kernels + of_entry.kernels > most || held > most_held) {
         works.push_back(of_entry);
         works.back().first = static_cast<int64_t>(s_.chunks.size());
         works.back().count = works.back().kernels = 0;
@@ -280,7 +281,7 @@ class Builder {
       work.kernels += of_entry.kernels;
       work.bytes = std::max(work.bytes, of_entry.bytes);
       if (!work.coupled) continue;
-      s_.entries[entry].held = held;
+      s_.entries[entry].held = static_cast<uint32_t>(held / kHeldUnit);
       held += of_entry.kernels * of_entry.bytes;
       table_.held_bytes = std::max(table_.held_bytes, held);
       table_.layers = std::max(table_.layers, work.count);

@@ -26,6 +26,7 @@ enum class Types : uint8_t { f32, f64, bf16, f16, bf16_f32, f16_f32, any, any_f6
 enum NestOf { kNestW, kNestG, kNestState, kNestLogical = kNestState + kStates, kNestMap, kNests };
 
 constexpr int32_t kFlat = -1;
+constexpr int64_t kHeldUnit = 16;
 
 struct Entry {
   void* w;
@@ -37,7 +38,7 @@ struct Entry {
   int32_t nests[kNests];  // numbers of nests, or kFlat
   int32_t group;          // row of hyper
   int32_t prox;           // that ends the step: number among the table's, or -1
-  int64_t held;           // where its kernels are held if they are shrunk together, in bytes
+  uint32_t held;          // where its kernels are held if they are shrunk together, in units of kHeldUnit bytes
   uint32_t ordinal;       // for stochastic rounding
   uint8_t head;           // elements before the first at a 16-byte boundary; 0 for those taken one by one
   MapKind map_kind;
@@ -71,12 +72,12 @@ struct DeviceScalar {
 
 // That a kernel takes with its metrics in the type that arithmetic is done in.
 LOCO_HD int64_t bytes_of_kernel(int64_t weights, bool is_double, bool has_metric) {
-  return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + 15) / 16 * 16;
+  return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + kHeldUnit - 1) / kHeldUnit * kHeldUnit;
 }
 
 // And with the squares of its rings and their scale, where it is held.
 LOCO_HD int64_t bytes_of_held_kernel(int64_t weights, int rings, bool is_double, bool has_metric) {
-  return bytes_of_kernel(weights, is_double, has_metric) + (rings + 2) / 2 * 16;
+  return bytes_of_kernel(weights, is_double, has_metric) + (rings + 2) / 2 * kHeldUnit;
 }
 
 // Consecutive chunks whose entries have these types.

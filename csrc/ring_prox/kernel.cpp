@@ -138,17 +138,6 @@ double KernelSolver<T>::linf_penalty(const T* u, const T* d, const Thresholds& t
   return result;
 }
 
-template <typename T>
-void KernelSolver<T>::turn_to(const T* u, const T* d) {
-  u_ = u;
-  d_ = d;
-}
-
-template <typename T>
-bool KernelSolver<T>::turned() const {
-  return !shape_.channels_fastest;
-}
-
 // Lets channels be fastest in u and d.
 template <typename T>
 void KernelSolver<T>::turn_channels() {

@@ -65,8 +65,8 @@ class KernelSolver {
   void with_metric(const Thresholds& thresholds, double scale, const Use& use);
   template <class Use>
   void with_linf(const Thresholds& thresholds, const Use& use);
-  void turn_to(const T* u, const T* d);
-  bool turned() const;
+  void turn_to(const T* u, const T* d) { u_ = u, d_ = d; }
+  bool turned() const { return !shape_.channels_fastest; }
   void turn_channels();
   void find_coefficients(const double* norms, const double* t, int first, double* coefficients);
   template <typename Visit>
