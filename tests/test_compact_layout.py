@@ -16,7 +16,7 @@ from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.layout import in_channels_last
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.take import take_channels
-from loco_ext.sparsity.compaction.trace import trace
+from loco_ext.sparsity.compaction.trace import record, trace
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -75,7 +75,7 @@ def test_networks_that_are_faster_in_channels_last_run_so_inside(
         result = network(x)
         assert (result - y).abs().max() <= 1e-10 * y.abs().max()
         assert result.stride() == y.stride()
-    assert [node.target for node in network.graph.nodes][1] == "contiguous"
+    assert [node.target for node in network.graph.nodes][1] == "to"
 
 
 def test_only_images_in_other_formats_are_converted() -> None:
@@ -93,7 +93,7 @@ def test_only_images_in_other_formats_are_converted() -> None:
     assert converted is not None
     for result, expected in zip(converted(x), model(x), strict=True):
         torch.testing.assert_close(result, expected)
-    formats = [node.kwargs["memory_format"] for node in converted.graph.nodes if node.target == "contiguous"]
+    formats = [node.kwargs["memory_format"] for node in converted.graph.nodes if node.target == "to"]
     assert formats == [torch.channels_last, torch.contiguous_format]
     network, _ = sparsity.compact(model, x)
     for result, expected in zip(network(x), model(x), strict=True):
@@ -101,6 +101,28 @@ def test_only_images_in_other_formats_are_converted() -> None:
     pixels = x.contiguous(memory_format=torch.channels_last)
     assert in_channels_last(trace(nn.Conv2d(2, 4, 3).double(), [pixels]), [pixels]) is None
     assert in_channels_last(trace(nn.Linear(2, 4).double(), [x[:, :, 0, 0]]), [x[:, :, 0, 0]]) is None
+
+
+def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "latencies", second_is_faster)
+    layers = [
+        nn.Conv2d(1, 6, 3),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 3),
+        nn.ReLU(),
+        nn.Conv2d(5, 1, 1),
+        nn.Conv2d(1, 3, 1),
+    ]
+    model, x = strike(nn.Sequential(*layers), inputs=0).double(), torch.randn(2, 1, 12, 12).double()
+    network, _ = sparsity.compact(model, x)
+    same(network, model, x)
+    record(network, [x])
+    first, *others, back, last = [node for node in network.graph.nodes if len(node.meta.get("shape", ())) == 4]
+    assert not first.meta["channels_last"]
+    assert not back.meta["channels_last"]
+    assert not last.meta["channels_last"]
+    assert len(others) >= len(layers)
+    assert all(node.meta["channels_last"] for node in others if node.op != "get_attr")
 
 
 def test_gradients_of_what_is_overwritten() -> None:

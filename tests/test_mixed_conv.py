@@ -52,7 +52,7 @@ def random_case(seed: int) -> Case:
     count = sum(map(len, weights))
     biases = [torch.randn(len(weight), dtype=dtype) for weight in weights] if choose.random() < 0.7 else []
     order = torch.randperm(count) if choose.random() < 0.7 else None
-    x = torch.randn(batch, channels, *size, dtype=dtype).contiguous(memory_format=choose.choice(FORMATS))
+    x = torch.randn(batch, channels, *size, dtype=dtype).to(memory_format=choose.choice(FORMATS))
     options: dict[str, Any] = {"stride": stride, "dilation": dilation, "relu": choose.random() < 0.5}
     if choose.random() < 0.5:
         shape = choose.choice(((batch, count, *out), (batch, count, *out), (count, 1, 1)))
@@ -87,6 +87,17 @@ def assert_right(case: Case, result: Tensor) -> None:
     assert result.dtype == case.x.dtype
     error = (result - expected).abs().max()
     assert error <= TOLERANCES[case.x.dtype] * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 5), (1, 1, 4, 1), (2, 3, 1, 1), (1, 3, 1, 1), (2, 3, 4, 1)])
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_results_have_the_format_of_images_whose_strides_alone_tell_it(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    x, weights = torch.randn(shape).to(memory_format=memory_format), [torch.randn(4, shape[1], 1, 1)]
+    result = mixed_conv2d(x, weights, [], [(1, 1, 1, 1)])
+    assert result.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(result, F.conv2d(x, weights[0], padding=1))
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -146,6 +146,7 @@ def test_unusual_numbers_shapes_and_layouts(tmp_path):
         "none": torch.empty(0, 4),
         "rows": grid[1:3],
         "images": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "grey": torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
         "points": torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
         "volumes": torch.randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d),
         "columns": grid.T,

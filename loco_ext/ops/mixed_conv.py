@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from loco_ext.ops import backends
+from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.reference import mixed_conv as _reference
 
 Pads = tuple[int, int, int, int]
@@ -104,7 +105,7 @@ def _native(
 ) -> Tensor:
     compute = backends.operators().mixed_conv2d
     parts = [weight.contiguous() for weight in weights], [bias.contiguous() for bias in biases], _flat(pads)
-    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
+    if not is_channels_last(x):
         add = None if add is None else add.contiguous()
         return compute(x.contiguous(), *parts, order, stride, dilation, add, relu, False)
     add = None if add is None else add.permute(0, 2, 3, 1).contiguous()

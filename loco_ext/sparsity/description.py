@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.vocabulary import (
     ATTRIBUTES,
     CONTAINERS,
@@ -25,7 +26,6 @@ from loco_ext.sparsity.vocabulary import (
 
 # fx writes targets into the source code of forward.
 _PATH = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-_MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Saved apart from the arguments of the constructor, or (the last) made of them and read for other paddings only.
 _KEPT_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 _UNREAD_FOR_ZEROS = {"_reversed_padding_repeated_twice"}
@@ -143,11 +143,8 @@ def _tensor_record(name: str, tensor: Tensor) -> dict[str, Any]:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         raise ModelFileError(f"tensor {name!r}: expected a dense tensor with data, got {type(tensor).__qualname__}")
     record: dict[str, Any] = {"requires_grad": tensor.requires_grad}
-    memory_format = _MEMORY_FORMATS.get(tensor.ndim)
-    if memory_format is not None and tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
-        permuted = torch.empty(tensor.shape, device="meta", memory_format=memory_format)
-        if tensor.stride() == permuted.stride():
-            record["memory_format"] = encode(memory_format)
+    if is_channels_last(tensor):
+        record["memory_format"] = encode(FORMATS[tensor.ndim])
     return record
 
 

@@ -107,10 +107,10 @@ def _rewritten(
 ) -> list[Result]:
     """The smaller network, perhaps in several versions, and last the model as it is."""
     same = _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
-    if choose is costs.fastest:
-        traced = _in_faster_format(traced, inputs)
     if norms_folded:
         fold(traced)
+    if choose is costs.fastest:
+        traced = _in_faster_format(traced, inputs)
     plain = Channels(traced, fixed_size=fixed_size)
     scatter = plain.scatterable()
     versions = [Channels(traced, scatter, fixed_size), plain] if scatter else [plain]
@@ -127,7 +127,7 @@ def _in_faster_format(traced: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
     other = in_channels_last(traced, inputs)
     if other is None:
         return traced
-    networks = [_rewrite(graph, Channels(graph), costs.fewest_multiply_adds)[0] for graph in (traced, other)]
+    networks = [_rewrite(graph, Channels(graph), costs.fastest)[0] for graph in (traced, other)]
     first, second = costs.latencies([partial(network, *inputs) for network in networks], _device(traced))
     return other if second < first else traced
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
 from loco_ext.sparsity.compaction.take import take_channels
@@ -316,9 +317,8 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
         device=weight.device,
         dtype=weight.dtype,
     )
-    memory_format = torch.contiguous_format
-    if convolution.channels_last and bucket.style != MIXED:
-        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
+    channels_last = convolution.channels_last and bucket.style != MIXED
+    memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
     module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
     if convolution.bias is not None:
         module.bias = nn.Parameter(convolution.bias[kernels].detach().clone(), requires_grad=convolution.trained)

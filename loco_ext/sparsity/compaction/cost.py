@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from loco_ext.ops import backends, mixed_conv
+from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import (
     MIXED,
     Bucket,
@@ -192,9 +193,6 @@ def _shape(kind: Mapping[str, Any], convolution: Convolution) -> tuple[int, ...]
 def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:
     """Random numbers in the place of what the convolution reads, with the channels that are left."""
     shape = _shape(kind, convolution)
-    memory_format = torch.contiguous_format
-    if kind["channels_last"]:
-        memory_format = torch.channels_last if convolution.axes == 2 else torch.channels_last_3d
     generator = torch.Generator(kind["device"]).manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=kind["dtype"], device=kind["device"])
-    return x.contiguous(memory_format=memory_format)
+    return x.to(memory_format=FORMATS[x.dim()]) if kind["channels_last"] else x

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.roles import Reader, Role
 from loco_ext.sparsity.compaction.trace import record
-
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
@@ -24,11 +23,11 @@ def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     reader = Reader(result)
     strict = (Role.OTHER, Role.FLATTEN)  # views among them
     known = {node: reader.read(node).role not in strict for node in result.graph.nodes}
-    images = [node for node in known if len(node.meta.get("shape", ())) in _FORMATS and node.op != "get_attr"]
+    images = [node for node in known if len(node.meta.get("shape", ())) in FORMATS and node.op != "get_attr"]
     converted = False
     for node in images:
         if not known[node] and not node.meta["channels_last"]:
-            memory_format = _FORMATS[len(node.meta["shape"])]
+            memory_format = FORMATS[len(node.meta["shape"])]
             converted |= _convert(result.graph, node, lambda user: known[user], memory_format)
     if not converted:
         return None
@@ -47,7 +46,7 @@ def _convert(
     users = [user for user in node.users if reads(user)]
     if users:
         with graph.inserting_after(node):
-            converted = graph.call_method("contiguous", (node,), {"memory_format": memory_format})
+            converted = graph.call_method("to", (node,), {"memory_format": memory_format})
         for user in users:
             user.replace_input_with(node, converted)
     return bool(users)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from loco_ext.ops.memory_format import is_channels_last
+
 
 class UntraceableError(Exception):
     """No graph that stands for the model could be made; the text says why."""
@@ -37,13 +39,6 @@ class _Recorder(fx.Interpreter):
 def kind_of(x: Tensor) -> dict[str, Any]:
     """All that decides how fast an operation on a tensor is, as a node's meta."""
     return {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "channels_last": is_channels_last(x)}
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Whether channels lie next to each other in memory, and not pixels."""
-    return (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()) or (
-        x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
-    )
 
 
 def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
