@@ -75,7 +75,7 @@ def test_networks_that_are_faster_in_channels_last_run_so_inside(
         result = network(x)
         assert (result - y).abs().max() <= 1e-10 * y.abs().max()
         assert result.stride() == y.stride()
-    assert [node.target for node in network.graph.nodes][1] == "to"
+    assert [node.target for node in network.graph.nodes][1] == "clone"
 
 
 def test_only_images_in_other_formats_are_converted() -> None:
@@ -93,7 +93,7 @@ def test_only_images_in_other_formats_are_converted() -> None:
     assert converted is not None
     for result, expected in zip(converted(x), model(x), strict=True):
         torch.testing.assert_close(result, expected)
-    formats = [node.kwargs["memory_format"] for node in converted.graph.nodes if node.target == "to"]
+    formats = [node.kwargs["memory_format"] for node in converted.graph.nodes if node.target == "clone"]
     assert formats == [torch.channels_last, torch.contiguous_format]
     network, _ = sparsity.compact(model, x)
     for result, expected in zip(network(x), model(x), strict=True):

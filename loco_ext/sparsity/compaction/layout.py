@@ -46,7 +46,8 @@ def _convert(
     users = [user for user in node.users if reads(user)]
     if users:
         with graph.inserting_after(node):
-            converted = graph.call_method("to", (node,), {"memory_format": memory_format})
+            # Of one channel or one pixel, too, where .contiguous() leaves strides as they are.
+            converted = graph.call_method("clone", (node,), {"memory_format": memory_format})
         for user in users:
             user.replace_input_with(node, converted)
     return bool(users)

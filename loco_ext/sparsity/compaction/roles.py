@@ -168,9 +168,7 @@ class Reader:
         if len(node.all_input_nodes) > 1:
             return Role.OTHER
         named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
-        if named in _POINTWISE_NAMES and not _trains(node):
-            return Role.PER_CHANNEL
-        if _is_crop(node) or is_padding(node) or _is_formatting(node):
+        if (named in _POINTWISE_NAMES and not _trains(node)) or _is_crop(node) or is_padding(node):
             return Role.PER_CHANNEL
         if node.target in _POOL_FUNCTIONS:
             batched = len(first.meta["shape"]) == _POOL_FUNCTIONS[node.target] + 2
@@ -236,11 +234,6 @@ def arithmetic(node: fx.Node) -> str | None:
     if node.op == "call_method":
         return _ARITHMETIC_METHODS.get(str(node.target))
     return _ARITHMETIC.get(node.target) if node.op == "call_function" else None
-
-
-def _is_formatting(node: fx.Node) -> bool:
-    named = node.op == "call_method" and node.target == "to"
-    return named and len(node.args) == 1 and {*node.kwargs} == {"memory_format"}
 
 
 def _role_of_arithmetic(node: fx.Node) -> Role:
