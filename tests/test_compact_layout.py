@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
+from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.compaction import cost
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.layout import in_channels_last
@@ -19,7 +20,6 @@ from loco_ext.sparsity.compaction.take import take_channels
 from loco_ext.sparsity.compaction.trace import record, trace
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def second_is_faster(calls: Sequence[object], device: torch.device) -> list[float]:
@@ -27,16 +27,20 @@ def second_is_faster(calls: Sequence[object], device: torch.device) -> list[floa
     return [1.0, *(0.5 for _ in calls[1:])]
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 7), (2, 5, 3, 4), (2, 5, 1, 1), (1, 5, 3, 4), (2, 5, 3, 1, 4)])
+@pytest.mark.parametrize(
+    "shape", [(2, 5), (2, 5, 7), (2, 5, 3, 4), (2, 5, 1, 1), (1, 5, 3, 4), (2, 1, 3, 4), (2, 5, 3, 1, 4)]
+)
 def test_channels_are_taken_in_any_format(shape: tuple[int, ...]) -> None:
-    x, index = torch.randn(shape, dtype=torch.double), torch.tensor([4, 0, 0, 2])
+    x, index = torch.randn(shape, dtype=torch.double), torch.tensor([4, 0, 0, 2]) % shape[1]
     for memory_format in (torch.contiguous_format, FORMATS.get(len(shape), torch.contiguous_format)):
-        y = x.contiguous(memory_format=memory_format).requires_grad_()
+        y = x.to(memory_format=memory_format).requires_grad_()
         result = take_channels(y, index)
         assert torch.equal(result, x[:, index])
         assert result.is_contiguous(memory_format=memory_format)
+        assert is_channels_last(result) == (memory_format is FORMATS.get(len(shape)))
         (gradient,) = torch.autograd.grad(result.sum(), y)
-        assert torch.equal(gradient.sum((0, *range(2, len(shape)))), torch.tensor([2.0, 0, 1, 0, 1]) * x[:, 0].numel())
+        counts = torch.bincount(index, minlength=shape[1]).double()
+        assert torch.equal(gradient.sum((0, *range(2, len(shape)))), counts * x[:, 0].numel())
     whole = torch.randn(2, 8, 6, 7)[:, ::2, 1:, ::3]
     assert torch.equal(take_channels(whole, index[1:]), whole[:, index[1:]])
     assert torch.equal(take_channels(x[0], index, -len(shape) + 1), x[0][index])
@@ -105,24 +109,29 @@ def test_only_images_in_other_formats_are_converted() -> None:
 
 def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "latencies", second_is_faster)
-    layers = [
-        nn.Conv2d(1, 6, 3),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 5, 3),
-        nn.ReLU(),
-        nn.Conv2d(5, 1, 1),
-        nn.Conv2d(1, 3, 1),
-    ]
-    model, x = strike(nn.Sequential(*layers), inputs=0).double(), torch.randn(2, 1, 12, 12).double()
+    first = [nn.BatchNorm2d(1), nn.Conv2d(1, 6, 3), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.ReLU()]
+    model = strike(nn.Sequential(*first, nn.Conv2d(5, 1, 1), nn.ReLU(), nn.Conv2d(1, 3, 1)), sizes=0, inputs=0)
+    model, x = model.double().eval(), torch.randn(2, 1, 12, 12).double()
     network, _ = sparsity.compact(model, x)
     same(network, model, x)
+    assert network(x).stride() == model(x).stride()
     record(network, [x])
-    first, *others, back, last = [node for node in network.graph.nodes if len(node.meta.get("shape", ())) == 4]
-    assert not first.meta["channels_last"]
-    assert not back.meta["channels_last"]
-    assert not last.meta["channels_last"]
-    assert len(others) >= len(layers)
-    assert all(node.meta["channels_last"] for node in others if node.op != "get_attr")
+    nodes = [node for node in network.graph.nodes if node.op != "get_attr" and len(node.meta.get("shape", ())) == 4]
+    *images, back, result = [node.meta["channels_last"] for node in nodes if node.meta["shape"][1] > 1]
+    assert len(images) >= 4
+    assert all(images)
+    assert not back
+    assert not result
+
+
+def test_networks_that_are_channels_last_inside_are_not_converted_again() -> None:
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)).double(),
+        torch.randn(2, 3, 5, 5).double(),
+    )
+    converted = in_channels_last(trace(model, [x]), [x])
+    assert converted is not None
+    assert in_channels_last(converted, [x]) is None
 
 
 def test_gradients_of_what_is_overwritten() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,22 @@ from loco_ext.sparsity.compaction.trace import record
 def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
     """A copy of the graph that converts images once on their way in; None where none is, or all are so already.
 
-    What is not known to work on any memory format, and the caller, get images in the format that they had.
+    What is not known to work on any memory format, and the caller, get images in the format that they had. An image of
+    one channel is converted where something makes more channels of it, as operations may forget the format before.
     """
     result = copy.deepcopy(traced)
     reader = Reader(result)
     strict = (Role.OTHER, Role.FLATTEN)  # views among them
-    known = {node: reader.read(node).role not in strict for node in result.graph.nodes}
+    known = {
+        node: reader.read(node).role not in strict and "memory_format" not in node.kwargs for node in result.graph.nodes
+    }
     images = [node for node in known if len(node.meta.get("shape", ())) in FORMATS and node.op != "get_attr"]
     converted = False
     for node in images:
-        if not known[node] and not node.meta["channels_last"]:
+        single = node.meta["shape"][1] == 1
+        if (single or not known[node]) and not node.meta["channels_last"]:
             memory_format = FORMATS[len(node.meta["shape"])]
-            converted |= _convert(result.graph, node, lambda user: known[user], memory_format)
+            converted |= _convert(result.graph, node, partial(_reads, known, single), memory_format)
     if not converted:
         return None
     for node in images:
@@ -37,6 +42,11 @@ def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     result.recompile()
     record(result, example_inputs)
     return result
+
+
+def _reads(known: Mapping[fx.Node, bool], single: bool, user: fx.Node) -> bool:
+    """Whether the user is to get the image, of a single channel or not, in channels_last."""
+    return known[user] and not (single and user.meta.get("shape", ())[1:2] == (1,))
 
 
 def _convert(

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from loco_ext.ops.memory_format import is_channels_last
+
 
 def take_channels(x: Tensor, index: Tensor, axis: int = 1) -> Tensor:
     """``x.index_select(axis, index)`` in the memory format of ``x``, and fast in each.
@@ -34,6 +36,6 @@ def take_channels(x: Tensor, index: Tensor, axis: int = 1) -> Tensor:
         result: Any = handle_torch_function(take_channels, (x,), x, index, axis)
         return result
     pixels = x.movedim(axis, -1)
-    if x.is_contiguous() or not pixels.is_contiguous():
+    if (x.is_contiguous() and not is_channels_last(x)) or not pixels.is_contiguous():
         return x.index_select(axis, index)
     return pixels.flatten(0, -2).index_select(1, index).unflatten(0, pixels.shape[:-1]).movedim(-1, axis)
