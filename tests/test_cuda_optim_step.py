@@ -78,7 +78,7 @@ def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
         ("gpu_prox.h", "std::sqrt(step) * q", "step * q"),
         ("gpu_prox.h", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
         ("gpu_prox.h", "random[n] = words[0];", "random[n] = words[1];"),
-        ("gpu_prox.h", "entry.held + kernel * bytes", "entry.held + 0 * kernel * bytes"),
+        ("gpu_prox.h", "kHeldUnit + kernel * bytes", "kHeldUnit + 0 * kernel * bytes"),
         ("cuda_coupled.cu", "chunks[blockIdx.x].index + threadIdx.x", "threadIdx.x"),
         ("cuda_coupled.cu", "q.searches[block.layer].factor.best()", "q.searches[0].factor.best()"),
         (
