@@ -59,43 +59,39 @@ def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+MISTAKES = {
+    "tail": ("cuda.cu", "threadIdx.x - head;", "threadIdx.x - head + 1;"),  # begins one element late
+    "chunk": ("cuda.cu", "(chunk.index + 1) * kChunk;", "(chunk.index + 1) * kChunk + 1;"),  # chunks overlap
+    "barrier": ("gpu_task.h", "__syncthreads();", ""),
+    # Chunks begin the map anew.
+    "phase": ("gpu_task.h", "(phase + (run == 1 ? at : at / run))", "(run == 1 ? at : at / run)"),
+    "found_inf": ("cuda.cu", "is_set(p.found_inf)) return;\n  const Entry", "false) return;\n  const Entry"),
+    "prox_found_inf": ("cuda_prox.cu", "if (is_set(p.found_inf)) return;", ""),
+    "prox_barrier": ("cuda_prox.cu", "plain, squared);\n    __syncthreads();", "plain, squared);"),
+    "prox_kernel": ("cuda_prox.cu", "(k - chunk.index) * rings.numel()", "k * rings.numel()"),
+    "prox_squared": ("gpu_prox.h", "std::sqrt(step) * q", "step * q"),
+    "prox_factors": ("gpu_prox.h", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
+    "prox_rounding": ("gpu_prox.h", "random[n] = words[0];", "random[n] = words[1];"),
+    "layers_apart": ("gpu_prox.h", "kHeldUnit + kernel * bytes", "kHeldUnit + 0 * kernel * bytes"),
+    "layer_sum": ("cuda_coupled.cu", "chunks[blockIdx.x].index + threadIdx.x", "threadIdx.x"),
+    "layer_factor": ("cuda_coupled.cu", "q.searches[block.layer].factor.best()", "q.searches[0].factor.best()"),
+    "layer_found_inf": (
+        "cuda_coupled.cu",
+        "(p.found_inf)) return;\n  const BlockKernel<Rule, T> block(p, q);\n  update",
+        "(p.found_inf)) {}\n  const BlockKernel<Rule, T> block(p, q);\n  update",
+    ),
+    "prox_memory": ("gpu_table.cpp", "std::max(work.bytes, of_entry.bytes)", "of_entry.bytes"),
+    "prox_step": ("rules.h", "buffer ? lr * (1 - row[kSgdDampening])", "!buffer ? lr * (1 - row[kSgdDampening])"),
+}
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
+def test_planted_mistakes_fit_the_sources(name: str, right: str, wrong: str) -> None:
+    build.planted((build.CSRC / "optim_step" / name).read_text(), right, wrong)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "right", "wrong"),
-    [
-        ("cuda.cu", "threadIdx.x - head;", "threadIdx.x - head + 1;"),  # the tail begins one element late
-        ("cuda.cu", "(chunk.index + 1) * kChunk;", "(chunk.index + 1) * kChunk + 1;"),  # chunks overlap
-        ("gpu_task.h", "__syncthreads();", ""),
-        (
-            "gpu_task.h",
-            "(phase + (run == 1 ? at : at / run))",
-            "(run == 1 ? at : at / run)",
-        ),  # chunks begin the map anew
-        ("cuda.cu", "is_set(p.found_inf)) return;\n  const Entry", "false) return;\n  const Entry"),
-        ("cuda_prox.cu", "if (is_set(p.found_inf)) return;", ""),
-        ("cuda_prox.cu", "plain, squared);\n    __syncthreads();", "plain, squared);"),
-        ("cuda_prox.cu", "(k - chunk.index) * rings.numel()", "k * rings.numel()"),
-        ("gpu_prox.h", "std::sqrt(step) * q", "step * q"),
-        ("gpu_prox.h", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
-        ("gpu_prox.h", "random[n] = words[0];", "random[n] = words[1];"),
-        ("gpu_prox.h", "kHeldUnit + kernel * bytes", "kHeldUnit + 0 * kernel * bytes"),
-        ("cuda_coupled.cu", "chunks[blockIdx.x].index + threadIdx.x", "threadIdx.x"),
-        ("cuda_coupled.cu", "q.searches[block.layer].factor.best()", "q.searches[0].factor.best()"),
-        (
-            "cuda_coupled.cu",
-            "(p.found_inf)) return;\n  const BlockKernel<Rule, T> block(p, q);\n  update",
-            "(p.found_inf)) {}\n  const BlockKernel<Rule, T> block(p, q);\n  update",
-        ),
-        ("gpu_table.cpp", "std::max(work.bytes, of_entry.bytes)", "of_entry.bytes"),
-        ("rules.h", "buffer ? lr * (1 - row[kSgdDampening])", "!buffer ? lr * (1 - row[kSgdDampening])"),
-    ],
-    ids=[
-        *("tail", "chunk", "barrier", "phase", "found_inf"),
-        *("prox_found_inf", "prox_barrier", "prox_kernel", "prox_squared", "prox_factors", "prox_rounding"),
-        *("layers_apart", "layer_sum", "layer_factor", "layer_found_inf"),
-        *("prox_memory", "prox_step"),
-    ],
-)
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
 def test_planted_mistakes_are_found(name: str, right: str, wrong: str, tmp_path: Path) -> None:
     csrc = build.with_mistake(tmp_path, f"optim_step/{name}", right, wrong)
     program = compile_check(tmp_path / "check", csrc, flags=["-fsanitize=address"])

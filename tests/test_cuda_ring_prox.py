@@ -253,23 +253,27 @@ def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+MISTAKES = {
+    "tail": ("gpu_rings.h", "tail + k - head;", "tail + k - head + 1;"),
+    "turn": ("gpu_solve.h", "turn_ ^= 1;", ""),  # the next sum overwrites the last one's parts
+    "kernel": ("gpu_kernel.h", "weights.kernel_stride * element_size", "element_size"),
+    "scale": ("gpu_solve.h", "exponent > 1020 ? -1020 : -exponent", "exponent > 1020 ? -1020 : exponent"),
+    "staged": ("gpu_kernel.h", "ordered_.metrics);\n      __syncthreads();", "ordered_.metrics);"),
+    "order": ("gpu_table.cpp", "shape.ring_of_tap[a] < shape.ring_of_tap[b]", "a < b"),
+    "ring": ("gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring > 0 ? ring - 1 : 0;"),
+    "caps": ("gpu_solve.h", "__syncthreads();  // caps have been written", ""),
+    "factors": ("gpu_solve.h", "penalty, factors);\n    }\n    __syncthreads();", "penalty, factors);\n    }"),
+    "first": ("gpu_solve.h", "const bool alone = ring < first ||", "const bool alone ="),
+}
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
+def test_planted_mistakes_fit_the_sources(name: str, right: str, wrong: str) -> None:
+    build.planted((build.CSRC / "ring_prox" / name).read_text(), right, wrong)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "right", "wrong"),
-    [
-        ("gpu_rings.h", "tail + k - head;", "tail + k - head + 1;"),
-        ("gpu_solve.h", "turn_ ^= 1;", ""),  # the next sum overwrites the last one's parts
-        ("gpu_kernel.h", "weights.kernel_stride * element_size", "element_size"),
-        ("gpu_solve.h", "exponent > 1020 ? -1020 : -exponent", "exponent > 1020 ? -1020 : exponent"),
-        ("gpu_kernel.h", "ordered_.metrics);\n      __syncthreads();", "ordered_.metrics);"),
-        ("gpu_table.cpp", "shape.ring_of_tap[a] < shape.ring_of_tap[b]", "a < b"),
-        ("gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring > 0 ? ring - 1 : 0;"),
-        ("gpu_solve.h", "__syncthreads();  // caps have been written", ""),
-        ("gpu_solve.h", "penalty, factors);\n    }\n    __syncthreads();", "penalty, factors);\n    }"),
-        ("gpu_solve.h", "const bool alone = ring < first ||", "const bool alone ="),
-    ],
-    ids=["tail", "turn", "kernel", "scale", "staged", "order", "ring", "caps", "factors", "first"],
-)
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
 def test_planted_mistakes_are_found(name: str, right: str, wrong: str, tmp_path: Path) -> None:
     csrc = build.with_mistake(tmp_path, f"ring_prox/{name}", right, wrong)
     sources = [*(csrc / source.relative_to(build.CSRC) for source in SOURCES), CHECK]

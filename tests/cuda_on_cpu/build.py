@@ -188,10 +188,14 @@ def _run(command: Sequence[str]) -> str:
 def with_mistake(folder: Path, name: str, right: str, wrong: str) -> Path:
     """A copy of csrc in the folder, in one file of which the right text has become the wrong one."""
     copy = Path(shutil.copytree(CSRC, folder / "csrc"))
-    text = (copy / name).read_text()
-    assert text.count(right) == 1
-    (copy / name).write_text(text.replace(right, wrong))
+    (copy / name).write_text(planted((copy / name).read_text(), right, wrong))
     return copy
+
+
+def planted(text: str, right: str, wrong: str) -> str:
+    """The text with what is right in it, which it must hold once, made wrong."""
+    assert text.count(right) == 1
+    return text.replace(right, wrong)
 
 
 def run_program(
