@@ -125,10 +125,7 @@ def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_networks_that_are_channels_last_inside_are_not_converted_again() -> None:
-    model, x = (
-        nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)).double(),
-        torch.randn(2, 3, 5, 5).double(),
-    )
+    model, x = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)), torch.randn(2, 3, 5, 5)
     converted = in_channels_last(trace(model, [x]), [x])
     assert converted is not None
     assert in_channels_last(converted, [x]) is None

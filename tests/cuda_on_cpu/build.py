@@ -194,7 +194,7 @@ def with_mistake(folder: Path, name: str, right: str, wrong: str) -> Path:
 
 def planted(text: str, right: str, wrong: str) -> str:
     """The text with what is right in it, which it must hold once, made wrong."""
-    assert text.count(right) == 1
+    assert text.count(right) == 1, f"expected once in the source: {right}"
     return text.replace(right, wrong)
 
 
