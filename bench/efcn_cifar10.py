@@ -4,7 +4,7 @@
 
 The VanillaCNN trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100; all 50,000 training images.
 Studies: "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10, where a curvature
-takes a few products with the Hessian and nothing is interpolated; "full" also has the fully connected network from
+takes a few products with the Hessian; "full" also has the fully connected network from
 scratch. All start from one and the same training of the CNN, the first study's.
 """
 
@@ -28,7 +28,7 @@ from loco_ext.nn import to_efcn
 
 EPOCHS, BRANCH_EPOCHS = 30, 10
 SWITCH_TIMES, FEW_SWITCH_TIMES = (0, 3, 10, 30), (0, 10)
-LANDSCAPE_SAMPLES, POWER_ITERATIONS, POINTS, STRING_STEPS = 1000, 50, 11, 100
+LANDSCAPE_SAMPLES, POWER_ITERATIONS = 1000, 50
 FEW_POWER_ITERATIONS = 10
 RADIUS = "2"
 RELAXATIONS: dict[str, str | int] = {"lcn": "sharing", RADIUS: int(RADIUS), "full": "all"}
@@ -42,10 +42,10 @@ def studies() -> dict[str, EfcnSettings]:
     def study(relax: str, **options: Any) -> EfcnSettings:
         values = {"switch_times": SWITCH_TIMES, "branch_epochs": BRANCH_EPOCHS, "fcn_epochs": 0, "epochs": EPOCHS}
         values |= {"landscape_samples": LANDSCAPE_SAMPLES, "power_iterations": POWER_ITERATIONS}
-        values |= {"interpolation_points": POINTS, "string_steps": STRING_STEPS}
+        values |= {"interpolation_points": 0}  # bench.efcn_paths_cifar10 has them
         return efcn_preset("paper", relaxations=(relax,), **values | options)
 
-    few = {"switch_times": FEW_SWITCH_TIMES, "interpolation_points": 0, "power_iterations": FEW_POWER_ITERATIONS}
+    few = {"switch_times": FEW_SWITCH_TIMES, "power_iterations": FEW_POWER_ITERATIONS}
     return {
         "lcn": study("lcn"),
         "grown": study(RADIUS, **few),

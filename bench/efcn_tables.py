@@ -8,12 +8,11 @@ NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
 def of(report: dict[str, Any]) -> list[Parts]:
-    """Accuracies and deviations; the steps; the loss around the weights; the interpolations."""
+    """Accuracies and deviations; the steps; the loss around the weights."""
     networks = report["networks"]
-    own: dict[str, Any] = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}, "interpolations": {}}
+    own: dict[str, Any] = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}}
     rows = [own | networks["cnn"], *networks["branches"], *([networks["fcn"]] if networks["fcn"] else [])]
-    found = [accuracies(rows, report), steps(report), landscapes(rows)]
-    return [*found, interpolations(rows)] if any(row["interpolations"] for row in rows) else found
+    return [accuracies(rows, report), steps(report), landscapes(rows)]
 
 
 def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
@@ -75,11 +74,11 @@ def interpolations(networks: list[dict[str, Any]]) -> Parts:
     """The best of each path, ends included."""
     rows: list[Cells] = []
     for network in networks:
-        if paths := network["interpolations"]:
-            ends = [paths["linear"][place]["test_accuracy"] for place in (0, -1)]
-            best = [max(point["test_accuracy"] for point in points) for points in paths.values()]
-            barriers = [max(finite(point["train_loss"]) for point in points) for points in paths.values()]
-            rows.append([*case(network), *map(percent, (*ends, *best)), *map(number, barriers)])
+        paths = network["interpolations"]
+        ends = [paths["linear"][place]["test_accuracy"] for place in (0, -1)]
+        best = [max(point["test_accuracy"] for point in points) for points in paths.values()]
+        barriers = [max(finite(point["train_loss"]) for point in points) for points in paths.values()]
+        rows.append([*case(network), *map(percent, (*ends, *best)), *map(number, barriers)])
     title = (
         "Paths from the trained CNN to networks trained on: test accuracies of their ends and the highest on each, in "
         "percent, chosen on the test images; the highest training loss on each"

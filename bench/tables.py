@@ -139,6 +139,24 @@ def compact(report: dict[str, Any]) -> list[Table]:
     return [Table(title, ["network", "struck", "format", "threads", *shares, *names, *times], rows)]
 
 
+def zoo(report: dict[str, Any]) -> list[Table]:
+    """What compaction gains on torchvision's and timm's networks with half of their filters zeroed."""
+    rows = [
+        [record["network"]]
+        + [f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}" for key in ("after", "executed")]
+        + [milliseconds(record, name) for name in ("network", "compacted")]
+        + [f"{record[key]:.2f}" for key in ("speedup", "speedup_reported")]
+        + [f"{record['compaction_seconds']:.0f}", f"{record['error']:.0e}"]
+        for record in report["results"]
+    ]
+    title = (
+        "Latency in ms of one image of 224x224 pixels, one thread, before and after compaction; shares of the "
+        "multiply-adds that are left and executed; seconds that compaction takes; difference in float64"
+    )
+    headers = ["network", "left", "executed", "ms", "compacted", "times faster", "reported", "seconds", "difference"]
+    return [Table(title, headers, rows)]
+
+
 def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
     """What pruned and narrower networks reach; the warm starts; what batch normalisation does."""
     return _filled(frontier_tables.of(report))
@@ -152,6 +170,11 @@ def trained_cifar10(report: dict[str, Any]) -> list[Table]:
 def efcn_cifar10(report: dict[str, Any]) -> list[Table]:
     """What networks between convolution and full connection reach; the loss around them; the paths to them."""
     return _filled(efcn_tables.of(report))
+
+
+def efcn_paths(report: dict[str, Any]) -> list[Table]:
+    """Paths between networks of the eFCN experiment."""
+    return _filled([efcn_tables.interpolations(report["networks"])])
 
 
 def _filled(parts: list[efcn_tables.Parts]) -> list[Table]:
@@ -266,9 +289,11 @@ RENDERERS = {
     "train": train,
     "locality_cifar10": locality_cifar10,
     "compact": compact,
+    "zoo": zoo,
     "frontier_cifar10": frontier_cifar10,
     "trained_cifar10": trained_cifar10,
     "efcn_cifar10": efcn_cifar10,
+    "efcn_paths": efcn_paths,
     "optim_step_gpu": optim_step_gpu,
     "ring_prox": tables_ring_prox.ring_prox,
     "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,
@@ -279,8 +304,10 @@ RENDERERS = {
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
 NOTHING_YET = {
     "compact": "Not measured yet; `make bench` does that.",
+    "zoo": "Not measured yet; `python -m bench.bench_zoo` does that where torchvision and timm are installed.",
     "trained_cifar10": "Not run yet; `python -m bench.trained_cifar10 --data DIR` does that.",
     "efcn_cifar10": "Not run yet; `python -m bench.efcn_cifar10 --data DIR` does that.",
+    "efcn_paths": "Not run yet; `python -m bench.efcn_paths_cifar10 --data DIR` does that.",
     "optim_step_gpu": _NO_GPU,
     "ring_prox": "Not measured yet; `make bench` does that.",
     "ring_prox_gpu": _NO_GPU,

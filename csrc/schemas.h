@@ -9,10 +9,9 @@ namespace loco {
 // `maps` (-1: uniform decay), `lr_index` each row's entry of `lrs` (-1, or no entries at all: the row has its learning
 // rate). `grads` are written only where `grad_scale` is given; `seed` rounds stochastically.
 //
-// The number that optim_step_hold returns stands for the tensors given to it, which the held variants change in place;
-// release of the library that made it frees them. For eager calls only: a compiler cannot see those tensors. So does
-// the number of ring_penalty_hold stand for a penalty, of which `penalties` has one for each parameter (0: none), or no
-// entries at all; `like` is any tensor on the device of these parameters, where `factors` are read anew at every step.
+// The number that ring_penalty_hold returns stands for a penalty until release of the library that made it.
+// `penalties` has one for each parameter (0: none), or no entries at all; `like` is any tensor on the device of these
+// parameters.
 //
 // The ring operators take the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
@@ -37,22 +36,8 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "bool amsgrad, bool maximize, bool decoupled, bool l1, "
       "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
   m.def(
-      "optim_step_hold("
-      "Tensor[] params, Tensor[] state0, Tensor[] state1, Tensor[] state2, Tensor[] steps, "
-      "int[] group_index, Tensor[] maps, int[] map_index, int[] penalties, int[] ordinals) -> int");
-  m.def(
-      "optim_step_sgd_held("
-      "int hold, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, "
-      "bool nesterov, bool maximize, bool l1, Tensor? grad_scale, Tensor? found_inf, int? seed, int rounding_step) -> "
-      "()");
-  m.def(
-      "optim_step_adam_held("
-      "int hold, Tensor(a!)[] grads, Tensor hyper, Tensor[] lrs, int[] lr_index, "
-      "bool amsgrad, bool maximize, bool decoupled, bool l1, Tensor? grad_scale, Tensor? found_inf, int? seed, int "
-      "rounding_step) -> ()");
-  m.def(
       "ring_penalty_hold("
-      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, bool coupled, Tensor? factors) -> int");
+      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, bool coupled) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

@@ -102,7 +102,7 @@ def _add_train(commands: Any) -> None:
         help="none, GAMMA,ETA, one factor per distance class, or a file that analyze has written",
     )
     train.add_argument("--norm", help="l2 or l1, of the weight decay")
-    train.add_argument("--penalty", help="none, rings or kernels, of all convolutions")
+    train.add_argument("--penalty", help="none, rings, kernels or complexity, of all convolutions")
     train.add_argument("--strength", type=values.number, help="of the penalty, the draft's alpha")
     folded = argparse.BooleanOptionalAction
     train.add_argument("--folded", action=folded, default=None, help="penalise weights times batch norm's scale")

@@ -49,6 +49,9 @@ def add(commands: Any) -> None:
     efcn.add_argument("--power-iterations", type=values.whole, help="for the curvature, at most; 0: not measured")
     efcn.add_argument("--interpolation-points", type=values.whole, help="on each path; 0: not measured")
     efcn.add_argument("--string-steps", type=values.whole, help="of the interpolation along a string")
+    efcn.add_argument(
+        "--stiffness", type=values.number, help="of that string, below 0.5: how far points are drawn together"
+    )
     efcn.add_argument("--seed", type=values.seed, help="decides initial weights")
     add_device(efcn)
     efcn.add_argument("--json", action="store_true", help="print the JSON instead of a table")

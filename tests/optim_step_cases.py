@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
 from torch import Tensor
@@ -74,8 +73,6 @@ class Case:
 
     def _step_on_gpu(self, gpu: Gpu) -> Case:
         """Copies all memory to the GPU, steps there and copies it back; strides and shared memory stay as they are."""
-        if "held" in self.options:
-            pytest.skip("what is held lies on the CPU")
         storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
         def moved(tensor: Tensor) -> Tensor:

@@ -69,32 +69,40 @@ def correct_sqrt():
 
 def follow(ours, theirs, seed=0, frozen=(), sqrt=correct_sqrt, ulps=ULPS_OF_TORCHS_LOOP):
     """One step of both with the same gradients; they must agree. Ours then takes over torch's parameters and states."""
-    pairs = list(zip(params_of(ours), params_of(theirs), strict=True))
-    for params in zip(*pairs, strict=True):
-        set_gradients(params, seed, frozen)
-    before = [p.detach().clone() for p, _ in pairs]
-    states = [{key: value.clone() for key, value in theirs.state[q].items() if value is not None} for _, q in pairs]
+    for optimizer in (ours, theirs):
+        set_gradients(params_of(optimizer), seed, frozen)
+    before = [p.detach().clone() for p in params_of(ours)]
+    states = [copy.deepcopy(theirs.state.get(q, {})) for q in params_of(theirs)]
     ours.step()
     with sqrt():
         theirs.step()
+    compare_step(ours, theirs, before, states, ulps)
+
+
+def compare_step(ours, theirs, before, states, ulps=ULPS_OF_TORCHS_LOOP):
+    """Both have made the same step, from these parameters and states of torch's: they must agree. Ours then takes over
+    torch's parameters and states."""
+    pairs = zip(params_of(ours), params_of(theirs), strict=True)
     decays = [group["weight_decay"] for group in theirs.param_groups for _ in group["params"]]
     for (p, q), old, state, decay in zip(pairs, before, states, decays, strict=True):
         size = old.abs().maximum(q.detach().abs()).maximum((q.detach() - old).abs())
         assert_within_ulps(p.detach(), q.detach(), ulps, size)
         pull = 0 * old if q.grad is None else q.grad.abs() + decay * old.abs()
-        _compare_states(ours.state[p], theirs.state[q], state, pull)
+        _compare_states(ours.state.get(p, {}), theirs.state.get(q, {}), state, pull)
         with torch.no_grad():
             p.copy_(q)
 
 
 def _compare_states(ours, theirs, before, pull):
     expected = {key: value for key, value in theirs.items() if value is not None}
-    assert ours.keys() == expected.keys()
+    assert {key for key, value in ours.items() if value is not None} == expected.keys()
     for key, value in expected.items():
-        if key == "step":
+        if key == "step" or not torch.is_tensor(value):
             assert ours[key] == value
             continue
-        size = (pull**2 if key.endswith("sq") else pull).maximum(before.get(key, torch.zeros(())).abs())
+        old = before.get(key)
+        size = pull**2 if key.endswith("sq") else pull
+        size = size if old is None else size.maximum(old.abs())
         assert_within_ulps(ours[key], value, ULPS_OF_TORCHS_LOOP, size)
         ours[key].copy_(value)
 

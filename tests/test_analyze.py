@@ -1,6 +1,7 @@
 """``loco-ext analyze``: any checkpoint's kernels, measured; and what train makes of the file that it writes."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from loco_ext.analysis import estimate_locality, locality_statistics
 from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.analysis.command import short_names
+from loco_ext.analysis.report import PARTS
 from loco_ext.cli import main
 
 
@@ -48,11 +50,11 @@ def test_every_kind_of_file_gives_the_models_numbers(tmp_path, capsys, kind):
     assert printed == json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert (tmp_path / "out" / "taps.png").read_bytes().startswith(b"\x89PNG")
     statistics = locality_statistics(model)
-    cells = {(cell.part, cell.distances): cell for cell in statistics.cells}
+    cells = {(cell.kernel_size, cell.part, cell.distances): cell for cell in statistics.cells}
     found = printed["statistics"][str(path)]["cells"]
     assert len(found) == len(cells)
     for cell in found:
-        expected = cells[cell["part"], tuple(cell["distances"])]
+        expected = cells[tuple(cell["kernel_size"]), cell["part"], tuple(cell["distances"])]
         assert cell["mean"] == pytest.approx(expected.mean)
         assert cell["p_greater"] == pytest.approx(expected.p_greater)
     assert printed["locality"] == {name: list(factors) for name, factors in estimate_locality(model).items()}
@@ -76,15 +78,27 @@ def test_factors_are_estimated_over_all_checkpoints(tmp_path, capsys):
     assert printed["statistics"][paths[1]]["cells"][0]["mean"] == pytest.approx(statistics.cells[0].mean)
 
 
-def test_people_get_table_4_and_the_factors(tmp_path, capsys):
+def test_people_get_table_4_by_kernel_size_and_the_factors(tmp_path, capsys):
     path = write(tmp_path / "vgg.pt", make_model(), "torch")
     assert main(["analyze", str(path), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    cell = next(c for c in locality_statistics(make_model()).cells if c.part == "all" and c.distances[0] == 0)
+    cells = {(c.kernel_size, c.distances[0], c.part): c for c in locality_statistics(make_model()).cells}
+    lines = [[cell.strip(" *") for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
+    texts = {3: ["0 - 1", "1 - 1.41"], 5: ["0 - 1", "1 - 1.41", "1.41 - 2", "2 - 2.24", "2.24 - 2.83"]}
+    nearer = (0.0, 1.0, math.sqrt(2), 2.0, math.sqrt(5))
+    assert [line for line in lines if line[:1] == ["vgg"]] == [
+        [
+            *("vgg", f"{size}x{size}", text),
+            *(f"{cell.mean:.3f}" if cell else "" for cell in (cells.get(((size, size), near, part)) for part in PARTS)),
+        ]
+        for size in (3, 5)
+        for text, near in zip(texts[size], nearer, strict=False)
+    ]
+    strong = cells[(3, 3), 0.0, "all"]
+    assert strong.p_greater < 0.001
     for text in (
-        "vgg",
         "lower 1/2",
-        f"{cell.mean:.3f}***",
+        f"{strong.mean:.3f}***",
         "Suggested factors",
         f"{estimate_locality(make_model())['2'][0]:.3f}",
     ):

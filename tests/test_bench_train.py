@@ -8,7 +8,16 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from bench import bench_train, efcn_cifar10, frontier_cifar10, harness, locality_cifar10, tables, trained_cifar10
+from bench import (
+    bench_train,
+    efcn_cifar10,
+    efcn_paths_cifar10,
+    frontier_cifar10,
+    harness,
+    locality_cifar10,
+    tables,
+    trained_cifar10,
+)
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data
 
@@ -147,6 +156,16 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     images = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
     samples = data.Samples(images, torch.randint(10, (40,), generator=generator))
     monkeypatch.setattr(data, "load", lambda name, folder: data.Dataset("cifar10", samples, samples, 10, True))
+    tiny = {
+        "EPOCHS": 2,
+        "BRANCH_EPOCHS": 1,
+        "SWITCH_TIMES": (1,),
+        "LANDSCAPE_SAMPLES": 20,
+        "POINTS": 3,
+        "STRING_STEPS": 1,
+    }
+    for name, value in tiny.items():
+        monkeypatch.setattr(efcn_paths_cifar10, name, value)
     for name, value in {
         "EPOCHS": 2,
         "BRANCH_EPOCHS": 1,
@@ -155,15 +174,14 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
         "LANDSCAPE_SAMPLES": 20,
         "POWER_ITERATIONS": 2,
         "FEW_POWER_ITERATIONS": 1,
-        "POINTS": 3,
-        "STRING_STEPS": 1,
         "RADIUS": "1",
         "EFFORT": TINY,
     }.items():
         monkeypatch.setattr(efcn_cifar10, name, value)
     preset = efcn_cifar10.efcn_preset
     small = {"model": "plain8", "width": 0.1, "batch_size": 20}
-    monkeypatch.setattr(efcn_cifar10, "efcn_preset", lambda name, **options: preset(name, **options | small))
+    for module in (efcn_cifar10, efcn_paths_cifar10):
+        monkeypatch.setattr(module, "efcn_preset", lambda name, **options: preset(name, **options | small))
     runs, out = tmp_path / "runs", tmp_path / "efcn_cifar10-x.json"
     options = ["--data", "none", "--runs", str(runs), "--out", str(out)]
     assert efcn_cifar10.main([*options, "--only", "lcn"]) == 0
@@ -187,9 +205,11 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     assert f"| eFCN | 0 | {full['parameters']:,} | 1 |" in section
     assert shares in section
     assert f"| {full['before']['gradient_norm']:.3g} | {full['after']['gradient_norm']:.3g} |" in section
-    paths = next(branch for branch in branches if branch["relax"] == "lcn")["interpolations"]
-    best = max(point["test_accuracy"] for point in paths["string"])
-    assert f" {100 * best:.1f} |" in section.split("Paths from the trained CNN")[1]
     assert "FCN from scratch" in section
     assert list(report["step_seconds"]) == ["cnn", "lcn", "2", "full"]
     assert f"| LCN | {1e3 * report['step_seconds']['lcn']:.3g} |" in section
+    out = tmp_path / "efcn_paths-x.json"
+    assert efcn_paths_cifar10.main(["--data", "none", "--runs", str(tmp_path / "paths"), "--out", str(out)]) == 0
+    paths = json.loads(out.read_text())["networks"][1]["interpolations"]
+    best = max(point["test_accuracy"] for point in paths["string"])
+    assert f" {100 * best:.1f} |" in tables.section("efcn_paths", tmp_path)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from block_sparse_cases import CASES, make_problem
-from torch.autograd import forward_ad
 
 import loco_ext
 from loco_ext import ops
@@ -137,12 +136,3 @@ def test_the_operators_read_and_write_nothing_beyond_their_tensors(name):
 def test_levels_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match="name: expected one of block_sparse_levels"):
         loco_ext.ops.backends.library.use_block_sparse_level("avx1024")
-
-
-@pytest.mark.parametrize("name", ["x", "values", "bias"])
-def test_tangents_are_refused_rather_than_dropped(name):
-    arguments = {"x": X, "values": VALUES, "pattern": PROBLEM.pattern, "bias": BIAS}
-    with forward_ad.dual_level():
-        arguments[name] = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            ops.block_sparse_matmul(**arguments)

@@ -41,8 +41,9 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
         (["--model", "vgg13"], "vgg13 needs images of at least 32x32"),
         (["--dataset", "cifar10"], "expected the folder that holds them"),
         (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
-        (["--penalty", "groups"], "penalty: expected one of rings, kernels"),
+        (["--penalty", "groups"], "penalty: expected one of rings, kernels, complexity"),
         (["--strength", "0.1"], "strength: expected 0 without a penalty"),
+        (["--penalty", "complexity", "--folded"], "folded: expected False with the penalty complexity"),
         (["--folded"], "folded: expected False without a penalty"),
         (["--penalty", "none", "--strength", "0.1"], "strength: expected 0 without a penalty"),
         (["--penalty", "rings", "--strength", "-1"], "--strength: expected a number, at least 0"),
@@ -150,15 +151,25 @@ def test_what_is_not_a_number_is_null_in_json(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["train_loss"] is None
 
 
-@pytest.mark.parametrize("size", [1, 300])
-def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(tmp_path, size):
-    """The limit on the size of files stops the first one, or the checkpoint."""
-    line = " ".join([sys.executable, "-m", "loco_ext.cli", *GOOD, "--out", str(tmp_path / "run")])
-    done = subprocess.run(["bash", "-c", f"ulimit -f {size}; exec {line}"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--out: expected a folder that can be written to" in done.stderr.splitlines()[-1]
+WITH_LIMITED_FILES = """
+import resource, sys
+from loco_ext.cli import main
+for size in (1, 300):  # KB: stops the first file, or the checkpoint
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    assert main([*sys.argv[2:], "--out", f"{sys.argv[1]}/{size}"]) == 2
+"""
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(tmp_path):
+    line = [sys.executable, "-c", WITH_LIMITED_FILES, str(tmp_path), *GOOD]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [text for text in done.stderr.splitlines() if text.startswith("loco-ext: ")]
+    assert len(said) == 2
+    assert all("--out: expected a folder that can be written to" in text for text in said)
     assert "Traceback" not in done.stderr
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"settings.json"}
+    for size in (1, 300):
+        assert {path.name for path in (tmp_path / str(size)).iterdir()} <= {"settings.json"}
 
 
 @pytest.mark.parametrize(

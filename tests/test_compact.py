@@ -254,6 +254,23 @@ def test_the_smaller_network_trains_and_compiles() -> None:
     assert all(p.grad is not None for p in network.parameters())
 
 
+def test_no_narrow_convolution_of_one_tap_has_a_stride() -> None:
+    """The backward of one writes out of bounds in oneDNN: a crash here is that defect."""
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Conv2d(3, 24, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(24, 16, 1, 2)).double().eval()
+    )
+    model[0].weight.data[:20] = 0
+    x = torch.randn(8, 3, 16, 16, dtype=torch.float64)
+    network, _ = compacted(model, x)
+    layer = network.get_submodule("2")
+    assert (layer.weight.shape, layer.stride) == ((16, 4, 1, 1), (1, 1))
+    same(network, model, x, x[:1, :, :7, :9])
+    model(x).square().mean().backward()
+    network.float()(x.float().contiguous(memory_format=torch.channels_last)).square().mean().backward()
+    torch.testing.assert_close(layer.weight.grad, model[2].weight.grad[:, 20:].float())
+
+
 def test_frozen_parameters_stay_frozen() -> None:
     model = strike(models.small_cnn(3, 4, 8), 0)
     model[0].weight.requires_grad_(False)

@@ -6,6 +6,8 @@ from compact_cases import compacted, same, sizes_of, strike
 from torch import Tensor, nn
 from torch.nn import functional
 
+from loco_ext.sparsity.compaction.atoms import Atoms
+
 
 class InPlace(nn.Module):
     """Reads a value after it was changed in place."""
@@ -113,3 +115,10 @@ def test_what_is_not_understood_is_kept_and_named() -> None:
     assert "hooks" in report.notes["hooked"]
     assert "softmax" in report.notes
     assert "fft_fft2" in report.notes
+
+
+def test_classes_that_meet_twice_in_one_union_become_one() -> None:
+    atoms = Atoms()
+    atoms.new(6)
+    atoms.unite([5, 5, 3], [2, 3, 3])
+    assert atoms.roots(range(6)).tolist() == [0, 1, 2, 2, 4, 2]

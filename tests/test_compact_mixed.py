@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the comp
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that can be are computed so; of the smaller networks the last, with the fewest channels, is fastest."""
+    """Layers that can be are computed so; no channels are filled up; of the smaller networks the last is fastest."""
     torchs = cost._fastest_of_torch
 
     def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:
@@ -33,7 +33,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cost, "fastest", choose)
     monkeypatch.setitem(compact.COSTS, "measured", choose)
-    monkeypatch.setattr(cost, "latencies", lambda calls, device: [1.0 / (1 + i) for i in range(len(calls))])
+    monkeypatch.setattr(cost, "MULTIPLES", (1,))
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 / (1 + i) for i in range(len(calls))])
 
 
 def network_of_sizes() -> nn.Sequential:
@@ -316,7 +317,7 @@ def test_layers_are_timed_with_what_follows_them(monkeypatch: pytest.MonkeyPatch
         return [1.0 for _ in ways]
 
     monkeypatch.setattr(cost, "_times", times)
-    monkeypatch.setattr(cost, "latencies", lambda calls, device: [1.0, *(0.5 for _ in calls[1:])])
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
     sparsity.compact(network_of_blocks("plus"), torch.randn(2, 3, 9, 8))
     assert seen == {
         (6, 3, 3, 3): {(False, True)},
@@ -332,7 +333,7 @@ def test_what_follows_a_layer_is_in_its_time() -> None:
     other, box = torch.randn(2, 4, 5, 6), ((0, 3), (0, 3))
     for style in ("pad", MIXED):
         for then in (Epilogue(relu=True), Epilogue(sum=True), Epilogue(sum=True, relu=True)):
-            convolution = replace(as_convolution(module, module.weight, module.bias, False), then=then)
+            convolution = replace(as_convolution(module, module.weight, module.bias, 3, False), then=then)
             network = cost._network(convolution, [Bucket((0, 1, 2, 3), box, style)], False)
             expected = module(x) + other if then.sum else module(x)
             with torch.no_grad():
@@ -346,7 +347,7 @@ def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch, faster: bool) -> Non
         return [(0.5 if faster else 2.0) if way[0].style == MIXED else 1.0 for way in ways]
 
     monkeypatch.setattr(cost, "_times", times)
-    monkeypatch.setattr(cost, "latencies", lambda calls, device: [1.0, *(0.5 for _ in calls[1:])])
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
     network, _ = sparsity.compact(network_of_sizes(), torch.randn(2, 3, 9, 9))
     assert len(calls(network)) == (2 if faster else 0)
 
@@ -365,7 +366,7 @@ def test_layers_that_the_kernels_do_not_serve_stay_torchs(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(cost, "_times", lambda convolution, ways, kind, free: [1.0 for _ in ways])
-    monkeypatch.setattr(cost, "latencies", lambda calls, device: [1.0, *(0.5 for _ in calls[1:])])
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
     options = {key: value for key, value in changed.items() if key in ("groups", "padding_mode")}
     dtype = changed.get("dtype", torch.float32)
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, **options), nn.Tanh()).to(dtype).eval()

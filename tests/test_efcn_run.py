@@ -384,7 +384,7 @@ def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"branch_epochs": 0}, {"power_iterations": -1}, {"stiffness": 1.0}, {"penalty": "rings"}, {"switch_times": ()}],
+    [{"branch_epochs": 0}, {"power_iterations": -1}, {"stiffness": 0.5}, {"penalty": "rings"}, {"switch_times": ()}],
     ids=str,
 )
 def test_impossible_settings_are_named(bad):

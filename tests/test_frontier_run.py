@@ -87,6 +87,7 @@ def test_widths_multiply_all_channels():
         {"strength": 0.1},
         {"penalty": "rings", "strength": -1.0},
         {"penalty": "rings", "weighting": "heavy"},
+        {"folded": True, "penalty": "complexity"},
         {"penalty": "rings", "kind": "quarter"},
         {"penalty": "rings", "solver": "magic"},
         {"penalty": "rings", "momentum": 1.0},
@@ -114,6 +115,19 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
     assert term().item() == pytest.approx(sum(values).item())
     kernels = setting(penalty="kernels", strength=0.2, weighting="normalized").make_penalty()
     assert kernels == sparsity.KernelPenalty(0.2, "normalized")
+    for solver in ("prox", "subgradient"):
+        chosen = setting(**options | {"penalty": "complexity"}, solver=solver)
+        expected = sparsity.complexity_penalties(
+            model, (torch.zeros(1, 1, 8, 8),), 0.3, kind="full", weighting="scaled"
+        )
+        total = sum(
+            penalty.value(conv.weight) for penalty, conv in zip(expected.values(), convolutions(model), strict=True)
+        )
+        if solver == "subgradient":
+            assert penalty_term(chosen, model, digits())().item() == pytest.approx(total.item())
+            continue
+        entries = make_optimizer(chosen, model, digits()).param_groups[0]["penalty"]
+        assert [(entry.layer, entry.rings) for entry in entries] == [(e.layer, e.rings) for e in expected.values()]
 
 
 @pytest.mark.parametrize("solver", ["prox", "subgradient"])

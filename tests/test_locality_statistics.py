@@ -60,13 +60,13 @@ def mean_of_means(samples):
 
 
 def expected_cells(weights, weighting):
-    """(distances, part) to what the cell holds."""
-    by_pair = {}
+    """(kernel size, distances, part) to what the cell holds."""
+    by_row = {}
     for weight in weights:
         for pair, values in standardised(weight).items():
-            by_pair.setdefault(pair, []).append(values)
+            by_row.setdefault((tuple(weight.shape[2:]), pair), []).append(values)
     cells = {}
-    for pair, layers in by_pair.items():
+    for (size, pair), layers in by_row.items():
         middle = math.ceil(len(layers) / 2)
         parts = {"all": layers, "lower": layers[:middle], "upper": layers[middle:]}
         for part, counted in parts.items():
@@ -75,7 +75,7 @@ def expected_cells(weights, weighting):
             samples = counted if weighting == "layers" else [np.concatenate(counted)]
             if weighting == "halves" and part == "all":
                 samples = [np.concatenate(parts[half]) for half in ("lower", "upper") if parts[half]]
-            cells[pair, part] = (*mean_of_means(samples), sum(map(len, counted)), len(counted))
+            cells[size, pair, part] = (*mean_of_means(samples), sum(map(len, counted)), len(counted))
     return cells
 
 
@@ -104,11 +104,11 @@ def test_cells_against_loops_and_scipy(network, weighting):
     assert statistics.weighting == weighting
     assert statistics.skipped == ()
     order = ["all", "lower", "upper"]
-    assert [(cell.distances, cell.part) for cell in statistics.cells] == sorted(
-        expected, key=lambda key: (key[0], order.index(key[1]))
+    assert [(cell.kernel_size, cell.distances, cell.part) for cell in statistics.cells] == sorted(
+        expected, key=lambda key: (len(key[0]), key[0], key[1], order.index(key[2]))
     )
     for cell in statistics.cells:
-        mean, error, greater, two_sided, matrices, layers = expected[cell.distances, cell.part]
+        mean, error, greater, two_sided, matrices, layers = expected[cell.kernel_size, cell.distances, cell.part]
         assert (cell.matrices, cell.layers) == (matrices, layers)
         assert cell.mean == pytest.approx(mean, rel=1e-10, abs=1e-12)
         assert cell.standard_error == pytest.approx(error, rel=1e-10)
@@ -116,19 +116,39 @@ def test_cells_against_loops_and_scipy(network, weighting):
         assert cell.p_two_sided == pytest.approx(two_sided, rel=1e-8)
 
 
-def test_pairs_of_classes_by_hand():
-    state = weights_of((4, 3, 3, 3), (4, 3, 5, 5), (4, 3, 1, 7), (4, 3, 3), (4, 3, 3, 3, 3))
-    layers = {cell.distances: cell.layers for cell in locality_statistics(state).cells if cell.part == "all"}
-    assert layers == {
-        (0.0, 1.0): 5,
-        (1.0, ROOT2): 3,
-        (1.0, 2.0): 1,
-        (ROOT2, ROOT3): 1,
-        (ROOT2, 2.0): 1,
-        (2.0, ROOT5): 1,
-        (2.0, 3.0): 1,
-        (ROOT5, ROOT8): 1,
-    }
+def test_kernel_sizes_and_pairs_of_classes_by_hand():
+    state = weights_of((4, 3, 3, 3), (4, 3, 5, 5), (4, 3, 1, 7), (4, 3, 3), (4, 3, 3, 3, 3), (4, 3, 7, 1), (9, 9, 3, 3))
+    cells = [cell for cell in locality_statistics(state).cells if cell.part == "all"]
+    assert [(cell.kernel_size, cell.distances, cell.layers) for cell in cells] == [
+        ((3,), (0.0, 1.0), 1),
+        ((1, 7), (0.0, 1.0), 1),
+        ((1, 7), (1.0, 2.0), 1),
+        ((1, 7), (2.0, 3.0), 1),
+        ((3, 3), (0.0, 1.0), 2),
+        ((3, 3), (1.0, ROOT2), 2),
+        ((5, 5), (0.0, 1.0), 1),
+        ((5, 5), (1.0, ROOT2), 1),
+        ((5, 5), (ROOT2, 2.0), 1),
+        ((5, 5), (2.0, ROOT5), 1),
+        ((5, 5), (ROOT5, ROOT8), 1),
+        ((7, 1), (0.0, 1.0), 1),
+        ((7, 1), (1.0, 2.0), 1),
+        ((7, 1), (2.0, 3.0), 1),
+        ((3, 3, 3), (0.0, 1.0), 1),
+        ((3, 3, 3), (1.0, ROOT2), 1),
+        ((3, 3, 3), (ROOT2, ROOT3), 1),
+    ]
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_other_kernel_sizes_change_nothing(weighting):
+    """A 7x7 stem of the opposite profile and a 5x5 layer between do not count in the cells of the 3x3 layers."""
+    small = weights_of((8, 3, 3, 3), (8, 8, 3, 3), (4, 8, 3, 3))
+    stem, between = torch.randn(8, 3, 7, 7).double(), torch.randn(8, 8, 5, 5).double()
+    stem[..., 3, 3] -= 5
+    mixed = {"stem.weight": stem, "0.weight": small["0.weight"], "between.weight": between} | small
+    found = [cell for cell in locality_statistics(mixed, weighting).cells if cell.kernel_size == (3, 3)]
+    assert tuple(found) == locality_statistics(small, weighting).cells
 
 
 def cells_by_part(state, weighting="halves", distances=(0.0, 1.0)):
@@ -259,6 +279,7 @@ def test_statistics_become_json():
     assert plain["skipped"] == ["1"]
     assert plain["cells"][0]["mean"] == statistics.cells[0].mean
     assert plain["cells"][0]["distances"] == [0.0, 1.0]
+    assert plain["cells"][0]["kernel_size"] == [3, 3]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

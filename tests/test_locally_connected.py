@@ -1,12 +1,13 @@
 """Locally connected layers against the convolutions that they come from, and against unfolded images."""
 
+import itertools
 import math
 import random
 
 import numpy as np
 import pytest
 import torch
-from locally_connected_cases import LAYERS, block_of_taps, layer_class, random_conv, random_layer, windows
+from locally_connected_cases import CONVOLUTIONS, LAYERS, block_of_taps, layer_class, random_conv, random_layer, windows
 from tolerances import STANDARD_ERRORS, WITH_CONVOLUTIONS, same_bits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,23 +134,48 @@ def test_activations_keep_their_format_with_no_copy_or_one_a_pass(case, pixels_l
     assert gradients[0].shape == x.shape
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_an_unbatched_image_keeps_its_format(channels):
-    layer = LocallyConnected2d(channels, 4, 3, input_size=(5, 6))
-    x = torch.randn(channels, 5, 6)
-    assert layer(x).is_contiguous()
-    last = x.unsqueeze(0).to(memory_format=torch.channels_last)
-    assert layer(last[0]).unsqueeze(0).is_contiguous(memory_format=torch.channels_last)
-    assert same_bits(layer(last[0]), layer(x))
-    assert layer(x.unsqueeze(0)).is_contiguous()
+def layouts(x):
+    """The same images in different strides, unbatched too."""
+    wider, deeper = torch.randn(*x.shape[:-1], x.shape[-1] + 2), torch.randn(x.shape[0], x.shape[1] + 2, *x.shape[2:])
+    last = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    formats = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
+    return {
+        "contiguous": x,
+        "channels at the end": last,
+        **{str(form): x.to(memory_format=form) for form in formats},
+        "sliced pixels": wider[..., 1:-1].copy_(x),
+        "sliced channels": deeper[:, 1:-1].copy_(x),
+        "sliced channels at the end": deeper.movedim(1, -1).contiguous()[..., 1:-1].movedim(-1, 1),
+        "expanded samples": x[:1].expand_as(x),
+        "expanded channels": x[:, :1].expand_as(x),
+        "unbatched": x[0],
+        "unbatched, channels at the end": last[0],
+    }
 
 
-def test_an_image_of_one_pixel_is_contiguous_and_so_is_its_output():
-    layer = LocallyConnected2d(3, 4, 3, padding=2, input_size=1)
-    x = torch.randn(2, 3, 1, 1)
-    assert layer(x).is_contiguous()
-    last = torch.randn(2, 1, 1, 3).permute(0, 3, 1, 2).as_strided((2, 3, 1, 1), (3, 1, 3, 3))
-    assert layer(last).is_contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize(
+    "sizes", [(1,), (3,), (1, 1), (1, 3), (3, 1), (2, 3), (1, 1, 1), (1, 3, 1), (2, 1, 3)], ids=str
+)
+def test_outputs_have_the_strides_of_a_convolutions(sizes):
+    """So what views or convolves them later finds what it would find after nn.Conv."""
+    batches = (1, 2) if len(sizes) < 3 else (2,)  # torch computes a single volume in ways that take contiguous ones
+    for batch, channels_in, channels_out in itertools.product(batches, (1, 2), (1, 2)):
+        conv = CONVOLUTIONS[len(sizes) - 1](channels_in, channels_out, 3, padding=1)
+        layer = LAYERS[len(sizes) - 1].from_conv(conv, sizes)
+        for name, x in layouts(torch.randn(batch, channels_in, *sizes)).items():
+            expected, found = conv(x), layer(x)
+            torch.testing.assert_close(found, expected)
+            if x.dim() == len(sizes) + 2 or len(sizes) < 3:
+                assert found.stride() == expected.stride(), (name, batch, channels_in, channels_out, x.stride())
+
+
+def test_images_that_grow_out_of_one_pixel_are_contiguous():
+    layer = LocallyConnected2d(1, 4, 3, padding=2, input_size=1)
+    y = layer(torch.randn(2, 1, 1, 1))
+    assert y.shape == (2, 4, 3, 3)
+    assert y.view(2, -1).shape == (2, 36)
+    later = nn.Conv2d(4, 5, 1, padding=1)(LocallyConnected2d(3, 4, 3, input_size=3)(torch.randn(2, 3, 3, 3)))
+    assert later.view(2, -1).shape == (2, 45)
 
 
 @pytest.mark.parametrize("input_channels", [1, 4])

@@ -199,6 +199,34 @@ def test_what_is_added_may_be_of_another_shape_or_dtype() -> None:
     assert (result == 1 + 1e-9).all()
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("seed", range(12))
+def test_one_image_gives_what_a_batch_of_one_does(seed: int, backend: str) -> None:
+    case = random_case(seed)
+    expected = expected_of(case._replace(options={**case.options, "add": None, "relu": False}))[0]
+    images = {"x": case.x[0], "weights": case.weights, "biases": case.biases, "pads": case.pads, "order": case.order}
+    options = {name: case.options[name] for name in ("stride", "dilation")}
+    added = torch.randn_like(expected)
+    near = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
+    with loco_ext.backend(backend):
+        torch.testing.assert_close(mixed_conv2d(**images, **options), expected, **near)
+        for add in (added, added[:, :1, :1], torch.stack([added, -added]), added[None]):
+            result = mixed_conv2d(**images, **options, add=add.to(case.x.dtype), relu=True)
+            torch.testing.assert_close(result, (expected + add).relu(), **near)
+
+
+def test_one_image_is_differentiated_and_compiled() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.randn(3, 6, 7).double().requires_grad_()
+
+    def convolve(x: Tensor) -> Tensor:
+        return mixed_conv2d(x, [layer.weight], [layer.bias], [(1,) * 4])
+
+    torch.testing.assert_close(torch.compile(convolve, backend="aot_eager", fullgraph=True)(x), layer(x))
+    results = [torch.autograd.grad(f(x).square().sum(), [x, layer.weight, layer.bias]) for f in (convolve, layer)]
+    torch.testing.assert_close(*results)
+
+
 def test_empty_batches_and_strided_images() -> None:
     weight = torch.randn(5, 3, 3, 3)
     assert mixed_conv2d(torch.zeros(0, 3, 8, 8), [weight], [], [(1,) * 4]).shape == (0, 5, 8, 8)
@@ -250,7 +278,8 @@ def arguments(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"x": torch.zeros(3, 8, 8)}, ValueError, r"x: expected a tensor of shape \(N, C_in, H, W\), got shape \(3, 8"),
+        ({"x": torch.zeros(8, 8)}, ValueError, r"x: .* \(N, C_in, H, W\) or \(C_in, H, W\), got shape \(8, 8\)"),
+        ({"x": torch.zeros(2, 8, 8)}, ValueError, r"weights\[0\]: expected shape \(kernels, 2, height"),
         ({"x": 1}, ValueError, "x: expected a tensor .* got int"),
         ({"weights": [], "pads": []}, ValueError, "weights: expected one part or more"),
         ({"weights": [torch.zeros(4, 2, 3, 3)]}, ValueError, r"weights\[0\]: expected shape \(kernels, 3, height"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cuda_graphs import capture, gradients_of, refill
 from stepping import CLASSES
+from test_folded_penalty import make_norm
 from test_optim_cuda import (
     backend,  # noqa: F401
     give_gradients,
@@ -14,12 +15,12 @@ from test_optim_cuda import (
     on_gpu,
     params_of,
 )
-from test_optim_layer_penalty import make_norm
 from test_optim_penalty import PENALTIES, make_params
 from tolerances import assert_within_ulps
 
 from loco_ext import optim, sparsity
 
+RINGS = sparsity.RingPenalty(0.5)
 ALL = {
     **PENALTIES,
     "coupled": sparsity.KernelPenalty(0.3, power=2),
@@ -132,15 +133,18 @@ def test_a_graph_is_not_disturbed_by_steps_between(backend, name):  # noqa: F811
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_replays_read_norms_anew(backend, name):  # noqa: F811
-    params = make_params()
-    norms = [make_norm(len(p)) if p.dim() > 2 else None for p in params]
-    on_device = [copy.deepcopy(norm).cuda() if norm else None for norm in norms]
+    params = [p for p in make_params() if p.dim() > 2]
+    norms = [make_norm(len(p)) for p in params]
+    on_device = [copy.deepcopy(norm).cuda() for norm in norms]
     ours, reference = twins = [
-        getattr(optim, name)(values, **{**RICH[name], "penalty": folded, **options})
-        for values, options, folded in (
-            (on_gpu(params), {}, [n and sparsity.FoldedPenalty(PENALTIES["rings"], n) for n in on_device]),
-            (params, {"fused": False}, [n and sparsity.FoldedPenalty(PENALTIES["rings"], n) for n in norms]),
+        getattr(optim, name)(
+            [
+                {"params": values, "penalty": [sparsity.FoldedPenalty(RINGS, norm) for norm in of_norms]},
+                {"params": [norm.weight for norm in of_norms], "locality": None},
+            ],
+            **{**RICH[name], "penalty": None, **options},
         )
+        for values, options, of_norms in ((on_gpu(params), {}, on_device), (params, {"fused": False}, norms))
     ]
     for step in range(2):
         give_gradients(*twins, step)
@@ -150,9 +154,8 @@ def test_replays_read_norms_anew(backend, name):  # noqa: F811
         assert_near(*twins)
     gradients, graph = gradients_of(ours), capture(ours)
     for step in range(2, 5):
-        for norm in filter(None, [*norms, *on_device]):
+        for norm in (*norms, *on_device):
             norm.running_var.mul_(2.0)
-            norm.weight.data.copy_(norm.weight.data.flip(0))
         refill(gradients, reference, step)
         with no_syncs():
             graph.replay()

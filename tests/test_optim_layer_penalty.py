@@ -1,11 +1,6 @@
-"""Penalties of whole layers: squared ones that couple their kernels, and those of folded kernels."""
-
-import copy
-import io
-import pickle
+"""Penalties of whole layers: squared ones that couple their kernels; and functions as penalties."""
 
 import cvxpy
-import numpy as np
 import pytest
 import torch
 from ring_prox_solvers import clarabel
@@ -22,27 +17,10 @@ SQUARED = sparsity.KernelPenalty(0.3, power=2)
 CONVOLUTIONS = [i for i, shape in enumerate(SHAPES) if len(shape) > 2]
 
 
-def make_norm(channels, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    norm = nn.BatchNorm2d(channels, eps=0.1)
-    norm.weight.data = torch.randn(channels, generator=generator)
-    norm.running_var = torch.rand(channels, generator=generator) + 0.05
-    return norm
-
-
-def folded(penalty):
-    """For the parameters of make_params, each with a norm of its own."""
-    return [sparsity.FoldedPenalty(penalty, make_norm(shape[0])) if len(shape) > 2 else None for shape in SHAPES]
-
-
 PENALTIES = {
     "squared": lambda: SQUARED,
     "squared, linf": lambda: sparsity.KernelPenalty(0.1, norm="linf", power=2),
-    "folded rings": lambda: folded(sparsity.RingPenalty(20.0)),
-    "folded largest": lambda: folded(sparsity.RingPenalty(8.0, norm="linf")),
-    "folded squares": lambda: folded(sparsity.RingPenalty(3.0, power=2)),
-    "folded squared kernels": lambda: folded(SQUARED),
-    "mixed": lambda: [sparsity.RingPenalty(20.0), SQUARED, None, None, *folded(sparsity.KernelPenalty(9.0))[4:]],
+    "mixed": lambda: [sparsity.RingPenalty(20.0), SQUARED, None, None, *[sparsity.KernelPenalty(9.0)] * 2],
 }
 NAMES = list(PENALTIES)
 
@@ -88,11 +66,9 @@ def test_the_step_is_one_without_the_penalty_and_then_its_prox(kind, name, backe
     for p, q, start in zip(params, by_hand(kind, penalty, torch.float64, 2), make_params(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9 * start.detach().abs().max().item())
         assert torch.equal(p == 0, q == 0)
-    if (kind, name) == ("plain", "folded rings"):
-        assert sum((p == 0).sum() for p in params) > 0
 
 
-@pytest.mark.parametrize("name", ["squared", "folded rings", "mixed"])
+@pytest.mark.parametrize("name", ["squared", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["momentum", "AdamW"])
 def test_narrow_types_are_rounded_once_at_the_end(kind, dtype, name):
@@ -148,64 +124,19 @@ def test_penalties_of_all_kinds_may_mix(kind):
         assert torch.equal(p == 0, q == 0)
 
 
-def test_what_the_prox_sees_is_the_norm_at_that_step():
-    (entry, *_) = penalty = folded(sparsity.RingPenalty(20.0))
-    params = make_params(torch.float64)
-    optimizer = make("plain", params, penalty)
-    train(optimizer, 2)
-    before = clones(params)
-    entry.batch_norm.weight.data = torch.tensor([0.0, 0.0, 0.0, 1e3, 1e3, 1e3])
-    train(optimizer, 1, start=2)
-    assert torch.count_nonzero(params[0][3:]) == 0
-    set_gradients(before, 2)
-    make("plain", before[:1], None).step()
-    torch.testing.assert_close(params[0][:3], before[0][:3])
-
-
-@pytest.mark.parametrize("path", ["native", "reference", "foreach", "groups apart"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_norm_in_the_same_optimizer_counts_as_it_was_before_the_step(name, path):
-    conv, norm = nn.Conv2d(2, 6, 3, bias=False).double(), make_norm(6).double()
-    penalty = sparsity.FoldedPenalty(sparsity.RingPenalty(0.05), norm)
-    groups = [
-        {"params": list(norm.parameters()), "maximize": path == "groups apart"},
-        {"params": [conv.weight], "penalty": [penalty]},
-    ]
-    scales = penalty.scales(conv.weight)
-    hand = clones([conv.weight])
-    options = {"lr": 0.5, **({"foreach": True} if path == "foreach" else {})}
-    optimizer, other = getattr(optim, name)(groups, **options), getattr(optim, name)(hand, **options)
-    for p in norm.parameters():
-        p.grad = torch.full_like(p, 100.0)
-    conv.weight.grad = torch.full_like(conv.weight, 0.01)
-    hand[0].grad = conv.weight.grad.clone()
-    with loco_ext.backend("reference" if path == "reference" else "native"):
-        optimizer.step()
-        other.step()
-    assert (penalty.scales(conv.weight) - scales).abs().min() > 0.1
-    before, metric = hand[0].detach(), None
-    if name != "SGD":
-        metric = (other.state[hand[0]]["exp_avg_sq"].sqrt() / (1 - 0.999) ** 0.5 + 1e-8) / 0.5
-    thresholds = (0.05 * (0.5 if name == "SGD" else 1.0) * scales)[:, None].expand(-1, 3)
-    expected = sparsity.ring_prox(before, thresholds, metric=metric)
-    torch.testing.assert_close(conv.weight.detach(), expected)
-    assert not torch.equal(expected, before)
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_found_inf_and_a_learning_rate_of_0_leave_everything_alone(name):
-    for penalty in (SQUARED, folded(sparsity.RingPenalty(1.0))):
-        params = make_params()
-        before = clones(params)
-        optimizer = getattr(optim, name)(params, lr=0.1, penalty=penalty)
-        set_gradients(params, 0)
-        optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.tensor(2.0)
+    params = make_params()
+    before = clones(params)
+    optimizer = getattr(optim, name)(params, lr=0.1, penalty=SQUARED)
+    set_gradients(params, 0)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.tensor(2.0)
+    optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale
+    optimizer.param_groups[0]["lr"] = 0.0
+    if name != "AdamW":
         optimizer.step()
-        del optimizer.found_inf, optimizer.grad_scale
-        optimizer.param_groups[0]["lr"] = 0.0
-        if name != "AdamW":
-            optimizer.step()
-        assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 def test_several_batches_are_checked_before_the_first_is_stepped():
@@ -239,26 +170,21 @@ def convex_problem():
     return inputs, inputs @ truth.T + 0.1 * torch.randn(120, KERNELS, generator=generator, dtype=torch.float64)
 
 
-def least(inputs, answers, strength, factors):
-    """The minimum of ``||inputs w - answers||^2 / 2n + strength * (sum_j f_j ||w_j||)^2``, by CVXPY."""
+def least(inputs, answers, strength):
+    """The minimum of ``||inputs w - answers||^2 / 2n + strength * (sum_j ||w_j||)^2``, by CVXPY."""
     w = cvxpy.Variable((KERNELS, inputs.shape[1]))
     fit = cvxpy.sum_squares(inputs.numpy() @ w.T - answers.numpy()) / (2 * len(inputs))
-    total = cvxpy.norm(w, 2, axis=1) @ np.asarray(factors)
+    total = cvxpy.sum(cvxpy.norm(w, 2, axis=1))
     clarabel(cvxpy.Problem(cvxpy.Minimize(fit + strength * cvxpy.square(total))))
     return torch.from_numpy(w.value)
 
 
-@pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_every_optimizer_reaches_the_minimum_of_a_squared_penalty(case, fold):
+def test_every_optimizer_reaches_the_minimum_of_a_squared_penalty(case):
     name, options = CASES[case]
     inputs, answers = convex_problem()
-    penalty, factors = sparsity.KernelPenalty(0.2, power=2), [1.0] * KERNELS
-    if fold:
-        norm = nn.BatchNorm2d(KERNELS, eps=0.0).double()
-        norm.running_var = torch.tensor([1.0, 4.0, 0.25, 1.0, 1.0, 9.0], dtype=torch.float64)
-        penalty, factors = sparsity.FoldedPenalty(penalty, norm), (1 / norm.running_var.sqrt()).tolist()
-    expected = least(inputs, answers, 0.2, factors)
+    penalty = sparsity.KernelPenalty(0.2, power=2)
+    expected = least(inputs, answers, 0.2)
     weight = nn.Parameter(torch.full((KERNELS, 3, 2, 2), 0.1, dtype=torch.float64))
     optimizer = getattr(optim, name)([weight], penalty=penalty, **options)
     steps = 500
@@ -275,37 +201,7 @@ def test_every_optimizer_reaches_the_minimum_of_a_squared_penalty(case, fold):
     assert torch.equal(found.norm(dim=1) == 0, dead)
 
 
-# ---- checkpoints and operators
-
-
-def test_checkpoints_keep_the_norms_of_the_optimizer_they_are_loaded_into():
-    params = make_params()
-    penalty = PENALTIES["mixed"]()
-    optimizer = make("Adam", params, penalty)
-    train(optimizer, 1)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    others = clones(params)
-    # Settings come from the checkpoint, norms stay.
-    others_own = sparsity.FoldedPenalty(sparsity.RingPenalty(1.0), penalty[4].batch_norm)
-    fresh = [sparsity.RingPenalty(5.0), *penalty[1:4], others_own, penalty[5]]
-    other = make("Adam", others, fresh)
-    other.load_state_dict(state)
-    assert other.param_groups[0]["penalty"] == penalty
-    assert other.param_groups[0]["penalty"][4].batch_norm is penalty[4].batch_norm
-    train(optimizer, 1, start=1)
-    train(other, 1, start=1)
-    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(params, others, strict=True))
-    for place in (None, [*penalty[:4], *penalty[:2]]):
-        with pytest.raises(ValueError, match="penalty: expected an optimizer with a FoldedPenalty where"):
-            make("Adam", clones(params)[:6] if place is None else make_params(), None).load_state_dict(state)
-    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert copied.param_groups[0]["penalty"][:4] == penalty[:4]
-        torch.testing.assert_close(
-            copied.param_groups[0]["penalty"][4].batch_norm.running_var, make_norm(5).running_var
-        )
+# ---- operators
 
 
 def test_the_operator_takes_any_function():

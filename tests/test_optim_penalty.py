@@ -13,7 +13,6 @@ from torch import nn
 
 import loco_ext
 from loco_ext import optim, sparsity
-from loco_ext.optim.repeat import Repeat
 
 # The CPU's kernels and the GPU's.
 pytestmark = pytest.mark.usefixtures("native")
@@ -108,17 +107,6 @@ def test_the_number_of_threads_changes_no_bit(kind):
         results.append(params)
     for other in results[1:]:
         assert all(same_bits(p.detach(), q.detach()) for p, q in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["momentum", "Adam"])
-def test_steps_that_repeat_are_what_they_would_be_anew(kind, monkeypatch):
-    once, anew = make_params(), make_params()
-    optimizer, other = (make(kind, params, PENALTIES["rings"]) for params in (once, anew))
-    train(optimizer, 4)
-    assert optimizer._repeat is not None
-    monkeypatch.setattr(Repeat, "possible", staticmethod(lambda *_: False))
-    train(other, 4)
-    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(once, anew, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["momentum", "Adam", "AdamW"])

@@ -1,16 +1,11 @@
 """The optimizer step among torch's own: AMP, version counters, opcheck, torch.compile, held tensors."""
 
-import gc
-import weakref
-
 import pytest
 import torch
-from optim_step_cases import STATES, Case, assert_same, assert_untouched, make_case
+from optim_step_cases import Case, assert_same, assert_untouched, make_case
 from tolerances import same_bits
 
 from loco_ext import geometry, ops
-from loco_ext.ops import backends
-from loco_ext.ops.held import Held
 
 pytestmark = pytest.mark.usefixtures("kernels")
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
@@ -160,88 +155,3 @@ def test_compiled_call_equals_eager_and_is_compiled_once(level, backend, rule):
             assert_same(ours, expected)
     assert not torch.equal(ours.params[0], start.params[0])
     torch._dynamo.reset()
-
-
-def hold(case: Case) -> Held:
-    """Held tensors for the case's step."""
-    states = [case.lists.get(name, []) for name in STATES[case.rule]]
-    states += [[]] * (3 - len(states))
-    maps, count = case.options.get("maps", []), len(case.params)
-    map_index = case.options.get("map_index", [-1] * count)
-    indices = ([0] * count, map_index, [], list(range(count)))
-    return Held((case.params, *states, case.lists.get("steps", []), maps), indices)
-
-
-@RULES
-def test_held_steps_equal_the_others(rule):
-    case = make_case(rule, SHAPES, **MAPS)
-    expected = case.copy()
-    held = hold(case)
-    for i in range(3):
-        case.hyper = expected.hyper = expected.hyper * (1 - i / 10)
-        case.lists["grads"] = [torch.randn(shape) for shape in SHAPES]
-        expected.lists["grads"] = case.lists["grads"]
-        before = [t._version for t in case.params]
-        case.options["held"] = held
-        case.step()
-        assert all(t._version > old for t, old in zip(case.params, before, strict=True))
-        assert_same(case, expected.step())
-
-
-@RULES
-def test_held_parameter_may_get_new_data_with_other_strides_and_place(rule):
-    case = make_case(rule, SHAPES, **MAPS)
-    expected, held = case.copy(), hold(case)
-    case.options["held"] = held
-    assert_same(case.step(), expected.step())
-    case.params[0].data = case.params[0].detach().clone(memory_format=torch.channels_last)
-    state = case.lists[STATES[rule][0]][0]
-    state.data = state.detach().transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
-    assert_same(case.step(), expected.step())
-    assert case.params[0].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_tensors_are_freed_with_what_held_them():
-    case = make_case("adam", SHAPES, **MAPS)
-    held = hold(case)
-    states = [weakref.ref(t) for tensors in case.lists.values() for t in tensors if tensors is not case.lists["grads"]]
-    del case
-    gc.collect()
-    assert all(state() is not None for state in states)
-    number = held.number
-    del held
-    gc.collect()
-    assert all(state() is None for state in states)
-    with pytest.raises(RuntimeError, match=f"hold.*{number}"):
-        step_held(number)
-
-
-def step_held(number: int) -> None:
-    grads, hyper = [torch.ones(3)], torch.zeros(1, 4, dtype=torch.float64)
-    operator = backends.operators().optim_step_sgd_held
-    operator(number, grads, hyper, [], [], False, False, False, None, None, None, 0)
-
-
-@pytest.mark.parametrize("number", [0, -1, 2**62])
-def test_a_number_that_was_never_given_is_an_error(number):
-    with pytest.raises(RuntimeError, match=f"hold: expected a number from optim_step_hold, got {number}"):
-        step_held(number)
-
-
-def test_held_call_with_bad_gradients_is_a_typed_error_and_writes_nothing():
-    case = make_case("adam", SHAPES, **MAPS)
-    case.options["held"] = hold(case)
-    before = case.copy()
-    for bad, error in (
-        ([torch.ones(SHAPES[0]), torch.ones(18)], ValueError),
-        ([torch.ones(SHAPES[0])], ValueError),
-        ([case.params[0], torch.ones(19)], ValueError),
-        ([torch.ones(SHAPES[0]), torch.ones(19).int()], TypeError),
-    ):
-        case.lists["grads"] = bad
-        with pytest.raises(error, match="grads"):
-            case.step()
-        del case.lists["grads"]
-        stepped = {name: case.lists[name] for name in case.lists}
-        case.lists = {"params": stepped.pop("params"), "grads": [], **stepped}
-        assert_untouched(case, Case("adam", {**before.lists, "grads": []}, before.hyper))

@@ -145,8 +145,6 @@ def test_a_map_on_a_sharded_kernel_axis_is_refused_before_anything_is_written(me
         (sparsity.RingPenalty(0.5), Shard(1), "sharding along output channels"),
         (sparsity.KernelPenalty(0.5, power=2), Replicate(), None),
         (sparsity.KernelPenalty(0.5, power=2), Shard(0), "no sharding"),
-        (sparsity.FoldedPenalty(sparsity.RingPenalty(0.5), nn.BatchNorm2d(5)), Replicate(), None),
-        (sparsity.FoldedPenalty(sparsity.RingPenalty(0.5), nn.BatchNorm2d(5)), Shard(0), "no sharding"),
     ],
     ids=str,
 )
@@ -164,6 +162,21 @@ def test_a_penalty_wants_whole_kernels_and_one_that_couples_them_all_of_them(wor
         ours.step()
         optim.SGD(before, lr=0.1, penalty=penalty).step()
         assert same_bits(local(params[0].detach()), before[0].detach())
+
+
+@pytest.mark.parametrize("which", ["weight", "norm"])
+def test_a_folded_penalty_refuses_sharded_parameters(world, which):
+    (before,) = make_params([(5, 2, 3, 3)])
+    norm = nn.BatchNorm2d(5)
+    (param,) = sharded([before], world, Replicate()) if which == "weight" else [before]
+    if which == "norm":
+        (norm.weight,) = sharded([norm.weight], world, Replicate())
+    penalty = [sparsity.FoldedPenalty(sparsity.RingPenalty(0.5), norm)]
+    ours = optim.SGD([{"params": [param], "penalty": penalty}, {"params": [norm.weight]}], lr=0.1)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(NotImplementedError, match="penalty: expected no sharding, ordinary parameters"):
+        ours.step()
+    assert torch.equal(local(param.detach()), before.detach())
 
 
 @pytest.mark.parametrize("name", CLASSES)

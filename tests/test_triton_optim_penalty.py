@@ -35,11 +35,11 @@ class Unread(torch.Tensor):
     __float__ = __bool__ = __int__ = __index__ = tolist = item
 
 
-def penalty(squared: float = 0.0, linf: bool = False, factors: torch.Tensor | None = None) -> ops.StepPenalty:
+def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
     rings = geometry.ring_index((3, 3)).flatten().tolist()
     count = max(rings) + 1
     t = torch.linspace(12.0, 20.0, count, dtype=torch.float64) * (3 if linf else 1)
-    return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf, factors)
+    return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf)
 
 
 def coupled(linf: bool = False) -> ops.StepPenalty:
@@ -79,15 +79,6 @@ def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
 @pytest.mark.parametrize("rule", SQUARED)
 def test_the_step_ends_with_the_references_search(interpreter, rule):
     case = penalised(rule, "squared")
-    assert_is_reference(interpreter.step(case), case)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rule", SQUARED)
-def test_every_kernel_has_its_factor(interpreter, rule, mode):
-    case = penalised(rule, mode)
-    ends = [penalty(**MODES[mode], factors=torch.linspace(0.1, 1.5, n, dtype=torch.float64)) for n in (6, 3)]
-    case.options["penalties"] = [ends[0], None, ends[1]]
     assert_is_reference(interpreter.step(case), case)
 
 

@@ -94,3 +94,11 @@ def assert_sum_of_products(actual: Tensor, expected: Tensor, sizes: Tensor, cut:
     excess = ((actual.double() - expected).abs() - allowed).nan_to_num(nan=torch.inf)
     worst = excess.max().item() if excess.numel() else 0.0
     assert worst <= 0, f"{worst:.3g} more than rounding allows"
+
+
+# Between the objective that an optimizer's steps reach and that of coordinate descent, relative.
+EQ_34_OBJECTIVE = 1e-4
+
+# Of folded kernels against the minimum of loss and penalty, after steps that have all but ended; running variances are
+# those of a sample, 1 / samples larger than what a batch is divided by.
+STATIONARY = 1e-3

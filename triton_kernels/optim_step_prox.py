@@ -66,8 +66,7 @@ class Proxes:
         ``found_inf`` says so."""
         penalty, param = self.penalties[index], self.params[index]
         t, q = thresholds_on(param.device, penalty.thresholds, penalty.squared)
-        factors = 1.0 if penalty.factors is None else penalty.factors[:, None]
-        t, q = factors * (t * size), None if q is None else factors * (q * size**0.5)
+        t, q = t * size, None if q is None else q * size**0.5
         if q is not None and penalty.coupled:
             shrunk = self._shrunk_together(w, penalty, t, q, metric)
         else:

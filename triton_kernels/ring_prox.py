@@ -69,6 +69,8 @@ def ring_prox_by(
     out = torch.empty_like(weight)
     if weight.shape[0] == 0:
         return out
+    if metric is not None and metric.dtype == torch.float64:
+        metric, t, q = _near_one(metric, t, q)
     count = t.shape[-1]
     operands = [weight, out, weight if metric is None else metric]
     with _device(weight.device):
@@ -88,6 +90,20 @@ def ring_prox_by(
             **options,
         )
     return out
+
+
+def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each kernel's metric and thresholds times a power of four, whose root is a power of two, which changes no result;
+    the squares of weights times metric stay within float64."""
+    largest = metric.flatten(1).amax(1).clamp(max=torch.finfo(torch.float64).max)
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1020, 1020) // 2
+    root = torch.ldexp(torch.ones_like(largest), -exponent)
+    metric = metric * (root * root).view(-1, *[1] * (metric.dim() - 1))
+    return (
+        metric,
+        (t * root[:, None] * root[:, None]).contiguous(),
+        None if q is None else (q * root[:, None]).contiguous(),
+    )
 
 
 def thresholds_on(device: torch.device, thresholds: Tensor, squared: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -39,10 +39,8 @@ void count_steps(std::vector<TensorStep>& steps) {
 }
 
 struct Cpu {
-  using Memory = LayerMemory;
-
   template <class Rule>
-  static void step(Memory& memory, Gather& gather, const Lists&, const Arguments& arguments) {
+  static void step(Gather& gather, const Lists&, const Arguments& arguments) {
     STD_TORCH_CHECK(gather.place().type == Place::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
                     place_text(gather.place()));
     std::vector<TensorStep>& steps = gather.steps();
@@ -59,7 +57,8 @@ struct Cpu {
     call.rounding = arguments.rounding();
     call.parallel_for = parallel_for;
     call.threads = num_threads();
-    call.layer_memory = &memory;
+    LayerMemory layer_memory;
+    call.layer_memory = &layer_memory;
     step_cpu<Rule>(call);
   }
 };

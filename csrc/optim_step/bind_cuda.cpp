@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 #include "common/cuda_upload.h"
@@ -15,48 +14,15 @@
 namespace loco::optim_step {
 namespace {
 
-// The table in the GPU's memory, and what was last copied there.
-class DeviceTable {
- public:
-  // Copies what has changed since the last call on the same stream; returns the memory, with scratch bytes behind the
-  // table's.
-  unsigned char* update(const std::vector<unsigned char>& bytes, int64_t scratch, const Tensor& like, void* stream) {
-    const bool again = memory_ && stream == stream_ && bytes.size() == bytes_.size() && scratch == scratch_;
-    const auto size = static_cast<int64_t>(bytes.size());
-    if (!again) {
-      memory_ = torch::stable::new_empty(like, {std::max<int64_t>(size + scratch, 1)},
-                                         torch::headeronly::ScalarType::Byte, std::nullopt, std::nullopt, std::nullopt);
-      upload(bytes.data(), data(), size, stream);
-    } else if (bytes == bytes_) {
-      return data();
-    } else {
-      const auto [begin, end] = difference(bytes);
-      upload(bytes.data() + begin, data() + begin, end - begin, stream);
-    }
-    bytes_ = bytes;
-    scratch_ = scratch;
-    stream_ = stream;
-    return data();
-  }
-
- private:
-  unsigned char* data() const { return static_cast<unsigned char*>(memory_->mutable_data_ptr()); }
-
-  // The range, in whole units of 16 bytes, outside of which nothing has changed.
-  std::pair<int64_t, int64_t> difference(const std::vector<unsigned char>& bytes) const {
-    constexpr int64_t unit = 16;
-    int64_t begin = 0, end = static_cast<int64_t>(bytes.size());
-    const auto same = [&](int64_t at) { return std::memcmp(bytes.data() + at, bytes_.data() + at, unit) == 0; };
-    while (begin < end && same(begin)) begin += unit;
-    while (end > begin && same(end - unit)) end -= unit;
-    return {begin, end};
-  }
-
-  std::optional<Tensor> memory_;
-  std::vector<unsigned char> bytes_;
-  int64_t scratch_ = 0;
-  void* stream_ = nullptr;
-};
+// Bytes of the table in the GPU's memory, with scratch bytes behind.
+Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, const Tensor& like, void* stream) {
+  const auto size = static_cast<int64_t>(bytes.size());
+  Tensor memory =
+      torch::stable::new_empty(like, {std::max<int64_t>(size + scratch, 1)}, torch::headeronly::ScalarType::Byte,
+                               std::nullopt, std::nullopt, std::nullopt);
+  upload(bytes.data(), static_cast<unsigned char*>(memory.mutable_data_ptr()), size, stream);
+  return memory;
+}
 
 DeviceScalar device_scalar(const View& view) { return {view.data, view.dtype == DType::f64}; }
 
@@ -65,13 +31,8 @@ DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name
 }
 
 struct Cuda {
-  struct Memory {
-    GpuTable table;
-    DeviceTable on_device;
-  };
-
   template <class Rule>
-  static void step(Memory& memory, Gather& gather, const Lists& lists, const Arguments& arguments) {
+  static void step(Gather& gather, const Lists& lists, const Arguments& arguments) {
     if (gather.steps().empty()) return;
     const Place& place = gather.place();
     STD_TORCH_CHECK(place.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
@@ -85,19 +46,16 @@ struct Cuda {
     call.rounding = arguments.rounding();
     const torch::stable::accelerator::DeviceGuard guard(place.index);
     call.stream = current_stream(place.index);
-    const bool capturing = is_capturing(call.stream);
-    check_capture(capturing, arguments);
+    check_capture(is_capturing(call.stream), arguments);
     for (size_t i = 0; i < gather.steps().size(); ++i) check_kernels(gather.steps()[i], i);
 
-    build(memory.table, gather.steps(), gather.hyper(), gather.groups(), Rule::columns, Rule::has_metric, lrs);
-    // A graph that is being captured gets a table of its own, which each replay writes anew: this one will change.
-    DeviceTable of_graph;
-    DeviceTable& table = capturing ? of_graph : memory.on_device;
-    call.table = &memory.table;
-    call.memory = table.update(memory.table.bytes, scratch_bytes<Rule>(memory.table), lists.params[0], call.stream);
+    GpuTable table;
+    build(table, gather.steps(), gather.hyper(), gather.groups(), Rule::columns, Rule::has_metric, lrs);
+    const Tensor memory = upload_table(table.bytes, scratch_bytes<Rule>(table), lists.params[0], call.stream);
+    call.table = &table;
+    call.memory = static_cast<unsigned char*>(memory.mutable_data_ptr());
     step_cuda<Rule>(call);
     const char* error = launch_error();
-    if (error != nullptr) table = DeviceTable{};  // who knows what has been copied
     STD_TORCH_CHECK(error == nullptr, "optim_step: the GPU refused a kernel: ", error);
   }
 

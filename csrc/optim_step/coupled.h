@@ -39,7 +39,6 @@ class Layer {
     run_parallel(call_.parallel_for, tensor_.kernels, grain, [&](int64_t begin, int64_t end) {
       Shrinkage<Rule, T> shrinks = shrinkage();
       for (int64_t k = begin; k < end; ++k) {
-        shrinks.turn_to(k);
         body(k, shrinks);
       }
     });

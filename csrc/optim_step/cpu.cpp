@@ -159,7 +159,6 @@ class Step {
       const auto scalars = Rule::template as<T>(job.scalars);
       const bool summing = shrinkage.can_sum(block, job.flags, scalars);
       for (int64_t at = begin; at < end; at += numel, block.advance()) {
-        shrinkage.turn_to(at / numel);
         shrinkage.step(block, job.flags, scalars, summing);
       }
       return;
@@ -169,7 +168,6 @@ class Step {
       T* const w = fetch(t.w, at, numel, values);
       if (!in_place<T>(t.w)) held_tensor.w = {w - at, dtype_of<T>, nullptr};
       run_blocks<T>(held_job, at, at + numel);
-      shrinkage.turn_to(at / numel);
       shrinkage.apply(w, static_cast<const T*>(held_job.metric));
       put_back(job, w, at, numel);
     }

@@ -42,10 +42,6 @@ void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper,
   read_hyper(hyper, layout.columns);
   steps_.resize(count);
   leads_.resize(count);
-  regions_.clear();
-  names_.clear();
-  nests_.clear();
-  penalties_.clear();
   for (size_t i = 0; i < count; ++i) {
     read_param(lists, i, logical);
     add_operand(view_of(grads[i], "grads", i, place_), "grads", i, grads_written, steps_[i].g);
@@ -130,7 +126,6 @@ void Gather::read_penalty(const Ints& penalties, size_t index) {
   STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", index, "]: expected params[", index,
                   "] to have kernels of ", penalty.taps(), " taps, got shape ", text(view));
   TensorStep& step = steps_[index];
-  step.factors = held->factors ? read_factors(*held->factors, index) : nullptr;
   if (step.numel == 0) return;
   int8_t taps_fastest[kMaxDims], channels_fastest[kMaxDims];
   int count = 0, other = 0;
@@ -150,15 +145,6 @@ void Gather::read_penalty(const Ints& penalties, size_t index) {
   step.kernels = view.sizes[0];
   step.channels_fastest = !contiguous;
   penalties_.push_back(held);
-}
-
-const double* Gather::read_factors(const Tensor& factors, size_t index) const {
-  const View view = view_of(factors, "penalties", index, place_);
-  const int64_t kernels = leads_[index].view.sizes[0];
-  const bool fits = view.dtype == DType::f64 && view.ndim == 1 && view.sizes[0] == kernels && factors.is_contiguous();
-  STD_TORCH_CHECK(fits, "penalties[", index, "]: expected contiguous float64 factors of shape (", kernels,
-                  "), got shape ", text(view));
-  return static_cast<const double*>(view.data);
 }
 
 void Gather::read_states(const Lists& lists, const Layout& layout) {

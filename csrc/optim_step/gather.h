@@ -18,8 +18,8 @@ namespace loco::optim_step {
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 
-// The arguments of a step that stay the same from one step to the next. Lists run parallel to params; those of states
-// (momentum_buffers; or exp_avgs, exp_avg_sqs, max_exp_avg_sqs) and steps are empty where the rule has none.
+// The tensors of a step but its gradients, and what says which belong together. Lists run parallel to params; those of
+// states (momentum_buffers; or exp_avgs, exp_avg_sqs, max_exp_avg_sqs) and steps are empty where the rule has none.
 struct Lists {
   Tensors params;
   Tensors states[kStates];
@@ -37,8 +37,7 @@ struct Layout {
   int columns;  // of hyper
 };
 
-// Reads and checks the lists anew at every step: a tensor may have moved or changed its strides since the last. Keeps
-// its memory between steps.
+// Reads and checks the lists of one step.
 class Gather {
  public:
   // Throws, before anything is written, unless the step can be made. All tensors but hyper and maps, which lie in the
@@ -63,7 +62,6 @@ class Gather {
   void read_param(const Lists& lists, size_t index, bool logical);
   void read_map(const Tensor& map, size_t index, int64_t which);
   void read_penalty(const Ints& penalties, size_t index);
-  const double* read_factors(const Tensor& factors, size_t index) const;
   void read_states(const Lists& lists, const Layout& layout);
   void read_steps(const Tensors& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);

@@ -169,12 +169,10 @@ template <class Rule, typename T>
 LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, const Prox& prox,
                                                     const Task<Rule, T>& task, double* plain, double* squared) {
   const bool has_squared = prox.squared >= 0;
-  const int64_t kernel = task.begin / (prox.channels * prox.tap_count);
-  const double factor = prox.factors ? in_global(prox.factors)[kernel] : 1;
-  const double step = task.prox_step();
   for (int n = threadIdx.x; n < prox.rings; n += blockDim.x) {
-    plain[n] = factor * (step * q.thresholds[prox.plain + n]);
-    if (has_squared) squared[n] = factor * (std::sqrt(step) * q.thresholds[prox.squared + n]);
+    const double step = task.prox_step();  // here, not above: that takes two registers more
+    plain[n] = step * q.thresholds[prox.plain + n];
+    if (has_squared) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
   }
   return {plain, has_squared ? squared : nullptr};
 }

@@ -204,7 +204,6 @@ class Builder {
     prox.begins = extend(s_.begins, order.begins);
     prox.plain = extend(s_.thresholds, penalty.plain);
     prox.squared = penalty.squared.empty() ? -1 : extend(s_.thresholds, penalty.squared);
-    prox.factors = t.factors;
     prox.channels = static_cast<uint32_t>(shape.channels);
     prox.tap_count = static_cast<uint32_t>(shape.taps);
     prox.rings = shape.rings;

@@ -51,7 +51,6 @@ struct Entry {
 struct Prox {
   int64_t taps, begins;    // where its ring order begins among the table's
   int64_t plain, squared;  // the same of its thresholds; squared -1: none
-  const double* factors;   // of each kernel's thresholds, in the GPU's memory; null: ones
   uint32_t channels, tap_count;
   int32_t rings;
   bool channels_fastest, linf;

@@ -19,16 +19,12 @@ class Shrinkage {
 
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr)
-      : penalty_(*tensor.penalty),
-        factors_(tensor.factors),
-        step_(Rule::prox_step(row, lr, tensor.state[0].data != nullptr)),
-        solver_(shape(tensor)) {
-    set_thresholds(1);
-  }
-
-  // What follows is about this kernel (output channel).
-  void turn_to(int64_t kernel) {
-    if (factors_) set_thresholds(factors_[kernel]);
+      : penalty_(*tensor.penalty), solver_(shape(tensor)) {
+    const double step = Rule::prox_step(row, lr, tensor.state[0].data != nullptr);
+    for (int n = 0; n < penalty_.rings(); ++n) {
+      plain_[n] = step * penalty_.plain[n];
+      if (!penalty_.squared.empty()) squared_[n] = std::sqrt(step) * penalty_.squared[n];
+    }
   }
 
   // Of one kernel that has been updated; metric: null if the rule has none.
@@ -98,13 +94,6 @@ class Shrinkage {
     }
   }
 
-  void set_thresholds(double factor) {
-    for (int n = 0; n < penalty_.rings(); ++n) {
-      plain_[n] = factor * (step_ * penalty_.plain[n]);
-      if (!penalty_.squared.empty()) squared_[n] = factor * (std::sqrt(step_) * penalty_.squared[n]);
-    }
-  }
-
   ring_prox::Thresholds thresholds() const { return {plain_, penalty_.squared.empty() ? nullptr : squared_}; }
 
   static ring_prox::Shape shape(const TensorStep& tensor) {
@@ -114,8 +103,6 @@ class Shrinkage {
   }
 
   const ring_prox::Penalty& penalty_;
-  const double* factors_;
-  double step_;
   ring_prox::KernelSolver<T> solver_;
   double plain_[ring_prox::kMaxRings], squared_[ring_prox::kMaxRings];
 };

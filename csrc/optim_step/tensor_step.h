@@ -23,7 +23,6 @@ struct TensorStep {
   DType counter_dtype;       // f32 or f64
   double step;               // Adam: the number of this step, from 1; not set for a GPU, which reads counter itself
   const ring_prox::Penalty* penalty;  // whose prox ends the step; null: none
-  const double* factors;              // with a penalty: of each kernel's thresholds, in the device's memory; null: ones
   int64_t kernels;                    // with a penalty: output channels, of numel / kernels consecutive elements each
   bool channels_fastest;              // with a penalty: within a kernel; else taps are
   uint32_t ordinal;                   // which parameter this is, for stochastic rounding

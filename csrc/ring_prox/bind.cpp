@@ -6,8 +6,8 @@
 
 namespace loco::ring_prox {
 
-int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf, bool coupled,
-                          std::optional<Tensor> factors) {
+int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
+                          bool coupled) {
   const auto read = [](const Tensor& tensor, const char* name) {
     const View view = view_of(tensor, name, 0);
     STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && view.numel >= 1 && view.numel <= kMaxRings &&
@@ -29,7 +29,6 @@ int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<T
   }
   penalty.linf = linf;
   penalty.coupled = coupled && squared;
-  held->factors = factors;
   return keep(std::move(held));
 }
 

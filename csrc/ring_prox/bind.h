@@ -77,7 +77,7 @@ inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::option
 
 // Keeps a penalty for the steps of parameters on the device of `like`, and returns its number.
 int64_t ring_penalty_hold(Tensor like, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
-                          bool coupled, std::optional<Tensor> factors);
+                          bool coupled);
 
 // For the norms of all rings.
 inline Tensor empty_norms(const Tensor& weight, const Reader& reader) {

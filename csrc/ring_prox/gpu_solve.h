@@ -98,6 +98,36 @@ class Sums {
     return scale_;
   }
 
+  // Where the sums of squares of weights times the metric, which scaled_squares has made, vanish or overflow: makes
+  // them anew of these times a power of two, and returns its exponent.
+  LOCO_DEVICE int scale_weighed(double* weighed) {
+    if constexpr (sizeof(T) == 4) return 0;
+    bool safe = true;
+    for (int r = 0; r < rings_; ++r) safe = safe && weighed[r] > 1e-280 && weighed[r] < 1e280;
+    if (safe) return 0;
+    double size[1] = {0};
+    for (int r = 0; r < rings_; ++r) {
+      for_ring(r, [&](T u, T d) { size[0] = Larger()(size[0], std::fabs(scaled(u) * static_cast<double>(d))); });
+    }
+    reduce(size, Larger());
+    if (!(size[0] > 0) || size[0] == kInfinity) return 0;
+    int exponent;
+    std::frexp(size[0], &exponent);
+    exponent = exponent < -1020 ? -1020 : exponent > 1020 ? 1020 : exponent;
+    const double by = std::ldexp(1.0, -exponent);
+    for (int r = 0; r < rings_; ++r) {
+      double sums[1] = {0};
+      for_ring(r, [&](T u, T d) {
+        const double value = scaled(u) * static_cast<double>(d) * by;
+        sums[0] += value * value;
+      });
+      reduce(sums, Add());
+      if (threadIdx.x == 0) weighed[r] = sums[0];
+    }
+    __syncthreads();
+    return -exponent;
+  }
+
  private:
   template <int count>
   LOCO_DEVICE void sum_squares(double* const (&to)[count]) {
@@ -184,12 +214,22 @@ struct MetricSums {
 struct L2InMetric {
   double squares[kMaxRings], weighed[kMaxRings], norms[kMaxRings], t[kMaxRings], factors[kMaxRings],
       coefficients[kMaxRings], derivatives[kMaxRings];
-  int first;  // ring that does not vanish
+  int first;             // ring that does not vanish
+  int weighed_exponent;  // of what `weighed` has been scaled by
+
+  // Which rings vanish, told in the scale of `weighed`.
+  LOCO_DEVICE int chain_weighed(int rings) {
+    if (weighed_exponent == 0) return chain(weighed, t, rings, factors);
+    for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
+    return chain(weighed, derivatives, rings, factors);
+  }
 
   template <class Sums, class Use>
   LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
+    const int exponent = sums.scale_weighed(weighed);
+    if (threadIdx.x == 0) weighed_exponent = exponent;
     MetricSums<Sums> in_metric{sums};
     if (threadIdx.x == 0) {
       double sum = 0;
@@ -199,7 +239,7 @@ struct L2InMetric {
     const auto solve = [&](double factor) {
       if (threadIdx.x == 0) {
         merge(thresholds, rings, factor, scale, t);
-        first = chain(weighed, t, rings, factors);
+        first = chain_weighed(rings);
       }
       __syncthreads();
       alive = first;

@@ -15,6 +15,13 @@ namespace {
 constexpr int kFewTaps = 64;
 constexpr int kChannelsOfLanes = 16;
 
+// Thresholds t + factor q for weights and metrics of a scale.
+void merge_scaled(const Thresholds& thresholds, int rings, double factor, const Scale& scale, double* out) {
+  merge(thresholds, rings, factor, 1, out);
+  if (scale.weight == 1 && scale.metric == 1) return;
+  for (int n = 0; n < rings; ++n) out[n] = scale.of_threshold(out[n]);
+}
+
 // [rows, columns] to [columns, rows]
 template <typename T>
 void turn(const T* from, int64_t rows, int64_t columns, T* to) {
@@ -63,8 +70,8 @@ void KernelSolver<T>::divide() {
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
   turn_to(u, nullptr);
-  const double scale = scaled_sums(false);
-  for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale;
+  const Scale scale = scaled_sums(false);
+  for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale.weight;
 }
 
 template <typename T>
@@ -75,7 +82,8 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
   T* const to = turned() ? turned_u_.data() : out;
   with_linf(thresholds, [&](const auto& solve, const auto& penalty, const double* caps) {
     solve_squared(thresholds, solve, penalty, caps);
-    for_taps([&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r]), to + at); });
+    for_taps(
+        [&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r] / scale_.weight), to + at); });
   });
   if (turned()) turn(to, shape_.taps, shape_.channels, out);
 }
@@ -83,7 +91,7 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
 template <typename T>
 void KernelSolver<T>::sum(const T* u, const T* d) {
   turn_to(u, d);
-  scaled_ = u;
+  leave_unscaled();
   sum_up(false);
 }
 
@@ -153,7 +161,7 @@ void KernelSolver<T>::turn_channels() {
 
 // scale: what the sums were made with
 template <typename T>
-void KernelSolver<T>::prox_l2(const Thresholds& thresholds, double scale, T* out) {
+void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, T* out) {
   if (d_ == nullptr && thresholds.squared == nullptr) return prox_plain(thresholds, scale, out);
   with_l2(thresholds, scale, [&](const auto& solve, const auto& penalty, double* found) {
     solve_squared(thresholds, solve, penalty, found);
@@ -161,44 +169,46 @@ void KernelSolver<T>::prox_l2(const Thresholds& thresholds, double scale, T* out
       for (const Part& part : parts_) multiply(u_ + part.at, part.run, found, out + part.at);
     } else {
       for (int r = 0; r < first_; ++r) found[r] = kInfinity;
-      for (const Part& part : parts_) damp(u_ + part.at, d_ + part.at, part.run, found, out + part.at);
+      for (const Part& part : parts_) damp(u_ + part.at, scaled_d_ + part.at, part.run, found, out + part.at);
     }
   });
 }
 
 // What most steps end with, for one kernel of a few weights after the other.
 template <typename T>
-void KernelSolver<T>::prox_plain(const Thresholds& thresholds, double scale, T* out) {
+void KernelSolver<T>::prox_plain(const Thresholds& thresholds, const Scale& scale, T* out) {
   double t[kMaxRings], factors[kMaxRings];
-  merge(thresholds, shape_.rings, 0, scale, t);
+  merge_scaled(thresholds, shape_.rings, 0, scale, t);
   chain(zero_.power[0], t, shape_.rings, factors);
   for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out + part.at);
 }
 
 template <typename T>
 template <class Use>
-void KernelSolver<T>::with_l2(const Thresholds& thresholds, double scale, const Use& use) {
+void KernelSolver<T>::with_l2(const Thresholds& thresholds, const Scale& scale, const Use& use) {
   if (d_ != nullptr) return with_metric(thresholds, scale, use);
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
   const double* const squares = zero_.power[0];
   const auto solve = [&](double factor) {
-    merge(thresholds, rings, factor, scale, t);
+    merge_scaled(thresholds, rings, factor, scale, t);
     chain(squares, t, rings, factors);
   };
-  const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
+  const auto penalty = [&](const double* of) {
+    return l2_penalty(squares, of, thresholds.squared, rings) / scale.weight;
+  };
   use(solve, penalty, factors);
 }
 
 template <typename T>
 template <class Use>
-void KernelSolver<T>::with_metric(const Thresholds& thresholds, double scale, const Use& use) {
+void KernelSolver<T>::with_metric(const Thresholds& thresholds, const Scale& scale, const Use& use) {
   double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings];
   const int rings = shape_.rings;
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
   const auto solve = [&](double factor) {
-    merge(thresholds, rings, factor, scale, t);
+    merge_scaled(thresholds, rings, factor, scale, t);
     first_ = first_alive(t);
     find_coefficients(norms, t, first_, coefficients);
   };
@@ -206,7 +216,7 @@ void KernelSolver<T>::with_metric(const Thresholds& thresholds, double scale, co
   const auto penalty = [&](const double* of) {
     return (of ? metric_penalty(found, coefficients, thresholds.squared, first_, rings)
                : l2_penalty(zero_.power[0], nullptr, thresholds.squared, rings)) /
-           scale;
+           scale.weight;
   };
   use(solve, penalty, coefficients);
 }
@@ -215,7 +225,7 @@ void KernelSolver<T>::with_metric(const Thresholds& thresholds, double scale, co
 // enough to see that all stay.
 template <typename T>
 int KernelSolver<T>::first_alive(const double* t) {
-  double factors[kMaxRings];
+  double factors[kMaxRings], of_weighed[kMaxRings];
   const int rings = shape_.rings;
   if (!weighed_is_known_) {
     constexpr double kSafely = 0.99;
@@ -225,13 +235,52 @@ int KernelSolver<T>::first_alive(const double* t) {
       weighed_[r] = bend > 0 ? kSafely * square * square / bend : 0;
       all &= weighed_[r] > t[r] * t[r];  // no ring vanishes that is larger than its own threshold
     }
-    if (all || chain(weighed_, t, rings, factors) == 0) return 0;
-    std::fill(weighed_, weighed_ + rings, 0.0);
-    for (const Part& part : parts_) weighed_squares(scaled_ + part.at, d_ + part.at, part.run, weighed_);
-    weighed_is_known_ = true;
+    if (moderate_ && (all || chain(weighed_, t, rings, factors) == 0)) return 0;
+    weigh();
   }
-  return chain(weighed_, t, rings, factors);
+  for (int r = 0; r < rings; ++r) of_weighed[r] = t[r] * weighed_scale_;
+  return chain(weighed_, of_weighed, rings, factors);
 }
+
+// Sums up the squares of weights times metric, times a power of two in the square where those would vanish or overflow.
+template <typename T>
+void KernelSolver<T>::weigh() {
+  weighed_is_known_ = true;
+  weighed_scale_ = 1;
+  std::fill(weighed_, weighed_ + shape_.rings, 0.0);
+  if (moderate_) {
+    for (const Part& part : parts_) weighed_squares(scaled_ + part.at, scaled_d_ + part.at, part.run, weighed_);
+    return;
+  }
+  const auto weighed = [&](int64_t i) { return static_cast<double>(scaled_[i]) * finite_metric(scaled_d_[i]); };
+  double size = 0;
+  for (int64_t i = 0; i < shape_.numel(); ++i) size = std::max(size, std::fabs(weighed(i)));
+  weighed_scale_ = near_one(size);
+  for_weights([&](int64_t i, int r) {
+    const double value = weighed(i) * weighed_scale_;
+    weighed_[r] += value * value;
+  });
+}
+
+// Sums as solve_metric asks for them, of weights and metrics that no model knows.
+template <typename T>
+struct KernelSolver<T>::DirectSums {
+  const KernelSolver& solver;
+
+  double tolerance() const { return 1e-9; }
+
+  Damped operator()(int ring, double c) const {
+    Damped sums{0, 0};
+    solver.for_weights([&](int64_t i, int r) {
+      if (r != ring) return;
+      const double d = finite_metric(solver.scaled_d_[i]);
+      const double x = static_cast<double>(solver.scaled_[i]) * (d / (d + c));
+      sums.squares += x * x;
+      sums.slope += x * x / (d + c);
+    });
+    return sums;
+  }
+};
 
 // c of each ring from `first` on, and into squares_ what that leaves of its sum of squares, by one model after the
 // other. Floats are summed as floats while an error of theirs moves no weight by much more.
@@ -243,6 +292,12 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
   constexpr double kVanished = 1e25;  // to a part as small as that no rounding lets a kernel shrink without vanishing
   const int rings = shape_.rings;
   double c0[kMaxRings], derivatives[kMaxRings];
+  if (!moderate_) {
+    DirectSums sums{*this};
+    ring_prox::solve_metric<true>(sums, norms, t, first, rings, coefficients, derivatives);
+    for (int r = first; r < rings; ++r) squares_[r] = sums(r, coefficients[r]).squares;
+    return;
+  }
   const bool from_zero = finite(zero_, first);
   bool wide = sizeof(T) == 8 || !safe(zero_.power[3], first);
   const auto sum = [&] {
@@ -288,12 +343,14 @@ template <class Use>
 void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
   double t[kMaxRings], caps[kMaxRings], sizes[kMaxRings];
   const int rings = shape_.rings;
+  leave_unscaled();
+  if (!products_safe()) bring_near_one();
   const auto sums = [&](int n, const double* of, double level) {
     Above all{0, 0, 0};
     for_taps([&](int64_t at, int r) {
       if (r > n) return;
-      const T* d = d_ ? d_ + at : nullptr;
-      const Above part = above(u_ + at, d, shape_.channels, r == n ? kInfinity : of[r], level);
+      const T* d = d_ ? scaled_d_ + at : nullptr;
+      const Above part = above(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], level);
       all = {all.mass + part.mass, all.weight + part.weight, all.count + part.count};
     });
     return all;
@@ -305,19 +362,21 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
     double least = level;
     for_taps([&](int64_t at, int r) {
       if (r > n) return;
-      const T* d = d_ ? d_ + at : nullptr;
-      least = std::max(least, least_level(u_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
+      const T* d = d_ ? scaled_d_ + at : nullptr;
+      least = std::max(least, least_level(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
     });
     // Not where a sum of all would overflow, which keeps them from being clipped, as it does on a GPU.
     const Above all = sums(n, of, least < kHuge ? least : level);
     return all.count > 0 ? all : sums(n, of, level);
   };
   const auto solve = [&](double factor) {
-    merge(thresholds, rings, factor, 1, t);
+    merge_scaled(thresholds, rings, factor, scale_, t);
     ring_prox::solve_linf(fewer_sums, t, rings, caps);
   };
   if (thresholds.squared) measure(sizes);
-  const auto penalty = [&](const double* of) { return ring_prox::linf_penalty(sizes, of, thresholds.squared, rings); };
+  const auto penalty = [&](const double* of) {
+    return ring_prox::linf_penalty(sizes, of, thresholds.squared, rings) / scale_.weight;
+  };
   use(solve, penalty, caps);
 }
 
@@ -326,7 +385,7 @@ template <typename T>
 void KernelSolver<T>::measure(double* sizes) const {
   for (int r = 0; r < shape_.rings; ++r) sizes[r] = 0;
   for_taps([&](int64_t at, int r) {
-    const double size = largest(u_ + at, shape_.channels);
+    const double size = largest(scaled_ + at, shape_.channels);
     if (size > sizes[r] || is_nan(size)) sizes[r] = size;
   });
 }
@@ -338,17 +397,51 @@ void KernelSolver<T>::for_taps(const Visit& visit) const {
   for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
 }
 
-// Sums up the rings, unless that has been done, of weights times a power of two that keeps the sums within float64, and
-// returns that.
+// visit(offset of the weight, its ring)
 template <typename T>
-double KernelSolver<T>::scaled_sums(bool summed) {
-  scaled_ = u_;
+template <typename Visit>
+void KernelSolver<T>::for_weights(const Visit& visit) const {
+  for (int64_t i = 0; i < shape_.numel(); ++i) {
+    visit(i, shape_.ring_of_tap[shape_.channels_fastest ? i / shape_.channels : i % shape_.taps]);
+  }
+}
+
+template <typename T>
+void KernelSolver<T>::leave_unscaled() {
+  scaled_ = u_, scaled_d_ = d_;
   weighed_is_known_ = false;
+  scale_ = {};
+  moderate_ = true;
+}
+
+// Sums up the rings, unless that has been done, of weights and metrics times powers of two that keep the sums within
+// float64, and returns these.
+template <typename T>
+Scale KernelSolver<T>::scaled_sums(bool summed) {
+  leave_unscaled();
   if (!summed) sum_up(false);
-  if (safe(zero_.power[0], 0)) return 1;
-  const double scale = sizeof(T) == 8 ? bring_near_one() : 1;
+  if (all_safe(false)) return {};
+  if (sizeof(T) == 8) bring_near_one();
   sum_up(true);
-  return scale;
+  if (sizeof(T) == 8 && d_ != nullptr) {
+    const double size = largest(scaled_, shape_.numel());
+    moderate_ = all_safe(true) || !(size > 0 && size < kInfinity);
+  }
+  return scale_;
+}
+
+// Whether the sums for c = 0 are; with zeros: rings of nothing but zeros as well.
+template <typename T>
+bool KernelSolver<T>::all_safe(bool zeros) const {
+  if (d_ == nullptr) return safe(zero_.power[0], 0);
+  // Models multiply some of a double's sums by others.
+  constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-75;
+  bool all = true;
+  for (int r = 0; r < shape_.rings; ++r) {
+    if (zeros && zero_.power[0][r] == 0) continue;
+    for (const auto& sums : zero_.power) all &= sums[r] > kLeast && sums[r] < 1 / kLeast;
+  }
+  return all;
 }
 
 template <typename T>
@@ -361,7 +454,7 @@ void KernelSolver<T>::sum_up(bool wide) {
 template <typename T>
 void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
   to.clear(shape_.rings);
-  for (const Part& part : parts_) moments(scaled_ + part.at, d_ + part.at, part.run, wide, c, to);
+  for (const Part& part : parts_) moments(scaled_ + part.at, scaled_d_ + part.at, part.run, wide, c, to);
 }
 
 // Whether sums, of rings from `first` on, are far from where squares vanish or overflow.
@@ -380,18 +473,29 @@ bool KernelSolver<T>::finite(const Moments& moments, int first) const {
   return all;
 }
 
-// Lets scaled_ be u times a power of two, which it returns: 1 where u has no largest size.
+// Whether weights times metrics, summed up, neither vanish nor overflow.
 template <typename T>
-double KernelSolver<T>::bring_near_one() {
-  const double size = largest(u_, shape_.numel());
-  if (!(size > 0) || size == kInfinity) return 1;
-  int exponent;
-  std::frexp(size, &exponent);
-  const double scale = std::ldexp(1.0, -std::max(-1020, std::min(1020, exponent)));
-  scaled_copy_.resize(shape_.numel());
-  multiply(u_, shape_.numel(), static_cast<T>(scale), scaled_copy_.data());
-  scaled_ = scaled_copy_.data();
-  return scale;
+bool KernelSolver<T>::products_safe() const {
+  constexpr double kLeast = 1e-140;
+  if (sizeof(T) == 4) return true;
+  const auto safe = [](double size) { return size == 0 || (size > kLeast && size < 1 / kLeast); };
+  return safe(largest(u_, shape_.numel())) && (d_ == nullptr || safe(largest(d_, shape_.numel())));
+}
+
+// Lets scaled_ and scaled_d_ be u and d times powers of two, scale_: 1 where there is no largest size.
+template <typename T>
+void KernelSolver<T>::bring_near_one() {
+  const int64_t numel = shape_.numel();
+  const auto scaled = [numel](const T* from, double by, std::vector<T>& copy) {
+    copy.resize(numel);
+    multiply(from, numel, static_cast<T>(by), copy.data());
+    return copy.data();
+  };
+  scale_.weight = near_one(largest(u_, numel));
+  if (scale_.weight != 1) scaled_ = scaled(u_, scale_.weight, scaled_copy_);
+  if (d_ == nullptr) return;
+  scale_.metric = near_one(std::min(largest(d_, numel), kLargest));
+  if (scale_.metric != 1) scaled_d_ = scaled(d_, scale_.metric, scaled_d_copy_);
 }
 
 template class KernelSolver<float>;

@@ -56,13 +56,13 @@ class KernelSolver {
   };
 
   void divide();
-  void prox_l2(const Thresholds& thresholds, double scale, T* out);
-  void prox_plain(const Thresholds& thresholds, double scale, T* out);
+  void prox_l2(const Thresholds& thresholds, const Scale& scale, T* out);
+  void prox_plain(const Thresholds& thresholds, const Scale& scale, T* out);
   // Each calls use(solve, penalty, found), which are as solve_squared takes them.
   template <class Use>
-  void with_l2(const Thresholds& thresholds, double scale, const Use& use);
+  void with_l2(const Thresholds& thresholds, const Scale& scale, const Use& use);
   template <class Use>
-  void with_metric(const Thresholds& thresholds, double scale, const Use& use);
+  void with_metric(const Thresholds& thresholds, const Scale& scale, const Use& use);
   template <class Use>
   void with_linf(const Thresholds& thresholds, const Use& use);
   void turn_to(const T* u, const T* d) { u_ = u, d_ = d; }
@@ -72,25 +72,35 @@ class KernelSolver {
   template <typename Visit>
   void for_taps(const Visit& visit) const;
   void measure(double* sizes) const;
-  double scaled_sums(bool summed);
+  struct DirectSums;
+  template <typename Visit>
+  void for_weights(const Visit& visit) const;
+  void leave_unscaled();
+  Scale scaled_sums(bool summed);
+  bool all_safe(bool zeros) const;
   void sum_up(bool wide);
   int first_alive(const double* t);
+  void weigh();
   void sum_moments(bool wide, const double* c, Moments& to);
   bool safe(const double* sums, int first) const;
   bool finite(const Moments& moments, int first) const;
-  double bring_near_one();
+  bool products_safe() const;
+  void bring_near_one();
 
   Shape shape_;
   std::vector<Part> parts_;
   std::vector<int32_t> ring_of_lane_;
   std::vector<int64_t> ring_of_long_lane_;
   std::vector<Line> lanes_;
-  const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr;
+  const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr, *scaled_d_ = nullptr;
   double squares_[kMaxRings], weighed_[kMaxRings];
   int first_ = 0;  // ring that does not vanish in a metric
   bool weighed_is_known_ = false;
+  Scale scale_;           // of scaled_ and scaled_d_
+  bool moderate_ = true;  // models know all sums in a metric
+  double weighed_scale_ = 1;
   Moments zero_, moments_;  // for c = 0, of which without a metric only squares are summed, and for the latest
-  std::vector<T> scaled_copy_, turned_u_, turned_d_;
+  std::vector<T> scaled_copy_, scaled_d_copy_, turned_u_, turned_d_;
 };
 
 }  // namespace loco::ring_prox

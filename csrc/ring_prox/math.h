@@ -27,15 +27,40 @@ namespace loco::ring_prox {
 
 constexpr int kMaxRings = 64;
 constexpr int kMostTrials = 200;  // of a search
+constexpr int kMostNewton = 24;   // of its steps, alone
 constexpr double kInfinity = __builtin_huge_val();
+constexpr double kLargest = __DBL_MAX__;  // of a metric
 
 LOCO_HD bool is_nan(double value) { return value != value; }
+
+// An infinite metric, which lets a weight stay, as a number that it may be multiplied and divided by.
+LOCO_HD double finite_metric(double d) { return d > kLargest ? kLargest : d; }
 
 // u d / (d + c)
 template <typename T>
 LOCO_HD double damped(T u, T d, double c) {
   const double weight = d;
   return static_cast<double>(u) * (weight / (weight + c));
+}
+
+// Powers of two that weights and metric of a kernel are multiplied by, so that sums of their products neither vanish
+// nor overflow.
+struct Scale {
+  double weight = 1, metric = 1;
+
+  // A threshold belongs to products of both.
+  LOCO_HD double of_threshold(double t) const {
+    const double low = weight < metric ? weight : metric, high = weight < metric ? metric : weight;
+    return t > 1 ? t * low * high : t * high * low;
+  }
+};
+
+// The power of two that brings a size near 1; 1 if there is none.
+LOCO_HD double near_one(double size) {
+  if (!(size > 0) || size == kInfinity) return 1;
+  int exponent;
+  std::frexp(size, &exponent);
+  return std::ldexp(1.0, exponent < -1020 ? 1020 : exponent > 1020 ? -1020 : -exponent);
 }
 
 // Of one kernel, for each group.
@@ -174,7 +199,8 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
 // beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
 // is the error; derivatives: [rings], for use meanwhile; start: near c of the first ring, and less than twice that, or
 // 0. Returns the derivative of c beyond the last ring by that of the first, 0 where nothing had to be solved.
-template <class Sums, class Array>
+// uneven: metrics of very different sizes may meet in the kernel, where Newton's steps may be short for ever.
+template <bool uneven = false, class Sums, class Array>
 LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
                             Array derivatives, double start = 0) {
   double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
@@ -185,12 +211,15 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
     return 0;
   }
   double step = kInfinity, derivative = 1;
-  for (int i = 0; i < 200 && std::fabs(step) > sums.tolerance() * c; ++i) {
+  for (int i = 0; i < kMostTrials && std::fabs(step) > sums.tolerance() * c; ++i) {
     const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
     (shot.miss < 0 ? lower : upper) = c;
     double next = c - shot.miss / shot.derivative;
-    if (!(shot.derivative > 0 && next >= lower && next <= upper && next < kInfinity)) {
+    const bool slow = uneven && i >= kMostNewton && i % 2 == 0;
+    if (slow || !(shot.derivative > 0 && next >= lower && next <= upper && next < kInfinity)) {
       next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
+      if (slow && upper == kInfinity) next = 0x1p64 * c;
+      if (slow && upper < kInfinity && upper > 4 * lower) next = std::sqrt(lower) * std::sqrt(upper);
     }
     derivative = shot.derivative;
     step = next - c;

@@ -11,6 +11,10 @@ namespace {
 
 constexpr int kBlock = 64;
 
+// As finite_metric, in the type itself.
+LOCO_HD float bounded(float d) { return d > __FLT_MAX__ ? __FLT_MAX__ : d; }
+LOCO_HD double bounded(double d) { return finite_metric(d); }
+
 template <typename Part, typename T>
 LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
   const auto term = [=](int64_t i, int64_t, Part* parts) LOCO_INLINE {
@@ -32,7 +36,7 @@ LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
 template <typename T>
 LOCO_HD void weighed_squares_of(const T* u, const T* d, const Run& run, double* by_ring) {
   const auto term = [=](int64_t i, int64_t, double* parts) LOCO_INLINE {
-    const double value = static_cast<double>(u[i]) * static_cast<double>(d[i]);
+    const double value = static_cast<double>(u[i]) * finite_metric(d[i]);
     parts[0] += value * value;
   };
   double* const sums[1] = {by_ring};
@@ -49,7 +53,7 @@ LOCO_HD void first_moments_of(const T* u, const T* d, const Run& run, double* co
 template <typename Part, typename T, typename C>
 LOCO_HD auto moment(const T* u, const T* d, const C& c) {
   return [=](int64_t i, int64_t lane, Part* parts) LOCO_INLINE {
-    const Part weight = d[i], inverse = Part(1) / (weight + c(lane));
+    const Part weight = bounded(static_cast<Part>(d[i])), inverse = Part(1) / (weight + c(lane));
     add_powers(static_cast<Part>(u[i]) * (weight * inverse), inverse, parts);
   };
 }
@@ -155,11 +159,31 @@ LOCO_HD void multiply_of(const T* x, const Run& run, const double* by_ring, T* o
   change_by_ring(run, by_ring, [=](int64_t i, T factor) LOCO_INLINE { return x[i] * factor; }, out);
 }
 
+// Of coefficients that float has not, or that metrics may reach its end with.
+LOCO_HD void damp_wide(const float* u, const float* d, const Run& run, const double* c, float* out) {
+  for (int64_t i = 0; i < run.count; ++i) {
+    const double by = c[run.uniform() ? run.ring : run.ring_of_lane[i % run.period]];
+    out[i] = by == 0           ? u[i]
+             : by == kInfinity ? u[i] * 0.0f
+                               : static_cast<float>(u[i] * (bounded(d[i]) / (bounded(d[i]) + by)));
+  }
+}
+LOCO_HD void damp_wide(const double*, const double*, const Run&, const double*, double*) {}
+
 template <typename T>
 LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T* out) {
-  const auto factor = [=](int64_t i, T by) LOCO_INLINE { return d[i] / (d[i] + by); };
+  constexpr double kLeast = 1e-30;
+  const auto factor = [=](int64_t i, T by) LOCO_INLINE {
+    const T weight = bounded(d[i]);
+    return weight / (weight + by);
+  };
   bool special = false;
-  for (int r = 0; r < run.rings; ++r) special |= !(static_cast<T>(c[r]) > T(0) && static_cast<T>(c[r]) < T(kInfinity));
+  for (int r = 0; r < run.rings; ++r) {
+    if (sizeof(T) == 4 && c[r] != 0 && c[r] != kInfinity && (c[r] < kLeast || c[r] > 1 / kLeast)) {
+      return damp_wide(u, d, run, c, out);
+    }
+    special |= !(static_cast<T>(c[r]) > T(0) && static_cast<T>(c[r]) < T(kInfinity));
+  }
   if (!special) return change_by_ring(run, c, [=](int64_t i, T by) LOCO_INLINE { return u[i] * factor(i, by); }, out);
   const auto change = [=](int64_t i, T by) LOCO_INLINE {
     return u[i] * (by == T(0) ? T(1) : by == T(kInfinity) ? T(0) : factor(i, by));

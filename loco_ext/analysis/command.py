@@ -99,8 +99,7 @@ def show(analysis: Analysis) -> None:
     console = Console()
     labels = short_names(list(analysis.statistics))
     named = {labels[name]: statistics for name, statistics in analysis.statistics.items()}
-    for table in report.statistics_tables(named):
-        console.print(table)
+    console.print(report.statistics_table(named))
     console.print(
         report.locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre")
     )

@@ -15,6 +15,7 @@ from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model
 from loco_ext.geometry import BlockPattern
 
 METHODS = ("linear", "string", "outputs")
+STIFFNESS = 0.02
 
 
 def interpolate(
@@ -27,7 +28,7 @@ def interpolate(
     data: Batches | None = None,
     steps: int = 100,
     learning_rate: float = 0.1,
-    stiffness: float = 0.5,
+    stiffness: float = STIFFNESS,
 ) -> Iterator[tuple[float, nn.Module]]:
     """The models at equally spaced places of a path between two, its ends included.
 
@@ -44,7 +45,8 @@ def interpolate(
         loss, data: as for :func:`loco_ext.analysis.gradient_norm`; of ``"string"``, which takes one batch after the
             other, over and over.
         steps, learning_rate: of ``"string"``.
-        stiffness: of ``"string"``, less than 1. At 1, the draw alone does not bring a string to rest.
+        stiffness: of ``"string"``, at least 0 and less than 0.5. The draw keeps ``1 - 2 * stiffness`` of a step of
+            descent: at 0.5 it would throw all of it away, and the string would never leave the straight line.
 
     Returns:
         Pairs ``(alpha, model)`` in ascending order, in evaluation mode. Of ``"linear"`` and ``"string"``, all are one
@@ -82,8 +84,8 @@ def interpolate(
     _check_count("steps", steps, 0)
     check_number("learning_rate", learning_rate)
     check_number("stiffness", stiffness)
-    if stiffness >= 1:
-        raise ValueError(f"stiffness: expected less than 1, got {stiffness}")
+    if stiffness >= 0.5:
+        raise ValueError(f"stiffness: expected less than 0.5, got {stiffness}")
     string = [_mix(first, second, alpha) for alpha in alphas]
     model = copy.deepcopy(first).eval()
     for step in range(steps):
@@ -115,9 +117,11 @@ def _tensors(model: nn.Module) -> State:
 def _mix(first: nn.Module, second: nn.Module, alpha: float) -> State:
     """New tensors; the first model's where they are integers, such as counts of batches."""
     ends = _tensors(first), _tensors(second)
-    return {
-        name: torch.lerp(a, ends[1][name], alpha) if a.is_floating_point() else a.clone() for name, a in ends[0].items()
-    }
+    return {name: torch.lerp(a, ends[1][name], alpha) if _is_mixed(a) else a.clone() for name, a in ends[0].items()}
+
+
+def _is_mixed(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _along(first: nn.Module, states: Iterator[State], alphas: list[float]) -> Iterator[tuple[float, nn.Module]]:
@@ -141,7 +145,7 @@ def _descend(model: nn.Module, point: State, loss: Loss, batch: tuple[Tensor, Te
 
 def _draw(point: State, before: State, after: State, stiffness: float) -> None:
     for name, x in point.items():
-        if x.is_floating_point():
+        if _is_mixed(x):
             x.add_(before[name] + after[name] - 2 * x, alpha=stiffness)
 
 

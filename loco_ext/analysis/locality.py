@@ -26,7 +26,8 @@ class Cell:
     """One cell of the paper's Table 4: by how much weights at one distance exceed those at the next.
 
     Attributes:
-        part: "all", "lower" or "upper", the layers that count.
+        kernel_size: of the layers that count; a row of the table has cells of one size.
+        part: "all", "lower" or "upper", the layers of this size that count.
         distances: of the two classes from the centre, the nearer one first.
         mean: of the difference, in standard deviations of its layer.
         standard_error: of ``mean``.
@@ -35,10 +36,11 @@ class Cell:
         matrices: how many were compared.
         layers: in how many layers.
 
-    >>> Cell("all", (0.0, 1.0), 0.5, 0.1, 1e-4, 2e-4, matrices=100, layers=2).mean
+    >>> Cell((3, 3), "all", (0.0, 1.0), 0.5, 0.1, 1e-4, 2e-4, matrices=100, layers=2).mean
     0.5
     """
 
+    kernel_size: tuple[int, ...]
     part: str
     distances: tuple[float, float]
     mean: float
@@ -55,7 +57,7 @@ class LocalityStatistics:
 
     Attributes:
         weighting: as given.
-        cells: by distances, then "all", "lower", "upper".
+        cells: by kernel size (fewer dimensions first, then smaller sizes), by distances, then "all", "lower", "upper".
         skipped: names of layers that could not be standardised for at least one pair of classes, in forward order.
 
     >>> LocalityStatistics("halves", cells=(), skipped=("features.0",)).skipped
@@ -74,9 +76,11 @@ def locality_statistics(
 
     For each matrix and each pair of consecutive distance classes, the difference ``s`` is the mean signed weight of the
     nearer class minus that of the farther one; it is divided by the population standard deviation of ``s`` in its layer
-    and averaged. A layer counts for the pairs that are consecutive in its own kernel: a 3x3 kernel has two, a 5x5
-    kernel five. There is a cell for all layers that have the pair, for the lower and for the upper half of them in
-    forward order; the lower half takes the middle one of an odd count, and the upper half of one layer has no cell.
+    and averaged. Layers are compared with layers of the same kernel size alone, a 7x7 stem not with 3x3 layers and 1x7
+    not with 7x1: each size has cells of its own for each pair, two pairs for 3x3, five for 5x5. There is a cell for all
+    layers of the size, for the lower and for the upper half of them in forward order; the lower half takes the middle
+    one of an odd count, and the upper half of one layer has no cell. Kernels with an even size have no centre and do
+    not count.
 
     A layer whose ``s`` does not vary by more than rounding, one of a single matrix for example, cannot be standardised:
     it is left out before halving and listed in ``skipped``.
@@ -106,21 +110,22 @@ def locality_statistics(
     [('all', True), ('lower', True), ('upper', True)]
     """
     check_choice("weighting", weighting, ("halves", "layers", "matrices"))
-    by_pair: dict[tuple[float, float], list[Tensor]] = {}
+    by_row: dict[tuple[tuple[int, ...], tuple[float, float]], list[Tensor]] = {}
     skipped: dict[str, None] = {}
     for name, weight in kernels(model, example_inputs).items():
         means = _class_means(weight, "signed")
-        rounding = math.prod(weight.shape[2:]) * sys.float_info.epsilon
-        _, distances = distance_classes(weight.shape[2:])
+        kernel_size = tuple(weight.shape[2:])
+        rounding = math.prod(kernel_size) * sys.float_info.epsilon
+        _, distances = distance_classes(kernel_size)
         for i, pair in enumerate(pairwise(distances)):
             differences = means[:, i] - means[:, i + 1]
             deviation = differences.std(correction=0).item()
             if deviation > rounding:
-                by_pair.setdefault(pair, []).append(differences / deviation)
+                by_row.setdefault((kernel_size, pair), []).append(differences / deviation)
             else:
                 skipped.setdefault(name)
     cells: list[Cell] = []
-    for pair, layers in sorted(by_pair.items()):
+    for (kernel_size, pair), layers in sorted(by_row.items(), key=lambda row: (len(row[0][0]), *row[0])):
         lower, upper = layers[: (len(layers) + 1) // 2], layers[(len(layers) + 1) // 2 :]
         for part, counted in (("all", layers), ("lower", lower), ("upper", upper)):
             if weighting == "layers":
@@ -130,7 +135,7 @@ def locality_statistics(
             else:
                 samples = [torch.cat(counted)] if counted else []
             if samples:
-                cells.append(_cell(part, pair, samples, len(counted)))
+                cells.append(_cell(kernel_size, part, pair, samples, len(counted)))
     return LocalityStatistics(weighting, tuple(cells), tuple(skipped))
 
 
@@ -147,10 +152,16 @@ def estimate_locality(
     The paper prints ``eta = 1 / a(r(I_n, I_co))``. That is inverted: where weights decrease with distance it is below 1
     and decays corners *less*, against the paper's section 6. The default is the rule above.
 
-    ``a`` is clamped to [1/4, 4], for it has a zero, and means near zero give wild ratios. A layer is left uniform, with
-    one warning for all such layers, where in one of the models its means differ in sign, or one of them is within three
-    standard errors (over the matrices) of 0, or it has a single matrix, hence no standard error. All factors are thus
-    positive and finite.
+    Signed means can be near 0 or differ in sign, where ratios say nothing. A layer is left uniform, ``(1, 1)`` or all
+    ones, with one warning for all such layers, unless its means are of one sign in all classes and each is more than
+    three of its standard errors from 0. They are tested *pooled*: over the matrices of all models together, as they
+    are, with the standard error ``s / sqrt(n)`` for the sample standard deviation ``s`` of these ``n`` numbers. More
+    models of one kind thus leave fewer layers uniform. A depthwise layer has one matrix per channel; a layer of a
+    single matrix has no standard error in one model, so that it takes two models at least.
+
+    Ratios are averaged over the models, as in the paper, where every model passes that test by itself as well. Where
+    only the pooled means do, a single model's ratio may have a denominator of about 0: the ratio is then that of the
+    pooled means. ``a`` is clamped to [1/4, 4], for it has a zero. All factors are thus positive and finite.
 
     Args:
         models: one or a sequence of modules or mappings, such as state dicts; see
@@ -187,27 +198,29 @@ def estimate_locality(
         raise ValueError(f"models: expected at least one, got {models!r}")
 
     shapes: list[dict[str, tuple[int, ...]]] = []
-    means: list[dict[str, Tensor | None]] = []
+    by_model: list[dict[str, _ClassMeans]] = []
     for model in models:
         found = kernels(model)
         shapes.append({name: tuple(weight.shape) for name, weight in found.items()})
-        means.append({name: _layer_means(weight, stat) for name, weight in found.items()})
+        by_model.append({name: _ClassMeans.of(weight, stat) for name, weight in found.items()})
     _check_same_layers(shapes)
 
     result: dict[str, tuple[float, ...]] = {}
     uniform: list[str] = []
-    for name, shape in shapes[0].items():
-        known = [row for row in (layers[name] for layers in means) if row is not None]
-        if len(known) == len(models):
-            factors = _factors(torch.stack(known), c, eta_rule)
+    for name in shapes[0]:
+        of_models = [layers[name] for layers in by_model]
+        pooled = _ClassMeans.pool(of_models)
+        if pooled.are_sure():
+            averaged = of_models if all(means.are_sure() for means in of_models) else [pooled]
+            factors = _factors(torch.stack([means.mean for means in averaged]), c, eta_rule)
         else:
-            factors = [1.0] * len(distance_classes(shape[2:])[1])
+            factors = [1.0] * len(pooled.mean)
             uniform.append(name)
         result[name] = _as_locality(factors)
     if uniform:
         warnings.warn(
-            f"estimate_locality leaves {', '.join(map(repr, uniform))} uniform: in a model, means of weights differ in "
-            "sign or are within 3 standard errors of 0",
+            f"estimate_locality leaves {', '.join(map(repr, uniform))} uniform: over all models, means of weights "
+            "differ in sign or are within 3 standard errors of 0",
             UserWarning,
             stacklevel=2,
         )
@@ -220,14 +233,16 @@ def _class_means(weight: Tensor, stat: str) -> Tensor:
     largest = taps.abs().max()
     if largest > 0:
         taps = taps / largest
-    if stat != "signed":
-        taps = taps.abs() if stat == "abs" else taps.square()
     index, distances = distance_classes(weight.shape[2:])
-    means = torch.stack([taps[:, index.flatten() == i].mean(1) for i in range(len(distances))], dim=1)
-    return means.sqrt() if stat == "rms" else means
+    classes = [taps[:, index.flatten() == i] for i in range(len(distances))]  # [matrices, taps of the class] each
+    if stat == "rms":
+        return torch.stack([_norm(of_class.T) / math.sqrt(of_class.shape[1]) for of_class in classes], dim=1)
+    return torch.stack([(of_class.abs() if stat == "abs" else of_class).mean(1) for of_class in classes], dim=1)
 
 
-def _cell(part: str, distances: tuple[float, float], samples: list[Tensor], layers: int) -> Cell:
+def _cell(
+    kernel_size: tuple[int, ...], part: str, distances: tuple[float, float], samples: list[Tensor], layers: int
+) -> Cell:
     """The mean of the samples' means, tested against 0."""
     mean = math.fsum(sample.mean().item() for sample in samples) / len(samples)
     squared_errors = [sample.var().item() / len(sample) for sample in samples]
@@ -238,6 +253,7 @@ def _cell(part: str, distances: tuple[float, float], samples: list[Tensor], laye
     )
     t = mean / error
     return Cell(
+        kernel_size=kernel_size,
         part=part,
         distances=distances,
         mean=mean,
@@ -249,15 +265,54 @@ def _cell(part: str, distances: tuple[float, float], samples: list[Tensor], laye
     )
 
 
-def _layer_means(weight: Tensor, stat: str) -> Tensor | None:
-    """``m(w, I)`` averaged over a layer's matrices, per class; None unless all are surely of one sign."""
-    means = _class_means(weight, stat)
-    if len(means) == 1:
-        return None
-    layer = means.mean(0)
-    sure = layer.abs() > 3 * means.std(0) / math.sqrt(len(means))
-    same_sign = (layer > 0).all() or (layer < 0).all()
-    return layer if sure.all() and same_sign else None
+@dataclass(frozen=True)
+class _ClassMeans:
+    """Moments of ``m(w, I)`` over the matrices of a layer, by class.
+
+    Attributes:
+        mean: ``[classes]``, in units of ``unit``.
+        deviation: root of the summed squares of deviations from ``mean``, ``[classes]``, in units of ``unit``.
+        matrices: how many.
+        unit: the layer's largest weight.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    matrices: int
+    unit: float
+
+    @classmethod
+    def of(cls, weight: Tensor, stat: str) -> "_ClassMeans":
+        """Return the moments of one layer of one model."""
+        means = _class_means(weight, stat)
+        mean = means.mean(0)
+        return cls(mean, _norm(means - mean), len(means), weight.abs().max().item())
+
+    @classmethod
+    def pool(cls, models: Sequence["_ClassMeans"]) -> "_ClassMeans":
+        """Return the moments over the matrices of a layer in all models, as if these were one model's."""
+        unit = max(model.unit for model in models)
+        scales = [model.unit / unit if unit > 0 else 1.0 for model in models]
+        matrices = models[0].matrices
+        of_models = torch.stack([model.mean * scale for model, scale in zip(models, scales, strict=True)])
+        within = torch.stack([model.deviation * scale for model, scale in zip(models, scales, strict=True)])
+        mean = of_models.mean(0)
+        between = math.sqrt(matrices) * (of_models - mean)
+        return cls(mean, _norm(torch.cat([within, between])), len(models) * matrices, unit)
+
+    def are_sure(self) -> bool:
+        """Whether the means of all classes are of one sign, and each more than 3 standard errors from 0."""
+        if self.matrices == 1:
+            return False
+        standard_error = self.deviation / math.sqrt((self.matrices - 1) * self.matrices)
+        clear = (self.mean.abs() > 3 * standard_error).all()
+        return bool(clear and ((self.mean > 0).all() or (self.mean < 0).all()))
+
+
+def _norm(values: Tensor) -> Tensor:
+    """Euclidean norm along the first dimension, whose squares neither overflow nor underflow."""
+    largest = values.abs().amax(0)
+    return (values / largest.where(largest > 0, 1)).square().sum(0).sqrt() * largest
 
 
 def _factors(means: Tensor, c: float, eta_rule: str) -> list[float]:

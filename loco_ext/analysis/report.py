@@ -12,7 +12,6 @@ from torch import Tensor
 from loco_ext.analysis.locality import LocalityStatistics
 
 PARTS = {"all": "all", "lower": "lower 1/2", "upper": "upper 1/2"}
-NEAR = ((0.0, 1.0), (1.0, math.sqrt(2)))  # the distances of 3x3 kernels
 _COLUMNS = 6  # of the figure
 
 
@@ -21,36 +20,29 @@ def stars(p_value: float) -> str:
     return "*" * sum(p_value < level for level in (0.1, 0.01, 0.001))
 
 
-def statistics_tables(named: dict[str, LocalityStatistics]) -> list[Table]:
-    """Table 4: for each network one row, means of the differences between centre, neighbours and corners.
+def statistics_table(named: dict[str, LocalityStatistics]) -> Table:
+    """Return Table 4: means of the differences between the weights at consecutive distances from the centre.
 
-    A second table, where there are larger kernels, has a row for each further pair of consecutive distances. A star
-    stands for a one-sided t-test, as in the paper: below .1, .01, .001.
+    There is one row for each network, kernel size and pair of distances. A star stands for a one-sided t-test, as in
+    the paper: below .1, .01, .001.
     """
-    title = "Weights closer to the centre minus weights further out, in standard deviations"
-    rows: dict[tuple[str, tuple[float, float]], dict[str, str]] = {}
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for name, found in named.items():
         for cell in found.cells:
-            row = rows.setdefault((name, cell.distances), {})
+            distances = f"{cell.distances[0]:.3g} - {cell.distances[1]:.3g}"
+            row = rows.setdefault((name, "x".join(map(str, cell.kernel_size)), distances), {})
             row[cell.part] = f"{cell.mean:.3f}{stars(cell.p_greater)}"
-    near = Table(title=f"{title} (LOCO-REG, Table 4)")
-    near.add_column("network", overflow="fold")
-    for part in PARTS.values():
-        for pair in NEAR:
-            near.add_column(f"{part}\n{_text(pair)}", justify="right", no_wrap=True)
-    for name in named:
-        near.add_row(escape(name), *(rows.get((name, pair), {}).get(part, "") for part in PARTS for pair in NEAR))
-    far = Table(title=f"{title}: larger kernels")
-    for heading in ("network", "distances", *PARTS.values()):
-        far.add_column(heading)
-    for (name, pair), cells in rows.items():
-        if pair not in NEAR:
-            far.add_row(escape(name), _text(pair), *(cells.get(part, "") for part in PARTS))
-    return [near, far] if far.rows else [near]
-
-
-def _text(pair: tuple[float, float]) -> str:
-    return f"{pair[0]:.3g} - {pair[1]:.3g}"
+    table = Table(
+        title="Weights closer to the centre minus weights further out, in standard deviations (LOCO-REG, Table 4)"
+    )
+    table.add_column("network", overflow="fold")
+    for heading in ("kernel", "distances"):
+        table.add_column(heading, no_wrap=True)
+    for heading in PARTS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for (name, size, distances), cells in rows.items():
+        table.add_row(escape(name), size, distances, *(cells.get(part, "") for part in PARTS))
+    return table
 
 
 def locality_table(locality: dict[str, tuple[float, ...]], title: str) -> Table:

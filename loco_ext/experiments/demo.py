@@ -71,9 +71,9 @@ def run(settings: Settings, out: Path) -> Results:
         OSError: ``out`` cannot be written to.
     """
     samples = data.load("digits", None)
-    trainings = _trainings(settings, samples)
+    trainings = make_trainings(settings, samples)
+    networks = train_both(settings, samples, trainings)
     with _one_thread():
-        networks = [_train(training, samples, settings) for training in trainings]
         processes = Processes(torch.device(settings.device))
         _, model, _, setting = trainings[1]
         shrunk = shrinking.shrink(model, samples, setting, processes)
@@ -103,27 +103,35 @@ def to_json(settings: Settings, results: Results) -> str:
     return json_text(record, indent=2)
 
 
-class _Training(NamedTuple):
+class Training(NamedTuple):
+    """One of the two networks, with what trains it."""
+
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
     settings: settings.Settings
 
 
-def _trainings(demo: Settings, samples: data.Dataset) -> list[_Training]:
-    """The two networks, equal but separate, each with its optimizer."""
+def make_trainings(demo: Settings, samples: data.Dataset) -> list[Training]:
+    """Return the two networks, equal but separate, each with its optimizer."""
     uniform, local = demo.training(None), demo.training(demo.locality)
     model = make_model(uniform, samples).to(demo.device)
     other = copy.deepcopy(model)
     groups = optim.parameter_groups(model, demo.weight_decay)
     peer = torch.optim.SGD(groups, lr=demo.learning_rate, momentum=demo.momentum)
     return [
-        _Training("ordinary", model, peer, uniform),
-        _Training("locality", other, make_optimizer(local, other), local),
+        Training("ordinary", model, peer, uniform),
+        Training("locality", other, make_optimizer(local, other), local),
     ]
 
 
-def _train(training: _Training, samples: data.Dataset, demo: Settings) -> report.Network:
+def train_both(demo: Settings, samples: data.Dataset, trainings: list[Training]) -> list[report.Network]:
+    """Train the networks in place, one after the other, and describe each."""
+    with _one_thread():
+        return [_train(training, samples, demo) for training in trainings]
+
+
+def _train(training: Training, samples: data.Dataset, demo: Settings) -> report.Network:
     history: list[Epoch] = []
     processes = Processes(torch.device(demo.device))
     _, model, optimizer, setting = training

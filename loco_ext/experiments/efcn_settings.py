@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from loco_ext.analysis.interpolation import STIFFNESS
 from loco_ext.experiments.settings import Settings, SettingsError, from_preset
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; or a radius, as text
@@ -39,7 +40,7 @@ class EfcnSettings:
     power_iterations: int = 50
     interpolation_points: int = 11
     string_steps: int = 100
-    stiffness: float = 0.5
+    stiffness: float = STIFFNESS
 
     def __post_init__(self) -> None:
         last, times = self.training.epochs, self.switch_times
@@ -62,8 +63,8 @@ class EfcnSettings:
                 raise SettingsError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         if self.interpolation_points == 1:
             raise SettingsError("interpolation_points: expected 0 or at least 2, got 1")
-        if not 0 <= self.stiffness < 1:
-            raise SettingsError(f"stiffness: expected at least 0 and less than 1, got {self.stiffness}")
+        if not 0 <= self.stiffness < 0.5:
+            raise SettingsError(f"stiffness: expected at least 0 and less than 0.5, got {self.stiffness}")
         if self.training.penalty is not None:
             raise SettingsError(f"penalty: expected none, got {self.training.penalty}")
         self.branch(self.branch_epochs)

@@ -98,6 +98,8 @@ class FrontierSettings:
         if (self.training.penalty is None) != (self.method == "width"):
             expected = "none with the method width" if self.method == "width" else "rings or kernels"
             raise SettingsError(f"penalty: expected {expected}, got {self.training.penalty}")
+        if self.training.penalty == "complexity":  # no strength of it leaves nothing, where a path begins
+            raise SettingsError("penalty: expected rings or kernels, got complexity")
         for width in self.used_widths:
             self.dense(width)
 
@@ -256,7 +258,12 @@ def kernel_norms(model: nn.Module) -> dict[str, float]:
     for module in convolutions(model).values():
         norm = module.weight.detach().flatten(1).norm(dim=1).double()
         behind, scale = following.get(module), torch.ones_like(norm)
-        if isinstance(behind, nn.BatchNorm2d) and behind.running_var is not None:
+        # Compaction may have split a convolution: its parts have no normalisation of their own.
+        if (
+            isinstance(behind, nn.BatchNorm2d)
+            and behind.running_var is not None
+            and len(behind.running_var) == len(norm)
+        ):
             scale = behind.weight.abs() / (behind.running_var + behind.eps).sqrt()
         norms.append(norm[norm > 0])
         effective.append((norm * scale)[norm > 0])

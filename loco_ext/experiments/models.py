@@ -189,8 +189,11 @@ class BasicBlock(nn.Module):
         self.residual = nn.Sequential(*first, last_norm)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            *shortcut, _ = _convolution(in_channels, out_channels, kernel_size=1, stride=stride)
-            self.shortcut = nn.Sequential(*shortcut)
+            # A pooling of one pixel passes on what the stride reads: oneDNN's backward of a strided 1x1 convolution of
+            # few channels writes out of bounds (uxlfoundation/oneDNN#6035).
+            narrow = stride != 1 and in_channels < 16
+            *shortcut, _ = _convolution(in_channels, out_channels, kernel_size=1, stride=1 if narrow else stride)
+            self.shortcut = nn.Sequential(*([nn.AvgPool2d(1, stride)] if narrow else []), *shortcut)
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:

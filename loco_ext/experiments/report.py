@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
-from loco_ext.analysis.report import statistics_tables
+from loco_ext.analysis.report import statistics_table
 from loco_ext.output import replacing
 
 CLASSES = ("centre", "edge", "corner")  # the distance classes of a 3x3 kernel, nearest first
@@ -102,8 +102,7 @@ def print_tables(networks: list[Network]) -> None:
         )
     console = Console()
     console.print(table)
-    for statistics in statistics_tables({_label(network): network.statistics for network in networks}):
-        console.print(statistics)
+    console.print(statistics_table({_label(network): network.statistics for network in networks}))
 
 
 def save_figure(networks: list[Network], path: Path) -> None:

@@ -26,6 +26,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, differences
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.sparsity import zero_dead_kernels
 from loco_ext.version import __version__
 
 CHECKPOINT = "checkpoint.pt"
@@ -64,7 +65,7 @@ def run(
     if path.exists() and not resume:
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     model = (make_model(settings, data) if model is None else model).to(processes.device)
-    optimizer = make_optimizer(settings, model)
+    optimizer = make_optimizer(settings, model, data)
     history = _restore(path, settings, processes, model, optimizer) if path.exists() else []
     if processes.first:
         out.mkdir(parents=True, exist_ok=True)
@@ -81,6 +82,8 @@ def run(
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
     train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
+    if settings.folded:
+        zero_dead_kernels(model)
     if processes.first:
         _write_metrics(out, history)
         save_weights(model, out / "model.safetensors")

@@ -13,7 +13,7 @@ from loco_ext.sparsity.weightings import WEIGHTINGS
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("steps", "cosine")
-PENALTIES = ("rings", "kernels")
+PENALTIES = ("rings", "kernels", "complexity")
 SOLVERS = ("prox", "subgradient")
 
 Factors = tuple[float, ...]
@@ -42,9 +42,11 @@ class Settings:
         shuffle: the samples in another order in every epoch.
         seed: decides initial weights, order and augmentations, and what dropout takes away.
         width: by which the numbers of channels are multiplied, of the models that can be scaled.
-        penalty: None, "rings" or "kernels", of all convolutions, see :mod:`loco_ext.sparsity`.
+        penalty: None, or of all convolutions "rings", "kernels", or "complexity", the multiply-adds of the whole
+            network (:func:`loco_ext.sparsity.complexity_penalties`); see :mod:`loco_ext.sparsity`.
         strength, weighting, kind: of the penalty; kind is that of rings.
-        folded: the penalty is one of the kernels times the scales of the batch normalisations behind them.
+        folded: the penalty is one of the kernels times the scales of the batch normalisations behind them; not with
+            "complexity".
         solver: "prox" ends every step with the penalty's exact prox, "subgradient" adds its value to the loss.
     """
 
@@ -106,6 +108,8 @@ class Settings:
     def _check_penalty(self) -> None:
         if self.penalty is not None:
             _choice("penalty", self.penalty, PENALTIES)
+            if self.folded and self.penalty == "complexity":
+                raise SettingsError("folded: expected False with the penalty complexity, got True")
         elif self.folded:
             raise SettingsError("folded: expected False without a penalty, got True")
         elif self.strength:
@@ -117,10 +121,10 @@ class Settings:
             raise SettingsError(f"momentum: expected less than 1 with a penalty, got {self.momentum}")
 
     def make_penalty(self) -> GroupPenalty | None:
-        """The penalty of each convolution."""
+        """The penalty of each convolution; None also where they differ from layer to layer."""
         if self.penalty == "rings":
             return RingPenalty(self.strength, self.kind, self.weighting)
-        return KernelPenalty(self.strength, self.weighting) if self.penalty else None
+        return KernelPenalty(self.strength, self.weighting) if self.penalty == "kernels" else None
 
     def learning_rate_of(self, epoch: int) -> float:
         """The learning rate of an epoch, counted from 0."""

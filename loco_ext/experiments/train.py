@@ -19,7 +19,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError
-from loco_ext.sparsity import Penalty, folded_penalties
+from loco_ext.sparsity import Penalty, complexity_penalties, folded_penalties
 from loco_ext.sparsity.strengths import convolutions
 
 EVALUATION_BATCH = 500
@@ -56,15 +56,18 @@ def make_model(settings: Settings, data: Dataset) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = None) -> torch.optim.Optimizer:
     """Our optimizer over the model's parameters, convolutions decayed by the locality, with the penalty's prox.
+
+    Args:
+        data: whose images have the size that the penalty "complexity" counts; no other setting needs it.
 
     Raises:
         SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
     """
     layers = settings.locality if isinstance(settings.locality, Mapping) else None
     everywhere = None if isinstance(settings.locality, Mapping) else settings.locality
-    penalties = layer_penalties(settings, model) if settings.solver == "prox" else None
+    penalties = layer_penalties(settings, model, data) if settings.solver == "prox" else None
     options: dict[str, Any] = {"lr": settings.learning_rate, "norm": settings.norm}
     try:
         groups = optim.parameter_groups(model, settings.weight_decay, everywhere, penalties, layers)
@@ -75,17 +78,24 @@ def make_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimize
         raise SettingsError(f"locality: {error}") from error
 
 
-def penalty_term(settings: Settings, model: nn.Module) -> Callable[[], Tensor] | None:
+def penalty_term(settings: Settings, model: nn.Module, data: Dataset | None = None) -> Callable[[], Tensor] | None:
     """What the loss gets added by the solver "subgradient": the penalty's value, summed over all convolutions."""
-    penalties = layer_penalties(settings, model)
+    penalties = layer_penalties(settings, model, data)
     if penalties is None or settings.solver != "subgradient":
         return None
     weights = {name: module.weight for name, module in convolutions(model).items()}
     return lambda: torch.stack([penalty.value(weights[name]) for name, penalty in penalties.items()]).sum()
 
 
-def layer_penalties(settings: Settings, model: nn.Module) -> dict[str, Penalty] | None:
+def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) -> Mapping[str, Penalty] | None:
     """The penalty of each convolution, by name."""
+    if settings.penalty == "complexity":
+        if data is None:
+            raise SettingsError("penalty: expected data with the penalty complexity, which counts pixels")
+        first = next(model.parameters())
+        image = torch.zeros(1, data.channels, data.size, data.size, dtype=first.dtype, device=first.device)
+        kinds = {"kind": settings.kind, "weighting": settings.weighting}
+        return complexity_penalties(model, (image,), settings.strength, **kinds)
     penalty = settings.make_penalty()
     if penalty is None:
         return None
@@ -124,10 +134,11 @@ def train(
         processes=processes.count,
     )
     test = data.test.to(processes.device)
-    term = penalty_term(settings, model)
+    term = penalty_term(settings, model, data)
     steps = (settings.epochs - start) * len(loader)
     deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
-    with deterministic, tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
+    agreeing = _agreeing(model, optimizer, settings, processes)
+    with deterministic, agreeing, tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
         for epoch in range(start, settings.epochs):
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_of(epoch)
@@ -152,6 +163,21 @@ def train(
             )
             progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
             after_epoch(figures)
+
+
+@contextmanager
+def _agreeing(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, processes: Processes
+) -> Iterator[None]:
+    """A context in which all processes step with the same running variances where the penalty depends on them."""
+    if not settings.folded or processes.count == 1:
+        yield
+        return
+    hook = optimizer.register_step_pre_hook(lambda *_: processes.share_buffers(model))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -109,7 +109,8 @@ def block_rings(pattern: BlockPattern, kind: str = "half", first: str = "auto") 
 
     That is the convolution's kernel, gaps of its dilation included, with as many more pixels on every side as the
     blocks reach beyond it. Blocks in it thus have the rings of their taps, those that :meth:`BlockPattern.grow` has
-    given the rings outside of these. Rings without a block are not counted.
+    given the rings outside of these. Rings without a block are not counted. Rings are counted in pixels: where a kernel
+    is dilated, and differently along its axes or rectangular with an even size, they are other rings than its taps'.
 
     Args:
         pattern: one with a ``conv``.

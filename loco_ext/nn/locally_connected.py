@@ -23,6 +23,8 @@ from loco_ext.nn.choosing import blocks_to_keep
 from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
 from loco_ext.nn.resizing import loaded_pattern, replace, resize
+from loco_ext.ops.block_sparse import TracerWarningsIgnored
+from loco_ext.ops.memory_format import suggests_channels_last
 
 _INDICES = ("crow_indices", "col_indices")
 
@@ -117,22 +119,28 @@ class LocallyConnectedNd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """From ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``, without N where x has none.
 
-        Where the channels of each pixel lie side by side, as in ``channels_last``, they do so in the output, and no
-        activations are copied. Else the output is contiguous: x and the output are converted once in each pass.
+        The output has the strides that nn.Conv's has: ``channels_last`` where x is, and no activations are copied; else
+        it is contiguous, and x and the output are converted once in each pass.
 
         Raises:
             TypeError: x is not a tensor, or has another dtype or device than the layer.
             ValueError: x has another shape; the layer is for one input size alone.
         """
+        if torch.jit.is_tracing():
+            with TracerWarningsIgnored():
+                return self._forward(x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
         batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
         if pattern.crow_indices.device != x.device:
             pattern = pattern.to(x.device)
         pixels, consume = batch.flatten(2).transpose(1, 2), self._backward_step and self._backward_step.of(self.values)
         y = ops.block_sparse_matmul(pixels, self.values, pattern, self.bias, consume=consume)
-        y = y.transpose(1, 2).unflatten(2, self.output_size)
-        if not _channels_adjacent(batch):
-            y = y.contiguous()
+        y = y.unflatten(1, self.output_size).movedim(-1, 1)
+        if not suggests_channels_last(batch):
+            y = y.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of sizes of 1
         return y if x.dim() == self.axes + 2 else y.squeeze(0)
 
     @classmethod
@@ -393,8 +401,3 @@ def _as_ints(pads: tuple[tuple[int, int], ...]) -> tuple[int | tuple[int, int], 
     """Padding as nn.Conv has it, where both sides of each axis are alike."""
     even = all(before == after for before, after in pads)
     return tuple(before for before, _ in pads) if even else pads
-
-
-def _channels_adjacent(x: Tensor) -> bool:
-    """Whether the channels of each pixel lie side by side and pixels apart, in a batch of any number of axes."""
-    return x.stride(1) == 1 and x.stride(-1) >= x.shape[1]

@@ -8,9 +8,10 @@ bilinear, and each one's gradients are the two others; so they can be differenti
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -79,14 +80,34 @@ def block_sparse_matmul(
         tensor([[[ 21.],
                  [200.]]])
     """
-    x, values, bias = _autocast(x, values, bias)
-    _check(x, values, pattern, bias)
+    if tracing := torch.jit.is_tracing():
+        with TracerWarningsIgnored():
+            x, values, bias = _checked(x, values, pattern, bias)
+    else:
+        x, values, bias = _checked(x, values, pattern, bias)
     consumer = None
     if consume is not None:
         _check_consume(consume)
         consumer = _Consumer(consume, pattern)
     indices = (pattern.crow_indices, pattern.col_indices, *pattern.transpose())
+    if tracing and consumer is None:
+        traced: Tensor = torch.ops.loco_ext.block_sparse_traced(x, values, bias, indices)
+        return traced
     return _differentiable(_Matmul, x, values, bias, consumer, *indices)
+
+
+class TracerWarningsIgnored(warnings.catch_warnings):
+    """A context for decisions that torch.jit.trace may record as they are: they hold for every batch size."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+
+
+def _checked(x: Tensor, values: Tensor, pattern: BlockPattern, bias: Tensor | None) -> Any:
+    operands = _autocast(x, values, bias)
+    _check(operands[0], operands[1], pattern, operands[2])
+    return operands
 
 
 class _Consumer(NamedTuple):
@@ -117,18 +138,34 @@ class _Consumer(NamedTuple):
 
 
 def _differentiable(function: Any, *arguments: Any) -> Tensor:
-    """What ``function.apply`` returns, without the way through autograd where that has nothing to do.
+    """Return what ``function.apply`` returns, without the way through autograd where that has nothing to do.
 
     It takes longer than the product of a small layer.
     """
-    recorded = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
-    if recorded or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return _TRANSFORMABLE[function].apply(*arguments)
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         return function.apply(*arguments)
     return function.compute(*arguments)
 
 
-# Each function takes the tensors of a pattern: by output pixel, (crow_indices, col_indices), and by input pixel,
-# (crow_indices, rows, blocks).
+# Each product is bilinear in its first two arguments; its last five are the tensors of a pattern: by output pixel,
+# (crow_indices, col_indices), and by input pixel, (crow_indices, rows, blocks).
+#
+# For forward-mode derivatives and torch.func each has a subclass: torch.compile takes no function that has a ``jvp``,
+# and with a ``setup_context`` ``apply`` binds its arguments by their signature, in several times its own time.
+
+
+def _save(ctx: Any, arguments: tuple[Any, ...]) -> None:
+    """Keep what the derivatives of a product need."""
+    ctx.save_for_backward(*arguments[:2], *arguments[-5:])
+    ctx.other = arguments[2:-5]
+
+
+def _save_for_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _save(ctx, inputs)
+    ctx.save_for_forward(*inputs[:2], *inputs[-5:])
+    ctx.set_materialize_grads(False)  # a product with a tangent of zeros takes as long as any
 
 
 class _Matmul(torch.autograd.Function):
@@ -139,25 +176,59 @@ class _Matmul(torch.autograd.Function):
         return _run("block_sparse_matmul", x, values.contiguous(), *pattern[:2], _contiguous(bias))
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, consumer: _Consumer | None, *pattern: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, values, *pattern)
-        ctx.consumer = consumer
-        return _Matmul.compute(x, values, bias, consumer, *pattern)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _save(ctx, arguments)
+        return _Matmul.compute(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, values, *pattern = ctx.saved_tensors
-        grad = _adjacent(grads[0])
+        if grads[0] is None:
+            return (None,) * (4 + len(pattern))
+        grad, consumer = _adjacent(grads[0]), ctx.other[1]
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
         grad_x = _differentiable(_InputGradient, grad, values, *pattern) if needs_x else None
         grad_values = None
-        if needs_values and ctx.consumer is not None:
-            ctx.consumer.take(x, grad, values)
+        if needs_values and consumer is not None:
+            consumer.take(x, grad, values)
         elif needs_values:
             grad_values = _differentiable(_ValueGradient, x, grad, values.shape[1], *pattern)
         return (grad_x, grad_values, grad.sum(0) if needs_bias else None, None, *[None] * len(pattern))
+
+
+class _TransformableMatmul(_Matmul):
+    forward: Any = staticmethod(_Matmul.compute)
+    setup_context = staticmethod(_save_for_all)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        x, values, *pattern = ctx.saved_tensors
+        dx, dvalues, dbias = tangents[:3]
+        terms = []
+        if dx is not None:
+            terms.append(_differentiable(_Matmul, dx, values, None, None, *pattern))
+        if dvalues is not None:
+            terms.append(_differentiable(_Matmul, x, dvalues, None, None, *pattern))
+        if dbias is not None:
+            terms.append(dbias.expand(x.shape[0], -1, -1))
+        return _sum(terms)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        consumer: _Consumer | None,
+        *pattern: Tensor,
+    ) -> tuple[Tensor, int]:
+        if in_dims[1] is None and in_dims[2] is None:
+            x = x.movedim(in_dims[0], 0)
+            y = _differentiable(_Matmul, x.flatten(0, 1), values, bias, consumer, *pattern)
+            return y.unflatten(0, x.shape[:2]), 0
+        one = partial(_differentiable, _Matmul)
+        return _one_by_one(info, in_dims, one, x, values, bias, consumer, *pattern)
 
 
 class _InputGradient(torch.autograd.Function):
@@ -166,13 +237,15 @@ class _InputGradient(torch.autograd.Function):
         return _run("block_sparse_input_gradient", _adjacent(grad), values.contiguous(), *pattern[2:])
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, values: Tensor, *pattern: Tensor) -> Tensor:
-        ctx.save_for_backward(grad, values, *pattern)
-        return _InputGradient.compute(grad, values, *pattern)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _save(ctx, arguments)
+        return _InputGradient.compute(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, values, *pattern = ctx.saved_tensors
+        if grads[0] is None:
+            return (None,) * (2 + len(pattern))
         x = _adjacent(grads[0])
         needs_grad, needs_values = ctx.needs_input_grad[:2]
         return (
@@ -182,19 +255,45 @@ class _InputGradient(torch.autograd.Function):
         )
 
 
+class _TransformableInputGradient(_InputGradient):
+    forward: Any = staticmethod(_InputGradient.compute)
+    setup_context = staticmethod(_save_for_all)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        grad, values, *pattern = ctx.saved_tensors
+        dgrad, dvalues = tangents[:2]
+        terms = []
+        if dgrad is not None:
+            terms.append(_differentiable(_InputGradient, dgrad, values, *pattern))
+        if dvalues is not None:
+            terms.append(_differentiable(_InputGradient, grad, dvalues, *pattern))
+        return _sum(terms)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], grad: Tensor, values: Tensor, *pattern: Tensor) -> tuple[Tensor, int]:
+        if in_dims[1] is None:
+            grad = grad.movedim(in_dims[0], 0)
+            x = _differentiable(_InputGradient, grad.flatten(0, 1), values, *pattern)
+            return x.unflatten(0, grad.shape[:2]), 0
+        return _one_by_one(info, in_dims, partial(_differentiable, _InputGradient), grad, values, *pattern)
+
+
 class _ValueGradient(torch.autograd.Function):
     @staticmethod
     def compute(x: Tensor, grad: Tensor, groups: int, *pattern: Tensor) -> Tensor:
         return _run("block_sparse_value_gradient", _adjacent(x), _adjacent(grad), *pattern[:2], groups)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: Tensor, groups: int, *pattern: Tensor) -> Tensor:
-        ctx.save_for_backward(x, grad, *pattern)
-        return _ValueGradient.compute(x, grad, groups, *pattern)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        _save(ctx, arguments)
+        return _ValueGradient.compute(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, grad, *pattern = ctx.saved_tensors
+        if grads[0] is None:
+            return (None,) * (3 + len(pattern))
         needs_x, needs_grad = ctx.needs_input_grad[:2]
         return (
             _differentiable(_InputGradient, grad, grads[0], *pattern) if needs_x else None,
@@ -202,6 +301,63 @@ class _ValueGradient(torch.autograd.Function):
             None,
             *[None] * len(pattern),
         )
+
+
+class _TransformableValueGradient(_ValueGradient):
+    forward: Any = staticmethod(_ValueGradient.compute)
+    setup_context = staticmethod(_save_for_all)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        x, grad, *pattern = ctx.saved_tensors
+        (groups,) = ctx.other
+        dx, dgrad = tangents[:2]
+        terms = []
+        if dx is not None:
+            terms.append(_differentiable(_ValueGradient, dx, grad, groups, *pattern))
+        if dgrad is not None:
+            terms.append(_differentiable(_ValueGradient, x, dgrad, groups, *pattern))
+        return _sum(terms)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, grad: Tensor, groups: int, *pattern: Tensor
+    ) -> tuple[Tensor, int]:
+        size = info.batch_size
+        x, grad = _into_channels(x, in_dims[0], size), _into_channels(grad, in_dims[1], size)
+        values = _differentiable(_ValueGradient, x, grad, size * groups, *pattern)
+        return values.unflatten(1, (size, groups)), 1
+
+
+_TRANSFORMABLE: dict[Any, Any] = {
+    _Matmul: _TransformableMatmul,
+    _InputGradient: _TransformableInputGradient,
+    _ValueGradient: _TransformableValueGradient,
+}
+
+
+def _into_channels(activations: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return what vmap goes over as further groups of channels."""
+    every = activations.unsqueeze(2).expand(-1, -1, size, -1) if dim is None else activations.movedim(dim, 2)
+    return every.flatten(2)
+
+
+def _one_by_one(
+    info: Any, in_dims: tuple[Any, ...], function: Callable[..., Tensor], *arguments: Any
+) -> tuple[Tensor, int]:
+    """Return a product for each block of weights that vmap goes over.
+
+    One product of more groups would copy the weights, which are most of what a layer reads.
+    """
+    parts = [
+        [argument] * info.batch_size if dim is None else argument.unbind(dim)
+        for argument, dim in zip(arguments, in_dims, strict=True)
+    ]
+    return torch.stack([function(*part) for part in zip(*parts, strict=True)]), 0
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
 
 
 def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
@@ -225,7 +381,11 @@ def _adjacent(activations: Tensor) -> Tensor:
     """The channels of each pixel side by side, by a copy where they are not."""
     if activations.stride(2) == 1 or activations.shape[2] <= 1:
         return activations
-    recorded = torch.is_grad_enabled() and activations.requires_grad
+    recorded = (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and activations.requires_grad)
+    )
     if recorded or backends.choose(_FAMILY, activations.device) != "native":
         # contiguous() leaves an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
@@ -301,6 +461,17 @@ def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = N
     if len(sizes) != shape.count(",") + 1:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(sizes)}")
     return sizes
+
+
+# What torch.jit.trace records in place of autograd functions, which TorchScript cannot save: one operator that can be
+# differentiated as these can.
+_TRACED = torch.library.Library("loco_ext", "FRAGMENT")
+_TRACED.define("block_sparse_traced(Tensor x, Tensor values, Tensor? bias, Tensor[] pattern) -> Tensor")
+
+
+@torch.library.impl(_TRACED, "block_sparse_traced", "CompositeImplicitAutograd")
+def _(x: Tensor, values: Tensor, bias: Tensor | None, pattern: Sequence[Tensor]) -> Tensor:
+    return _differentiable(_Matmul, x, values, bias, None, *pattern)
 
 
 if backends.library is not None:

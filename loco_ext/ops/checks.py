@@ -82,6 +82,10 @@ def _check_length(name: str, values: Sequence[object], expected: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, param: Tensor, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {tensor!r}")
+    if tensor.is_neg() or tensor._is_zerotensor():
+        raise TypeError(f"{name}: expected a tensor of its own memory, got a lazily negated or a zero tensor: clone it")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
     if tensor.dtype not in DTYPES:
@@ -131,18 +135,6 @@ def _check_penalties(penalties: Sequence[Any], params: Sequence[Tensor]) -> None
                 f"penalties[{i}]: expected a parameter with kernels of {len(penalty.rings)} taps, "
                 f"got shape {tuple(params[i].shape)}"
             )
-        if penalty.factors is not None:
-            _check_factors(f"penalties[{i}].factors", penalty.factors, params[i])
-
-
-def _check_factors(name: str, factors: Tensor, param: Tensor) -> None:
-    if factors.dtype != torch.float64 or factors.device != param.device:
-        raise TypeError(f"{name}: expected a float64 tensor on {param.device}, got {factors.dtype} on {factors.device}")
-    if factors.shape != param.shape[:1] or not factors.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor of shape {tuple(param.shape[:1])}, got {tuple(factors.shape)} with "
-            f"strides {factors.stride()}"
-        )
 
 
 def _check_index(name: str, index: Sequence[int], count: int) -> None:
@@ -152,6 +144,8 @@ def _check_index(name: str, index: Sequence[int], count: int) -> None:
 
 
 def _check_scalar(name: str, value: Tensor, device: torch.device | None) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {value!r}")
     if device is not None and value.device != device:
         raise TypeError(f"{name}: expected device {device} as params[0], got {value.device}")
     if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):

@@ -23,7 +23,14 @@ def group_norms_by(ring_norms: RingNorms, weight: Tensor, rings: Sequence[int], 
         return _largest_in_groups(weight, rings, count)
     norms = ring_norms(weight, rings, count).double()
     inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
-    return torch.linalg.vector_norm(norms[:, None, :].where(inside, 0.0), dim=2)
+    scale = power_of_two(norms.detach().amax(1))[:, None]  # of each kernel, so that squares stay within float64
+    return torch.linalg.vector_norm((norms * scale)[:, None, :].where(inside, 0.0), dim=2) / scale
+
+
+def power_of_two(sizes: Tensor) -> Tensor:
+    """What brings each size near 1, float64; 1 for 0, infinity and NaN."""
+    exponent = torch.frexp(sizes.double()).exponent.where(sizes.isfinite(), 0).clamp(-1020, 1020)
+    return torch.ldexp(torch.ones_like(sizes, dtype=torch.float64), -exponent)
 
 
 def _largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:

@@ -19,3 +19,16 @@ def is_channels_last(x: Tensor) -> bool:
     if not x.is_contiguous():
         return True
     return x.stride(1) == 1 and x.stride(-1) == x.shape[1] and x.shape[1:].numel() > 1
+
+
+def suggests_channels_last(x: Tensor) -> bool:
+    """Whether torch's convolutions make their output of x channels_last: by strides alone, of slices as of wholes."""
+    sizes, strides = x.shape, x.stride()
+    if len(sizes) not in FORMATS or strides[1] == 0:
+        return False
+    smallest = 0
+    for dim in (1, *range(len(sizes) - 1, 1, -1), 0):
+        if sizes[dim] == 0 or strides[dim] < smallest or (dim == 0 and smallest == strides[1]):
+            return False
+        smallest = strides[dim] * sizes[dim]
+    return True

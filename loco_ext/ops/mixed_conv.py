@@ -40,7 +40,7 @@ def mixed_conv2d(
     be differentiated as these can. torch.fx sees one call.
 
     Args:
-        x: ``(N, C_in, H, W)``; kernels for the CPU take float32 and float64.
+        x: ``(N, C_in, H, W)``, or one image, ``(C_in, H, W)``; kernels for the CPU take float32 and float64.
         weights: of each part, ``(kernels, C_in, height, width)``.
         biases: of each part, ``(kernels,)``; or none at all.
         pads: of each part: rows of zeros above and below the image, columns left and right of it; where a number is
@@ -53,8 +53,8 @@ def mixed_conv2d(
         relu: of the result, or of the sum.
 
     Returns:
-        ``(N, C_out, H_out, W_out)``, in the memory format of ``x``; with ``add`` of another shape or dtype what
-        ``torch.add`` makes of it.
+        ``(N, C_out, H_out, W_out)``, or ``(C_out, H_out, W_out)`` of one image, in the memory format of ``x``; with
+        ``add`` of another shape or dtype what ``torch.add`` makes of it.
 
     Raises:
         TypeError: a tensor that is none, or of another device than ``x``, or but for ``add`` of another dtype.
@@ -78,6 +78,8 @@ def mixed_conv2d(
         options: dict[str, Any] = {"stride": stride, "dilation": dilation, "add": add, "relu": relu}
         result: Any = handle_torch_function(mixed_conv2d, tensors, x, weights, biases, pads, order, **options)
         return result
+    if isinstance(x, Tensor) and x.dim() == 3:
+        return _of_one_image(x, weights, biases, pads, order, stride, dilation, add, relu)
     arguments = (x, weights, biases, pads, order, stride, dilation, add)
     if _takes(tensors):
         try:
@@ -90,6 +92,25 @@ def mixed_conv2d(
     if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # a GPU's host does not wait
         _check_once_each(order)
     return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), *arguments[4:], relu)
+
+
+def _of_one_image(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    pads: Sequence[Pads],
+    order: Tensor | None,
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+    add: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    """The result without a batch, unless ``add`` has one."""
+    batched = isinstance(add, Tensor) and add.dim() > 3
+    if isinstance(add, Tensor) and add.dim() == 3:
+        add = add[None]
+    result = mixed_conv2d(x[None], weights, biases, pads, order, stride=stride, dilation=dilation, add=add, relu=relu)
+    return result if batched else result[0]
 
 
 def _native(
@@ -145,7 +166,7 @@ def _check(
 ) -> tuple[int, ...]:
     """The result's shape, before anything is added to it."""
     if not isinstance(x, Tensor) or x.dim() != 4:
-        raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W), got {_text(x)}")
+        raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W) or (C_in, H, W), got {_text(x)}")
     if not weights or len(pads) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
             f"weights: expected one part or more, and as many pads, and biases if there are any, got {len(weights)} "

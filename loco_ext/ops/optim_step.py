@@ -21,8 +21,7 @@ stochastic for bfloat16 parameters and their bfloat16 states (Philox4x32-10 of t
 ``found_inf`` other than zero: nothing changes. ``grad_scale``: gradients are divided by it, in memory too.
 
 All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, lengths or indices
-and for memory that would be written twice; nothing is written then. ``held`` (internal) stands for the lists other
-than ``grads`` if they were handed over before, see :mod:`loco_ext.ops.held`.
+and for memory that would be written twice; nothing is written then.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.checks import ARGUMENTS, check_step
-from loco_ext.ops.held import Held
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
-from loco_ext.ops.shrink import step_on_copies, step_then_shrink
+from loco_ext.ops.shrink import step_on_copies, step_then_shrink, stepped_in_place
 from loco_ext.reference import optim_step as _reference
 
 _FAMILY = "optim_step"
@@ -66,7 +64,6 @@ def optim_step_sgd(
     ordinals: Sequence[int] | None = None,
     seed: int | None = None,
     rounding_step: int = 0,
-    held: Held | None = None,
 ) -> None:
     """SGD as in torch.optim: ``b = momentum*b + (1 - dampening)*d``, ``w -= lr * (d + momentum*b if nesterov else b)``.
 
@@ -111,7 +108,6 @@ def optim_step_sgd(
             seed,
             rounding_step,
         ),
-        held,
     )
 
 
@@ -139,7 +135,6 @@ def optim_step_adam(
     ordinals: Sequence[int] | None = None,
     seed: int | None = None,
     rounding_step: int = 0,
-    held: Held | None = None,
 ) -> None:
     """Adam, or AdamW with ``decoupled=True`` (``w *= 1 - lr*weight_decay*map`` before the step), as in torch.optim.
 
@@ -188,27 +183,22 @@ def optim_step_adam(
             seed,
             rounding_step,
         ),
-        held,
     )
 
 
-# How many of the arguments, counted from the first, a Held stands for; grads and hyper lie among them.
-_HELD_NAMES = {"optim_step_sgd": ("optim_step_sgd_held", 11), "optim_step_adam": ("optim_step_adam_held", 13)}
-
-
-def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...], held: Held | None) -> None:
+def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...]) -> None:
     params = written[0]
     if not params:
         return
-    chosen = "native" if held is not None else backends.choose(_FAMILY, params[0].device)
+    chosen = backends.choose(_FAMILY, params[0].device)
     if chosen == "reference":
         check_step(name, arguments, by_kernels=False)
         getattr(_reference, name)(*arguments)
         return
-    if held is not None or not any(_named(name, arguments)["penalties"]):
-        _run_kernels(chosen, name, arguments, held)
-    else:
+    if _named(name, arguments)["penalties"]:
         _run_with_penalties(chosen, name, arguments)
+    else:
+        _run_kernels(chosen, name, arguments)
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(chain.from_iterable(written))
 
@@ -219,48 +209,47 @@ def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
     """Kernels end each parameter's step with the prox of a StepPenalty; all others follow the step."""
-    check_step(name, arguments)
     named = _named(name, arguments)
+    if chosen == "native" and all(map(stepped_in_place, named["params"], named["penalties"])):
+        named["penalties"] = _numbers(named["params"], named["penalties"])
+        _run_native(name, tuple(named.values()), arguments)
+        return
+    check_step(name, arguments)
     within = [penalty if isinstance(penalty, StepPenalty) else None for penalty in named["penalties"]]
     after = [penalty if isinstance(penalty, LayerPenalty) else None for penalty in named["penalties"]]
 
     def step(changed: dict[str, Any]) -> None:
-        _run_kernels(chosen, name, tuple({**named, **changed}.values()), None)
+        _run_kernels(chosen, name, tuple({**named, **changed}.values()))
 
     def step_with_prox(held: dict[str, list[Tensor]]) -> None:
         if chosen != "native":
             step({**held, "penalties": within})
             return
-        numbers = [0 if penalty is None else penalty.number_for(named["params"][0]) for penalty in within]
+        numbers = _numbers(named["params"], within)
         copied = {**named, **held, "penalties": within}
         step_on_copies(copied, lambda params: step({**held, "params": params, "penalties": numbers}))
 
     step_then_shrink(name, {**named, "penalties": after}, step_with_prox)
 
 
-def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...], held: Held | None) -> None:
+def _numbers(params: Sequence[Tensor], penalties: Sequence[StepPenalty | None]) -> list[int]:
+    """What the compiled operators take in place of penalties."""
+    return [0 if penalty is None else penalty.number_for(params[0]) for penalty in penalties]
+
+
+def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
     if chosen == "triton":
         check_step(name, arguments)
         getattr(importlib.import_module("loco_ext.triton_kernels.optim_step"), name)(*arguments)
     else:
-        _run_native(name, arguments, held)
+        _run_native(name, arguments)
 
 
-def _run_native(name: str, arguments: tuple[Any, ...], held: Held | None) -> None:
+def _run_native(name: str, arguments: tuple[Any, ...], given: tuple[Any, ...] | None = None) -> None:
+    """Calls the compiled operator; ``given``: the arguments as the user gave them, where they are others."""
     try:
-        if held is None:
-            getattr(backends.operators(), name)(*arguments)
-        else:
-            _run_held(name, arguments, held)
+        getattr(backends.operators(), name)(*arguments)
     except RuntimeError:
         # The compiled checks refused before anything was written; say so with a typed error where there is one.
-        check_step(name, arguments)
+        check_step(name, given or arguments)
         raise
-
-
-def _run_held(name: str, arguments: tuple[Any, ...], held: Held) -> None:
-    held_name, count = _HELD_NAMES[name]
-    grads, hyper, lrs, lr_index = arguments[1], *arguments[count - 6 : count - 3]
-    *flags, grad_scale, found_inf, _ordinals, seed, rounding_step = arguments[count:]
-    operator = getattr(backends.operators(), held_name)
-    operator(held.number, grads, hyper, lrs, lr_index, *flags, grad_scale, found_inf, seed, rounding_step)

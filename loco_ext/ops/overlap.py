@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass
@@ -47,9 +48,13 @@ def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
     """Raises ValueError, naming the culprits, if memory that is to be written belongs to two elements.
 
     Args:
-        tensors: names, tensors, and whether each is written. Tensors of the meta device have no memory to share.
+        tensors: names, tensors, and whether each is written. Fake tensors and those of the meta device have no memory.
     """
-    regions = [region_of(*entry) for entry in tensors if entry[1].device.type != "meta"]
+    regions = [
+        region_of(*entry)
+        for entry in tensors
+        if entry[1].device.type != "meta" and not isinstance(entry[1], FakeTensor)
+    ]
     for region in regions:
         if region.written and not (region.tensor.is_contiguous() or _distinct(region)):
             raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 
-Prepare = Callable[[], object]
+MOST_RINGS = 64  # of a kernel, in the compiled libraries
 
 
 class StepPenalty:
@@ -22,10 +22,10 @@ class StepPenalty:
         thresholds: ``t``, float64 ``(groups,)`` on the CPU, finite, at least 0.
         squared: ``q``, likewise; None: zeros.
         linf: groups are measured by their largest weight, not by the Euclidean norm.
-        factors: of each kernel's thresholds and squared, float64 ``(C_out,)``, contiguous, on the parameter's device,
-            finite, at least 0; every step reads them anew. None: ones.
-        prepare: as for :class:`LayerPenalty`.
         coupled: what is squared is the sum over all kernels of the parameter.
+
+    Raises:
+        ValueError: more than 64 groups.
 
     Example:
         >>> import torch
@@ -43,17 +43,15 @@ class StepPenalty:
         thresholds: Tensor,
         squared: Tensor | None = None,
         linf: bool = False,
-        factors: Tensor | None = None,
-        prepare: Prepare = bool,
         coupled: bool = False,
     ) -> None:
+        if not 1 <= len(thresholds) <= MOST_RINGS:
+            raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {len(thresholds)}")
         self.rings = list(rings)
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
         self.coupled = coupled and squared is not None
-        self.factors = factors
-        self.prepare = prepare
         self._numbers: dict[ModuleType | None, int] = {}
 
     def number_for(self, param: Tensor) -> int:
@@ -62,20 +60,20 @@ class StepPenalty:
         library = backends.cuda_library if param.is_cuda else backends.library
         if library not in self._numbers:
             hold = backends.operators().ring_penalty_hold
-            mode = (self.linf, self.coupled, self.factors)
-            self._numbers[library] = hold(param, self.rings, self.thresholds, self.squared, *mode)
+            number = hold(param, self.rings, self.thresholds, self.squared, self.linf, self.coupled)
+            if number == 0:  # fake tensors, of which no step is made
+                return 0
+            self._numbers[library] = number
         return self._numbers[library]
 
     @property
     def of_layer(self) -> bool:
-        """Whether it is for all kernels of a layer together, or may change from step to step."""
-        return self.coupled or self.factors is not None
+        """Whether it is for all kernels of a layer together."""
+        return self.coupled
 
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
         """Thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
-        factors = 1.0 if self.factors is None else self.factors.cpu()[:, None]
-        squared = None if self.squared is None else factors * (step**0.5 * self.squared)
-        return factors * (step * self.thresholds), squared
+        return step * self.thresholds, None if self.squared is None else step**0.5 * self.squared
 
     def __del__(self) -> None:
         for library, number in getattr(self, "_numbers", {}).items():
@@ -91,7 +89,7 @@ class LayerPenalty:
     Args:
         prox: given what the step has left, in the type that arithmetic is done in, the step size and the metric or
             None, as :meth:`loco_ext.sparsity.RingPenalty.prox`; returns a new tensor.
-        prepare: what the optimizers of :mod:`loco_ext.optim` call ahead of a step, before any parameter changes.
+        prepare: the optimizers of :mod:`loco_ext.optim` call it ahead of a step, before any parameter changes.
 
     Example:
         >>> import torch
@@ -104,7 +102,7 @@ class LayerPenalty:
     """
 
     prox: Callable[[Tensor, float, Tensor | None], Tensor]
-    prepare: Prepare = bool  # does nothing
+    prepare: Callable[[], object] = bool  # does nothing
 
     @property
     def of_layer(self) -> bool:

@@ -23,9 +23,9 @@ from torch import Tensor
 from loco_ext.ops import backends
 from loco_ext.ops.checks import DTYPES
 from loco_ext.ops.coupled import group_norms_by, shared_factor
+from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.reference import ring_prox as _reference
 
-MOST_RINGS = 64
 _FAMILY = "ring_prox"
 
 
@@ -61,9 +61,10 @@ class _RingNorms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight, norms = ctx.saved_tensors
-        share = torch.where(norms > 0, grads[0] / torch.where(norms > 0, norms, 1), 0)  # [C_out, rings]
-        by_tap = share[:, ctx.rings].view(weight.shape[0], 1, *weight.shape[2:])
-        return (weight.to(norms.dtype) * by_tap).to(weight.dtype), None, None
+        shape = (weight.shape[0], 1, *weight.shape[2:])
+        grad = torch.where(norms > 0, grads[0], 0)[:, ctx.rings].view(shape)  # of each tap's ring
+        norm = torch.where(norms > 0, norms, 1)[:, ctx.rings].view(shape)
+        return (weight.to(norms.dtype) / norm * grad).to(weight.dtype), None, None
 
 
 def ring_prox(
@@ -217,3 +218,14 @@ if backends.library is not None:
         linf: bool,
     ) -> Tensor:
         return torch.empty_like(weight)
+
+    @torch.library.register_fake("loco_ext::ring_penalty_hold")
+    def _(
+        like: Tensor,
+        rings: Sequence[int],
+        thresholds: Tensor,
+        squared: Tensor | None,
+        linf: bool,
+        coupled: bool,
+    ) -> int:
+        return 0

@@ -8,24 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext.ops.penalties import LayerPenalty
+from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.ring_prox import ring_prox
 from loco_ext.reference.optim_step import arithmetic_dtype, prox_step
 
 
 def lies_by_kernels(param: Tensor) -> bool:
     """Whether kernels lie one after the other, each contiguous or channels_last: what compiled steps can shrink."""
-    if param.numel() == 0:
+    if param.is_contiguous() or param.numel() == 0:
         return True
     kernel = param[0]
     whole = kernel.is_contiguous() or kernel.movedim(0, -1).is_contiguous()
     return whole and (len(param) == 1 or param.stride(0) >= kernel.numel())
 
 
+def stepped_in_place(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
+    """Whether compiled steps end the parameter's step with its penalty's prox where it lies."""
+    return penalty is None or (isinstance(penalty, StepPenalty) and lies_by_kernels(param))
+
+
 def step_on_copies(named: dict[str, Any], step: Callable[[list[Tensor]], None]) -> None:
     """Calls ``step`` with contiguous copies in place of penalised parameters whose kernels lie otherwise."""
     params, penalties = named["params"], named["penalties"]
-    odd = [i for i, p in enumerate(penalties) if p is not None and not lies_by_kernels(params[i])]
+    odd = [i for i, penalty in enumerate(penalties) if not stepped_in_place(params[i], penalty)]
     copies = list(params)
     for i in odd:
         copies[i] = params[i].detach().clone(memory_format=torch.contiguous_format)

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer, uses_kernels
+from loco_ext.optim.base import LocalityOptimizer, as_hyper, uses_kernels
 from loco_ext.optim.capture import check_states
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
+from loco_ext.reference.optim_step import arithmetic_dtype
 from loco_ext.sparsity import Penalty
 
 
@@ -25,6 +26,12 @@ class _FusedAdam(LocalityOptimizer):
     """The step that Adam and AdamW share."""
 
     _operator = "optim_step_adam"
+
+    def _denominator(self, group: Group, param: Tensor) -> Tensor:
+        state, (_, beta2) = self.state[param], group["betas"]
+        second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].to(arithmetic_dtype(param))
+        correction = (1 - beta2 ** state["step"].double()).sqrt().to(second)
+        return second.sqrt() / correction + group["eps"]
 
     def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
         lists = {name + "s": [state[name]] for name in _moments(group["amsgrad"])}
@@ -38,18 +45,19 @@ class _FusedAdam(LocalityOptimizer):
         rest = map(float, (group["weight_decay"], beta1, beta2, group["eps"]))
         return [float(group["lr"]) if lr is None else 0.0, *rest]
 
-    def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
-        return (*_moments(kind[0]), "step")
-
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         keys = _moments(group["amsgrad"])
         nothing = dict[str, Tensor]()
         states = [self.state.get(p, nothing) for p in params]
-        if not all([len(state) > len(keys) for state in states]):
+        try:
+            lists = [[state[key] for state in states] for key in (*keys, "step")]
+        except KeyError:
             states = [self._completed(batch, p, group, keys) for p in params]
-        for tensors, key in zip(batch.states, keys, strict=False):
-            tensors += [state[key] for state in states]
-        batch.steps += [state["step"] for state in states]
+            lists = [[state[key] for state in states] for key in (*keys, "step")]
+        *moments, steps = lists
+        for tensors, more in zip(batch.states, moments, strict=False):
+            tensors += more
+        batch.steps += steps
         if uses_kernels(group, params[0]) and not all([step.is_cuda for step in batch.steps]):
             self._bring_steps(params, batch)
 
@@ -61,6 +69,7 @@ class _FusedAdam(LocalityOptimizer):
             batch.steps[i] = batch.steps[i].to(param.device)
             batch.created.append((param, "step", batch.steps[i]))
 
+    @torch.inference_mode(False)  # later steps may be outside
     def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
         """The parameter's state with what it lacks; new tensors are kept only if the step succeeds."""
         state = self.state.get(param, {})
@@ -83,7 +92,7 @@ class _FusedAdam(LocalityOptimizer):
             exp_avg_sqs,
             max_exp_avg_sqs,
             batch.steps,
-            self._hyper(rule, batch),
+            as_hyper(batch.rows),
             amsgrad=amsgrad,
             decoupled=decoupled,
             found_inf=self._found_inf(batch, found_inf),
@@ -146,6 +155,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         >>> optimizer.step()
     """
 
+    @torch._disable_dynamo
     def __init__(
         self,
         params: Any,
@@ -214,6 +224,7 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         >>> optimizer.step()
     """
 
+    @torch._disable_dynamo
     def __init__(
         self,
         params: Any,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from torch.optim import Optimizer
 from loco_ext import ops
 from loco_ext.ops.shrink import shrink
 from loco_ext.optim.capture import check_capture
+from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels
 from loco_ext.optim.penalty import as_plain, from_plain
-from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, rule_of, select
-from loco_ext.optim.repeat import Repeat
+from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
 
 # Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
 OWN_DEFAULTS: Group = {
@@ -52,12 +53,20 @@ def device_lr(group: Group, device: torch.device) -> Tensor | None:
     return lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu and device.type != "cpu" else None
 
 
+def as_hyper(rows: list[list[float]]) -> Tensor:
+    """Rows of hyper-parameters as the operators take them."""
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+
+def as_step(count: Tensor) -> Tensor:
+    """A step count of any dtype in one that the operators take."""
+    return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
+
+
 class LocalityOptimizer(Optimizer):
     """Mixed into torch.optim's classes, in front of them."""
 
     _plans: list[Plan]
-    _repeat: Repeat | None
-    _hypers: dict[Rule, tuple[list[list[float]], Tensor]]
     _warned = False  # of kernels of an even size
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
@@ -71,13 +80,8 @@ class LocalityOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         self._plans = []
-        self._repeat = None
-        self._hypers = {}
-        # GradScaler hands grad_scale and found_inf to step(); torch's own functions cannot take them.
-        # Where backward steps, step() is to see that there is one.
-        by_torch = any(uses_torch(group) for group in self.param_groups)
-        self._step_supports_amp_scaling = bool(self._stepped_in_backward) or not by_torch
 
+    @torch._disable_dynamo  # as torch.optim's
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; see :meth:`torch.optim.Optimizer.add_param_group`. Group keys of ours are checked first."""
         own = self.__dict__.pop("_own_defaults", None)
@@ -91,7 +95,20 @@ class LocalityOptimizer(Optimizer):
             raise
         self._refresh()
 
-    def _check_group(self, group: Group) -> None:
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler is to hand grad_scale and found_inf to step(), which torch's own functions cannot take.
+
+        Where backward steps, step() is to see that there is a scaler.
+        """
+        return bool(self._stepped_in_backward) or not any(map(uses_torch, self.param_groups))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch.optim's classes set it where ``fused=True``; ours follows the groups."""
+
+    def _check_group(self, group: Group) -> Plan:
+        """Checks the options of ours, and makes the group's plan."""
         group["locality"] = as_tuples(group["locality"])
         if group["norm"] not in ("l2", "l1"):
             raise ValueError(f"norm: expected 'l2' or 'l1', got {group['norm']!r}")
@@ -109,13 +126,14 @@ class LocalityOptimizer(Optimizer):
         if group["penalty"] is not None and group["differentiable"]:
             raise ValueError("penalty: expected None with differentiable=True")
         group["penalty"] = from_plain(group["penalty"])
-        make_plan(group)
+        plan = make_plan(group)
         if (shapes := even_kernels(group["params"], group["locality"])) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"locality: kernels of an even size have no centre tap, their decay stays uniform: {shapes}",
                 stacklevel=4,
             )
+        return plan
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step; ``closure``, if given, reevaluates the model and its loss is returned."""
@@ -150,35 +168,16 @@ class LocalityOptimizer(Optimizer):
     def _step_groups(self) -> None:
         plans = self._current_plans()
         for plan in plans:
-            for penalty in plan.changing:
-                penalty.prepare()
-        if not self._step_again(plans):
-            self._step_anew(plans)
+            resolve_negated_grads(plan.params)
+        for prepare in dict.fromkeys(prepare for plan in plans for prepare in plan.preparations):
+            prepare()
+        with folded_steps(self, plans) if any([plan.folded for plan in plans]) else nullcontext():
+            self._step_plans(plans)
         for group in self.param_groups:
             if group["stochastic_rounding"] is not None:
                 group["rounding_step"] += 1
 
-    def _step_again(self, plans: list[Plan]) -> bool:
-        """Makes the step if it repeats the one before; False, and nothing has happened, if it does not."""
-        repeat, self._repeat = self._repeat, None
-        if repeat is None or any(map(uses_torch, self.param_groups)):
-            return False
-        rules = [self._rule(group, repeat.rule.device) for group in self.param_groups]
-        grads = repeat.new_grads(plans, rules, self.state)
-        if grads is None:
-            return False
-        batch = repeat.batch
-        batch.lrs = [device_lr(group, batch.params[0].device) for group in self.param_groups]
-        batch.rows = [self._row(group, lr) for group, lr in zip(self.param_groups, batch.lrs, strict=True)]
-        batch.grads = grads
-        try:
-            self._launch(rules[0], batch, None)
-        finally:
-            batch.grads = []  # they are not to outlive the step
-        self._repeat = repeat
-        return True
-
-    def _step_anew(self, plans: list[Plan]) -> None:
+    def _step_plans(self, plans: list[Plan]) -> None:
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
         for rule, batch in batches.items():
@@ -197,10 +196,6 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(rule, batch)
             for param, key, tensor in batch.created:
                 self.state[param][key] = tensor
-        if len(batches) == 1 and not by_torch:
-            ((rule, batch),) = batches.items()
-            if len(batch.rows) == len(plans) and Repeat.possible(rule, batch):
-                self._repeat = Repeat(rule, batch, plans, self.state, self._state_names(rule.kind))
 
     def _collect(self, plans: list[Plan]) -> dict[Rule, Batch]:
         """The parameters of all groups that our own step serves, in batches of one rule each."""
@@ -233,23 +228,16 @@ class LocalityOptimizer(Optimizer):
     def _current_plans(self) -> list[Plan]:
         plans = self._plans
         if len(plans) != len(self.param_groups) or not all(map(Plan.fits, plans, self.param_groups)):
-            self._plans = plans = [make_plan(group) for group in self.param_groups]
+            self._plans = plans = [self._check_group(group) for group in self.param_groups]
         return plans
 
     def _state_dtype(self, param: Tensor, group: Group) -> torch.dtype:
         """float32 by option for the states of bfloat16 and float16 parameters, else the parameter's."""
         return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
 
+    @torch.inference_mode(False)  # later steps may be outside, as for all states
     def _new_state(self, param: Tensor, group: Group) -> Tensor:
         return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
-
-    def _hyper(self, rule: Rule, batch: Batch) -> Tensor:
-        """The batch's rows of hyper-parameters as a tensor, made anew when one has changed."""
-        key = rule._replace(rounding_step=0)
-        known = self._hypers.get(key)
-        if known is None or known[0] != batch.rows:
-            self._hypers[key] = known = (batch.rows, torch.tensor(batch.rows, dtype=torch.float64))
-        return known[1]
 
     def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
         """The keyword arguments that all operators of the family take."""
@@ -264,7 +252,6 @@ class LocalityOptimizer(Optimizer):
             "ordinals": batch.ordinals,
             "seed": rule.seed,
             "rounding_step": rule.rounding_step,
-            "held": batch.held,
             **batch.lr_arguments(),
         }
 
@@ -281,16 +268,16 @@ class LocalityOptimizer(Optimizer):
 
     _operator: str  # its name
 
+    def _denominator(self, group: Group, param: Tensor) -> Tensor | None:
+        """What the last step of the parameter divided by, ``lr * metric`` of a prox; None: it divided by nothing."""
+        raise NotImplementedError
+
     def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
         """What of the operator's arguments decides about the prox, for one parameter."""
         raise NotImplementedError
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         """The group's row of hyper; its learning rate is not looked at if the device reads it from ``lr``."""
-        raise NotImplementedError
-
-    def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
-        """Keys of the tensors that a step takes from a parameter's state, in the order of the operator's arguments."""
         raise NotImplementedError
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
@@ -313,7 +300,7 @@ class LocalityOptimizer(Optimizer):
             if penalty is None or param.grad is None:
                 continue
             arguments = {
-                **{"hyper": torch.tensor([self._row(group, None)], dtype=torch.float64), "lrs": (), "lr_index": ()},
+                **{"hyper": as_hyper([self._row(group, None)]), "lrs": (), "lr_index": ()},
                 **{"group_index": [0], "penalties": [penalty], **self._prox_arguments(group, self.state[param])},
             }
             param.copy_(shrink(self._operator, arguments, 0, param))
@@ -363,6 +350,8 @@ class LocalityOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in loaded["state"].get(key, {}).items():
+                    if name == "step" and isinstance(value, Tensor):
+                        self.state[param][name] = as_step(self.state[param][name])
                     if not isinstance(value, Tensor) or value.shape != param.shape or name == "step":
                         continue
                     dtype = self._state_dtype(param, group)

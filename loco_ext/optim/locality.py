@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from numbers import Real
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from loco_ext import geometry
+from loco_ext.geometry.block_pattern import BlockPattern
 from loco_ext.geometry.marks import pattern_of
 
 # (gamma, eta), or one factor per distance class, nearest first.
@@ -52,14 +52,24 @@ def _check_factors(name: str, factors: object) -> None:
 
 
 def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | None]:
-    """One float64 decay map (or None: uniform) per parameter.
+    """Return one float64 decay map (or None: uniform) per parameter; equal kernels share one.
 
     A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15,
     more than one tap; and to the blocks of locally connected layers. A list names each parameter's factors, so that any
     kernel may have a map. Kernels of an even size have no centre and stay uniform.
     """
+    convolutions: dict[tuple[tuple[int, ...], Factors], Tensor | None] = {}
+
+    def map_of(param: Tensor, factors: Factors) -> Tensor | None:
+        if (pattern := pattern_of(param)) is not None:
+            return _map_of_blocks(pattern, factors)
+        key = (tuple(param.shape[2:]), factors)
+        if key not in convolutions:
+            convolutions[key] = _map(*key)
+        return convolutions[key]
+
     return [
-        None if factors is None or has_even_kernel(param) else _map_of(param, factors)
+        None if factors is None or has_even_kernel(param) else map_of(param, factors)
         for param, factors in zip(params, _entries(params, locality), strict=True)
     ]
 
@@ -104,10 +114,7 @@ def looks_like_convolution(param: Tensor) -> bool:
     return max(kernel) <= LARGEST_GUESSED_KERNEL and math.prod(kernel) > 1
 
 
-def _map_of(param: Tensor, factors: Factors) -> Tensor | None:
-    pattern = pattern_of(param)
-    if pattern is None:
-        return _map(tuple(param.shape[2:]), factors)
+def _map_of_blocks(pattern: BlockPattern, factors: Factors) -> Tensor | None:
     if set(factors) == {1} or pattern.nnz == 0:
         return None
     return geometry.block_decay_map(pattern, factors).view(-1, 1, 1, 1)
@@ -117,9 +124,4 @@ def _map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor | None:
     # All ones, or a single tap: uniform decay, exactly.
     if math.prod(kernel_size) == 1 or set(factors) == {1}:
         return None
-    return _cached_map(kernel_size, factors)
-
-
-@lru_cache(maxsize=1024)
-def _cached_map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor:
     return geometry.decay_map(kernel_size, factors)

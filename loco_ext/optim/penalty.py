@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from typing import Any
+from dataclasses import astuple, replace
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from loco_ext.ops.penalties import OfStep
 from loco_ext.optim.locality import looks_like_convolution
-from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
+from loco_ext.sparsity.complexity import ComplexityPenalty, Penalty
+from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, RingPenalty
 
+# A convolution's weight, its penalty, and that one's weights of groups on the device.
+Folded: TypeAlias = tuple[Tensor, FoldedPenalty, Tensor]
 _CLASSES = {"RingPenalty": RingPenalty, "KernelPenalty": KernelPenalty}
 
 
 def as_plain(penalty: Any) -> Any:
     """A group's penalty as a checkpoint holds it: tuples of a class name and its settings, which are no code. The batch
-    norm of a FoldedPenalty is left out."""
+    norm of a FoldedPenalty and the model of a ComplexityPenalty are left out."""
     if isinstance(penalty, list):
         return [as_plain(entry) for entry in penalty]
     if isinstance(penalty, FoldedPenalty):
         return ("FoldedPenalty", as_plain(penalty.penalty))
+    if isinstance(penalty, ComplexityPenalty):
+        return ("ComplexityPenalty", as_plain(penalty.rings))
     return penalty if penalty is None else (type(penalty).__name__, *astuple(penalty))
 
 
@@ -30,10 +35,10 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
 
     Args:
         penalty: plain, or already a penalty.
-        present: the group's until now, whose batch norms a FoldedPenalty takes over.
+        present: the group's until now, whose batch norms and models FoldedPenalty and ComplexityPenalty take over.
 
     Raises:
-        ValueError: a FoldedPenalty has none at its place in ``present``.
+        ValueError: one of these has none of its kind at its place in ``present``.
     """
     if not isinstance(penalty, list | tuple):
         return penalty
@@ -41,6 +46,8 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
         name, *settings = penalty
         if name == "FoldedPenalty":
             return _folded(from_plain(settings[0]), present)
+        if name == "ComplexityPenalty":
+            return _of_model(from_plain(settings[0]), present)
         if name not in _CLASSES:
             return penalty
         if name == "RingPenalty":
@@ -59,8 +66,20 @@ def _folded(penalty: Any, present: Any) -> FoldedPenalty:
     return FoldedPenalty(penalty, present.batch_norm)
 
 
-def step_penalties(params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None) -> list[OfStep | None]:
-    """One for each parameter, None without a penalty; empty where no parameter has one.
+def _of_model(rings: Any, present: Any) -> ComplexityPenalty:
+    if not isinstance(present, ComplexityPenalty):
+        raise ValueError(
+            "penalty: expected an optimizer with a ComplexityPenalty where the checkpoint has one, as that does not "
+            f"hold the model, got {present!r}"
+        )
+    return replace(present, rings=rings)
+
+
+def step_penalties(
+    params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
+) -> tuple[list[OfStep | None], list[Folded]]:
+    """What the operators take for each parameter, None without a penalty, empty where they take none; and the
+    parameters with a FoldedPenalty, which the optimizers themselves apply after the step.
 
     A penalty alone applies to the parameters that look like convolution weights, as a locality does; a list names each
     parameter's own.
@@ -69,15 +88,18 @@ def step_penalties(params: Sequence[Tensor], penalty: Penalty | list[Penalty | N
         TypeError, ValueError: ``penalty`` is no such thing, fits no parameter, or not the one that it is given for.
     """
     if penalty is None:
-        return []
-    entries = _entries(params, penalty)
-    result: list[OfStep | None] = []
-    for i, (param, entry) in enumerate(zip(params, entries, strict=True)):
+        return [], []
+    of_step: list[OfStep | None] = []
+    folded: list[Folded] = []
+    for i, (param, entry) in enumerate(zip(params, _entries(params, penalty), strict=True)):
         try:
-            result.append(None if entry is None else entry.for_step(param))
+            if isinstance(entry, FoldedPenalty):
+                entry.check(param)
+                folded.append((param, entry, entry.penalty.group_weights(param).to(param.device)))
+            of_step.append(None if entry is None or isinstance(entry, FoldedPenalty) else entry.for_step(param))
         except (TypeError, ValueError) as error:
             raise type(error)(f"penalty of parameter {i}: {error}") from None
-    return result if any(entry is not None for entry in entries) else []
+    return (of_step if any(entry is not None for entry in of_step) else []), folded
 
 
 def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]:

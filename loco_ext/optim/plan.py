@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
 from loco_ext.geometry.marks import pattern_of
-from loco_ext.ops.held import Held
-from loco_ext.ops.penalties import OfStep, StepPenalty
+from loco_ext.ops.penalties import LayerPenalty, OfStep
 from loco_ext.optim.locality import check_locality, decay_maps
-from loco_ext.optim.penalty import step_penalties
+from loco_ext.optim.penalty import Folded, step_penalties
 from loco_ext.optim.sharding import local_tensors
 
 Group = dict[str, Any]
@@ -25,53 +26,85 @@ def same_objects(a: Collection[object], b: Collection[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
+def same_values(a: Collection[object], b: Collection[object]) -> bool:
+    """Whether the two hold equal shapes, or the very same patterns, in the same order."""
+    return len(a) == len(b) and all(x is y or (isinstance(x, torch.Size) and x == y) for x, y in zip(a, b, strict=True))
+
+
+# The options that a group's checks, maps and penalties depend on.
+_OPTIONS = (
+    *("locality", "penalty", "norm", "state_dtype", "stochastic_rounding", "foreach", "differentiable"),
+    *("momentum", "decoupled_weight_decay"),
+)
+
+
+def _options_of(group: Group) -> list[object]:
+    """Copies, for lists may be changed in place."""
+    options = [group.get(key) for key in _OPTIONS]
+    return [list(option) if isinstance(option, list) else option for option in options]
+
+
+def _kernels_of(group: Group) -> tuple[list[object], list[object]]:
+    """Shapes and block patterns of the parameters, where maps or penalties may depend on them."""
+    if group["locality"] is None and group["penalty"] is None:
+        return [], []
+    return [p.shape for p in group["params"]], [pattern_of(p) for p in group["params"]]
+
+
+def _fake_mode() -> Any:
+    """The FakeTensorMode that is active, which makes every new tensor one of its own; None: none is."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
 @dataclass
 class Plan:
-    """What a step must know of a group's parameters, kept while the group stays as it is."""
+    """The decay maps and penalties of a group's parameters, kept while the group stays as it is."""
 
     params: list[Tensor]
-    locality: object
+    options: list[object]
+    kernels: tuple[list[object], list[object]]
     maps: list[Tensor]  # each once
     map_index: list[int]  # of each parameter's map, -1: uniform
-    penalty: object
-    penalties: list[OfStep | None]  # of each parameter; empty: none has one
+    penalties: list[OfStep | None]  # of each parameter, those of folded kernels left out; empty: none has one
+    folded: list[Folded]  # what has a FoldedPenalty
     plain: bool  # no parameter is of a tensor subclass such as DTensor
+    fake_mode: object
 
     def __post_init__(self) -> None:
-        self.patterns = [(p, pattern) for p in self.params if (pattern := pattern_of(p)) is not None]
-        self.changing = [penalty for penalty in self.penalties if penalty is not None and penalty.of_layer]
-        self.factors = [
-            (param, penalty.factors)
-            for param, penalty in zip(self.params, self.penalties, strict=False)
-            if isinstance(penalty, StepPenalty) and penalty.factors is not None
-        ]
+        self.preparations = [penalty.prepare for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
     def fits(self, group: Group) -> bool:
-        same = group["locality"] == self.locality and group["penalty"] == self.penalty
+        """Whether nothing that this plan was made from has changed."""
+        same = self.fake_mode is _fake_mode() and _options_of(group) == self.options
         same = same and same_objects(group["params"], self.params)
-        same = same and all([factors.device == param.device for param, factors in self.factors])
-        return same and all([pattern_of(param) is pattern for param, pattern in self.patterns])
+        return same and all(map(same_values, _kernels_of(group), self.kernels))
 
     def map_of(self, index: int) -> Tensor | None:
         """The decay map of a parameter, None: uniform."""
         return self.maps[self.map_index[index]] if self.map_index[index] >= 0 else None
 
 
+@torch.inference_mode(False)  # its tensors are to serve outside as well
 def make_plan(group: Group) -> Plan:
-    """Checks the group's locality and penalty and lays out its decay maps."""
+    """Checks the group's locality and penalty and makes its decay maps."""
     params, locality, penalty = group["params"], group["locality"], group["penalty"]
     check_locality(locality, len(params))
-    maps = decay_maps(params, locality)
+    fake_mode = _fake_mode()
+    with unset_fake_temporarily():
+        maps = decay_maps(params, locality)
     unique = list({id(m): m for m in maps if m is not None}.values())
     places = {id(m): i for i, m in enumerate(unique)}
+    if fake_mode is not None:
+        unique = [fake_mode.from_tensor(decay_map) for decay_map in unique]
     return Plan(
         list(params),
-        list(locality) if isinstance(locality, list) else locality,
+        _options_of(group),
+        _kernels_of(group),
         unique,
         [places.get(id(m), -1) for m in maps],
-        list(penalty) if isinstance(penalty, list) else penalty,
-        step_penalties(params, penalty),
+        *step_penalties(params, penalty),
         all(type(p) in (Tensor, Parameter) for p in params),
+        fake_mode,
     )
 
 
@@ -85,6 +118,13 @@ class Selection:
     map_index: list[int]
     penalties: list[OfStep | None]
     offsets: Sequence[int]  # within the group
+
+
+def resolve_negated_grads(params: list[Tensor]) -> None:
+    """Computes gradients that are negated lazily, which operators on lists that may be written do not take."""
+    for param in params:
+        if param.grad is not None and param.grad.is_neg():
+            param.grad = param.grad.resolve_neg()
 
 
 def select(plan: Plan) -> list[Selection]:
@@ -134,7 +174,6 @@ class Batch:
     # States made for this step: (parameter, key, tensor), kept once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
-    held: Held | None = None  # stands for all of this but grads and rows
 
     def add(self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None) -> None:
         """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""

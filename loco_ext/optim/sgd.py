@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer
+from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
@@ -56,6 +56,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         >>> optimizer.step()
     """
 
+    @torch._disable_dynamo
     def __init__(
         self,
         params: Any,
@@ -98,6 +99,9 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
 
     _operator = "optim_step_sgd"
 
+    def _denominator(self, group: Group, param: Tensor) -> None:
+        return None
+
     def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
         return {"momentum_buffers": [state["momentum_buffer"]] if group["momentum"] != 0 else []}
 
@@ -106,9 +110,6 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in SGD_COLUMNS[1:])]
-
-    def _state_names(self, kind: tuple[bool, bool]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if kind[0] else ()
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         if group["momentum"] != 0:
@@ -132,7 +133,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             batch.params,
             batch.grads,
             batch.states[0],
-            self._hyper(rule, batch),
+            as_hyper(batch.rows),
             first=batch.first,
             nesterov=nesterov,
             found_inf=self._found_inf(batch, found_inf),

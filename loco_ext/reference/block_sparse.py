@@ -21,7 +21,7 @@ def block_sparse_matmul(
     rows, n_out = _rows(crow_indices, len(col_indices)), len(crow_indices) - 1
     y = x.new_zeros((n_out, groups, len(x), width), dtype=_wide(x.dtype))
     for part in _parts(len(col_indices), n_out):
-        y.index_add_(0, rows[part], _gather(x, col_indices[part], groups) @ values[part].to(y.dtype))
+        y = y.index_add(0, rows[part], _gather(x, col_indices[part], groups) @ values[part].to(y.dtype))
     y = _pixels_last(y)
     return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
 
@@ -35,7 +35,7 @@ def block_sparse_input_gradient(
     out = grad.new_zeros((n_in, groups, len(grad), depth), dtype=_wide(grad.dtype))
     for part in _parts(len(rows), n_in):
         turned = values[blocks[part]].to(out.dtype).transpose(-1, -2)
-        out.index_add_(0, pixels[part], _gather(grad, rows[part], groups) @ turned)
+        out = out.index_add(0, pixels[part], _gather(grad, rows[part], groups) @ turned)
     return _pixels_last(out).to(grad.dtype)
 
 
@@ -45,10 +45,11 @@ def block_sparse_value_gradient(
     """``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]] and grad[n, row of b]``, by groups."""
     nnz, n_out = len(col_indices), len(crow_indices) - 1
     rows = _rows(crow_indices, nnz)
-    values = x.new_empty((nnz, groups, x.shape[2] // groups, grad.shape[2] // groups))
+    parts = [x.new_empty((0, groups, x.shape[2] // groups, grad.shape[2] // groups))]
     for part in _parts(nnz, n_out):
-        values[part] = _gather(x, col_indices[part], groups).transpose(-1, -2) @ _gather(grad, rows[part], groups)
-    return values
+        outer = _gather(x, col_indices[part], groups).transpose(-1, -2) @ _gather(grad, rows[part], groups)
+        parts.append(outer.to(x.dtype))
+    return torch.cat(parts)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

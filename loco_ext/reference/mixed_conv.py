@@ -25,14 +25,18 @@ def mixed_conv2d(
     for i, weight in enumerate(weights):
         top, bottom, left, right = pads[4 * i : 4 * i + 4]
         bias = biases[i] if biases else None
-        if top == bottom >= 0 and left == right >= 0:
+        if weight.shape[2:] == (1, 1):
+            # Not by a strided convolution: oneDNN's backward of it writes out of bounds (uxlfoundation/oneDNN#6035).
+            every = _padded(x, top, bottom, left, right)[..., :: stride[0], :: stride[1]]
+            parts.append(F.conv2d(every, weight, bias))
+        elif top == bottom >= 0 and left == right >= 0:
             parts.append(F.conv2d(x, weight, bias, tuple(stride), (top, left), tuple(dilation)))
         else:
             padded = _padded(x, top, bottom, left, right)
             parts.append(F.conv2d(padded, weight, bias, tuple(stride), 0, tuple(dilation)))
-    result = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    result = parts[0] if len(parts) == 1 else torch.cat(parts, -3)
     if order is not None:
-        result = result.index_select(1, order)
+        result = result.index_select(-3, order)
     if add is not None:
         result = result + add
     return result.relu() if relu else result
@@ -41,4 +45,4 @@ def mixed_conv2d(
 def _padded(x: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
     """By rows and columns of zeros first: one side may take away more than the image has."""
     padded = F.pad(x, [max(pad, 0) for pad in (left, right, top, bottom)])
-    return padded[:, :, max(-top, 0) : min(bottom, 0) or None, max(-left, 0) : min(right, 0) or None]
+    return padded[..., max(-top, 0) : min(bottom, 0) or None, max(-left, 0) : min(right, 0) or None]

@@ -184,7 +184,9 @@ def _can_double(value: Tensor) -> bool:
 
 def _cast(coefficient: Tensor | float, like: Tensor) -> Tensor:
     """A coefficient computed in float64, at the precision and on the device of ``like``."""
-    return torch.as_tensor(coefficient, dtype=torch.float64).to(like.dtype).to(like.device)
+    if not isinstance(coefficient, Tensor):
+        coefficient = torch.tensor(coefficient, dtype=torch.float64, device="cpu")
+    return coefficient.double().to(like.dtype).to(like.device)
 
 
 def _map(maps: Sequence[Tensor], index: int) -> Tensor | float:

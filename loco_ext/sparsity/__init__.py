@@ -1,18 +1,19 @@
 """Structured sparsity: penalties on nested rings of a kernel, their exact prox, and what they leave."""
 
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
-from loco_ext.sparsity.complexity import complexity_penalties
+from loco_ext.sparsity.complexity import ComplexityPenalty, Penalty, complexity_penalties
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
 from loco_ext.sparsity.frontier import frontier
 from loco_ext.sparsity.kkt import kkt_residual
-from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
+from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes, ring_norms, ring_prox
 from loco_ext.sparsity.strengths import dual_norm, max_strength
-from loco_ext.sparsity.tracing import folded_penalties
+from loco_ext.sparsity.tracing import folded_penalties, zero_dead_kernels
 from loco_ext.sparsity.vocabulary import ModelFileError
 
 __all__ = [
+    "ComplexityPenalty",
     "FoldedPenalty",
     "KernelPenalty",
     "LayerReport",
@@ -33,4 +34,5 @@ __all__ = [
     "ring_norms",
     "ring_prox",
     "save",
+    "zero_dead_kernels",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
-from loco_ext.ops.ring_prox import MOST_RINGS
+from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import check_metric, check_number
 from loco_ext.sparsity.weightings import WEIGHTINGS
@@ -102,7 +102,7 @@ class BlockPenalty:
     def value(self, values: Tensor) -> Tensor:
         if values.numel() == 0:
             return values.double().sum()
-        return self.penalty._value(self.units.kernels(values), None)
+        return self.penalty._value(self.units.kernels(values))
 
     def prox(self, values: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
         if metric is not None:
@@ -112,7 +112,7 @@ class BlockPenalty:
     def threshold(self, values: Tensor, tau: float) -> Tensor:
         if values.numel() == 0:
             return values.detach().clone()
-        return self.units.values(self.penalty._threshold(self.units.kernels(values.detach()), tau, None))
+        return self.units.values(self.penalty._threshold(self.units.kernels(values.detach()), tau))
 
     def shrink(self, values: Tensor, step: float, metric: Tensor | None) -> Tensor:
         """The prox, without checks."""
@@ -126,10 +126,10 @@ class BlockPenalty:
                 # The squares of weights below this are zero; any threshold above it takes them, and none that is 0.
                 least = math.sqrt(torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
                 norms.masked_fill_(norms == 0, least)
-                factors = self.of_norms._shrink(norms, step, None, None) / norms
+                factors = self.of_norms._shrink(norms, step, None) / norms
                 return values * self.units.by_ring(factors.to(values.dtype))
         by_unit = None if metric is None else self.units.kernels(metric, 1.0)
-        return self.units.values(self.penalty._shrink(self.units.kernels(values), step, by_unit, None))
+        return self.units.values(self.penalty._shrink(self.units.kernels(values), step, by_unit))
 
 
 class _OfUnits:

@@ -1,40 +1,54 @@
-"""Ring penalties in proportion to what each layer costs: the draft's eq. 34, block by block."""
+"""The draft's eq. 34: a penalty on the multiply-adds of a network, whose layers weigh upon one another."""
 
 from __future__ import annotations
 
+import math
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
-from loco_ext.sparsity.penalties import RingPenalty
+from loco_ext import ops
+from loco_ext.ops.penalties import OfStep
+from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, RingPenalty
+from loco_ext.sparsity.prox import check_convolution, check_metric, check_number
 from loco_ext.sparsity.tracing import convolution_of, traced
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+_LARGEST = torch.finfo(torch.float64).max
 
 
 def complexity_penalties(
     model: nn.Module, example_inputs: tuple[Tensor, ...], strength: float, **settings: Any
-) -> dict[str, RingPenalty]:
-    """A squared ring penalty for each Conv module, as strong as its kernels are expensive where the model stands.
+) -> dict[str, ComplexityPenalty]:
+    """Return a penalty for each Conv module that together bring down a relaxed number of multiply-adds, eq. 34.
 
-    Eq. 34 relaxes the number of multiply-adds (eq. 10) to ``strength * sum_ij r_i c_i d'_(i-1) s'_ij^2``. With the
-    other layers held fixed it is a ring penalty of power 2 (eq. 33) with the strength ``strength * r_i c_i d'_(i-1)``.
-    ``r_i c_i`` are the pixels of the layer's output (summed over calls), ``d'_(i-1)`` is the relaxed width of its input
-    (eq. 12), the sum of the Euclidean norms of the kernels that make its channels; divided by the layer's groups.
-    A channel to which residual connections add several kernels counts with the norm of all of them; one that no
-    convolution makes, such as the image's, counts 1.
+    With ``s'_ij`` as in eq. 21 and ``d'_i`` as in eq. 12, the whole regularizer is
 
-    Widths change while the model trains: call it again from time to time, and give each group its new penalties, as
-    the example does.
+    ``strength * sum_i r_i c_i d'_(i-1) sum_j s'_ij^2``,
+
+    ``r_i c_i`` being the output pixels of layer i (summed over its calls) and ``d'_(i-1)`` the sum of the norms of the
+    channels that it reads, divided by its groups. A layer enters its own term by ``s'_ij`` and the terms of the layers
+    that read it by ``d'_i``; see :class:`ComplexityPenalty`. The norm of a channel is
+
+    - that of the kernel that makes it, through norms, activations and pooling;
+    - the root of the sum of squares of the norms of all kernels that residual connections add up in it;
+    - 1 where no Conv module makes it, as in the image, or a split or shuffle of channels hides which.
+
+    A channel that several layers read counts in the terms of all of them.
 
     Args:
-        model: one that torch.fx can trace. It is run once in evaluation mode; nothing of it changes.
-        example_inputs: the arguments of one call of the model; the number of samples does not matter.
+        model: one that torch.fx can trace. It is run once in evaluation mode; nothing of it changes. The penalties
+            read its weights whenever they are used.
+        example_inputs: the arguments of one call of the model. Their size decides ``r_i c_i``; the number of samples
+            does not matter.
         strength: finite and at least 0.
-        settings: further arguments of :class:`RingPenalty`, all but ``power``.
+        settings: further arguments of :class:`RingPenalty`, all but ``power``. ``weighting`` is that of the groups in
+            ``s'_ij``; ``norm="linf"`` measures groups in ``s'_ij`` and kernels in ``d'_i``.
 
     Returns:
         Module names to penalties, as :func:`loco_ext.optim.parameter_groups` takes them.
@@ -50,51 +64,270 @@ def complexity_penalties(
         >>> from torch import nn
         >>> from loco_ext import optim, sparsity
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3))
-        >>> def make_groups():
-        ...     penalties = sparsity.complexity_penalties(model, (torch.zeros(1, 3, 16, 16),), strength=1e-9)
-        ...     return optim.parameter_groups(model, 5e-4, penalty=penalties)
-        >>> optimizer = optim.SGD(make_groups(), lr=0.1)
-        >>> round(optimizer.param_groups[0]["penalty"][0].strength / 1e-9)  # 12 x 12 pixels, 3 channels
+        >>> penalties = sparsity.complexity_penalties(model, (torch.zeros(1, 3, 16, 16),), strength=1e-9)
+        >>> optimizer = optim.SGD(optim.parameter_groups(model, 5e-4, penalty=penalties), lr=0.1)
+        >>> round(penalties["0"].strength / 1e-9)  # 12 x 12 pixels, 3 channels
         432
-        >>> optimizer.param_groups[0]["penalty"] = make_groups()[0]["penalty"]
     """
-    RingPenalty(strength, power=2, **settings)
+    rings = RingPenalty(strength, power=2, **settings)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        costs = _Costs(traced(model))
+        readers = _Readers(traced(model))
         with torch.no_grad():
-            costs.run(*example_inputs)
+            readers.run(*example_inputs)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return {name: RingPenalty(strength * cost, power=2, **settings) for name, cost in costs.of_layer.items()}
+    network = Network(readers.layers, readers.calls)
+    return {name: ComplexityPenalty(rings, network, name) for name in network.layers}
 
 
-class _Costs(fx.Interpreter):
-    """Runs a model and finds what a layer's ``s'_ij^2`` cost: pixels of its output times width of its input."""
+@dataclass(frozen=True)
+class ComplexityPenalty:
+    """Eq. 34 as a function of one layer's weight, all other layers held fixed:
+
+    ``a sum_j s'_ij^2 + sum_j b_j ||k_ij||``,
+
+    with ``a = strength * r_i c_i d'_(i-1)`` from the layers that it reads, and ``b_j = strength * sum r_k c_k sum_l
+    s'_kl^2`` over the layers k that read its channel j. ``a`` and ``b`` are read from the model's weights at every
+    :meth:`value` and :meth:`prox`, and ahead of every step of an optimizer; they are constants to its gradient. The
+    gradients of all layers' values together are that of eq. 34; their sum is not eq. 34, as each term is in several.
+
+    In a channel to which residual connections add several kernels, ``b_j`` is multiplied by the kernel's share
+    ``||k_ij|| / sqrt(sum of squares of all of them)``, 1 where all are zero. A layer that reads itself, as one that
+    runs twice, has both parts as well. Kernels without a finite norm count nothing.
+
+    :func:`complexity_penalties` makes it. A checkpoint of an optimizer does not hold the model: it is loaded into an
+    optimizer that has a ComplexityPenalty at the same place.
+
+    Args:
+        rings: of ``s'_ij``, ``power=2``; its strength is that of eq. 34.
+        network: which layers read which.
+        layer: name of the module.
+
+    Raises:
+        TypeError, ValueError: in use, as :class:`RingPenalty`; an optimizer's parameter that is not the weight of the
+            module (after the model was copied, or the module replaced: make the penalties anew).
+        NotImplementedError: an optimizer's parameter is a DTensor.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from loco_ext import sparsity
+        >>> model = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.Conv2d(2, 1, 1, bias=False)).double()
+        >>> for conv, value in zip(model, (2.0, 3.0)):
+        ...     _ = nn.init.constant_(conv.weight, value)
+        >>> penalty = sparsity.complexity_penalties(model, (torch.ones(1, 1, 4, 4).double(),), 0.01)["0"]
+        >>> penalty.strength, [round(b, 2) for b in penalty.kernel_strengths.tolist()]  # 16 * 1; 16 * (9 + 9)
+        (0.16, [2.88, 2.88])
+    """
+
+    rings: RingPenalty
+    network: Network
+    layer: str
+
+    @property
+    def strength(self) -> float:
+        """``a``."""
+        return self.network.measure(self.rings)[self.layer][0]
+
+    @property
+    def kernel_strengths(self) -> Tensor:
+        """``b``: float64 ``(C_out,)`` on the CPU."""
+        return self.network.measure(self.rings)[self.layer][1]
+
+    def value(self, weight: Tensor) -> Tensor:
+        """As :meth:`RingPenalty.value`."""
+        a, b = self._strengths(weight)
+        norms = self.rings._group_norms(weight)
+        sizes = (norms * self.rings.group_weights(weight).to(weight.device)).sum(1)
+        return a * sizes.square().sum() + (b.to(weight.device) * norms[:, -1]).sum()
+
+    def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
+        """As :meth:`RingPenalty.prox`."""
+        size = check_number("step", step)
+        a, b = self._strengths(weight)
+        if metric is not None:
+            check_metric(metric, weight)
+        return self._shrink(weight, size, metric, a, b)
+
+    def threshold(self, weight: Tensor, tau: float) -> Tensor:
+        """As :meth:`RingPenalty.threshold`."""
+        return self.rings.threshold(weight, tau)
+
+    def for_step(self, weight: Tensor) -> OfStep:
+        """What the operators of the optimizer step take for this weight."""
+        module = self.network.layers[self.layer]
+        if weight is not module.weight:
+            raise ValueError(
+                f"expected the weight of the model's {self.layer!r} that complexity_penalties was given, got another "
+                f"parameter of shape {tuple(weight.shape)}; make the penalties anew for this model"
+            )
+        if type(weight) is not nn.Parameter:
+            raise NotImplementedError(
+                f"penalty: expected an ordinary parameter with a ComplexityPenalty, got a {type(weight).__name__}"
+            )
+        self._strengths(weight)
+        refresh, strengths = _Refresh(self.network, self.rings), self.network.ahead_of_step
+        if self.rings not in strengths:
+            refresh()
+
+        def prox(w: Tensor, step: float, metric: Tensor | None) -> Tensor:
+            return self._shrink(w, step, metric, *strengths[self.rings][self.layer])
+
+        return ops.LayerPenalty(prox, refresh)
+
+    def _strengths(self, weight: Tensor) -> tuple[float, Tensor]:
+        check_convolution("weight", weight)
+        expected = self.network.layers[self.layer].weight.shape
+        if weight.shape != expected:
+            raise ValueError(f"weight: expected shape {tuple(expected)} as {self.layer!r}, got {tuple(weight.shape)}")
+        self.rings.rings(weight)
+        return self.network.measure(self.rings)[self.layer]
+
+    def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, a: float, b: Tensor) -> Tensor:
+        """The prox, without checks."""
+        squared = math.sqrt(step) * math.sqrt(a) * self.rings.group_weights(weight)
+        thresholds = torch.zeros(len(weight), len(squared), dtype=torch.float64, device="cpu")
+        thresholds[:, -1] = (step * b).clamp(max=_LARGEST)
+        squared = squared.clamp(max=_LARGEST).expand_as(thresholds)
+        return self.rings._prox(weight, thresholds, squared, metric)
+
+
+class Channels:
+    """What the norms of a tensor's channels are made of.
+
+    Args:
+        constant: the part of their squares that no kernel makes, float64 ``(C,)``.
+        writers: of each layer that makes some of them, the channels and, for each, the kernel.
+    """
+
+    def __init__(self, constant: Tensor, writers: list[tuple[str, Tensor, Tensor]]) -> None:
+        self.constant, self.writers = constant, writers
+
+    def __len__(self) -> int:
+        return len(self.constant)
+
+    def norms(self, of_kernels: dict[str, Tensor]) -> Tensor:
+        """From those of each layer's kernels."""
+        parts = [self.constant.sqrt()[:, None]]
+        for layer, channels, kernels in self.writers:
+            parts.append(torch.zeros(len(self), 1, dtype=torch.float64, device="cpu"))
+            parts[-1][channels, 0] = of_kernels[layer][kernels]
+        return _hypotenuse(torch.cat(parts, 1))
+
+
+def _hypotenuse(sizes: Tensor) -> Tensor:
+    """Root of the sum of squares of each row; numbers as large as float64 has do not overflow."""
+    largest = sizes.amax(1)
+    scale = torch.where(largest > 0, largest, 1.0)
+    return scale * torch.linalg.vector_norm(sizes / scale[:, None], dim=1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a Conv module: ``cost`` output pixels over groups, and what it reads."""
+
+    layer: str
+    cost: float
+    channels: Channels
+
+
+class Network:
+    """The Conv modules of a model by name, and what each of their calls reads.
+
+    Attributes:
+        ahead_of_step: for the settings of each optimizer's penalties, what :meth:`measure` gave ahead of its step.
+    """
+
+    def __init__(self, layers: dict[str, _ConvNd], calls: list[Call]) -> None:
+        self.layers, self.calls = layers, calls
+        self.ahead_of_step: dict[RingPenalty, dict[str, tuple[float, Tensor]]] = {}
+
+    @torch.no_grad()
+    def measure(self, rings: RingPenalty) -> dict[str, tuple[float, Tensor]]:
+        """``a`` and ``b`` of each layer, see :class:`ComplexityPenalty`, from the present weights."""
+        on_devices = {name: _norms_and_sizes(rings, module.weight.detach()) for name, module in self.layers.items()}
+        measured = {name: both.cpu() for name, both in on_devices.items()}  # [2, C_out]
+        norms = {name: both[0] for name, both in measured.items()}
+        a = dict.fromkeys(self.layers, 0.0)
+        b = {name: torch.zeros_like(of_layer) for name, of_layer in norms.items()}
+        for call in self.calls:
+            of_channels = call.channels.norms(norms)
+            unit = rings.strength * call.cost
+            a[call.layer] += unit * of_channels.sum().item()
+            size = unit * measured[call.layer][1].square().sum()
+            for writer, channels, kernels in call.channels.writers:
+                whole = of_channels[channels]
+                share = torch.where(whole > 0, norms[writer][kernels] / torch.where(whole > 0, whole, 1.0), 1.0)
+                b[writer].index_add_(0, kernels, size * share)
+        return {name: (min(a[name], _LARGEST), b[name].nan_to_num(0.0).clamp(max=_LARGEST)) for name in self.layers}
+
+
+def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
+    """``||k_j||`` and ``s'_j`` of each kernel: ``(2, C_out)``, 0 for a kernel without finite ones."""
+    groups = rings._group_norms(weight)
+    both = torch.stack([groups[:, -1], (groups * rings.group_weights(weight).to(weight.device)).sum(1)])
+    return torch.where(both.isfinite(), both, 0.0)
+
+
+@dataclass(frozen=True)
+class _Refresh:
+    """Reads the strengths of all layers ahead of a step; the penalties of one model have equal ones."""
+
+    network: Network
+    rings: RingPenalty
+
+    def __call__(self) -> None:
+        self.network.ahead_of_step[self.rings] = self.network.measure(self.rings)
+
+
+class _Readers(fx.Interpreter):
+    """Runs a model and finds for each call of a Conv module what makes the channels that it reads."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
-        self.of_layer: dict[str, float] = {}
-        # Of tensors (N, C, ...): the squared norm of what makes each channel, float64 (C,).
-        self.squares: dict[fx.Node, Tensor] = {}
+        self.layers: dict[str, _ConvNd] = {}
+        self.calls: list[Call] = []
+        self.channels: dict[fx.Node, Channels] = {}  # of tensors (N, C, ...)
+        self.names: dict[int, str] = {}  # of the first module that has a weight
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
         if isinstance(value, Tensor) and value.dim() > 1:
-            self.squares[node] = self._squares(node, value)
+            self.channels[node] = self._channels(node, value)
         return value
 
-    def _squares(self, node: fx.Node, value: Tensor) -> Tensor:
-        sources = [self.squares[source] for source in node.all_input_nodes if source in self.squares]
+    def _channels(self, node: fx.Node, value: Tensor) -> Channels:
+        sources = [self.channels[source] for source in node.all_input_nodes if source in self.channels]
         if (module := convolution_of(self.module, node)) is not None:
-            name, width = str(node.target), sources[0].sqrt().sum().item() / module.groups
-            self.of_layer[name] = self.of_layer.get(name, 0.0) + value.shape[2:].numel() * width
-            return module.weight.double().flatten(1).square().sum(1)
+            name = self.names.setdefault(id(module.weight), str(node.target))
+            self.layers.setdefault(name, module)
+            self.calls.append(Call(name, value.shape[2:].numel() / module.groups, sources[0]))
+            kernels = torch.arange(len(module.weight), device="cpu")
+            return Channels(torch.zeros(len(kernels), dtype=torch.float64, device="cpu"), [(name, kernels, kernels)])
         if node.target in _CONCATENATIONS:
-            sources = [torch.cat(sources)]
+            tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0]
+            whole = _concatenated([self.channels[each] for each in tensors])  # type: ignore[union-attr, index]
+            sources = [whole] if len(whole) == value.shape[1] else sources  # else along another axis
         fitting = [source for source in sources if len(source) == value.shape[1]]
         if not fitting:
-            return torch.ones(value.shape[1], dtype=torch.float64, device=value.device)
-        return torch.stack(fitting).sum(0) if node.target in _ADDITIONS else fitting[0]
+            return Channels(torch.ones(value.shape[1], dtype=torch.float64, device="cpu"), [])
+        return _added(fitting) if node.target in _ADDITIONS else fitting[0]
+
+
+def _concatenated(sources: list[Channels]) -> Channels:
+    writers, before = [], 0
+    for source in sources:
+        writers += [(layer, channels + before, kernels) for layer, channels, kernels in source.writers]
+        before += len(source)
+    return Channels(torch.cat([source.constant for source in sources]), writers)
+
+
+def _added(sources: list[Channels]) -> Channels:
+    constant = torch.stack([source.constant for source in sources]).sum(0)
+    return Channels(constant, [writer for source in sources for writer in source.writers])
+
+
+Penalty = GroupPenalty | FoldedPenalty | ComplexityPenalty

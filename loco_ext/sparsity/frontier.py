@@ -19,6 +19,7 @@ from loco_ext.sparsity.compaction.compact import compact
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes
 from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
+from loco_ext.sparsity.tracing import zero_dead_kernels
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # factors of 2 either way
@@ -92,7 +93,8 @@ def frontier(
 
     Args:
         model: trained without the penalty; left alone.
-        fit: trains a model in place with a penalty; the same both times if called again with the same.
+        fit: trains a model in place with a penalty; the same both times if called again with the same. Kernels that a
+            batch norm then multiplies by zero count as zero (:func:`zero_dead_kernels`).
         evaluate: of a trained model, such as ``{"accuracy": 0.9}``.
         penalty: its strength does not matter; ``power=1`` where no strengths are given.
         example_inputs: a tensor or a tuple of them, as for :func:`compact`.
@@ -218,6 +220,7 @@ def _search(
         def left_nothing() -> dict[str, Any]:
             trained = copy.deepcopy(model)
             fit(trained, replace(penalty, strength=strength))
+            zero_dead_kernels(trained)
             return {"strength": strength, "empty": is_empty(trained)}
 
         found = store.remembered(f"trial-{len(trials):02d}", left_nothing)
@@ -320,6 +323,7 @@ class _Store:
                 raise ValueError(f"folder: {path} does not hold this model's weights") from error
             return model
         fit(model, penalty)
+        zero_dead_kernels(model)
         if path is not None:
             content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
             torch.save(model.state_dict(), content)

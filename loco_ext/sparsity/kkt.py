@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loco_ext.ops.coupled import power_of_two
 from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.reference.ring_prox import ring_prox as reference_prox
 from loco_ext.sparsity.prox import check_metric, check_norm, rings_of, thresholds_of
@@ -57,11 +58,15 @@ def kkt_residual(
     index = torch.tensor(rings, device=weight.device)
     u, x = (tensor.detach().double().flatten(2) for tensor in (weight, result))
     d = torch.ones_like(u) if metric is None else metric.detach().double().flatten(2)
+    # Powers of two, of each kernel, keep all squares within float64; they change no quotient of forces.
+    of_weight, of_metric = power_of_two(u.abs().amax((1, 2))), power_of_two(d.amax((1, 2)))
+    u, x, d = u * of_weight[:, None, None], x * of_weight[:, None, None], d * of_metric[:, None, None]
     groups = torch.stack([_group_norm(x, index <= n, norm) for n in range(count)], 1)  # [C_out, groups]
     t = t.expand_as(groups)
     if squared is not None:
         q = _thresholds("squared", squared, count, weight)
-        t = t + 2 * (q * groups).sum(1, keepdim=True) * q
+        t = t + 2 * (q * (groups / of_weight[:, None])).sum(1, keepdim=True) * q
+    t = t * of_weight[:, None] * of_metric[:, None]
     forces = d * (u - x)  # to be made up of one subgradient for each group
     distance = (_distance_l2 if norm == "l2" else _distance_linf)(forces, x, index, t, groups)
     size = (d * u).flatten(1).norm(dim=1) if norm == "l2" else (d * u).abs().sum((1, 2))

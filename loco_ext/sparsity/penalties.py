@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
-from loco_ext.ops.penalties import OfStep, Prepare
+from loco_ext.ops.coupled import factor_of_norms
+from loco_ext.ops.penalties import OfStep
 from loco_ext.ops.ring_prox import group_norms
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, check_number, rings_of
 from loco_ext.sparsity.weightings import WEIGHTINGS, as_thresholds, group_weights
@@ -69,18 +70,17 @@ class _Penalty:
         blocks = self._for_blocks(weight)
         return self._for_kernels(weight) if blocks is None else ops.LayerPenalty(blocks.shrink)
 
-    def _for_kernels(self, weight: Tensor, scales: Tensor | None = None, prepare: Prepare = bool) -> OfStep:
-        """The same for a convolution's weight, with factors of the kernels' norms that ``prepare`` refreshes."""
+    def _for_kernels(self, weight: Tensor) -> OfStep:
+        """The same for a convolution's weight."""
         (rings, _), weights, linf = self.rings(weight), self.group_weights(weight), self.norm == "linf"
         if self.power == 1:
-            return ops.StepPenalty(rings, self.strength * weights, None, linf, scales, prepare)
-        squared = math.sqrt(self.strength) * weights
-        return ops.StepPenalty(rings, 0 * weights, squared, linf, scales, prepare, self._coupled)
+            return ops.StepPenalty(rings, self.strength * weights, None, linf)
+        return ops.StepPenalty(rings, 0 * weights, math.sqrt(self.strength) * weights, linf, self._coupled)
 
     def value(self, weight: Tensor) -> Tensor:
         """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
         blocks = self._for_blocks(weight)
-        return self._value(weight, None) if blocks is None else blocks.value(weight)
+        return self._value(weight) if blocks is None else blocks.value(weight)
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
         """``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d = metric, or ones.
@@ -90,7 +90,7 @@ class _Penalty:
             step: finite and at least 0: how far a gradient step would go.
         """
         blocks = self._for_blocks(weight)
-        return self._checked_prox(weight, step, metric, None) if blocks is None else blocks.prox(weight, step, metric)
+        return self._checked_prox(weight, step, metric) if blocks is None else blocks.prox(weight, step, metric)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
         """The weight with every group of norm at most ``tau`` set to zero, as the draft's eqs. 15 and 23 end a training
@@ -112,7 +112,7 @@ class _Penalty:
             ...     weight = conv.weight.copy_(sparsity.RingPenalty(1e-3).threshold(conv.weight, tau=1e-3))
         """
         blocks = self._for_blocks(weight)
-        return self._threshold(weight, tau, None) if blocks is None else blocks.threshold(weight, tau)
+        return self._threshold(weight, tau) if blocks is None else blocks.threshold(weight, tau)
 
     def _for_blocks(self, weight: Tensor) -> BlockPenalty | None:
         """What stands for this penalty if these are the blocks of a locally connected layer."""
@@ -122,17 +122,15 @@ class _Penalty:
 
         return BlockPenalty(self, pattern, weight.shape)  # type: ignore[arg-type]
 
-    # What follows takes factors of the kernels' norms, float64 (C_out,) on the weight's device; None: ones.
-
-    def _value(self, weight: Tensor, scales: Tensor | None) -> Tensor:
-        values = self._kernel_values(weight)
-        return self.strength * self._total(values if scales is None else scales * values)
+    def _value(self, weight: Tensor) -> Tensor:
+        return self.strength * self._total(self._kernel_values(weight))
 
     def _total(self, values: Tensor) -> Tensor:
         """The penalty of a layer from its kernels'."""
         raise NotImplementedError
 
-    def _threshold(self, weight: Tensor, tau: float, scales: Tensor | None) -> Tensor:
+    def _threshold(self, weight: Tensor, tau: float, scales: Tensor | None = None) -> Tensor:
+        """``scales``: factors of the kernels' norms, ``(C_out,)``; None: ones."""
         limit = check_number("tau", tau)
         norms = self._group_norms(weight.detach())
         small = (norms if scales is None else scales[:, None] * norms) <= limit  # [C_out, groups]
@@ -140,21 +138,19 @@ class _Penalty:
         by_tap = dead[:, self.rings(weight)[0]].view(len(weight), 1, *weight.shape[2:])
         return weight.detach().masked_fill(by_tap, 0.0)
 
-    def _checked_prox(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
+    def _checked_prox(self, weight: Tensor, step: float, metric: Tensor | None) -> Tensor:
         size = check_number("step", step)
         self.rings(weight)
         if metric is not None:
             check_metric(metric, weight)
-        return self._shrink(weight, size, metric, scales)
+        return self._shrink(weight, size, metric)
 
-    def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, scales: Tensor | None) -> Tensor:
+    def _shrink(self, weight: Tensor, step: float, metric: Tensor | None) -> Tensor:
         """The prox, without checks."""
         size = step * self.strength
-        if self.power == 1 and scales is None:
-            return self._prox(weight, self._thresholds(weight, size), None, metric)
-        weights = self._rows(weight, scales)
         if self.power == 1:
-            return self._prox(weight, size * weights, None, metric)
+            return self._prox(weight, self._thresholds(weight, size), None, metric)
+        weights = self.group_weights(weight)
         return self._prox(weight, torch.zeros_like(weights), math.sqrt(size) * weights, metric)
 
     def _thresholds(self, weight: Tensor, size: float) -> Tensor:
@@ -162,11 +158,6 @@ class _Penalty:
             return size * self.group_weights(weight)
         numbers = group_weights(*self.rings(weight), weight.shape[1], self.weighting)
         return as_thresholds([size * number for number in numbers], weight)
-
-    def _rows(self, weight: Tensor, scales: Tensor | None) -> Tensor:
-        """What each group's norm is multiplied by, on the CPU: ``(groups,)``, with factors ``(C_out, groups)``."""
-        weights = self.group_weights(weight)
-        return weights if scales is None else scales.cpu()[:, None] * weights
 
     def _prox(self, weight: Tensor, thresholds: Tensor, squared: Tensor | None, metric: Tensor | None) -> Tensor:
         options = {"linf": self.norm == "linf", "coupled": self._coupled}
@@ -261,28 +252,43 @@ class KernelPenalty(_Penalty):
 class FoldedPenalty:
     """A penalty of the kernels that a convolution has once the batch norm after it is folded into it.
 
-    The convolution's own kernels can shrink without any change to what the network computes, as batch norm divides by
-    their size again (the draft's eqs. 30-31). Kernel ``j`` therefore counts ``|gamma_j| / sqrt(var_j + eps)`` times,
-    with the scale and running variance that the norm has at the moment; both are constants to the penalty. In an
-    optimizer they are read ahead of every step: a norm that the same optimizer steps counts as it was before.
+    Folded, kernel ``j`` is ``z_j = gamma_j k_j / sigma_j``, with the norm's weight gamma and ``sigma = sqrt(running_var
+    + eps)``. Shrinking ``k`` alone leaves ``z`` as it is, since sigma is proportional to ``||k||`` (the draft's eqs.
+    30-31). The penalty therefore acts on both factors: on the length of ``z`` through gamma, on its direction through
+    ``k``, whose norm it keeps. With ``P(k, gamma) = strength * Omega(gamma k / sigma)`` and sigma proportional to
+    ``||k||``, its pull on gamma is ``strength * Omega(k) / sigma``, and its pull on ``k`` has no part along ``k``.
+    Where both balance the gradients of the loss, ``-dL/dz`` is a subgradient of ``strength * Omega`` at ``z``: the
+    condition of the minimum of loss and penalty. This is exact where the convolution's inputs are white, or the norm
+    is in evaluation mode; otherwise sigma also depends on the direction of ``k``, which the penalty does not see.
+
+    Rings that vanish are zeros in ``k``. A kernel that vanishes is a zero in gamma; its ``k`` keeps its direction, so
+    that the kernel can come back when the loss asks for it. (:func:`zero_dead_kernels` clears ``k`` after training.)
+
+    The optimizers of :mod:`loco_ext.optim` take it for the convolution's weight; the norm's weight must be a parameter
+    of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a gradient, by
+    the learning rate, momentum and metric of its own group. In several processes the running variances must agree, as
+    those of SyncBatchNorm do.
 
     Args:
         penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.
-        batch_norm: what the convolution's output goes to; it must track running statistics. See
-            :func:`folded_penalties`. A checkpoint of an optimizer does not hold it: it is loaded into an optimizer that
-            has a FoldedPenalty at the same place.
+        batch_norm: what the convolution's output goes to; it must have a weight (``affine=True``) and track running
+            statistics. See :func:`folded_penalties`. A checkpoint of an optimizer does not hold it: it is loaded into
+            an optimizer that has a FoldedPenalty at the same place.
 
     Raises:
         TypeError, ValueError: naming the argument; in use also for another number of channels than the norm has.
 
     Example:
         >>> import torch
-        >>> from loco_ext import sparsity
-        >>> conv, norm = torch.nn.Conv2d(3, 4, 5), torch.nn.BatchNorm2d(4, eps=0.0)
-        >>> norm.weight.data[0] = 0.0
-        >>> shrunk = sparsity.FoldedPenalty(sparsity.KernelPenalty(1.0), norm).prox(conv.weight, step=100.0)
-        >>> shrunk.flatten(1).any(dim=1)
-        tensor([ True, False, False, False])
+        >>> from loco_ext import optim, sparsity
+        >>> conv, norm = torch.nn.Conv2d(3, 4, 5), torch.nn.BatchNorm2d(4)
+        >>> penalty = sparsity.FoldedPenalty(sparsity.KernelPenalty(1.0), norm)
+        >>> groups = [{"params": [conv.weight], "penalty": penalty}, {"params": [conv.bias, *norm.parameters()]}]
+        >>> optimizer = optim.SGD(groups, lr=10.0)
+        >>> norm(conv(torch.randn(8, 3, 9, 9))).sum().backward()
+        >>> optimizer.step()
+        >>> norm.weight.detach().abs()
+        tensor([0., 0., 0., 0.])
     """
 
     penalty: RingPenalty | KernelPenalty
@@ -295,36 +301,152 @@ class FoldedPenalty:
             raise TypeError(f"batch_norm: expected a batch norm, got {type(self.batch_norm).__name__}")
         if self.batch_norm.running_var is None:
             raise ValueError("batch_norm: expected one with track_running_stats=True, got False")
+        if self.batch_norm.weight is None:
+            raise ValueError("batch_norm: expected one with affine=True, whose weight can shrink, got False")
 
     def scales(self, weight: Tensor) -> Tensor:
-        """What each kernel's norms are multiplied by, 0 where that is no number: float64 ``(C_out,)``."""
-        norm = self.batch_norm
-        assert norm.running_var is not None
-        if len(weight) != norm.num_features:
-            raise ValueError(f"weight: expected {norm.num_features} kernels as batch_norm, got {len(weight)}")
-        scales = (norm.running_var.detach().double() + norm.eps).rsqrt()
-        if norm.weight is not None:
-            scales = scales * norm.weight.detach().double().abs()
-        return torch.where(scales.isfinite(), scales, 0.0).to(weight.device)
+        """``|gamma| / sigma`` of each kernel, 0 where that is no finite number: float64 ``(C_out,)``."""
+        scales = self.batch_norm.weight.detach().double().abs() * self._reciprocal_sigma(weight)
+        return torch.where(scales.isfinite(), scales, 0.0)
 
     def value(self, weight: Tensor) -> Tensor:
-        """As :meth:`RingPenalty.value`; no gradient goes to the norm."""
-        return self.penalty._value(weight, self.scales(weight))
+        """The penalty of the folded kernels: float64 scalar, differentiable for ``weight`` and the norm's weight.
 
-    def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
-        """As :meth:`RingPenalty.prox`."""
-        return self.penalty._checked_prox(weight, step, metric, self.scales(weight))
+        As the network's function does not depend on the length of a kernel in ``weight``, the gradient for it has no
+        part along the kernel.
+        """
+        lengths = torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+        fixed = lengths.detach()
+        constant_length = torch.where(fixed > 0, fixed / torch.where(fixed > 0, lengths, 1.0), 1.0)
+        values = self.penalty._kernel_values(weight) * constant_length * self._reciprocal_sigma(weight)
+        return self.penalty.strength * self.penalty._total(values * self.batch_norm.weight.double().abs())
+
+    def prox(self, weight: Tensor, step: float) -> tuple[Tensor, Tensor]:
+        """What a step of the penalty alone makes of both factors; the arguments and the norm are left alone.
+
+        Args:
+            weight: of the convolution.
+            step: finite and at least 0: how far a gradient step would go, in either factor.
+
+        Returns:
+            The convolution's weight, of the same norm in each kernel, and the norm's weight.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+
+        Example:
+            >>> import torch
+            >>> from loco_ext import sparsity
+            >>> conv, norm = torch.nn.Conv2d(3, 4, 5), torch.nn.BatchNorm2d(4)
+            >>> penalty = sparsity.FoldedPenalty(sparsity.RingPenalty(1e-3), norm)
+            >>> with torch.no_grad():
+            ...     for factor, shrunk in zip((conv.weight, norm.weight), penalty.prox(conv.weight, step=0.1)):
+            ...         _ = factor.copy_(shrunk)
+        """
+        size = check_number("step", step)
+        self.check(weight)
+        weights = self.penalty.group_weights(weight).to(weight.device)
+        turned = self._turned(weight.detach(), self.scales(weight), weights, size)
+        gamma = self.batch_norm.weight.detach()
+        return turned, self._shortened(gamma, turned, weights, size).to(gamma.dtype)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
         """As :meth:`RingPenalty.threshold`, ``tau`` being compared with the folded kernels' groups."""
+        self.check(weight)
         return self.penalty._threshold(weight, tau, self.scales(weight))
 
-    def for_step(self, weight: Tensor) -> OfStep:
-        """What the operators of the optimizer step take for this weight."""
+    def check(self, weight: Tensor) -> None:
+        """Raises TypeError or ValueError unless ``weight`` may be that of the convolution."""
         self.penalty.rings(weight)
-        scales = self.scales(weight)
-        return self.penalty._for_kernels(weight, scales, lambda: scales.copy_(self.scales(weight)))
+        if len(weight) != self.batch_norm.num_features:
+            raise ValueError(
+                f"weight: expected {self.batch_norm.num_features} kernels as batch_norm, got {len(weight)}"
+            )
+
+    # What follows does not wait for the device. scales: as above. weights: of the groups, on the device. size: of the
+    # step, a number or float64 on the device; for gamma also one for each channel.
+
+    @property
+    def _turns(self) -> bool:
+        """Whether the penalty depends on the direction of a kernel, not on its Euclidean length alone."""
+        return isinstance(self.penalty, RingPenalty) or self.penalty.norm == "linf"
+
+    @property
+    def _squares_kernels(self) -> bool:
+        """Whether each kernel's sum is squared. In a metric, slopes of the sum before would not lead to the minimum."""
+        return self.penalty.power == 2 and not self.penalty._coupled
+
+    def _reciprocal_sigma(self, weight: Tensor) -> Tensor:
+        """``1 / sigma``, 0 where that is no finite number: float64 ``(C_out,)``."""
+        self.check(weight)
+        norm = self.batch_norm
+        assert norm.running_var is not None
+        reciprocal = (norm.running_var.detach().double() + norm.eps).rsqrt()
+        return torch.where(reciprocal.isfinite(), reciprocal, 0.0).to(weight.device)
+
+    def _turning_weights(self, weights: Tensor) -> Tensor:
+        """The groups' weights without that of the whole kernel's Euclidean norm, which no direction changes."""
+        if self.penalty.norm == "linf":
+            return weights
+        return torch.cat([weights[:-1], torch.zeros_like(weights[-1:])])
+
+    def _slopes(self, values: Tensor, scales: Tensor) -> Tensor:
+        """By how much the penalty grows with ``Omega(k)`` of each kernel, from those: float64 ``(C_out,)``."""
+        slopes = self.penalty.strength * scales
+        if self.penalty.power == 1:
+            return slopes
+        values = scales * values
+        return 2 * slopes * (values.sum() if self.penalty._coupled else values)
+
+    def _pull_along(self, weight: Tensor, scales: Tensor, weights: Tensor) -> Tensor:
+        """The coefficient ``(C_out,)`` of ``weight`` in the gradient of the penalty: ``Omega(k) / ||k||`` is pulled
+        inwards by ``Omega``, of which a prox takes care, and outwards by ``1 / ||k||``, so this is negative."""
+        norms = self.penalty._group_norms(weight)
+        lengths = torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+        turning = norms @ (weights if self._squares_kernels else self._turning_weights(weights))
+        pull = -self._slopes(norms @ weights, scales) * turning / lengths.square()
+        return torch.where(pull.isfinite(), pull, 0.0)
+
+    def _turned(
+        self, weight: Tensor, scales: Tensor, weights: Tensor, size: float | Tensor, metric: Tensor | None = None
+    ) -> Tensor:
+        """The prox of the penalty of ``weight``'s direction. Without a metric the norm of each kernel is kept exactly;
+        with one, :meth:`_pull_along` is to have been part of the gradient."""
+        if not self._turns:
+            return weight
+        inner, column = self.penalty, (-1, *[1] * (weight.dim() - 1))
+        rings, linf, plain = inner.rings(weight)[0], inner.norm == "linf", inner.group_weights(weight)
+        squared, factors = None, size * self._slopes(inner._group_norms(weight) @ weights, scales)
+        if metric is not None and self._squares_kernels:
+            plain, squared, factors = 0 * plain, plain, size * inner.strength * scales.square()
+        else:
+            plain = self._turning_weights(plain)
+        live = (factors > 0).view(column)
+        # Factors of the penalty, which the operator takes on the host, are divided out on the device.
+        safe = factors.clamp(min=_LEAST_FACTOR).to(weight.dtype).view(column)
+        if metric is not None:
+            shrunk = ops.ring_prox(weight, rings, plain, squared, (metric / safe).to(weight.dtype), linf=linf)
+            return torch.where(live, shrunk, weight)
+        shrunk = ops.ring_prox(weight / safe, rings, plain, linf=linf)
+        before, after = (torch.linalg.vector_norm(each.double().flatten(1), dim=1) for each in (weight, shrunk))
+        rescaled = shrunk * (before / after).to(weight.dtype).view(column)
+        return torch.where(live & (after > 0).view(column), rescaled, weight)
+
+    def _shortened(self, gamma: Tensor, weight: Tensor, weights: Tensor, size: float | Tensor) -> Tensor:
+        """The prox of the penalty of gamma, float64 ``(C_out,)``, ``weight`` being held fixed."""
+        gamma, inner = gamma.double(), self.penalty
+        sizes = torch.as_tensor(size, dtype=torch.float64, device=gamma.device).expand_as(gamma)
+        slopes = (inner._group_norms(weight) @ weights) * self._reciprocal_sigma(weight)
+        if inner.power == 1:
+            length = (gamma.abs() - sizes * inner.strength * slopes).clamp(min=0)
+        elif not inner._coupled:
+            length = gamma.abs() / (1 + 2 * sizes * inner.strength * slopes.square())
+        else:
+            roots = torch.where(sizes > 0, sizes.sqrt(), 1.0)
+            q = torch.where(sizes > 0, math.sqrt(inner.strength) * roots * slopes, 0.0)
+            length = (gamma.abs() - roots * q * factor_of_norms(gamma.abs() / roots, q)).clamp(min=0)
+        return torch.where(length.isfinite(), torch.copysign(length, gamma), gamma)
 
 
+_LEAST_FACTOR = 1e-20  # keeps quotients finite in float32
 GroupPenalty = RingPenalty | KernelPenalty
-Penalty = GroupPenalty | FoldedPenalty

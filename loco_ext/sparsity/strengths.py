@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from loco_ext.ops.coupled import power_of_two
 from loco_ext.sparsity.penalties import GroupPenalty
 
 _PRECISION = 1e-12  # relative
@@ -55,6 +56,8 @@ def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
     if not bool(gradient.isfinite().all()):
         raise ValueError("gradient: expected finite numbers")
     unit, gradient = replace(penalty, strength=1.0), gradient.detach().double()
+    scale = power_of_two(gradient.abs().amax()).item() if gradient.numel() else 1.0
+    gradient = gradient * scale
     # The last group's threshold alone takes a kernel to zero at its norm, or the sum of its sizes, over the weight.
     sizes = torch.linalg.vector_norm(gradient.flatten(1), ord=2 if penalty.norm == "l2" else 1, dim=1)
     largest = sizes.max().item() if sizes.numel() else 0.0
@@ -62,7 +65,7 @@ def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
     while upper - lower > _PRECISION * upper:
         middle = (lower + upper) / 2
         lower, upper = (middle, upper) if bool(unit.prox(gradient, middle).any()) else (lower, middle)
-    return upper
+    return upper / scale
 
 
 def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:

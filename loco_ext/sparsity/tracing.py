@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
+from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, KernelPenalty, RingPenalty
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
@@ -34,9 +35,9 @@ def convolution_of(graph: nn.Module, node: fx.Node) -> _ConvNd | None:
     return module if isinstance(module, _ConvNd) and is_convolution(module) else None
 
 
-def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> dict[str, Penalty]:
+def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> dict[str, GroupPenalty | FoldedPenalty]:
     """A penalty for each Conv module that the model runs: a :class:`FoldedPenalty` where its output goes to one batch
-    norm and nowhere else, otherwise ``penalty`` itself.
+    norm, with a weight and running statistics, and nowhere else, otherwise ``penalty`` itself.
 
     Args:
         model: one that torch.fx can trace; it is not run.
@@ -57,18 +58,72 @@ def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> 
         [('0', 'FoldedPenalty'), ('3', 'RingPenalty')]
         >>> optimizer = optim.SGD(optim.parameter_groups(model, 5e-4, penalty=penalties), lr=0.1)
     """
+    return {
+        name: penalty if norm is None else FoldedPenalty(penalty, norm)
+        for name, (_, norm) in _convolutions_and_norms(model).items()
+    }
+
+
+@torch.no_grad()
+def zero_dead_kernels(model: nn.Module) -> int:
+    """Set to zero, in place, each kernel that the batch norm behind its convolution multiplies by zero.
+
+    A :class:`FoldedPenalty` takes a kernel away by a zero in the norm's weight and keeps the kernel's direction, so
+    that training can bring it back. After training this clears the weights as well: the model computes the same, and
+    what looks at the convolutions alone, such as :func:`kernel_sizes`, sees what is left. In training such kernels
+    would stay zero from now on.
+
+    Args:
+        model: one that torch.fx can trace; it is not run.
+
+    Returns:
+        The number of kernels whose norm multiplies them by zero.
+
+    Raises:
+        ValueError: torch.fx cannot trace the model.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import sparsity
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 5, bias=False), torch.nn.BatchNorm2d(4))
+        >>> model[1].weight.data[:3] = 0.0
+        >>> sparsity.zero_dead_kernels(model), sparsity.kernel_sizes(model[0].weight)
+        (3, tensor([0, 0, 0, 5]))
+    """
+    count = 0
+    for convolution, norm in _convolutions_and_norms(model).values():
+        if norm is not None:
+            dead = norm.weight == 0
+            convolution.weight[dead.to(convolution.weight.device)] = 0.0
+            count += int(dead.sum())
+    return count
+
+
+def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:
+    """Each Conv module that the model runs, by name, with the batch norm whose weight and running statistics are for
+    its output alone, if there is one.
+
+    Raises:
+        ValueError: torch.fx cannot trace the model.
+    """
     graph = traced(model)
     called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
-    uses = Counter(id(module.weight) for module in called.values())
-    found: dict[str, Penalty] = {}
+    weights = Counter(id(module.weight) for module in called.values())
+    modules = Counter(
+        id(graph.get_submodule(str(node.target))) for node in graph.graph.nodes if node.op == "call_module"
+    )
+    found: dict[str, tuple[_ConvNd, _BatchNorm | None]] = {}
     for node, module in called.items():
-        norm = _batch_norm_after(graph, node) if uses[id(module.weight)] == 1 else None
-        found[str(node.target)] = penalty if norm is None else FoldedPenalty(penalty, norm)
+        norm = _batch_norm_after(graph, node)
+        alone = norm is not None and weights[id(module.weight)] == 1 and modules[id(norm)] == 1
+        found[str(node.target)] = module, norm if alone else None
     return found
 
 
 def _batch_norm_after(graph: fx.GraphModule, node: fx.Node) -> _BatchNorm | None:
-    """The batch norm, with running statistics, that alone takes the node's output."""
+    """The batch norm, with a weight and running statistics, that alone takes the node's output."""
     (user, *others) = node.users
     module = None if others or user.op != "call_module" else graph.get_submodule(str(user.target))
-    return module if isinstance(module, _BatchNorm) and module.running_var is not None else None
+    if not isinstance(module, _BatchNorm) or module.running_var is None or module.weight is None:
+        return None
+    return module

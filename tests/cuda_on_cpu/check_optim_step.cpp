@@ -94,7 +94,6 @@ struct Twins {
   std::deque<Nest> nests;
   std::deque<std::vector<double>> maps;
   std::deque<ring_prox::Penalty> penalties;
-  std::deque<std::vector<double>> factors;
   std::vector<int> shrunk;  // numbers of the memory of their parameters
 };
 
@@ -180,8 +179,6 @@ void add_penalty(Random& random, const Shape& shape, Twins& twins, TensorStep& t
   if (chance(random, 3)) penalty.squared = thresholds(random, rings, shrinks ? 1 : 0);
   penalty.coupled = !penalty.squared.empty() && chance(random, 2);
   t.penalty = &penalty;
-  if (!chance(random, 3)) return;
-  t.factors = twins.factors.emplace_back(thresholds(random, t.kernels, 2.0 * static_cast<double>(t.kernels))).data();
 }
 
 bool shrinks(const ring_prox::Penalty* penalty) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,51 +14,59 @@ class Atoms:
     """Classes of channels that stay or go together, and why those that stay do."""
 
     def __init__(self) -> None:
-        self._parent: list[int] = []
+        self._parent: Integers = np.empty(0, np.int64)
+        self._needed = self._filled = np.empty(0, bool)  # of roots
         self._reasons: dict[int, str] = {}
-        self._fillers: set[int] = set()
         self.ordered: set[int] = set()  # read or made by something that knows nothing of other orders
 
     def new(self, count: int) -> Integers:
-        first = len(self._parent)
-        self._parent.extend(range(first, first + count))
-        return np.arange(first, first + count)
+        fresh = np.arange(len(self._parent), len(self._parent) + count)
+        self._parent = np.concatenate([self._parent, fresh])
+        self._needed = np.concatenate([self._needed, np.zeros(count, bool)])
+        self._filled = np.concatenate([self._filled, np.zeros(count, bool)])
+        return fresh
 
-    def find(self, atom: int) -> int:
-        while self._parent[atom] != atom:
-            self._parent[atom] = self._parent[self._parent[atom]]
-            atom = self._parent[atom]
-        return atom
+    def roots(self, atoms: Sequence[int] | Integers) -> Integers:
+        """The atom that stands for the class of each of these."""
+        some = np.asarray(atoms, np.int64)
+        found = self._parent[some]
+        while not np.array_equal(found, above := self._parent[found]):
+            found = above
+        self._parent[some] = found
+        return found
 
-    def unite(self, some: Iterable[int], others: Iterable[int]) -> None:
-        for one, other in zip(some, others, strict=True):
-            one, other = self.find(one), self.find(other)
-            if one != other:
-                self._parent[other] = one
-                if other in self._reasons:
-                    self._reasons.setdefault(one, self._reasons.pop(other))
+    def unite(self, some: Sequence[int] | Integers, others: Sequence[int] | Integers) -> None:
+        touched = np.unique(np.concatenate([self.roots(some), self.roots(others)]))
+        while not np.array_equal(one := self.roots(some), other := self.roots(others)):
+            np.minimum.at(self._parent, np.maximum(one, other), np.minimum(one, other))
+        np.logical_or.at(self._needed, self.roots(touched), self._needed[touched])
 
-    def need(self, atoms: Iterable[int], reason: str) -> bool:
+    def need(self, atoms: Sequence[int] | Integers, reason: str) -> bool:
         """Marks the atoms as needed; whether one of them was not before."""
-        fresh = {root for atom in atoms if (root := self.find(atom)) not in self._reasons}
-        self._reasons.update(dict.fromkeys(fresh, reason))
-        return bool(fresh)
+        roots = self.roots(atoms)
+        fresh = roots[~self._needed[roots]]
+        self._needed[fresh] = True
+        self._reasons.update(dict.fromkeys(fresh.tolist(), reason))
+        return bool(len(fresh))
 
     def needed(self, atoms: Integers) -> NDArray[np.bool_]:
-        return np.array([self.find(atom) in self._reasons for atom in atoms], dtype=bool)
+        return self._needed[self.roots(atoms)]
 
-    def fill(self, atoms: Iterable[int]) -> None:
+    def fill(self, atoms: Sequence[int] | Integers) -> None:
         """Keeps atoms that nothing needs."""
-        self._fillers.update(self.find(atom) for atom in atoms)
+        self._filled[self.roots(atoms)] = True
 
     def kept(self, atoms: Integers) -> NDArray[np.bool_]:
         """Which are needed, or fill up a number of channels."""
-        return self.needed(atoms) | np.array([self.find(atom) in self._fillers for atom in atoms], dtype=bool)
+        roots = self.roots(atoms)
+        return self._needed[roots] | self._filled[roots]
 
     def reason(self, atom: int) -> str:
-        return self._reasons[self.find(atom)]
+        """Why the atom's class is needed."""
+        told = np.fromiter(self._reasons, np.int64)
+        return self._reasons[int(told[self.roots(told) == self.roots([atom])][0])]
 
     def alone(self, atoms: Integers) -> bool:
         """Whether each of the atoms is the only one of its class."""
-        sizes = np.bincount([self.find(atom) for atom in range(len(self._parent))], minlength=len(self._parent))
-        return all(sizes[self.find(atom)] == 1 for atom in atoms)
+        sizes = np.bincount(self.roots(np.arange(len(self._parent))), minlength=len(self._parent))
+        return bool((sizes[self.roots(atoms)] == 1).all())

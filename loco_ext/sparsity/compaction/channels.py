@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,7 @@ class Channels:
                 if keep_all:
                     self.atoms.need(value.atoms, "all stay")
         self._find_needs()
+        self._even_out(1)
 
     def kept(self, node: fx.Node) -> Integers:
         """Channels of the node's result that the smaller network still has, by their numbers in this one."""
@@ -113,39 +114,76 @@ class Channels:
         are more now.
         """
         changed = False
-        grouped = {self.atoms.find(atom) for atom in self._grouped}
+        grouped = set(self.atoms.roots(self._grouped).tolist())
         for node, layer in self.layers.items():
             value = self.values[node]
-            kept = self.atoms.kept(value.atoms)
+            kept, roots = self.atoms.kept(value.atoms), self.atoms.roots(value.atoms).tolist()
             count = int(kept.sum())
             if layer.groups > 1 or not count:
                 continue
-            spare = [i for i in np.flatnonzero(~kept) if self.atoms.find(value.atoms[i]) not in grouped]
+            spare = [i for i in np.flatnonzero(~kept) if roots[i] not in grouped]
             spare.sort(key=lambda i: bool(value.varies[i]))  # dead kernels first
             step = multiple if count > multiple // 2 else multiple // 2
             fillers = value.atoms[spare[: -count % step]].tolist()
             self.atoms.fill(fillers)
             changed |= bool(fillers)
+        return self._even_out(multiple) or changed
+
+    def _even_out(self, multiple: int) -> bool:
+        """Keeps more channels until the groups of each layer that are left have equal numbers, multiples of this one.
+
+        Returns whether there are more now.
+        """
+        changed, more = False, True
+        while more:
+            more = False
+            for node, layer in self.layers.items():
+                if layer.groups > 1:
+                    sides = [self.values[x].atoms.reshape(layer.groups, -1) for x in (self._source(node), node)]
+                    more |= self._even_out_layer(sides, multiple)
+            changed |= more
         return changed
 
+    def _even_out_layer(self, sides: Sequence[Integers], multiple: int) -> bool:
+        kept = [self.atoms.kept(atoms.reshape(-1)).reshape(atoms.shape) for atoms in sides]
+        alive = kept[0].any(1) | kept[1].any(1)
+        fillers: list[int] = []
+        for atoms, there in zip(sides, kept, strict=True):
+            most = int(there.sum(1).max(initial=1))
+            wanted = min(-(-most // multiple) * multiple, atoms.shape[1])
+            for group in np.flatnonzero(alive):
+                fillers += atoms[group, ~there[group]][: wanted - there[group].sum()].tolist()
+        self.atoms.fill(fillers)
+        return bool(fillers)
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        (source,) = self.readings[node].sources
+        return source
+
     def constant_operand(self, node: fx.Node) -> int | None:
-        """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it."""
+        """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it.
+
+        Not where it might have more samples or pixels than the other.
+        """
         if self.readings[node].role is not Role.JOIN:
             return None
         sources = self.readings[node].sources
         constant = [not self.values[source].varies.any() for source in sources]
-        if self.keep_all or sum(constant) != 1 or sources[constant.index(False)].meta["shape"] != node.meta["shape"]:
+        if self.keep_all or sum(constant) != 1 or not self.same_size(sources[constant.index(False)], node):
             return None
         return constant.index(True)
 
+    def same_size(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two values have the same shape, whatever the inputs' sizes."""
+        return self.reader.sizes.same(one, other)
+
     def classes(self, node: fx.Node) -> tuple[int, ...]:
         """The classes of the result's channels."""
-        return tuple(self.atoms.find(atom) for atom in self.values[node].atoms)
+        return tuple(self.atoms.roots(self.values[node].atoms).tolist())
 
-    def movable(self, classes: Iterable[int]) -> bool:
-        """Whether all that reads channels of these classes knows of other orders, and none is in a group."""
-        fixed = {self.atoms.find(atom) for atom in (*self.atoms.ordered, *self._grouped)}
-        return fixed.isdisjoint(classes)
+    def fixed(self) -> set[int]:
+        """The classes that something reads which knows nothing of other orders, and those in groups."""
+        return set(self.atoms.roots([*self.atoms.ordered, *self._grouped]).tolist())
 
     def free(self, node: fx.Node) -> bool:
         """Whether the channels may come in any order, because all readers are rewritten along with the node."""
@@ -159,7 +197,7 @@ class Channels:
             if reading.role is not Role.JOIN or arithmetic(node) != "add" or self.constant_operand(node) is not None:
                 continue
             constant = [int((~self.values[source].varies).sum()) for source in reading.sources]
-            whole = all(source.meta["shape"] == node.meta["shape"] for source in reading.sources)
+            whole = all(self.same_size(source, node) for source in reading.sources)
             operand = 0 if constant[0] > constant[1] else 1
             if whole and constant[operand] and len(reading.sources[operand].users) == 1:
                 found[node.name] = operand
@@ -186,6 +224,8 @@ class Channels:
             return self._join(node, sources)
         if reading.role is Role.PARTS:
             return None
+        if reading.role is Role.PERMUTE:
+            return sources[0]
         if reading.role is Role.TAKE:
             taken = self.reader.taken(node)
             return Value(sources[0].atoms[taken], sources[0].constants[taken])
@@ -200,18 +240,18 @@ class Channels:
         users = [
             reader for user in node.users for reader in (user.users if user.target is operator.getitem else [user])
         ]
-        if any(self.readings[user].role is not Role.FLATTEN for user in users):
-            source = self.values[self.readings[node].sources[0]]
+        source = self.values.get(self.readings[node].sources[0])
+        if source is not None and any(self.readings[user].role is not Role.FLATTEN for user in users):
             self.atoms.need(source.atoms[:1], f"{node.name} asks for its size")
 
     def _unknown(self, node: fx.Node) -> Value | None:
-        shape = node.meta.get("shape", ())
-        if len(shape) < 2:
+        count = self.reader.channels(node)
+        if count is None:  # of other sizes of the inputs there may be more, or fewer
             return None
         vector = self.reader.buffer(node)
-        if vector is not None and vector.numel() == shape[1] and vector.isfinite().all():
-            return Value(self.atoms.new(shape[1]), vector.double().cpu().numpy().reshape(-1))
-        value = Value(self.atoms.new(shape[1]), np.full(shape[1], np.nan))
+        if vector is not None and vector.numel() == count and vector.isfinite().all():
+            return Value(self.atoms.new(count), vector.double().cpu().numpy().reshape(-1))
+        value = Value(self.atoms.new(count), np.full(count, np.nan))
         self.atoms.need(value.atoms, f"made by {node.name}")
         self.atoms.ordered.update(value.atoms.tolist())
         return value
@@ -226,11 +266,9 @@ class Channels:
         foldable = known & (zero | self._inside(module))
         self.layers[node] = Layer(node, module, live, foldable, known if self.fixed_size else foldable)
         value = Value(self.atoms.new(len(weight)), _outputs(module, constants, live, foldable))
-        if groups > 1:  # a group stays or goes as a whole
+        if groups > 1:  # a channel stays in its group
             self._grouped += [*source.atoms.tolist(), *value.atoms.tolist()]
-            for inputs, outputs in zip(np.split(source.atoms, groups), np.split(value.atoms, groups), strict=True):
-                together = np.concatenate([inputs, outputs])
-                self.atoms.unite([together[0]] * len(together), together)
+            self.atoms.ordered.update(self._grouped)
         return value
 
     def _inside(self, module: Any) -> NDArray[np.bool_]:
@@ -268,6 +306,8 @@ class Channels:
         one, other = sources
         with np.errstate(all="ignore"):
             constants = _finite(_NUMPY[str(arithmetic(node))](one.constants, other.constants))
+        if arithmetic(node) == "mul":  # as a kernel of zeros does, whatever it meets
+            constants = np.where((one.constants == 0) | (other.constants == 0), 0.0, constants)
         constant = self.constant_operand(node)
         if constant is not None:
             return Value(sources[1 - constant].atoms, constants)
@@ -300,22 +340,24 @@ class Channels:
         wanted = self._wanted(layer, present)
         by = f"read by {node.target}"
         changed = self.atoms.need(source.atoms[wanted & source.varies], by)
-        changed |= self._ask_for_constant(layer, source, np.flatnonzero(wanted & ~source.varies))
+        changed |= self._ask_for_constant(layer, source, wanted & ~source.varies)
         if present.any() and not self.atoms.needed(source.atoms).any():
             changed |= self.atoms.need(source.atoms[:1], f"{node.target} needs one channel at least")
         return changed
 
-    def _ask_for_constant(self, layer: Layer, source: Value, wanted: Integers) -> bool:
-        """One constant channel stands for all: seen through the same padding, they differ by factors alone."""
-        why = f"a constant that the padding of {layer.node.target} makes visible"
-        if layer.groups > 1:
-            return self.atoms.need(source.atoms[wanted], why)
-        if not len(wanted):
-            return False
+    def _ask_for_constant(self, layer: Layer, source: Value, wanted: NDArray[np.bool_]) -> bool:
+        """One constant channel of each group stands for all: seen through the same padding, they differ by factors."""
+        changed = False
         sizes = np.abs(np.nan_to_num(source.constants))
-        largest = wanted[sizes[wanted].argmax()]
-        enough = self.atoms.needed(source.atoms) & (sizes >= _RATHER * sizes[largest])
-        return not enough.any() and self.atoms.need(source.atoms[[largest]], why)
+        needed = self.atoms.needed(source.atoms)
+        for group in np.split(np.arange(len(wanted)), layer.groups):
+            some = group[wanted[group]]
+            if len(some):
+                largest = some[sizes[some].argmax()]
+                if not (needed[group] & (sizes[group] >= _RATHER * sizes[largest])).any():
+                    why = f"a constant that the padding of {layer.node.target} makes visible"
+                    changed |= self.atoms.need(source.atoms[[largest]], why)
+        return changed
 
     def _wanted(self, layer: Layer, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[C_in]: read by a kernel that stays, and not taken into its bias."""

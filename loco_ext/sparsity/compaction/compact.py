@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from loco_ext.sparsity.compaction import cost as costs
+from loco_ext.sparsity.compaction.agreement import Pair, copies, is_right
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.describe import describe
+from loco_ext.sparsity.compaction.further import further_pairs
 from loco_ext.sparsity.compaction.layout import in_channels_last
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.report import Report
@@ -23,8 +25,6 @@ from loco_ext.sparsity.compaction.unmix import unmix
 from loco_ext.sparsity.compaction.untraced import crop_modules
 
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
-# Of the largest output: the two networks round differently.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 def compact(
@@ -42,10 +42,14 @@ def compact(
     that is exact at every size of the input; a residual block that adds nothing becomes the identity. What cannot be
     made smaller safely stays as it is, and the report says why. Gradients flow: the result can be trained on.
 
+    Sizes are those that hold for every input that the model takes, not the example's. The result is compared with the
+    model on the example and on two further batch sizes and sizes that the model takes, with numbers drawn from it.
+
     Args:
         model: any module; left alone. Taken as in eval mode: what depends on ``training`` inside its own code (not
             inside modules of torch.nn) stays as in eval mode.
-        example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast.
+        example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast. The
+            result takes other sizes, as the model does, but as many dimensions: no image without a batch after a batch.
         cost: "measured": kernels of several sizes in one layer become several convolutions, or one
             :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example, images are converted
             to channels_last on their way in, and back on their way out, where that is, and the model itself is returned
@@ -81,16 +85,20 @@ def compact(
     costs.forget()
     dense = _copy(_unwrapped(model)).eval()
     with torch.no_grad():
-        expected = dense(*_copies(inputs))
+        example = Pair(dense, list(inputs), dense(*copies(inputs)))
+    further = further_pairs(dense, inputs, batch_alone=fixed_size)
+    same: Callable[[], Result]
     try:
         traced = trace(unmix(dense), inputs)
-        if not _is_right(traced, inputs, expected):
+        if not is_right(traced, [example, *further]):
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
-        results = _untraced(dense, inputs, COSTS[cost], str(error))
+        smaller = [_untraced(dense, inputs, COSTS[cost], str(error))]
+        same = partial(_untraced, dense, inputs, costs.as_it_is, str(error))
     else:
-        results = _rewritten(traced, inputs, COSTS[cost], fixed_size, fold_norms)
-    network, report = _select(dense, results, inputs, expected, measured=cost == "measured")
+        smaller = _rewritten(traced, example, COSTS[cost], fixed_size, fold_norms)
+        same = partial(_as_it_is, dense, inputs)
+    network, report = _select(dense, smaller, same, example, further, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
     training = {name: module.training for name, module in _unwrapped(model).named_modules()}
@@ -99,94 +107,105 @@ def compact(
     return network, report
 
 
-Result = tuple[nn.Module, Report]
+Result = tuple[nn.Module, Callable[[], Report]]  # a network, and what writes the report on it
 
 
 def _rewritten(
-    traced: fx.GraphModule, inputs: Sequence[Any], choose: Choose, fixed_size: bool, norms_folded: bool
+    traced: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool, norms_folded: bool
 ) -> list[Result]:
-    """The smaller network, perhaps in several versions, and last the model as it is."""
-    same = _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
+    """The smaller network, and others that may take its place; the fastest comes first where time is measured."""
     if norms_folded:
         fold(traced)
-    if choose is costs.fastest:
-        traced = _in_faster_format(traced, inputs)
+    measured = choose is costs.fastest
     plain = Channels(traced, fixed_size=fixed_size)
+    first = _rewrite(traced, plain, choose)
+    if measured:
+        traced, plain, first = _in_faster_format(traced, plain, first, example.inputs)
     scatter = plain.scatterable()
-    versions = [Channels(traced, scatter, fixed_size), plain] if scatter else [plain]
-    results: list[Result] = []
-    for multiple in costs.MULTIPLES if choose is costs.fastest else (1,):
-        changed = [channels.fill(multiple) for channels in versions]
-        if any(changed) or not results:
-            results = [*(_rewrite(traced, channels, choose) for channels in versions), *results]
-    return [*results, same]
+    versions, results = [plain], [first]
+    if scatter:
+        versions.insert(0, Channels(traced, scatter, fixed_size))
+        results.insert(0, _rewrite(traced, versions[0], choose))
+    if not measured:
+        return results
+    best = _fastest(results, example)
+    if best is None:
+        return results
+    channels = versions[results.index(best)]
+    filled = [_rewrite(traced, channels, choose) for multiple in costs.MULTIPLES if channels.fill(multiple)]
+    best = _fastest([best, *filled], example) if filled else best
+    return results if best is None else [best, *results]
 
 
-def _in_faster_format(traced: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph, with images in channels_last memory format inside where what becomes of it is faster so."""
+def _fastest(results: list[Result], example: Pair) -> Result | None:
+    """Of those that are right; None where none is."""
+    right = [result for result in results if is_right(result[0], [example])]
+    if len(right) < 2:
+        return right[0] if right else None
+    times = _latencies([network for network, _ in right], example.inputs, costs.A_GLANCE)
+    return right[times.index(min(times))]
+
+
+def _in_faster_format(
+    traced: fx.GraphModule, channels: Channels, result: Result, inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, Channels, Result]:
+    """The graph, its analysis and what becomes of it, with images in channels_last inside where that is faster."""
     other = in_channels_last(traced, inputs)
     if other is None:
-        return traced
-    networks = [_rewrite(graph, Channels(graph), costs.fastest)[0] for graph in (traced, other)]
-    first, second = costs.latencies([partial(network, *inputs) for network in networks], _device(traced))
-    return other if second < first else traced
+        return traced, channels, result
+    other_channels = Channels(other, fixed_size=channels.fixed_size)
+    other_result = _rewrite(other, other_channels, costs.fastest)
+    first, second = _latencies([result[0], other_result[0]], inputs, costs.A_GLANCE)
+    return (other, other_channels, other_result) if second < first else (traced, channels, result)
 
 
 def _rewrite(traced: fx.GraphModule, channels: Channels, choose: Choose) -> Result:
     rewriter = Rewriter(traced, channels, choose)
-    return rewriter.build(), describe(channels, rewriter)
+    return rewriter.build(), partial(describe, channels, rewriter)
 
 
-def _untraced(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> list[Result]:
-    return [crop_modules(dense, inputs, choice, why) for choice in (choose, costs.as_it_is)]
+def _as_it_is(dense: nn.Module, inputs: Sequence[Any]) -> Result:
+    traced = trace(unmix(dense), inputs)
+    return _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
 
 
-def _select(dense: nn.Module, results: list[Result], inputs: Sequence[Any], expected: Any, measured: bool) -> Result:
-    """The smaller network that is fastest or comes first; the model as it is where none is right and fast enough."""
-    *smaller, same = results
-    if not _is_right(same[0], inputs, expected):
-        same = dense, same[1]
-    right = [(network, report) for network, report in smaller if _is_right(network, inputs, expected)]
-    if not right:
-        return _kept(same, "the outputs of a smaller network would differ on the example")
-    if not measured:
-        return right[0]
-    networks = [dense, *(network for network, _ in right)]
-    first, *times = costs.latencies([partial(network, *inputs) for network in networks], _device(dense))
-    latency, (network, report) = min(zip(times, right, strict=True), key=lambda pair: pair[0])
-    if latency > first:
-        network, report = _kept(same, f"a smaller network takes {latency / first:.3f} times as long on the example")
-    report.latency_before, report.latency_after = first, min(latency, first)
-    return network, report
+def _untraced(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> Result:
+    network, report = crop_modules(dense, inputs, choose, why)
+    return network, lambda: report
 
 
-def _kept(same: Result, why: str) -> Result:
-    same[1].notes["model"] = f"it stays as it is: {why}"
-    return same
+def _select(
+    dense: nn.Module,
+    smaller: list[Result],
+    same: Callable[[], Result],
+    example: Pair,
+    further: Sequence[Pair],
+    measured: bool,
+) -> tuple[nn.Module, Report]:
+    """The first smaller network that is right; the model as it is where there is none, or where it is not faster.
+
+    What was chosen as the fastest of several is in part the luckiest: it and the model are measured anew.
+    """
+    able = [result for result in smaller if is_right(result[0], [example])]
+    right = next((result for result in able if is_right(result[0], further)), None)
+    why = f"the outputs of a smaller network would differ on {'inputs of other sizes' if able else 'the example'}"
+    before = after = None
+    if right is not None and measured:
+        before, after = _latencies([dense, right[0]], example.inputs, costs.A_LOOK)
+        if after > before:
+            why = f"a smaller network takes {after / before:.3f} times as long on the example"
+            right, after = None, before
+    network, report = same() if right is None else right
+    described = report()
+    if right is None:
+        described.notes["model"] = f"it stays as it is: {why}"
+        network = network if is_right(network, [example, *further]) else dense
+    described.latency_before, described.latency_after = before, after
+    return network, described
 
 
-def _is_right(network: nn.Module, inputs: Sequence[Any], expected: Any) -> bool:
-    """Whether the network gives what is expected; not where it fails, say as it reads a layer's attributes."""
-    try:
-        with torch.no_grad():
-            return _agree(network(*_copies(inputs)), expected)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
-        return False
-
-
-def _agree(results: Any, expected: Any) -> bool:
-    """Whether all tensors are equal but for rounding, which grows with the largest of a tensor's numbers."""
-    pairs = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(expected), strict=True)
-    return all(_equal(x, y) for x, y in pairs if isinstance(y, Tensor))
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if y.dtype not in _TOLERANCES:
-        return torch.equal(x, y)
-    scale = y[y.isfinite()].abs().max().item() if y.isfinite().any() else 0.0
-    return torch.allclose(x, y, rtol=0, atol=_TOLERANCES[y.dtype] * scale, equal_nan=True)
+def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
+    return costs.latencies([partial(network, *inputs) for network in networks], _device(networks[0]), budget)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -194,10 +213,6 @@ def _copy(model: nn.Module) -> nn.Module:
     held = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
     memo = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}
     return copy.deepcopy(model, memo)
-
-
-def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
 
 
 def _device(model: nn.Module) -> torch.device:

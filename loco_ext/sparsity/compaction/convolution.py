@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,12 +21,16 @@ from torch import Tensor, fx, nn
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
+from loco_ext.sparsity.compaction.places import put, unused
 from loco_ext.sparsity.compaction.take import take_channels
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
 MIXED = "mixed"  # all kernels of a layer at once, by :func:`loco_ext.ops.mixed_conv2d`
 Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds all of theirs
+# oneDNN's backward of a strided 1x1 convolution of channels_last images writes out of bounds where it has fewer input
+# channels than a vector has elements (uxlfoundation/oneDNN#6035).
+VECTOR = 16
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,11 @@ class Convolution:
         return self.weight.dim() - 2
 
 
-def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels_last: bool) -> Convolution:
-    """The module with these kernels, which may be fewer; of a grouped convolution whole groups.
+def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: int, channels_last: bool) -> Convolution:
+    """The module with these kernels, which may be fewer and have fewer channels each.
 
     Args:
+        channels: that it reads, in all groups together.
         channels_last: as the module's result is; where image and kernel have a size of 1, no strides tell.
     """
     return Convolution(
@@ -61,7 +66,7 @@ def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels_la
         stride=module.stride,
         pads=paddings(module),
         dilation=module.dilation,
-        groups=len(weight) * module.groups // module.out_channels if module.groups > 1 else 1,
+        groups=channels // weight.shape[1],
         padding_mode=module.padding_mode,
         trained=module.weight.requires_grad,
         channels_last=channels_last,
@@ -227,6 +232,12 @@ def emit(
     return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
 
 
+def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
+    """Whether the bucket's kernels have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
+    strided = any(step > 1 for step in convolution.stride)
+    return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
+
+
 def _emit_each(
     owner: nn.Module, graph: fx.Graph, source: fx.Node, name: str, convolution: Convolution, buckets: Sequence[Bucket]
 ) -> fx.Node:
@@ -235,7 +246,16 @@ def _emit_each(
     for number, bucket in enumerate(buckets):
         pads = pads_of(bucket.box, convolution)
         target = name if len(buckets) == 1 else unused(owner, f"{name}_{number}")
-        if is_even(pads):
+        if is_narrow_and_strided(bucket, convolution):
+            every: Any = (..., *(slice(None, None, step) for step in convolution.stride))
+            read = graph.call_function(operator.getitem, (pad(graph, source, pads, convolution.padding_mode), every))
+            put(
+                owner,
+                target,
+                _module(replace(convolution, stride=(1,) * convolution.axes), bucket, [0] * convolution.axes),
+            )
+            parts.append(graph.call_module(target, (read,)))
+        elif is_even(pads):
             put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
             parts.append(graph.call_module(target, (source,)))
         elif bucket.style == "crop":
@@ -340,19 +360,3 @@ def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
     spans = [slice(lower or None, -upper or None) for lower, upper in margins]
     place: Any = (..., *spans)
     return graph.call_function(operator.getitem, (source, place))
-
-
-def unused(owner: nn.Module, name: str) -> str:
-    """The dotted name, lengthened until the owner has nothing else there."""
-    path, _, last = name.rpartition(".")
-    while hasattr(owner.get_submodule(path), last):
-        last += "_"
-    return f"{path}.{last}" if path else last
-
-
-def put(owner: nn.Module, target: str, module: nn.Module) -> None:
-    """Sets a submodule of the owner by its dotted name."""
-    *path, name = target.split(".")
-    for step in path:
-        owner = getattr(owner, step)
-    setattr(owner, name, module)

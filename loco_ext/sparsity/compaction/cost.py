@@ -38,6 +38,7 @@ MULTIPLES = (1, VECTOR // 2, VECTOR)  # of channels, to which they may be filled
 _EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
 _MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # that are considered, timed in parts, and timed as a whole
 _MEASURED: dict[Hashable, float] = {}  # seconds, by _name
+A_GLANCE, A_LOOK = 1.0, 2.5  # seconds in which networks are compared
 _MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
 
 
@@ -115,9 +116,9 @@ def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
     return sorted(distinct, key=effort)[:_MOST_WAYS]
 
 
-def latencies(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Median seconds of each call, made in turns."""
-    return [statistics.median(values) for values in _samples(calls, device, budget=4.0)]
+def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:
+    """Median seconds of each call, made in turns for about ``budget`` seconds in all."""
+    return [statistics.median(values) for values in _samples(calls, device, budget)]
 
 
 def forget() -> None:

@@ -25,13 +25,13 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
         if reading.role is Role.CONVOLUTION or (reading.role is Role.PER_CHANNEL and depthwise):
             name, before = str(node.target), module.weight.detach()
             after, buckets = rewriter.layers.get(name, (None, ()))
-            layer = describe_layer(name, before, prod(node.meta["shape"][2:]), after, buckets)
+            pixels = prod(node.meta["shape"][1:]) // len(before)
+            layer = describe_layer(name, before, pixels, after, buckets)
             layer.kept = _why_kept(channels, node, before)
             report.layers.append(layer)
         elif reading.role is Role.OTHER and node.op not in ("placeholder", "output", "get_attr"):
             name = str(node.target) if node.op == "call_module" else node.name
-            why = channels.reader.why_opaque(node) or "nothing is known of what it does to channels"
-            report.notes[name] = f"all its channels are kept: {why}"
+            report.notes[name] = f"all its channels are kept: {channels.reader.why_kept(node)}"
     return report
 
 

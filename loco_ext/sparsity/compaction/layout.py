@@ -27,7 +27,11 @@ def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     known = {
         node: reader.read(node).role not in strict and "memory_format" not in node.kwargs for node in result.graph.nodes
     }
-    images = [node for node in known if len(node.meta.get("shape", ())) in FORMATS and node.op != "get_attr"]
+    images = [
+        node
+        for node in known
+        if len(node.meta.get("shape", ())) in FORMATS and node.op != "get_attr" and reader.axis(node) == 1
+    ]
     converted = False
     for node in images:
         single = node.meta["shape"][1] == 1

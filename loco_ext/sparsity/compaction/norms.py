@@ -8,7 +8,7 @@ from typing import cast
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from loco_ext.sparsity.compaction.convolution import put
+from loco_ext.sparsity.compaction.places import put
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Reader, Role
 
 

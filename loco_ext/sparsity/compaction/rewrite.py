@@ -22,12 +22,11 @@ from loco_ext.sparsity.compaction.convolution import (
     emit,
     in_turn,
     paddings,
-    put,
     restoring,
-    unused,
 )
 from loco_ext.sparsity.compaction.fusion import epilogue_of, fuse
 from loco_ext.sparsity.compaction.memory import HOLDERS
+from loco_ext.sparsity.compaction.places import put, unused
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, arithmetic, is_depthwise
 from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
@@ -47,7 +46,7 @@ class Rewriter:
 
     def __init__(self, traced: fx.GraphModule, channels: Channels, choose: Choose) -> None:
         self._traced, self._channels, self._choose = traced, channels, choose
-        self._owner = copy.deepcopy(traced)
+        self._owner = copy.deepcopy(traced, {id(x): x for x in (*traced.parameters(), *traced.buffers())})
         self._modules = dict(traced.named_modules())
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
@@ -82,9 +81,10 @@ class Rewriter:
         outputs, classes = self._channels.kept(node).tolist(), self._channels.classes(node)
         if not outputs:
             return
-        weight, bias, _ = self._cut(node, source, outputs, self._channels.kept(source).tolist())
+        inputs = self._channels.kept(source).tolist()
+        weight, bias, _ = self._cut(node, source, outputs, inputs)
         module = self._channels.layers[node].module
-        buckets = self._choose(self._as_convolution(node, module, weight, bias), source.meta, True)
+        buckets = self._choose(self._as_convolution(node, module, weight, bias, len(inputs)), source.meta, True)
         self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(in_turn(buckets))})
         ends = itertools.accumulate(len(bucket.kernels) for bucket in buckets)
         self._led[node] = [
@@ -107,8 +107,9 @@ class Rewriter:
             return
         if reading.role in (Role.OTHER, Role.SIZE):
             buffer = self._channels.reader.buffer(node)
-            if buffer is not None and node in self._kept and self._kept[node] != list(range(buffer.shape[1])):
-                self._new[node] = self._constant(node, "vector", buffer[:, self._kept[node]])
+            if buffer is not None and node in self._kept and self._kept[node] != list(range(buffer.numel())):
+                kept = torch.tensor(self._kept[node], device=buffer.device)
+                self._new[node] = self._constant(node, "vector", buffer.index_select(self._axis(node), kept))
             elif all(source in self._new for source in node.all_input_nodes):
                 self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
             return
@@ -118,6 +119,7 @@ class Rewriter:
             Role.JOIN: self._join,
             Role.CAT: self._cat,
             Role.TAKE: self._take,
+            Role.PERMUTE: self._permute,
             Role.FLATTEN: self._flatten,
         }[reading.role]
         self._new[node] = add(node, reading.sources)
@@ -132,32 +134,51 @@ class Rewriter:
             result = self._graph.call_module(str(node.target), (self._new[source],))
         else:
             free = self._channels.free(node)
-            result, order = self._emit(node, source, self._as_convolution(node, layer.module, weight, bias), free)
+            convolution = self._as_convolution(node, layer.module, weight, bias, len(inputs))
+            result, order = self._emit(node, source, convolution, free)
             self._kept[node] = [outputs[k] for k in order]
             border = border if border is None else border[:, order]
         if border is None:
             return result
         return self._graph.call_function(torch.add, (result, self._constant(node, "border", border)))
 
-    def _as_convolution(self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None) -> Convolution:
-        convolution = as_convolution(module, weight, bias, node.meta["channels_last"])
+    def _as_convolution(
+        self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None, channels: int
+    ) -> Convolution:
+        convolution = as_convolution(module, weight, bias, channels, node.meta["channels_last"])
         return replace(convolution, then=epilogue_of(node, self._modules))
 
     def _cut(
         self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weights between channels that stay, the bias with constants in it, or else the map of what these give."""
+        """Weights between channels that stay, the bias with constants in it, or else the map of what these give.
+
+        The groups of a layer that are left have equal numbers of channels, and come one after the other.
+        """
+        layer = self._channels.layers[node]
+        height, width = len(layer.live) // layer.groups, layer.live.shape[1]
+        parts = []
+        for group in dict.fromkeys(k // height for k in outputs):
+            rows = [k for k in outputs if k // height == group]
+            columns = [c - group * width for c in inputs if c // width == group]
+            parts.append(self._cut_group(node, source, rows, columns, slice(group * width, (group + 1) * width)))
+        weights, biases, borders = zip(*parts, strict=True)
+        rows = [len(weight) for weight in weights]
+        return torch.cat(weights), _joined(biases, rows, 0), _joined(borders, rows, 1)
+
+    def _cut_group(
+        self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int], group: slice
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The same of one group; ``inputs`` are counted from the beginning of the group."""
         layer = self._channels.layers[node]
         module: Any = layer.module
-        needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[inputs]
+        needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[group][inputs]
         whole = module.weight.detach()[outputs]
         whole[~torch.from_numpy(needed)] = 0
         bias = self._bias(node, module, outputs)
-        if layer.groups > 1:
-            return whole, bias, None
         weight = whole[:, inputs]
         weight[:, ~torch.from_numpy(read)] = 0
-        constants = self._channels.values[source].constants
+        constants = self._channels.values[source].constants[group]
         live = layer.live[outputs][needed].any(0) & (constants != 0)
         gone = np.setdiff1d(np.flatnonzero(live), np.array(inputs)[read])
         if not len(gone):
@@ -204,7 +225,7 @@ class Rewriter:
             return self._graph.node_copy(node, self._new.__getitem__)
         if is_depthwise(module):
             bias = None if module.bias is None else module.bias.detach()[kept]
-            convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias)
+            convolution = self._as_convolution(node, module, module.weight.detach()[kept], bias, len(kept))
             return self._emit(node, sources[0], convolution, free=False)[0]
         if type(module) in BATCH_NORMS or (isinstance(module, nn.PReLU) and module.num_parameters > 1):
             put(self._owner, str(node.target), _cut_by_channel(module, kept))
@@ -222,10 +243,10 @@ class Rewriter:
         terms = {source: self._new[source] for source in sources}
         if kept != others:
             index = self._constant(node, "order", torch.tensor([others.index(c) for c in kept]).to(node.meta["device"]))
-            terms[sources[1]] = self._graph.call_function(take_channels, (terms[sources[1]], index))
+            terms[sources[1]] = self._take_channels(terms[sources[1]], index, self._axis(node))
         result = self._graph.node_copy(node, terms.__getitem__)
-        kinds = [(source.meta["shape"], source.meta["dtype"]) for source in sources]
-        result.meta[HOLDERS] = (0, 1) if kinds[0] == kinds[1] else ()
+        alike = self._channels.same_size(*sources) and sources[0].meta["dtype"] == sources[1].meta["dtype"]
+        result.meta[HOLDERS] = (0, 1) if alike else ()
         return result
 
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
@@ -250,14 +271,15 @@ class Rewriter:
         known = [c for c in present if np.isfinite(constants[c])]
         missing = ~np.isin(kept, present)
         if missing.any() and not known:
-            result = self._graph.call_function(F.pad, (result, [0] * (2 * len(part.meta["shape"]) - 4) + [0, 1]))
+            behind = len(part.meta["shape"]) - 1 - self._axis(part)
+            result = self._graph.call_function(F.pad, (result, [0] * (2 * behind) + [0, 1]))
         places = {constants[c]: present.index(c) for c in known} or {0.0: len(present)}
         default = next(iter(places))
         found = [constants[c] if constants[c] in places else default for c in kept]
         index = [places[k] if gone else present.index(c) for c, k, gone in zip(kept, found, missing, strict=True)]
         if index != list(range(len(present))):
             which = torch.tensor(index, device=part.meta["device"])
-            result = self._graph.call_function(take_channels, (result, self._constant(node, "which", which)))
+            result = self._take_channels(result, self._constant(node, "which", which), self._axis(part))
         return result, np.where(missing, rest - np.array(found), 0.0)
 
     def _join_constant(self, node: fx.Node, sources: Sequence[fx.Node], constant: int) -> fx.Node:
@@ -286,12 +308,23 @@ class Rewriter:
         source = self._new[sources[0]]
         places = [self._kept[sources[0]].index(taken[c]) for c in self._kept[node]]
         first, past = places[0], places[0] + len(places)
+        axis = self._axis(sources[0])
         if places != list(range(first, past)):
             index = torch.tensor(places, device=sources[0].meta["device"])
-            return self._graph.call_function(take_channels, (source, self._constant(node, "index", index)))
+            return self._take_channels(source, self._constant(node, "index", index), axis)
         if len(places) == len(self._kept[sources[0]]):
             return source
-        return self._graph.call_function(operator.getitem, (source, (slice(None), slice(first, past))))
+        return self._graph.call_function(operator.getitem, (source, (*[slice(None)] * axis, slice(first, past))))
+
+    def _take_channels(self, source: fx.Node, index: fx.Node, axis: int) -> fx.Node:
+        return self._graph.call_function(take_channels, (source, index) if axis == 1 else (source, index, axis))
+
+    def _permute(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
+        self._kept[node] = self._kept[sources[0]]
+        return self._graph.node_copy(node, self._new.__getitem__)
+
+    def _axis(self, node: fx.Node) -> int:
+        return self._channels.reader.axis(node)
 
     def _flatten(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         pixels = node.meta["shape"][1] // sources[0].meta["shape"][1]
@@ -299,7 +332,8 @@ class Rewriter:
         return self._graph.call_function(torch.flatten, (self._new[sources[0]], 1))
 
     def _vector(self, node: fx.Node, like: fx.Node, numbers: Floats) -> fx.Node:
-        shape = (1, -1, *[1] * (len(like.meta["shape"]) - 2))
+        shape = [1] * len(like.meta["shape"])
+        shape[self._axis(like)] = -1
         value = torch.from_numpy(numbers).reshape(shape).to(like.meta["device"], like.meta["dtype"])
         return self._constant(node, "constants", value)
 
@@ -308,6 +342,17 @@ class Rewriter:
         name = unused(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
+
+
+def _joined(parts: Sequence[Tensor | None], rows: Sequence[int], axis: int) -> Tensor | None:
+    """What the groups have of a bias or map, along an axis; zeros for ``rows`` of those that have nothing."""
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return None
+    shapes = [[count if a == axis else size for a, size in enumerate(some.shape)] for count in rows]
+    return torch.cat(
+        [some.new_zeros(shape) if part is None else part for part, shape in zip(parts, shapes, strict=True)], axis
+    )
 
 
 def _folded(weight: Tensor, constants: Floats, bias: Tensor | None) -> Tensor:

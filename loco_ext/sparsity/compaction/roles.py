@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
+from loco_ext.sparsity.compaction.sizes import Inference
 from loco_ext.sparsity.compaction.take import take_channels
 
 
 class Role(Enum):
-    """What a node does to the channels (axis 1) of its argument."""
+    """What a node does to the channels of its argument: axis 1, or the last axis of what linear layers read."""
 
     CONVOLUTION = "convolution"  # also a linear layer, whose channels are features
     PER_CHANNEL = "per channel"  # channel i of the result depends on channel i alone
@@ -27,6 +28,7 @@ class Role(Enum):
     CAT = "cat"
     TAKE = "take"  # some channels, or all in another order
     PARTS = "parts"  # a tuple of such; what takes one out of it is TAKE
+    PERMUTE = "permute"  # channels lie along another axis
     FLATTEN = "flatten"  # each channel becomes as many features as it has pixels
     SIZE = "size"  # reads sizes of other axes
     OTHER = "other"  # anything: nothing is known of its channels
@@ -61,6 +63,7 @@ _POINTWISE_NAMES = {
 _POINTWISE_FUNCTIONS = {
     getattr(library, name): name for library in (torch, F) for name in _POINTWISE_NAMES if hasattr(library, name)
 }
+_OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # whatever the rank of what they read
 _ARITHMETIC: dict[Any, str] = {
     **{operator.add: "add", operator.iadd: "add", torch.add: "add"},
     **{operator.sub: "sub", operator.isub: "sub", torch.sub: "sub"},
@@ -87,6 +90,7 @@ class Reader:
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self.modules = dict(traced.named_modules())
+        self.sizes = Inference(traced)
         self._root = traced
         nodes = [node for node in traced.graph.nodes if node.op == "call_module"]
         self._calls = Counter(id(self.modules[str(node.target)]) for node in nodes)
@@ -97,6 +101,18 @@ class Reader:
             for node in traced.graph.nodes
             if node.op == "get_attr" and (owner := str(node.target).rpartition(".")[0]) in self.modules
         }
+        self._axes: dict[fx.Node, int] = {}
+        for node in traced.graph.nodes:
+            if "shape" in node.meta:
+                self._axes[node] = self._result_axis(node, self.read(node))
+
+    def axis(self, node: fx.Node) -> int:
+        """The axis along which a tensor's channels lie."""
+        return self._axes[node]
+
+    def channels(self, node: fx.Node) -> int | None:
+        """The number of a tensor's channels; None where it depends on the inputs' sizes."""
+        return self.sizes.number(node, self._axes[node]) if node in self._axes else None
 
     def module(self, node: fx.Node) -> Any:
         """The module that the node calls, None where it calls none."""
@@ -119,37 +135,69 @@ class Reader:
             return "its weights are read outside it"
         return None
 
+    def why_kept(self, node: fx.Node) -> str:
+        """Why nothing is removed of what a node with the role OTHER reads or gives."""
+        module = self.module(node)
+        sizes = (len(source.meta["shape"]) for source in node.all_input_nodes if "shape" in source.meta)
+        if type(module) in CONVOLUTIONS and module.weight.dim() - 1 in sizes:
+            return "what it reads has no batch"
+        return self.why_opaque(node) or "nothing is known of what it does to channels"
+
     def read(self, node: fx.Node) -> Reading:
-        """The node's role; OTHER for whatever is not known to be one of the others."""
+        """The node's role; OTHER for whatever is not known to be one of the others, at every size of the inputs."""
         sources = tuple(source for source in node.all_input_nodes if "shape" in source.meta)
         opaque = self.why_opaque(node) is not None
         if not opaque and self.taken(node) is not None:
             return Reading(Role.TAKE, (_taken_from(node),))
         if not sources or opaque:
             return Reading(Role.OTHER, sources)
-        if _splits_channels(node) and all(self.taken(user) is not None for user in node.users):
+        if self._splits_channels(node) and all(self.taken(user) is not None for user in node.users):
             return Reading(Role.PARTS, sources)
         if "shape" not in node.meta:
-            return Reading(Role.SIZE if _reads_other_sizes(node) else Role.OTHER, sources)
+            return Reading(Role.SIZE if self._reads_other_sizes(node) else Role.OTHER, sources)
+        if any(self.channels(source) is None for source in sources):
+            return Reading(Role.OTHER, sources)
         role = self._role_of_module(node, sources[0]) if node.op == "call_module" else self._role_of_call(node)
-        return Reading(role, sources)
+        reading = Reading(role, sources)
+        known = self.sizes.number(node, self._result_axis(node, reading)) is not None
+        return reading if known else Reading(Role.OTHER, sources)
+
+    def _result_axis(self, node: fx.Node, reading: Reading) -> int:
+        """The axis of the result's channels: of what nothing is known it is the one that its readers ask for."""
+        dims = len(node.meta["shape"])
+        if type(self.module(node)) in _OF_THE_LAST_AXIS:
+            return dims - 1
+        if reading.role is Role.PERMUTE:
+            return _axes_in_order(node).index(self._axes[reading.sources[0]])
+        if reading.role is Role.JOIN:
+            return max(self._axes[source] - len(source.meta["shape"]) for source in reading.sources) + dims
+        if node.op == "get_attr":
+            return next((axis for axis, size in enumerate(node.meta["shape"]) if size != 1), min(1, dims - 1))
+        if reading.role is not Role.OTHER:
+            return self._axes[reading.sources[0]]
+        last = bool(node.users) and all(type(self.module(user)) in _OF_THE_LAST_AXIS for user in node.users)
+        return dims - 1 if dims == 1 or last or self.sizes.number(node, 1) is None else 1
 
     def _role_of_module(self, node: fx.Node, source: fx.Node) -> Role:
         module, dims = self.module(node), len(source.meta["shape"])
         kind = type(module)
         if len(node.args) != 1 or node.kwargs:
             return Role.OTHER
+        if kind is nn.Linear and self.axis(source) == dims - 1:
+            return Role.CONVOLUTION
+        if kind in _POINTWISE_MODULES and dims >= 2:
+            return Role.PER_CHANNEL
+        if self.axis(source) != 1:
+            return Role.OTHER
         if kind in CONVOLUTIONS and dims == module.weight.dim():
             return Role.PER_CHANNEL if is_depthwise(module) else Role.CONVOLUTION
-        if kind is nn.Linear and dims == 2:
-            return Role.CONVOLUTION
-        if kind in BATCH_NORMS or (kind is nn.PReLU and dims >= 2) or (kind in _POINTWISE_MODULES and dims >= 2):
+        if kind in BATCH_NORMS or (kind is nn.PReLU and dims >= 2):
             return Role.PER_CHANNEL
         if kind in _POOLS and not getattr(module, "return_indices", False):
             return Role.PER_CHANNEL if dims == _spatial_axes(module) + 2 else Role.OTHER
         if kind is nn.Upsample and module.mode in ("nearest", "linear", "bilinear", "trilinear"):
             return Role.PER_CHANNEL
-        if kind is nn.Flatten and module.start_dim == 1 and module.end_dim in (-1, dims - 1):
+        if kind is nn.Flatten and self._flattens(node, source):
             return Role.FLATTEN
         return Role.OTHER
 
@@ -157,18 +205,25 @@ class Reader:
         if node.op == "get_attr" or len(node.meta["shape"]) < 2:
             return Role.OTHER
         if arithmetic(node):
-            return _role_of_arithmetic(node)
+            return self._role_of_arithmetic(node)
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target in (torch.cat, torch.concat):
-            return Role.CAT if is_cat_of_channels(node) else Role.OTHER
+            along_1 = all(self.axis(source) == 1 for source in node.all_input_nodes if "shape" in source.meta)
+            return Role.CAT if is_cat_of_channels(node) and along_1 else Role.OTHER
         if first is None or any(x is not first and "shape" in x.meta for x in node.all_input_nodes):
             return Role.OTHER
-        if is_flattening(node, first, self._is_pixel(first)):
+        if _axes_in_order(node):
+            return Role.PERMUTE
+        named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
+        if named in _POINTWISE_NAMES and not _trains(node) and len(node.all_input_nodes) == 1:
+            return Role.PER_CHANNEL
+        if self.axis(first) != 1:
+            return Role.OTHER
+        if _name_of(node) in ("flatten", "view", "reshape") and self._flattens(node, first):
             return Role.FLATTEN
         if len(node.all_input_nodes) > 1:
             return Role.OTHER
-        named = node.target if node.op == "call_method" else _POINTWISE_FUNCTIONS.get(node.target)
-        if (named in _POINTWISE_NAMES and not _trains(node)) or _is_crop(node) or is_padding(node):
+        if _is_crop(node) or is_padding(node):
             return Role.PER_CHANNEL
         if node.target in _POOL_FUNCTIONS:
             batched = len(first.meta["shape"]) == _POOL_FUNCTIONS[node.target] + 2
@@ -180,37 +235,76 @@ class Reader:
         source = node.args[0] if node.args else None
         if "shape" not in node.meta or not isinstance(source, fx.Node):
             return None
-        if node.target is operator.getitem and isinstance(node.args[1], int) and _splits_channels(source):
+        if node.target is operator.getitem and isinstance(node.args[1], int) and self._splits_channels(source):
             whole: Any = source.args[0]
-            split = getattr(torch, getattr(source.target, "__name__", str(source.target)))
+            split = getattr(torch, _name_of(source))
             parts = split(torch.arange(whole.meta["shape"][1]), *source.args[1:2])
             return np.asarray(parts[node.args[1]])
-        channels = np.arange(source.meta.get("shape", (0, 0))[1]) if len(source.meta.get("shape", ())) > 1 else None
-        if channels is None or len(node.meta["shape"]) != len(source.meta["shape"]):
+        count = self.channels(source)
+        if count is None or len(node.meta["shape"]) != len(source.meta["shape"]):
             return None
+        channels = np.arange(count)
         if node.target is operator.getitem:
-            return _sliced(channels, node.args[1])
-        axes = (), (1,), (1 - len(node.meta["shape"]),)
-        if node.target is take_channels and node.args[2:] in axes and isinstance(node.args[1], fx.Node):
-            index = self.buffer(node.args[1])
+            return _sliced(channels, node.args[1]) if self.axis(source) == 1 else None
+        if node.target is take_channels and isinstance(node.args[1], fx.Node):
+            axis: Any = node.args[2] if len(node.args) > 2 else 1
+            index = self.buffer(node.args[1]) if axis % len(node.meta["shape"]) == self.axis(source) else None
             return None if index is None else channels[index.cpu().numpy()]
-        groups = self.module(node).groups if isinstance(self.module(node), nn.ChannelShuffle) else None
+        shuffles = isinstance(self.module(node), nn.ChannelShuffle) and self.axis(source) == 1
+        groups = self.module(node).groups if shuffles else None
         return None if groups is None else channels.reshape(groups, -1).T.reshape(-1)
 
     def buffer(self, node: fx.Node) -> Tensor | None:
         """The buffer that the node reads, None where it does something else."""
         return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
 
-    def _is_pixel(self, node: fx.Node) -> bool:
-        """Whether the result is pooled to a single pixel, whatever the image's size."""
-        module = self.module(node)
-        if type(module) in _ADAPTIVE_AVERAGE_POOLS:
-            size = module.output_size
-        elif node.target in (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d):
-            size = node.args[1] if len(node.args) > 1 else node.kwargs["output_size"]
-        else:
+    def _flattens(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether the result of a view is one row of features a sample, channel after channel."""
+        return self.sizes.of(node) == self.sizes.flattened(source)
+
+    def _reads_other_sizes(self, node: fx.Node) -> bool:
+        """Whether the node gives sizes of its argument, and none of them is its number of channels."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or "shape" not in source.meta:
             return False
-        return size == 1 or (isinstance(size, tuple | list) and all(length == 1 for length in size))
+        dims, axis = len(source.meta["shape"]), self.axis(source)
+        if node.op == "call_method" and node.target == "size" and len(node.args) == 2:
+            return isinstance(node.args[1], int) and node.args[1] % dims != axis
+        if (node.op == "call_method" and node.target == "size") or (node.target is getattr and node.args[1] == "shape"):
+            picked = [user.args[1] for user in node.users if user.target is operator.getitem]
+            return len(picked) == len(node.users) and all(isinstance(i, int) and i % dims != axis for i in picked)
+        return False
+
+    def _splits_channels(self, node: fx.Node) -> bool:
+        """Whether the node gives a tuple of parts of the channels, each of them next to each other."""
+        source: Any = node.args[0] if node.args else None
+        if _name_of(node) not in ("chunk", "split") or node.all_input_nodes != [source]:
+            return False
+        dims = len(source.meta.get("shape", ()))
+        axis = node.args[2] if len(node.args) == 3 else node.kwargs.get("dim", 0)
+        plain = len(node.args) > 1 and set(node.kwargs) <= {"dim"}
+        along_1 = dims > 1 and self.axis(source) == 1
+        return plain and along_1 and self.channels(source) is not None and axis in (1, 1 - dims)
+
+    def _role_of_arithmetic(self, node: fx.Node) -> Role:
+        tensors = [x for x in node.args if isinstance(x, fx.Node)]
+        if not all(isinstance(x, fx.Node | Real) and (x not in tensors or "shape" in x.meta) for x in node.args):
+            return Role.OTHER
+        if len(tensors) == 1:
+            return Role.PER_CHANNEL
+        ranks = {len(x.meta["shape"]) for x in tensors}
+        places = {self.axis(x) - len(x.meta["shape"]) for x in tensors}
+        counts = {self.channels(x) for x in tensors}
+        alike = len(ranks) == len(places) == len(counts) == 1 and tensors[0] is not tensors[1]
+        return Role.JOIN if alike else Role.OTHER
+
+
+def _name_of(node: fx.Node) -> str:
+    """The name of a method, or of a function of torch."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", "")
+    return name if getattr(torch, name, None) is node.target else ""
 
 
 def is_depthwise(module: Any) -> bool:
@@ -236,44 +330,21 @@ def arithmetic(node: fx.Node) -> str | None:
     return _ARITHMETIC.get(node.target) if node.op == "call_function" else None
 
 
-def _role_of_arithmetic(node: fx.Node) -> Role:
-    tensors = [x for x in node.args if isinstance(x, fx.Node)]
-    if len(tensors) == 1:
-        return Role.PER_CHANNEL if all(isinstance(x, fx.Node | Real) for x in node.args) else Role.OTHER
-    one, other = (x.meta.get("shape", ()) for x in tensors)
-    if len(one) != len(other) or one[1] != other[1] or tensors[0] is tensors[1]:
-        return Role.OTHER
-    return Role.JOIN if all(a == b or 1 in (a, b) for a, b in zip(one, other, strict=True)) else Role.OTHER
-
-
-def is_flattening(node: fx.Node, source: fx.Node, pixel: bool) -> bool:
-    """Whether the result is one row of features a sample, channel after channel, whatever the image's size.
-
-    Args:
-        pixel: whether the source has a single one at every size.
-    """
-    shape = source.meta["shape"]
-    if len(shape) < 2 or node.meta["shape"] != (shape[0], torch.Size(shape[1:]).numel()):
-        return False
-    if node.target is torch.flatten or (node.op == "call_method" and node.target == "flatten"):
-        return bool((node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)) == 1)
-    if node.target is not torch.reshape and not (node.op == "call_method" and node.target in ("view", "reshape")):
-        return False
-    sizes = node.args[1] if len(node.args) == 2 else node.args[1:]
-    rows = sizes[0] if isinstance(sizes, list | tuple) and sizes else sizes
-    return pixel or _is_batch_size(rows)
-
-
-def _splits_channels(node: fx.Node) -> bool:
-    """Whether the node gives a tuple of parts of the channels, each of them next to each other."""
-    named = node.op == "call_method" and node.target in ("chunk", "split")
-    source = node.args[0] if node.args else None
-    if not (named or node.target in (torch.chunk, torch.split)) or not isinstance(source, fx.Node):
-        return False
-    dims = len(source.meta.get("shape", ()))
-    axis = node.args[2] if len(node.args) == 3 else node.kwargs.get("dim", 0)
-    plain = len(node.args) > 1 and not isinstance(node.args[1], fx.Node) and set(node.kwargs) <= {"dim"}
-    return plain and dims > 1 and axis in (1, 1 - dims)
+def _axes_in_order(node: fx.Node) -> list[int]:
+    """For each axis of the result of a permutation, the axis that it is of the source; [] of anything else."""
+    name, args = _name_of(node), node.args[1:]
+    given: Any = args[0] if len(args) == 1 else args
+    if name not in ("permute", "transpose") or node.kwargs or not isinstance(given, list | tuple):
+        return []
+    dims = len(node.meta["shape"])
+    if not all(isinstance(axis, int) for axis in given):
+        return []
+    axes = [axis % dims for axis in given]
+    if name == "permute":
+        return axes
+    order = list(range(dims))
+    order[axes[0]], order[axes[1]] = axes[1], axes[0]
+    return order
 
 
 def _taken_from(node: fx.Node) -> fx.Node:
@@ -309,18 +380,6 @@ def is_padding(node: fx.Node) -> bool:
     pads: Any = node.args[1]
     spatial = len(node.meta["shape"]) - 2
     return isinstance(pads, list | tuple) and len(pads) <= 2 * spatial and all(isinstance(p, int) for p in pads)
-
-
-def _is_batch_size(node: Any) -> bool:
-    """Whether the node gives the size of an input's or result's first axis."""
-    if not isinstance(node, fx.Node) or len(node.args) != 2 or node.args[1] != 0:
-        return False
-    asked: Any = node.args[0]
-    if node.target is operator.getitem and (asked.target == "size" or asked.target is getattr):
-        asked = asked.args[0]
-    elif node.op != "call_method" or node.target != "size":
-        return False
-    return asked.op != "get_attr" and "shape" in asked.meta
 
 
 def is_spatial_mean(node: fx.Node, source: fx.Node) -> bool:
@@ -362,20 +421,6 @@ def is_resampling(node: fx.Node, module: nn.Module | None) -> bool:
 
 def _spatial_axes(module: nn.Module) -> int:
     return int(type(module).__name__[-2])
-
-
-def _reads_other_sizes(node: fx.Node) -> bool:
-    """Whether the node gives sizes of its argument, and none of them is its number of channels."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or "shape" not in source.meta:
-        return False
-    dims = len(source.meta["shape"])
-    if node.op == "call_method" and node.target == "size" and len(node.args) == 2:
-        return isinstance(node.args[1], int) and node.args[1] % dims != 1
-    if (node.op == "call_method" and node.target == "size") or (node.target is getattr and node.args[1] == "shape"):
-        picked = [user.args[1] for user in node.users if user.target is operator.getitem]
-        return len(picked) == len(node.users) and all(isinstance(i, int) and i % dims != 1 for i in picked)
-    return False
 
 
 def _trains(node: fx.Node) -> bool:

@@ -17,20 +17,20 @@ Stream = tuple[int, ...]  # classes of channels
 
 def leaders(channels: Channels) -> list[fx.Node]:
     """The convolution with the most work of each stream whose channels may come in any order."""
-    found: dict[int, set[Stream]] = defaultdict(set)
-    for node in channels.values:
-        stream = channels.classes(node)
-        for channel in stream:
-            found[channel].add(stream)
+    streams = {node: channels.classes(node) for node in channels.values}
+    found: dict[int, Stream] = {}
+    mixed: set[int] = set()  # classes that are in several streams
+    for stream in dict.fromkeys(streams.values()):
+        mixed.update(channel for channel in stream if found.setdefault(channel, stream) is not stream)
     writers: dict[Stream, list[fx.Node]] = defaultdict(list)
     for node, layer in channels.layers.items():
         if layer.groups == 1 and layer.module.weight.dim() > 2 and not channels.free(node):
-            writers[channels.classes(node)].append(node)
+            writers[streams[node]].append(node)
+    immovable = channels.fixed() | mixed
 
     def movable(stream: Stream) -> bool:
         """Whether all values with one of the channels have all of them, each once, and every reader can follow."""
-        whole = len(set(stream)) == len(stream) and all(len(found[channel]) == 1 for channel in stream)
-        return whole and channels.movable(stream)
+        return len(set(stream)) == len(stream) and immovable.isdisjoint(stream)
 
     def work(node: fx.Node) -> int:
         return prod(node.meta["shape"][2:]) * int(channels.layers[node].module.weight.numel())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from loco_ext.ops.memory_format import is_channels_last
+from loco_ext.sparsity.compaction.layers import as_layers, skip_foreign_identities, without_checks
 
 
 class UntraceableError(Exception):
@@ -62,10 +63,13 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     except Exception as error:  # whatever the model's own code raises when it is given proxies
         raise UntraceableError(f"torch.fx cannot trace it: {_first_line(error)}") from error
     _forget(traced, defaults)
+    without_checks(traced)
+    skip_foreign_identities(traced)
     _skip_identities(traced)
     _see_through_in_place(traced)
     try:
         record(traced, example_inputs)
+        as_layers(traced, root)
     except Exception as error:  # whatever a graph raises that has lost a choice which the model's own code makes
         raise UntraceableError(f"the graph that torch.fx makes of it does not run: {_first_line(error)}") from error
     return traced

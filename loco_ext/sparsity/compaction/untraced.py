@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.sparsity.compaction.convolution import alone, as_convolution, put
+from loco_ext.sparsity.compaction.convolution import alone, as_convolution
 from loco_ext.sparsity.compaction.describe import describe_layer
+from loco_ext.sparsity.compaction.places import put
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
@@ -26,7 +27,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
     for name, (read, written) in _calls(result, inputs).items():
         module: Any = result.get_submodule(name)
         weight = module.weight.detach()
-        convolution = as_convolution(module, weight, module.bias, written["channels_last"])
+        convolution = as_convolution(module, weight, module.bias, module.in_channels, written["channels_last"])
         buckets = choose(convolution, read, False)
         pixels = prod(written["shape"][2 - weight.dim() :])
         report.layers.append(describe_layer(name, weight, pixels, weight, buckets))

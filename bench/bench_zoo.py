@@ -1,0 +1,154 @@
+"""What compaction gains on networks of torchvision and timm with half of their filters zeroed.
+
+    python -m bench.bench_zoo                          measures all, writes bench/results/, prints a table
+    python -m bench.bench_zoo --networks tv:resnet18   of some networks; writes nothing without --out
+    python -m bench.bench_zoo --resume                 measures the networks that the file does not have yet
+
+Half of each convolution's filters are zero, drawn at random, the same ones in all convolutions with as many filters, so
+that residual streams lose channels, too. Weights are random; normalisations have the statistics of random images, and
+random scales and shifts. torchvision and timm must be installed beside torch: pip install torchvision timm
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bench import harness, machine, tables
+from loco_ext import sparsity
+from loco_ext.experiments.memory import keep_freed_memory
+
+_TORCHVISION = (
+    "resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 vgg16_bn mobilenet_v2 mobilenet_v3_large mnasnet1_0 "
+    "efficientnet_b0 regnet_y_400mf regnet_x_400mf convnext_tiny shufflenet_v2_x1_0 squeezenet1_1 googlenet"
+)
+_TIMM = "resnet50 efficientnet_b0 regnety_004 mobilenetv3_large_100 convnext_tiny ghostnet_100 repvgg_a2 dla34"
+NETWORKS = tuple(f"tv:{name}" for name in _TORCHVISION.split()) + tuple(f"timm:{name}" for name in _TIMM.split())
+IMAGE = (1, 3, 224, 224)
+CHECKED = ((2, 3, 160, 160), (1, 3, 192, 129))  # sizes at which outputs are compared in float64
+
+
+def make(name: str) -> nn.Module:
+    """An untrained network by its library and name, such as "tv:resnet18".
+
+    Raises:
+        ImportError: the library cannot be imported.
+    """
+    library, _, kind = name.partition(":")
+    try:
+        if library == "tv":
+            from torchvision import models
+
+            options = {"init_weights": False} if kind == "googlenet" else {}
+            network: nn.Module = models.get_model(kind, weights=None, **options)
+            return network
+        import timm
+
+        network = timm.create_model(kind, pretrained=False)
+        return network
+    except (ImportError, RuntimeError) as error:  # the latter where torchvision was built for another torch
+        raise ImportError(f"{name}: expected torchvision and timm for torch {torch.__version__}: {error}") from error
+
+
+@torch.no_grad()
+def halved(name: str) -> nn.Module:
+    """The network with half of each convolution's filters zeroed, in eval mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        network = make(name)
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                count = len(module.weight)
+                order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+                module.weight[order[: count // 2]] = 0
+            elif isinstance(module, _BatchNorm):
+                module.momentum = 1.0
+        network.train()(torch.randn(4, 3, 128, 128))
+        for module in network.modules():
+            if isinstance(module, _BatchNorm):
+                variance: Any = module.running_var
+                variance[variance < 1e-6] = 1.0  # of filters that are zero
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+                nn.init.normal_(module.bias, std=0.1)
+    return network.eval()
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Seconds of the network and of what compaction makes of it, on one thread and in turn; how far outputs differ."""
+    network, x = halved(name), torch.randn(IMAGE)
+    started = time.process_time()
+    smaller, report = sparsity.compact(network, x)
+    seconds = time.process_time() - started
+    times: dict[str, list[float]] = {"network": [], "compacted": []}
+    candidates = {"network": network, "compacted": smaller}
+    with torch.inference_mode():
+        for turn in range(rounds + 1):
+            for key in sorted(candidates, reverse=bool(turn % 2)):
+                begun = time.thread_time()
+                candidates[key](x)
+                times[key] += [time.thread_time() - begun] if turn else []
+    return {
+        "network": name,
+        "candidates": {key: {"median": statistics.median(values)} for key, values in times.items()},
+        "speedup": statistics.median(a / b for a, b in zip(times["network"], times["compacted"], strict=True)),
+        "speedup_reported": (report.latency_before or 1.0) / (report.latency_after or 1.0),
+        "compaction_seconds": seconds,
+        "error": difference(name),
+        "multiply_adds": {
+            "before": report.multiply_adds_before,
+            "after": report.multiply_adds_after,
+            "executed": report.multiply_adds_executed,
+        },
+        "kept": report.notes.get("model"),
+    }
+
+
+@torch.no_grad()
+def difference(name: str) -> float:
+    """Of the outputs in float64 at other sizes than the example's, in parts of the largest."""
+    network = halved(name).double()
+    smaller, _ = sparsity.compact(network, torch.randn(IMAGE).double(), cost="multiply_adds")
+
+    def of(x: Tensor) -> float:
+        expected = network(x)
+        return float((smaller(x) - expected).abs().max() / expected.abs().max())
+
+    return max(of(torch.randn(shape).double()) for shape in CHECKED)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, writes the JSON file after each network, prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_zoo", description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/zoo-<cpu>.json")
+    parser.add_argument("--resume", action="store_true", help="keep the results of networks that the file has")
+    arguments = parser.parse_args(argv)
+    if arguments.out is None and set(arguments.networks) == set(NETWORKS):
+        arguments.out = harness.RESULTS / f"zoo-{machine.slug(machine.cpu_model())}.json"
+    keep_freed_memory()
+    settings = {"image": IMAGE, "rounds": arguments.rounds, "threads": 1}
+    report: dict[str, Any] = {"benchmark": "zoo", "machine": machine.describe(), "settings": settings, "results": []}
+    if arguments.resume and arguments.out is not None and arguments.out.exists():
+        report["results"] = json.loads(arguments.out.read_text())["results"]
+    there = {result["network"] for result in report["results"]}
+    for name in arguments.networks:
+        if name not in there:
+            with harness.num_threads(1):
+                report["results"].append(measure(name, arguments.rounds))
+            if arguments.out is not None:
+                harness.write_json(arguments.out, report)
+    tables.publish(report, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Penalties of folded kernels: what the optimizers do around a step for a convolution's weight and its norm's.
+
+:class:`loco_ext.sparsity.FoldedPenalty` says what is minimised. Its pulls on the norm's weight and on the direction of
+kernels are proxes after the step, each with the step size or metric of its parameter. For SGD the second keeps the
+norm of kernels by scaling them back. In Adam's metric that would lead to another minimum: there the part of the pull
+that points along the kernel, outwards, which is smooth, joins the gradient, and the prox is of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from loco_ext.optim.plan import Group, Plan
+from loco_ext.reference.optim_step import arithmetic_dtype
+from loco_ext.sparsity.penalties import FoldedPenalty
+
+
+class _Optimizer(Protocol):
+    param_groups: list[Group]
+    state: Any
+
+    def _denominator(self, group: Group, param: Tensor) -> Tensor | None: ...
+
+
+@contextmanager
+def folded_steps(optimizer: _Optimizer, plans: list[Plan]) -> Iterator[None]:
+    """A context in which the optimizer makes its step without these penalties, which are applied at its end.
+
+    Raises:
+        ValueError: a norm's weight is not stepped by this optimizer. Nothing has changed then, nor in what follows.
+        NotImplementedError: sharded parameters; stochastic rounding.
+    """
+    group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    steps = [_FoldedStep(optimizer, group_of, *entry) for plan in plans for entry in plan.folded]
+    gradients = [(step.weight, step.weight.grad) for step in steps]
+    found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    try:
+        for step in steps:
+            step.begin(scale)
+        yield
+    finally:
+        for weight, grad in gradients:
+            if grad is not weight.grad and grad is not None:
+                weight.grad = grad
+                if scale is not None:  # a step leaves gradients without their factor
+                    grad.copy_(_unless(found_inf, grad / scale.to(grad), grad))
+    for step in steps:
+        step.end(found_inf)
+
+
+class _FoldedStep:
+    """One step of a convolution's weight and of the weight of its norm."""
+
+    def __init__(
+        self,
+        optimizer: _Optimizer,
+        group_of: dict[int, Group],
+        weight: Tensor,
+        penalty: FoldedPenalty,
+        group_weights: Tensor,
+    ) -> None:
+        self.optimizer, self.weight, self.penalty = optimizer, weight, penalty
+        self.group_weights = group_weights.to(weight.device)
+        self.gamma: Tensor = penalty.batch_norm.weight
+        self.group = group_of[id(weight)]
+        self.turns = weight.grad is not None and penalty._turns
+        if id(self.gamma) not in group_of:
+            raise ValueError(
+                "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
+                f"optimizer, as it shrinks with the kernels, got none of the {len(group_of)}; without it use "
+                f"{type(penalty.penalty).__name__} alone"
+            )
+        self.gamma_group = group_of[id(self.gamma)]
+        if weight.grad is not None and not self.gamma.requires_grad:
+            raise ValueError(
+                "penalty: expected a batch norm whose weight requires a gradient, as it shrinks with the kernels of a "
+                f"FoldedPenalty, got a frozen one; without it use {type(penalty.penalty).__name__} alone"
+            )
+        for param, group in ((weight, self.group), (self.gamma, self.gamma_group)):
+            if type(param) not in (Tensor, Parameter):
+                raise NotImplementedError(
+                    "penalty: expected no sharding, ordinary parameters, for a FoldedPenalty and its batch norm, got "
+                    f"{type(param).__name__}"
+                )
+            if group["stochastic_rounding"] is not None and param.dtype == torch.bfloat16:
+                raise NotImplementedError(
+                    "stochastic_rounding: expected None for bfloat16 parameters with a FoldedPenalty, whose prox is no "
+                    "part of the step's kernels"
+                )
+
+    def begin(self, scale: Tensor | None) -> None:
+        """Reads what the penalty depends on before the step. scale: what gradients are multiplied by."""
+        if not self.turns:
+            return
+        penalty, weight = self.penalty, self.weight.detach()
+        self.scales = penalty.scales(weight)
+        if "betas" not in self.group:
+            return
+        pull = penalty._pull_along(weight, self.scales, self.group_weights)
+        pull = -pull if self.group["maximize"] else pull
+        pull = pull if scale is None else pull * scale.to(pull)
+        column = pull.to(arithmetic_dtype(weight)).view(-1, *[1] * (weight.dim() - 1))
+        grad = self.weight.grad
+        assert grad is not None
+        self.weight.grad = grad + (column * weight).to(grad.dtype)
+
+    def end(self, found_inf: Tensor | None) -> None:
+        """Shrinks both factors by what the step has moved them with."""
+        if found_inf is not None and not self._has_states():
+            return  # nothing was stepped, not even states were made
+        penalty, weight, gamma = self.penalty, self.weight.detach(), self.gamma.detach()
+        wide = weight.to(arithmetic_dtype(weight))
+        if self.turns:
+            size, metric = self._size(self.group, self.weight)
+            wide = penalty._turned(wide, self.scales, self.group_weights, size, metric)
+            weight.copy_(_unless(found_inf, wide, weight))
+        if self.gamma.grad is not None:
+            size, metric = self._size(self.gamma_group, self.gamma)
+            size = size if metric is None else size / metric.double()
+            shortened = penalty._shortened(gamma, wide, self.group_weights, size)
+            gamma.copy_(_unless(found_inf, shortened, gamma))
+
+    def _has_states(self) -> bool:
+        stepped = [(self.group, self.weight), (self.gamma_group, self.gamma)]
+        state = self.optimizer.state
+        return all("betas" not in group or p.grad is None or state.get(p) for group, p in stepped)
+
+    def _size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
+        """The step size, and what the step divided by."""
+        lr = group["lr"]
+        lr = lr.to(param.device, torch.float64) if isinstance(lr, Tensor) else lr
+        momentum = group.get("momentum", 0)
+        undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
+        return lr * undamped, self.optimizer._denominator(group, param)
+
+
+def _unless(found_inf: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    """What a parameter becomes unless GradScaler has found infinite gradients."""
+    return new if found_inf is None else torch.where(found_inf.to(new.device) == 0, new, old.to(new.dtype))

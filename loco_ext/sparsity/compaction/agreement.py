@@ -1,0 +1,125 @@
+"""Whether a smaller network gives the outputs of the model but for rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from loco_ext.ops.memory_format import FORMATS, is_channels_last
+
+# Differences in parts of a result's largest number that are allowed whatever the model is.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+_TWICE = 2.0  # the model's own distance from its result in float64 is allowed this many times
+_MOST_MOVED = 0.05  # of the largest number: a model that rounding moves farther tells nothing about another network
+
+
+def copies(inputs: Sequence[Any]) -> list[Any]:
+    """The arguments, tensors copied, because a model may write to what it is given."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+
+
+@dataclass
+class Pair:
+    """A model's arguments, and what it makes of them.
+
+    Args:
+        model: in eval mode.
+        inputs: its arguments.
+        expected: its results, tensors or structures of them.
+    """
+
+    model: nn.Module
+    inputs: list[Any]
+    expected: Any
+
+    @cached_property
+    def exact(self) -> list[Any] | None:
+        """The model's results in float64, flattened; None where the model does not take float64."""
+        try:
+            return _results(copy.deepcopy(self.model).double(), [_converted(x, _to_double) for x in self.inputs])
+        except Exception:  # whatever the model's own code raises for another dtype
+            return None
+
+    @cached_property
+    def rounded(self) -> list[list[Any]]:
+        """The model's results, flattened, and where it takes them those on the images in the other memory format."""
+        found = [_pytree.tree_leaves(self.expected)]
+        with suppress(Exception):  # whatever the model's own code raises for other strides
+            found.append(_results(self.model, [_converted(x, _to_other_format) for x in self.inputs]))
+        return found
+
+
+def is_right(network: nn.Module, pairs: Sequence[Pair]) -> bool:
+    """Whether the network gives what is expected; not where it fails, say as it reads a layer's attributes.
+
+    Numbers may differ from the model's by a tolerance. Rounding can move those of a badly conditioned model farther:
+    then they may be as far from the model's results in float64 as twice the model's own are, in any memory format.
+    """
+    try:
+        with torch.no_grad():
+            return all(_agree(_results(network, copies(pair.inputs)), pair) for pair in pairs)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        return False
+
+
+def _agree(results: Sequence[Any], pair: Pair) -> bool:
+    expected = _pytree.tree_leaves(pair.expected)
+    if len(results) != len(expected):
+        return False
+    return all(
+        _equal(x, y) or (_is_alike(x, y) and _is_as_exact(x, place, pair))
+        for place, (x, y) in enumerate(zip(results, expected, strict=True))
+        if isinstance(y, Tensor)
+    )
+
+
+def _is_alike(x: Any, y: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+
+
+def _equal(x: Any, y: Tensor) -> bool:
+    """Whether the tensors are equal but for the tolerance of their dtype."""
+    if not _is_alike(x, y):
+        return False
+    if y.dtype not in TOLERANCES:
+        return torch.equal(x, y)
+    scale = y[y.isfinite()].abs().max().item() if y.isfinite().any() else 0.0
+    return torch.allclose(x, y, rtol=0, atol=TOLERANCES[y.dtype] * scale, equal_nan=True)
+
+
+def _is_as_exact(x: Tensor, place: int, pair: Pair) -> bool:
+    """Whether a result, the one at ``place``, is as near to that in float64 as the model's own, within a factor."""
+    exact = None if x.dtype not in TOLERANCES or pair.exact is None else pair.exact[place]
+    if exact is None or exact.shape != x.shape or not exact.isfinite().all():
+        return False
+    scale = exact.abs().max().item()
+    moved = max((leaves[place].double() - exact).abs().max().item() for leaves in pair.rounded)
+    allowed = _TWICE * moved + TOLERANCES[x.dtype] * scale
+    return moved <= _MOST_MOVED * scale and (x.double() - exact).abs().max().item() <= allowed
+
+
+def _results(model: nn.Module, inputs: Sequence[Any]) -> list[Any]:
+    with torch.no_grad():
+        return _pytree.tree_leaves(model(*inputs))
+
+
+def _converted(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    return convert(x.clone()) if isinstance(x, Tensor) else x
+
+
+def _to_double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _to_other_format(x: Tensor) -> Tensor:
+    if x.dim() not in FORMATS or is_channels_last(x):
+        return x.contiguous()
+    return x.contiguous(memory_format=FORMATS[x.dim()])

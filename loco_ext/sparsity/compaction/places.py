@@ -1,0 +1,21 @@
+"""Places of submodules in a network, by their dotted names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def unused(owner: nn.Module, name: str) -> str:
+    """The dotted name, lengthened until the owner has nothing else there."""
+    path, _, last = name.rpartition(".")
+    while hasattr(owner.get_submodule(path), last):
+        last += "_"
+    return f"{path}.{last}" if path else last
+
+
+def put(owner: nn.Module, target: str, module: nn.Module) -> None:
+    """Sets a submodule of the owner by its dotted name."""
+    *path, name = target.split(".")
+    for step in path:
+        owner = getattr(owner, step)
+    setattr(owner, name, module)
