@@ -238,8 +238,12 @@ def description(report: dict[str, Any]) -> str:
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
     rows = report.get("bandwidth", [])
     triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in rows]
-    timed = "all columns of a row ran interleaved in one process. Medians are averaged over places in memory and over "
-    timed += "what ran before; percentiles are in the JSON file."
+    timed = "all columns of a row ran interleaved in one process. "
+    if report["benchmark"] == "zoo":
+        timed += f"Medians of {report['settings']['rounds']} rounds."
+    else:
+        timed += "Medians are averaged over places in memory and over what ran before; "
+        timed += "percentiles are in the JSON file."
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}"
         + (f"; triad {', '.join(triad)}" if triad else "")

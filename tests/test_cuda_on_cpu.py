@@ -31,7 +31,7 @@ CLEAN = [
     "limits",
 ]
 # A program that waits for ever would run into this.
-TIMEOUT = 60
+TIMEOUT = 600
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The optimizer step among torch's own: AMP, version counters, opcheck, torch.compile, held tensors."""
+"""The optimizer step among torch's own: AMP, version counters, opcheck, torch.compile."""
 
 import pytest
 import torch

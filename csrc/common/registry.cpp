@@ -13,7 +13,7 @@ struct Registry {
   int64_t next = 1;
 };
 
-// Never destroyed: what it keeps may refer to Python objects, and the interpreter is gone when static objects die.
+// Never destroyed: other static objects may release what it keeps when they die.
 Registry& registry() {
   static Registry* const instance = new Registry;
   return *instance;

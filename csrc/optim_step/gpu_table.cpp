@@ -120,7 +120,6 @@ class Builder {
  private:
   Entry entry_of(const TensorStep& t) {
     Entry e;
-    // Padding is compared with the last step's bytes, too.
     std::memset(&e, 0, sizeof e);
     e.w = t.w.data, e.w_dtype = t.w.dtype, e.nests[kNestW] = keep(t.w.nest);
     e.g_dtype = t.g.dtype, e.nests[kNestG] = keep(t.g.nest);

@@ -1,4 +1,4 @@
-// What the kernels of a step read about its tensors, as one stretch of bytes that is copied to the GPU when it changes.
+// What the kernels of a step read about its tensors, as one stretch of bytes that is copied to the GPU.
 #pragma once
 
 #include <cstdint>
@@ -96,7 +96,7 @@ struct ProxWork {
   int64_t bytes;  // that a kernel takes there, or in a slot of global memory, at most
 };
 
-// The sections of a table while it is built; their memory serves the next table, too.
+// The sections of a table while it is built.
 struct Sections {
   // Distinct values of a decay map, from number begin of all maps' on.
   struct Map {

@@ -199,7 +199,7 @@ def planted(text: str, right: str, wrong: str) -> str:
 
 
 def run_program(
-    program: Path | str, *arguments: object, order: str = "forward", preload: str = "", timeout: float = 60
+    program: Path | str, *arguments: object, order: str = "forward", preload: str = "", timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program; its threads and blocks in the given order. preload: see ``sanitizer_to_preload``."""
     environment = {
