@@ -36,7 +36,9 @@ def tap_distances(kernel_size: KernelSize, center: str | None = None) -> Tensor:
     >>> tap_distances(5).tolist()
     [2.0, 1.0, 0.0, 1.0, 2.0]
     """
-    return _doubled_squares(kernel_size, center).double().sqrt() / 2
+    squares = _doubled_squares(kernel_size, center)
+    # Not torch's square root, which is off by a bit on some CPUs: distances are the same everywhere.
+    return torch.tensor([math.sqrt(n) / 2 for n in squares.flatten().tolist()], dtype=torch.double).view_as(squares)
 
 
 def distance_classes(kernel_size: KernelSize, center: str | None = None) -> tuple[Tensor, tuple[float, ...]]:
