@@ -229,7 +229,7 @@ def test_nan_and_infinite_weights_stay() -> None:
 @pytest.mark.parametrize("channels_last", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_measured_network_gives_the_same_outputs(channels_last: bool) -> None:
     torch.manual_seed(1)
-    model = strike(models.resnet18(3, 10, 8), 1).double().eval()
+    model = strike(models.cifar_resnet(3, 10, 8, blocks=1), 1).double().eval()
     x = torch.randn(2, 3, 8, 8).double()
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)

@@ -47,6 +47,7 @@ def assert_within_budget(source, targets, report):
     assert not unused, f"budgets of no kernel: {unused}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_kernels_keep_their_budgets(source, compiled_for_90):
     report, _ = compiled_for_90(name_of(source))

@@ -316,6 +316,7 @@ def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
     assert "efcn.json and figures are in" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
     whole, _ = finished
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -285,6 +285,7 @@ def test_a_strength_that_leaves_nothing_is_found(tmp_path):
     assert path["points"][0]["multiply_adds"] < path["multiply_adds"] / 20
 
 
+@pytest.mark.slow
 def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
     options = ["--strengths", "0.01,0.03,0.1,0.3", "--path", "up", "--epochs", "6"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

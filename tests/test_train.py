@@ -353,6 +353,7 @@ def test_several_processes_train_as_one_does(tmp_path):
         torch.testing.assert_close(b[name], expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_several_processes_resume_to_the_same_bits(tmp_path):
     """Three: their sums, unlike those of two, depend on the order."""
     whole = launch(["-m", "loco_ext.cli"], 3, tmp_path / "whole")

@@ -168,13 +168,13 @@ LOCO_DEVICE void write_kernel(const Task<Rule, T>& task, const Rings& rings, con
 template <class Rule, typename T>
 LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, const Prox& prox,
                                                     const Task<Rule, T>& task, double* plain, double* squared) {
-  const bool has_squared = prox.squared >= 0;
   for (int n = threadIdx.x; n < prox.rings; n += blockDim.x) {
-    const double step = task.prox_step();  // here, not above: that takes two registers more
+    // Read here, as prox.squared is: variables above take two registers more.
+    const double step = task.prox_step();
     plain[n] = step * q.thresholds[prox.plain + n];
-    if (has_squared) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
+    if (prox.squared >= 0) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
   }
-  return {plain, has_squared ? squared : nullptr};
+  return {plain, prox.squared >= 0 ? squared : nullptr};
 }
 
 // A kernel in global memory where it is held until all of its layer have been updated.
