@@ -5,8 +5,9 @@
     python -m bench.bench_zoo --resume                 measures the networks that the file does not have yet
 
 Half of each convolution's filters are zero, drawn at random, the same ones in all convolutions with as many filters, so
-that residual streams lose channels, too. Weights are random; normalisations have the statistics of random images, and
-random scales and shifts. torchvision and timm must be installed beside torch: pip install torchvision timm
+that residual streams lose channels, too; and so are features of linear layers but the last one, which are convolutions
+of 1x1 in ConvNeXt. Weights are random; normalisations have the statistics of random images, and random scales and
+shifts. torchvision and timm must be installed beside torch: pip install torchvision timm
 """
 
 import argparse
@@ -60,12 +61,13 @@ def make(name: str) -> nn.Module:
 
 @torch.no_grad()
 def halved(name: str) -> nn.Module:
-    """The network with half of each convolution's filters zeroed, in eval mode."""
+    """The network with half of the filters zeroed, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         network = make(name)
+        *hidden, _ = (module for module in network.modules() if isinstance(module, nn.Conv2d | nn.Linear))
         for module in network.modules():
-            if isinstance(module, nn.Conv2d):
+            if module in hidden:
                 count = len(module.weight)
                 order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
                 module.weight[order[: count // 2]] = 0
