@@ -122,9 +122,10 @@ class Selection:
 
 def resolve_negated_grads(params: list[Tensor]) -> None:
     """Computes gradients that are negated lazily, which operators on lists that may be written do not take."""
-    for param in params:
-        if param.grad is not None and param.grad.is_neg():
-            param.grad = param.grad.resolve_neg()
+    grads = [p.grad for p in params]
+    if any([g is not None and g.is_neg() for g in grads]):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = None if grad is None else grad.resolve_neg()
 
 
 def select(plan: Plan) -> list[Selection]:
