@@ -252,7 +252,7 @@ def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
 
 @pytest.mark.slow
 def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
-    done = build.run_program(check, 100_000, 1_000, timeout=1500)
+    done = build.run_program(check, 100_000, 200 if check.name.endswith("sanitized") else 1_000, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
