@@ -36,6 +36,9 @@ def unite(
 def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col: np.ndarray) -> np.ndarray:
     """The index of each block in the whole pattern, which has them all."""
 
+def are_valid(crow: np.ndarray, col: np.ndarray, n_in: int) -> bool:
+    """Whether these are a pattern's indices."""
+
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""
 

@@ -74,6 +74,10 @@ void define_pattern(py::module_& module) {
     const Rows rows = to_rows(crow, col), whole = to_rows(whole_crow, whole_col);
     return to_array(without_gil([&] { return locate(rows, whole); }));
   });
+  module.def("are_valid", [](const Array& crow, const Array& col, int64_t n_in) {
+    const Rows rows = to_rows(crow, col);
+    return without_gil([&] { return are_valid(rows, col.size(), n_in); });
+  });
   module.def("transpose", [](const Array& crow, const Array& col, int64_t n_in) {
     const Rows rows = to_rows(crow, col);
     Transposed result = without_gil([&] { return transpose(rows, n_in); });

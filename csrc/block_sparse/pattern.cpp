@@ -124,6 +124,18 @@ class Box {
 
 }  // namespace
 
+bool are_valid(const Rows& rows, int64_t blocks, int64_t n_in) {
+  if (rows.count < 0 || rows.crow[0] != 0 || rows.crow[rows.count] != blocks) return false;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t begin = rows.crow[row], end = rows.crow[row + 1];
+    if (begin > end || end > blocks) return false;
+    bool valid = begin == end || (rows.col[begin] >= 0 && rows.col[end - 1] < n_in);
+    for (int64_t block = begin + 1; block < end; ++block) valid &= rows.col[block - 1] < rows.col[block];
+    if (!valid) return false;
+  }
+  return true;
+}
+
 Pattern conv_pattern(const Axes& axes) {
   const std::array<Pattern, kAxes> live{live_pixels(axes[0]), live_pixels(axes[1]), live_pixels(axes[2])};
   int64_t rows = 1, pixels = 1, blocks = 1;

@@ -20,6 +20,9 @@ struct Rows {
   int64_t count;
 };
 
+// Whether `rows` begin at 0, do not descend and end at `blocks`, and have ascending pixels from 0 to below `n_in`.
+bool are_valid(const Rows& rows, int64_t blocks, int64_t n_in);
+
 struct Pattern {
   Indices crow, col;
 };

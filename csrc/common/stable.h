@@ -66,6 +66,24 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   return false;
 }
 
+// Nothing may be read or written outside of the storage, which may have been freed or made smaller since the tensor was
+// made of it (untyped_storage().resize_).
+inline void check_storage(const Tensor& tensor, int64_t element_bytes, const char* list, size_t index) {
+  const AtenTensorHandle handle = tensor.get();
+  int64_t ndim = 0, bytes = 0, last = 0, *sizes, *strides;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &ndim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &last));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (sizes[d] == 0) return;
+    last += (sizes[d] - 1) * strides[d];
+  }
+  STD_TORCH_CHECK((last + 1) * element_bytes <= bytes, list, "[", index, "]: expected ", (last + 1) * element_bytes,
+                  " bytes of storage, got ", bytes, ": it has been freed or made smaller");
+}
+
 // list and index name the tensor in an error: "grads[3]". Layouts without strides or memory of their own (sparse,
 // mkldnn) are refused by torch when asked for them.
 inline View view_of(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
@@ -87,6 +105,7 @@ inline View view_of(const Tensor& tensor, const char* list, size_t index, const 
   view.strides = strides;
   view.numel = 1;
   for (int64_t d = 0; d < view.ndim; ++d) view.numel *= sizes[d];
+  check_storage(tensor, element_size(view.dtype), list, index);
   return view;
 }
 

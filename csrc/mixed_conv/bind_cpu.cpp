@@ -10,6 +10,9 @@ namespace loco::mixed_conv {
 namespace {
 
 constexpr int64_t kMost = int64_t{1} << 31;  // of what sizes are computed with, so that no product overflows
+// Of what a band of the images is copied to, zeros included: elements beside those of the images and the result, and
+// how often these.
+constexpr double kSpare = int64_t{1} << 28, kTimes = 64;
 
 // A contiguous tensor of the images' dtype.
 View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, DType dtype) {
@@ -40,6 +43,7 @@ std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t kernels)
     STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == kernels &&
                         order->is_contiguous() && place_of(*order).type == Place::cpu().type,
                     "order: expected a contiguous int64 tensor of shape (", kernels, ") on the CPU");
+    check_storage(*order, sizeof(int64_t), "order", 0);
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(order->get(), &data));
     kernel = static_cast<const int64_t*>(data);
   }
@@ -54,6 +58,24 @@ std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t kernels)
 int64_t result_size(int64_t size, int64_t before, int64_t after, int64_t taps, int64_t step, int64_t dilation) {
   const int64_t room = size + before + after - dilation * (taps - 1) - 1;
   return room < 0 ? 0 : room / step + 1;
+}
+
+// Far pads, strides and dilations may ask for more memory than there is, however small the images and the result are.
+void check_room(const Images& from, const View& to, int64_t width, const std::vector<Part>& parts,
+                const int64_t* stride, const int64_t* dilation) {
+  constexpr double kLanes = 16;
+  int64_t top = parts[0].top, left = parts[0].left;
+  for (const Part& part : parts) top = std::max(top, part.top), left = std::max(left, part.left);
+  double rows = 1, columns = 0;
+  for (const Part& part : parts) {
+    rows = std::max(rows, 1.0 + top - part.top + double(part.height - 1) * dilation[0]);
+    columns = std::max(columns, double(left - part.left) + double(part.width - 1) * dilation[1]);
+  }
+  const double images = std::min<double>(kLanes, from.batch), read = double(from.batch) * from.channels;
+  const double copied = rows * (width + kLanes + columns / stride[1]) * images * stride[1] * from.channels;
+  const double most = kSpare + kTimes * (read * from.height * from.width + to.numel);
+  STD_TORCH_CHECK(copied <= most, "pads: expected pads, strides and dilations for which no more than ", most,
+                  " elements are held beside the images, got ", copied);
 }
 
 // Where what the results are added to lies, or null.
@@ -116,6 +138,7 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
   const View to = view_of(out, "out", 0);
   const void* added_to = addend(add, to);
   if (to.numel == 0) return out;
+  check_room(from, to, width, parts, stride.data(), dilation.data());
   expect_writes(to.data, to.numel * element_size(dtype));
   convolve_cpu({dtype,
                 from,

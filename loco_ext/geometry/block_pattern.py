@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loco_ext.geometry.checks import LARGEST_COUNT, check_count, check_indices
+from loco_ext.geometry.checks import LARGEST_COUNT, check_count, check_indices, check_rows
 from loco_ext.geometry.conv import ConvGeometry, Ints, Padding
 
 try:
@@ -362,7 +362,12 @@ class BlockPattern:
 
     @property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._home.crow_indices.numpy(), self._home.col_indices.numpy()
+        # Checked again, for whoever has the tensors can write to them.
+        indices = self._home.crow_indices, self._home.col_indices
+        crow, col = (x.numpy() for x in indices)
+        if not host.are_valid(crow, col, self.n_in):
+            check_rows(*indices, self.n_in)
+        return crow, col
 
     def _places_in(self, whole: BlockPattern) -> Tensor:
         return torch.from_numpy(host.locate(*self._arrays, *whole._arrays))

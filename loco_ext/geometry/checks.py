@@ -28,6 +28,12 @@ def check_count(name: str, value: int, smallest: int = 0) -> int:
 def check_indices(crow: Tensor, col: Tensor, n_in: int) -> tuple[Tensor, Tensor]:
     """Copies of both, int64 on the CPU, if they are the indices of a pattern."""
     crow, col = _copy("crow_indices", crow), _copy("col_indices", col)
+    check_rows(crow, col, n_in)
+    return crow, col
+
+
+def check_rows(crow: Tensor, col: Tensor, n_in: int) -> None:
+    """Raises ValueError where these are not the indices of a pattern."""
     counts = crow.diff()
     if len(crow) == 0 or crow[0] != 0:
         raise ValueError(f"crow_indices: expected n_out + 1 of them, the first 0, got {_start(crow)}")
@@ -48,7 +54,6 @@ def check_indices(crow: Tensor, col: Tensor, n_in: int) -> tuple[Tensor, Tensor]
         raise ValueError(
             f"col_indices: expected each row to ascend strictly, got {col[block]} and then {col[block + 1]} at {block}"
         )
-    return crow, col
 
 
 def _copy(name: str, indices: Tensor) -> Tensor:

@@ -46,6 +46,19 @@ class _Choice(threading.local):
 _choice = _Choice()
 
 
+def check_one_device(**tensors: torch.Tensor | None) -> None:
+    """For fake implementations, which run as soon as one operand has no memory: its results must not be another's.
+
+    Raises:
+        TypeError: the tensors, by the names of an operator's arguments, are not all on one device.
+    """
+    given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    (first, device), *others = given.items()
+    for name, other in others:
+        if other != device:
+            raise TypeError(f"{name}: expected device {device} as {first}, got {other}")
+
+
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Forces one backend for every operator that this thread calls inside.

@@ -485,12 +485,15 @@ if backends.library is not None:
 
     @torch.library.register_fake("loco_ext::block_sparse_matmul")
     def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
+        backends.check_one_device(x=x, values=values, bias=bias)
         return x.new_empty((x.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[3]))
 
     @torch.library.register_fake("loco_ext::block_sparse_input_gradient")
     def _(grad: Tensor, values: Tensor, crow_indices: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
+        backends.check_one_device(grad=grad, values=values)
         return grad.new_empty((grad.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[2]))
 
     @torch.library.register_fake("loco_ext::block_sparse_value_gradient")
     def _(x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int) -> Tensor:
+        backends.check_one_device(x=x, grad=grad)
         return x.new_empty((col_indices.shape[0], groups, x.shape[2] // groups, grad.shape[2] // groups))

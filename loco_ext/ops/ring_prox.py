@@ -217,6 +217,7 @@ if backends.library is not None:
         metric: Tensor | None,
         linf: bool,
     ) -> Tensor:
+        backends.check_one_device(weight=weight, metric=metric)
         return torch.empty_like(weight)
 
     @torch.library.register_fake("loco_ext::ring_penalty_hold")
