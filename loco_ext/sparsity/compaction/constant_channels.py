@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from loco_ext.sparsity.compaction.atoms import Integers
 from loco_ext.sparsity.compaction.channels import Channels, Floats
 from loco_ext.sparsity.compaction.convolution import paddings
 from loco_ext.sparsity.compaction.layer_norm import features_beside, layer_norm_with_constants
@@ -105,7 +106,7 @@ def _is_linear_everywhere(module: Any) -> bool:
 
 
 def _read_features(
-    node: fx.Node, module: Any, norm: nn.LayerNorm, live: Any, dead: Any, offsets: Floats | None
+    node: fx.Node, module: Any, norm: nn.LayerNorm, live: Integers, dead: Integers, offsets: Floats | None
 ) -> None:
     """Gives the layer the weights of the features in the place of those of the channels.
 
@@ -133,7 +134,7 @@ def _read_features(
     setattr(module, "in_features" if isinstance(module, nn.Linear) else "in_channels", module.weight.shape[1])
 
 
-def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Any) -> fx.Node:
+def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers) -> fx.Node:
     """The channels of ``source`` that vary; a depthwise convolution that alone gives them computes no others."""
     layer = source
     while len(layer.users) == 1 and _passes_on(channels, layer):
@@ -159,7 +160,7 @@ def _passes_on(channels: Channels, node: fx.Node) -> bool:
     return plain and role in (Role.PERMUTE, Role.PER_CHANNEL)
 
 
-def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Any, before: fx.Node) -> fx.Node:
+def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers, before: fx.Node) -> fx.Node:
     name = unused(network, f"{source.name}_live")
     network.register_buffer(name, torch.from_numpy(live).to(source.meta["device"]))
     with network.graph.inserting_before(before):
