@@ -11,6 +11,7 @@ from tolerances import ONNX
 from torch import nn
 
 from loco_ext import extras, sparsity
+from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -48,6 +49,18 @@ def test_networks_run_at_any_size_of_images(name, tmp_path):
     model = network(name)
     sparsity.export_onnx(model, (torch.randn(2, 3, 13, 11),), str(tmp_path / "model.onnx"), dynamic_size=True)
     assert_same(tmp_path / "model.onnx", model, (1, 3, 13, 11), (3, 3, 16, 9), (2, 3, 24, 31))
+
+
+@needs_onnx
+@pytest.mark.parametrize("variance", [0.0, 0.7])
+def test_layer_normalisations_with_constants_run_at_any_size_of_images(variance, tmp_path):
+    class Normalised(nn.Module):
+        def forward(self, x):
+            return layer_norm_with_constants(x.permute(0, 2, 3, 1), 5, 0.3, variance, 1e-5)
+
+    model = Normalised().eval()
+    sparsity.export_onnx(model, torch.randn(2, 4, 5, 3), tmp_path / "model.onnx", dynamic_size=True)
+    assert_same(tmp_path / "model.onnx", model, (1, 4, 5, 3), (3, 4, 2, 7))
 
 
 class Pad(nn.Module):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from loco_ext.ops.mixed_conv import mixed_conv2d
+from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 from loco_ext.sparsity.compaction.take import take_channels
 
 
@@ -97,6 +98,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_table("torch.Tensor", torch.Tensor, _METHODS),
     "loco_ext.take_channels": take_channels,
     "loco_ext.mixed_conv2d": mixed_conv2d,
+    "loco_ext.layer_norm_with_constants": layer_norm_with_constants,
 }
 FUNCTION_NAMES = {function: name for name, function in reversed(FUNCTIONS.items())}
 

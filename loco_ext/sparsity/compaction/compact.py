@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, copies, is_right
 from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.constant_channels import without_constant_channels
 from loco_ext.sparsity.compaction.describe import describe
 from loco_ext.sparsity.compaction.further import further_pairs
 from loco_ext.sparsity.compaction.layout import in_channels_last
@@ -39,8 +40,9 @@ def compact(
 
     Kernels are cropped to the block of taps that is not zero; channels that nothing reads, or that are the same number
     everywhere, are taken out of all layers that they go through, their numbers folded into the next layer's bias where
-    that is exact at every size of the input; a residual block that adds nothing becomes the identity. What cannot be
-    made smaller safely stays as it is, and the report says why. Gradients flow: the result can be trained on.
+    that is exact at every size of the input; a layer normalisation over such channels reads the others alone, and its
+    weights are folded into the layers that read it; a residual block that adds nothing becomes the identity. What
+    cannot be made smaller safely stays as it is, and the report says why. Gradients flow: the result can be trained on.
 
     Sizes are those that hold for every input that the model takes, not the example's. The result is compared with the
     model on the example and on two further batch sizes and sizes that the model takes, with numbers drawn from it.
@@ -108,6 +110,7 @@ def compact(
 
 
 Result = tuple[nn.Module, Callable[[], Report]]  # a network, and what writes the report on it
+Version = tuple[fx.GraphModule, Channels, Result]  # a graph, its analysis and what becomes of it
 
 
 def _rewritten(
@@ -116,18 +119,15 @@ def _rewritten(
     """The smaller network, and others that may take its place; the fastest comes first where time is measured."""
     if norms_folded:
         fold(traced)
-    measured = choose is costs.fastest
-    plain = Channels(traced, fixed_size=fixed_size)
-    first = _rewrite(traced, plain, choose)
-    if measured:
-        traced, plain, first = _in_faster_format(traced, plain, first, example.inputs)
-    scatter = plain.scatterable()
-    versions, results = [plain], [first]
-    if scatter:
-        versions.insert(0, Channels(traced, scatter, fixed_size))
-        results.insert(0, _rewrite(traced, versions[0], choose))
-    if not measured:
-        return results
+    if choose is not costs.fastest:
+        narrow = without_constant_channels(traced, example.inputs)
+        graphs = [traced] if narrow is None else [narrow, traced]
+        return [result for graph in graphs for result in _versions(_version(graph, fixed_size, choose), choose)[1]]
+    version = _version(traced, fixed_size, choose)
+    for other in (in_channels_last, without_constant_channels):
+        version = _faster(version, other(version[0], example.inputs), example)
+    traced = version[0]
+    versions, results = _versions(version, choose)
     best = _fastest(results, example)
     if best is None:
         return results
@@ -146,17 +146,27 @@ def _fastest(results: list[Result], example: Pair) -> Result | None:
     return right[times.index(min(times))]
 
 
-def _in_faster_format(
-    traced: fx.GraphModule, channels: Channels, result: Result, inputs: Sequence[Any]
-) -> tuple[fx.GraphModule, Channels, Result]:
-    """The graph, its analysis and what becomes of it, with images in channels_last inside where that is faster."""
-    other = in_channels_last(traced, inputs)
-    if other is None:
-        return traced, channels, result
-    other_channels = Channels(other, fixed_size=channels.fixed_size)
-    other_result = _rewrite(other, other_channels, costs.fastest)
-    first, second = _latencies([result[0], other_result[0]], inputs, costs.A_GLANCE)
-    return (other, other_channels, other_result) if second < first else (traced, channels, result)
+def _version(traced: fx.GraphModule, fixed_size: bool, choose: Choose) -> Version:
+    channels = Channels(traced, fixed_size=fixed_size)
+    return traced, channels, _rewrite(traced, channels, choose)
+
+
+def _versions(version: Version, choose: Choose) -> tuple[list[Channels], list[Result]]:
+    """Of a graph with sums into which an operand is scattered, where there are such sums, and without."""
+    traced, plain, first = version
+    scatter = plain.scatterable()
+    if not scatter:
+        return [plain], [first]
+    scattered = Channels(traced, scatter, plain.fixed_size)
+    return [scattered, plain], [_rewrite(traced, scattered, choose), first]
+
+
+def _faster(version: Version, graph: fx.GraphModule | None, example: Pair) -> Version:
+    """The version, or the one of another graph if there is one that is right and faster."""
+    if graph is None:
+        return version
+    other = _version(graph, version[1].fixed_size, costs.fastest)
+    return other if _fastest([version[2], other[2]], example) is other[2] else version
 
 
 def _rewrite(traced: fx.GraphModule, channels: Channels, choose: Choose) -> Result:

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.constant_channels import WHOLE
 from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
+from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 from loco_ext.sparsity.compaction.report import LayerReport, Report
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
@@ -23,16 +25,21 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
         module = channels.reader.module(node)
         depthwise = module is not None and is_depthwise(module)
         if reading.role is Role.CONVOLUTION or (reading.role is Role.PER_CHANNEL and depthwise):
-            name, before = str(node.target), module.weight.detach()
+            name, weight = str(node.target), module.weight.detach()
             after, buckets = rewriter.layers.get(name, (None, ()))
-            pixels = prod(node.meta["shape"][1:]) // len(before)
-            layer = describe_layer(name, before, pixels, after, buckets)
-            layer.kept = _why_kept(channels, node, before)
+            pixels = prod(node.meta["shape"][1:]) // len(weight)
+            layer = describe_layer(name, node.meta.get(WHOLE, weight), pixels, after, buckets)
+            layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
-        elif reading.role is Role.OTHER and node.op not in ("placeholder", "output", "get_attr"):
+        elif reading.role is Role.OTHER and not _is_no_layer(node):
             name = str(node.target) if node.op == "call_module" else node.name
             report.notes[name] = f"all its channels are kept: {channels.reader.why_kept(node)}"
     return report
+
+
+def _is_no_layer(node: fx.Node) -> bool:
+    """Whether nothing is to be told of the node: no channels could go there, or they have gone."""
+    return node.op in ("placeholder", "output", "get_attr") or node.target is layer_norm_with_constants
 
 
 def describe_layer(

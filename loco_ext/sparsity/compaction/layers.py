@@ -31,6 +31,7 @@ _CONVOLUTION_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation"
 _POOL_NAMES = ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 _NORM_NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _LINEAR_NAMES = ("input", "weight", "bias")
+_LAYER_NORM_NAMES = ("input", "normalized_shape", "weight", "bias", "eps")
 
 
 def without_checks(traced: fx.GraphModule) -> None:
@@ -137,6 +138,8 @@ def _layer(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
         return _norm(traced, node)
     if node.target is F.linear:
         return _linear(traced, node)
+    if node.target is F.layer_norm:
+        return _layer_norm(traced, node)
     if node.target in _AVERAGE_POOLS:
         given = _given(node, _POOL_NAMES)
         given.pop("input", None)
@@ -192,6 +195,19 @@ def _linear(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
         return None
     out, width = weights["weight"].shape
     return _with(nn.utils.skip_init(nn.Linear, width, out, bias=False), weights)
+
+
+def _layer_norm(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    given = _given(node, _LAYER_NORM_NAMES)
+    weights = _weights(traced, given, ("weight", "bias"))
+    given.pop("input", None)
+    if weights is None or (weights["weight"] is None and weights["bias"] is not None) or not _is_plain(given):
+        return None
+    if not all(value is None or isinstance(value, nn.Parameter) for value in weights.values()):
+        return None
+    affine, bias = weights["weight"] is not None, weights["bias"] is not None
+    layer = nn.LayerNorm(given["normalized_shape"], given.get("eps", 1e-5), elementwise_affine=affine, bias=bias)
+    return _with(layer, weights)
 
 
 def _norm(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
+from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 from loco_ext.sparsity.compaction.sizes import Inference
 from loco_ext.sparsity.compaction.take import take_channels
 
@@ -165,7 +166,7 @@ class Reader:
     def _result_axis(self, node: fx.Node, reading: Reading) -> int:
         """The axis of the result's channels: of what nothing is known it is the one that its readers ask for."""
         dims = len(node.meta["shape"])
-        if type(self.module(node)) in _OF_THE_LAST_AXIS:
+        if self._is_of_last_axis(node):
             return dims - 1
         if reading.role is Role.PERMUTE:
             return _axes_in_order(node).index(self._axes[reading.sources[0]])
@@ -175,8 +176,11 @@ class Reader:
             return next((axis for axis, size in enumerate(node.meta["shape"]) if size != 1), min(1, dims - 1))
         if reading.role is not Role.OTHER:
             return self._axes[reading.sources[0]]
-        last = bool(node.users) and all(type(self.module(user)) in _OF_THE_LAST_AXIS for user in node.users)
+        last = bool(node.users) and all(map(self._is_of_last_axis, node.users))
         return dims - 1 if dims == 1 or last or self.sizes.number(node, 1) is None else 1
+
+    def _is_of_last_axis(self, node: fx.Node) -> bool:
+        return node.target is layer_norm_with_constants or type(self.module(node)) in _OF_THE_LAST_AXIS
 
     def _role_of_module(self, node: fx.Node, source: fx.Node) -> Role:
         module, dims = self.module(node), len(source.meta["shape"])

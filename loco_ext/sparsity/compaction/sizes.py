@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.sparsity.compaction.layer_norm import features_beside
+
 _ONE = 0  # stands for the number 1 among the unknown sizes, which are numbered from 1
 
 
@@ -475,6 +477,10 @@ class Inference:
             return None
         axis = (args[1] if len(args) > 1 else 1) % len(sizes)
         return (*sizes[:axis], index[0], *sizes[axis + 1 :])
+
+    def _of_layer_norm_with_constants(self, node: fx.Node, sizes: Sizes, args: Any) -> Sizes | None:
+        _, _, variance, _ = args
+        return (*sizes[:-1], sizes[-1] + features_beside(variance))
 
     def _of_adaptive_avg_pool1d(self, node: fx.Node, sizes: Sizes, args: Any) -> Sizes | None:
         return _adapted(sizes, 1, args[0] if args else node.kwargs.get("output_size"))

@@ -146,6 +146,7 @@ _NEW = {
         "index_select",
         "take_channels",
         "mixed_conv2d",
+        "layer_norm_with_constants",
     ),
 }
 

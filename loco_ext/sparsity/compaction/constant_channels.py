@@ -1,0 +1,168 @@
+"""Layer normalisations over channels that no longer read those that are the same numbers everywhere.
+
+What a normalisation makes of a constant channel is a sum of two features that all of them share. Layers that are linear
+in what they read take them in the place of the channels; see :func:`layer_norm_with_constants`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from loco_ext.sparsity.compaction.atoms import Integers
+from loco_ext.sparsity.compaction.channels import Channels, Floats
+from loco_ext.sparsity.compaction.convolution import paddings
+from loco_ext.sparsity.compaction.layer_norm import features_beside, layer_norm_with_constants
+from loco_ext.sparsity.compaction.places import unused
+from loco_ext.sparsity.compaction.roles import Role, is_depthwise
+from loco_ext.sparsity.compaction.take import take_channels
+from loco_ext.sparsity.compaction.trace import record
+
+WHOLE = "whole"  # in the meta of a layer's node: the weight that the layer has in the model
+
+
+def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+    """A copy of the graph in which no layer normalisation reads constant channels; None where that changes nothing.
+
+    Depthwise convolutions before them compute the other channels alone. A normalisation stays as it is where something
+    reads it that is not linear, or that pads it with zeros, and where all its channels are constant.
+    """
+    result = copy.deepcopy(traced)
+    channels = Channels(result)
+    norms = [node for node in channels.values if _is_over_channels(channels, node)]
+    changed = [_narrow(result, channels, node) for node in norms]
+    if not any(changed):
+        return None
+    result.recompile()
+    record(result, example_inputs)
+    return result
+
+
+def _is_over_channels(channels: Channels, node: fx.Node) -> bool:
+    """Whether the node is a layer normalisation of channels along the last axis, and may be rewritten."""
+    norm = channels.reader.module(node)
+    if type(norm) is not nn.LayerNorm or len(node.args) != 1 or node.kwargs:
+        return False
+    if channels.reader.why_opaque(node) is not None or len(norm.normalized_shape) != 1:
+        return False
+    (source,) = node.all_input_nodes
+    return source in channels.values and channels.reader.axis(source) == len(source.meta["shape"]) - 1
+
+
+def _narrow(network: fx.GraphModule, channels: Channels, node: fx.Node) -> bool:
+    """Lets the normalisation read the channels that vary; whether fewer features come of it."""
+    (source,) = node.all_input_nodes
+    value, readers = channels.values[source], _readers(channels, node)
+    live, dead = np.flatnonzero(value.varies), np.flatnonzero(~value.varies)
+    if readers is None or not len(live) or not len(dead):
+        return False
+    numbers = value.constants[dead]
+    mean = numbers[0] + (numbers - numbers[0]).mean()  # exact where all are equal
+    offsets = numbers - mean
+    variance = float(np.square(offsets).mean())
+    if len(dead) <= features_beside(variance):
+        return False
+    norm = channels.reader.module(node)
+    for reader in readers:
+        _read_features(reader, channels.reader.module(reader), norm, live, dead, offsets if variance else None)
+    taken = _taken(network, channels, source, live)
+    with network.graph.inserting_before(node):
+        features = network.graph.call_function(
+            layer_norm_with_constants, (taken, len(dead), float(mean), variance, norm.eps)
+        )
+    node.replace_all_uses_with(features)
+    network.graph.erase_node(node)
+    return True
+
+
+def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
+    """The layers that read the node's channels, along whatever axis; None where something else does."""
+    found = []
+    for user in node.users:
+        role = channels.readings[user].role
+        if role is Role.PERMUTE:
+            behind = _readers(channels, user)
+            if behind is None:
+                return None
+            found += behind
+        elif role is Role.CONVOLUTION and _is_linear_everywhere(channels.reader.module(user)):
+            found.append(user)
+        else:
+            return None
+    return found
+
+
+def _is_linear_everywhere(module: Any) -> bool:
+    """Whether each output is the same sum of the same features plus a bias, at borders, too."""
+    if isinstance(module, nn.Linear):
+        return True
+    pads = module.padding_mode == "zeros" and any(p for axis in paddings(module) for p in axis)
+    return module.groups == 1 and not pads
+
+
+def _read_features(
+    node: fx.Node, module: Any, norm: nn.LayerNorm, live: Integers, dead: Integers, offsets: Floats | None
+) -> None:
+    """Gives the layer the weights of the features in the place of those of the channels.
+
+    Args:
+        offsets: of the constants from their mean; None where all are equal.
+    """
+    whole = module.weight.detach()
+    node.meta[WHOLE] = whole
+    weight = whole.double()  # [C_out, C, *kernel_size]
+    shape = [1, -1, *[1] * (weight.dim() - 2)]
+    bias = None if module.bias is None else module.bias.detach().double()
+    if norm.bias is not None:
+        added = (weight * norm.bias.detach().double().reshape(shape)).flatten(1).sum(1)
+        bias = added if bias is None else bias + added
+    if norm.weight is not None:
+        weight = weight * norm.weight.detach().double().reshape(shape)
+    share = len(dead) / (len(dead) + len(live))
+    kept, gone = weight[:, live], weight[:, dead]
+    columns = [kept, share * kept.sum(1, keepdim=True) - (1 - share) * gone.sum(1, keepdim=True)]
+    if offsets is not None:
+        columns.append((gone * torch.from_numpy(offsets).to(gone.device).reshape(shape)).sum(1, keepdim=True))
+    trained = module.weight.requires_grad
+    module.weight = nn.Parameter(torch.cat(columns, 1).to(whole.dtype), requires_grad=trained)
+    module.bias = None if bias is None else nn.Parameter(bias.to(whole.dtype), requires_grad=trained)
+    setattr(module, "in_features" if isinstance(module, nn.Linear) else "in_channels", module.weight.shape[1])
+
+
+def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers) -> fx.Node:
+    """The channels of ``source`` that vary; a depthwise convolution that alone gives them computes no others."""
+    layer = source
+    while len(layer.users) == 1 and _passes_on(channels, layer):
+        (layer,) = channels.readings[layer].sources
+    module = channels.reader.module(layer)
+    if channels.readings[layer].role is Role.PER_CHANNEL and is_depthwise(module) and len(layer.users) == 1:
+        layer.meta[WHOLE] = module.weight.detach()
+        for name in ("weight", "bias"):
+            whole = getattr(module, name)
+            if whole is not None:
+                setattr(module, name, nn.Parameter(whole.detach()[live], requires_grad=whole.requires_grad))
+        module.in_channels = module.out_channels = module.groups = len(live)
+        (read,) = channels.readings[layer].sources
+        layer.replace_input_with(read, _take(network, channels, read, live, before=layer))
+        return source
+    return _take(network, channels, source, live, before=source.next)
+
+
+def _passes_on(channels: Channels, node: fx.Node) -> bool:
+    """Whether the node does to each channel the same, however many there are, and has no weights."""
+    role, module = channels.readings[node].role, channels.reader.module(node)
+    plain = module is None or not any(True for _ in (*module.parameters(), *module.buffers()))
+    return plain and role in (Role.PERMUTE, Role.PER_CHANNEL)
+
+
+def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers, before: fx.Node) -> fx.Node:
+    name = unused(network, f"{source.name}_live")
+    network.register_buffer(name, torch.from_numpy(live).to(source.meta["device"]))
+    with network.graph.inserting_before(before):
+        index = network.graph.get_attr(name)
+        return network.graph.call_function(take_channels, (source, index, channels.reader.axis(source)))
