@@ -32,6 +32,8 @@ def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[A
     Depthwise convolutions before them compute the other channels alone. A normalisation stays as it is where something
     reads it that is not linear, or that pads it with zeros, and where all its channels are constant.
     """
+    if not any(type(module) is nn.LayerNorm for module in traced.modules()):
+        return None
     result = copy.deepcopy(traced)
     channels = Channels(result)
     norms = [node for node in channels.values if _is_over_channels(channels, node)]

@@ -38,7 +38,7 @@ MULTIPLES = (1, VECTOR // 2, VECTOR)  # of channels, to which they may be filled
 _EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
 _MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # that are considered, timed in parts, and timed as a whole
 _MEASURED: dict[Hashable, float] = {}  # seconds, by _name
-A_GLANCE, A_LOOK = 1.0, 2.5  # seconds in which networks are compared
+A_GLANCE, A_LOOK = 0.6, 2.0  # seconds in which networks are compared
 _MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
 
 
@@ -139,7 +139,7 @@ def _times(
         x = _example(kind, convolution)
         inputs = (x, alone(convolution, ways[0], free)(x)) if convolution.then.sum else (x,)
         calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
-        times = [min(values) for values in _samples(calls, x.device, budget=0.04 * len(calls))]
+        times = [min(values) for values in _samples(calls, x.device, budget=0.03 * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
 
