@@ -217,13 +217,6 @@ struct L2InMetric {
   int first;             // ring that does not vanish
   int weighed_exponent;  // of what `weighed` has been scaled by
 
-  // Which rings vanish, told in the scale of `weighed`.
-  LOCO_DEVICE int chain_weighed(int rings) {
-    if (weighed_exponent == 0) return chain(weighed, t, rings, factors);
-    for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
-    return chain(weighed, derivatives, rings, factors);
-  }
-
   template <class Sums, class Use>
   LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
     const double scale = sums.scaled_squares({squares, weighed});
@@ -239,7 +232,9 @@ struct L2InMetric {
     const auto solve = [&](double factor) {
       if (threadIdx.x == 0) {
         merge(thresholds, rings, factor, scale, t);
-        first = chain_weighed(rings);
+#pragma unroll 1  // else two registers more
+        for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
+        first = chain(weighed, derivatives, rings, factors);
       }
       __syncthreads();
       alive = first;

@@ -29,8 +29,8 @@ def group_norms_by(ring_norms: RingNorms, weight: Tensor, rings: Sequence[int], 
 
 def power_of_two(sizes: Tensor) -> Tensor:
     """What brings each size near 1, float64; 1 for 0, infinity and NaN."""
-    exponent = torch.frexp(sizes.double()).exponent.where(sizes.isfinite(), 0).clamp(-1020, 1020)
-    return torch.ldexp(torch.ones_like(sizes, dtype=torch.float64), -exponent)
+    near = sizes.double().clamp(2.0**-1021, 2.0**1019).where(sizes.isfinite() & (sizes > 0), 0.5)
+    return torch.frexp(near).mantissa / near  # not by the exponent: inductor's code with it does not compile
 
 
 def _largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:

@@ -1,9 +1,10 @@
 """Penalties of folded kernels: what the optimizers do around a step for a convolution's weight and its norm's.
 
 :class:`loco_ext.sparsity.FoldedPenalty` says what is minimised. Its pulls on the norm's weight and on the direction of
-kernels are proxes after the step, each with the step size or metric of its parameter. For SGD the second keeps the
-norm of kernels by scaling them back. In Adam's metric that would lead to another minimum: there the part of the pull
-that points along the kernel, outwards, which is smooth, joins the gradient, and the prox is of the rest.
+kernels are proxes after the step, each with the step size or metric of its parameter. The second keeps the norm
+of kernels by scaling them back. In Adam's metric that alone would lead to another minimum: there the part of the pull
+that points along the kernel, outwards, which is smooth, joins the gradient, so that nothing is left to scale back where
+the minimum is reached.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import Parameter
 
 from loco_ext.optim.plan import Group, Plan
 from loco_ext.reference.optim_step import arithmetic_dtype
-from loco_ext.sparsity.penalties import FoldedPenalty
+from loco_ext.sparsity.penalties import FoldedPenalty, lengths_of
 
 
 class _Optimizer(Protocol):
@@ -100,6 +101,7 @@ class _FoldedStep:
             return
         penalty, weight = self.penalty, self.weight.detach()
         self.scales = penalty.scales(weight)
+        self.lengths = lengths_of(weight)
         if "betas" not in self.group:
             return
         pull = penalty._pull_along(weight, self.scales, self.group_weights)
@@ -118,7 +120,8 @@ class _FoldedStep:
         wide = weight.to(arithmetic_dtype(weight))
         if self.turns:
             size, metric = self._size(self.group, self.weight)
-            wide = penalty._turned(wide, self.scales, self.group_weights, size, metric)
+            lengths = lengths_of(wide) if metric is None else self.lengths
+            wide = penalty._turned(wide, self.scales, self.group_weights, size, lengths, metric)
             weight.copy_(_unless(found_inf, wide, weight))
         if self.gamma.grad is not None:
             size, metric = self._size(self.gamma_group, self.gamma)

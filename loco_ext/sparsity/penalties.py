@@ -248,6 +248,11 @@ class KernelPenalty(_Penalty):
         return values.sum() if self.power == 1 else values.sum().square()
 
 
+def lengths_of(weight: Tensor) -> Tensor:
+    """The Euclidean norm of each kernel: float64 ``(C_out,)``."""
+    return torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+
+
 @dataclass(frozen=True)
 class FoldedPenalty:
     """A penalty of the kernels that a convolution has once the batch norm after it is folded into it.
@@ -315,7 +320,7 @@ class FoldedPenalty:
         As the network's function does not depend on the length of a kernel in ``weight``, the gradient for it has no
         part along the kernel.
         """
-        lengths = torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+        lengths = lengths_of(weight)
         fixed = lengths.detach()
         constant_length = torch.where(fixed > 0, fixed / torch.where(fixed > 0, lengths, 1.0), 1.0)
         values = self.penalty._kernel_values(weight) * constant_length * self._reciprocal_sigma(weight)
@@ -346,7 +351,8 @@ class FoldedPenalty:
         size = check_number("step", step)
         self.check(weight)
         weights = self.penalty.group_weights(weight).to(weight.device)
-        turned = self._turned(weight.detach(), self.scales(weight), weights, size)
+        weight = weight.detach()
+        turned = self._turned(weight, self.scales(weight), weights, size, lengths_of(weight))
         gamma = self.batch_norm.weight.detach()
         return turned, self._shortened(gamma, turned, weights, size).to(gamma.dtype)
 
@@ -402,16 +408,22 @@ class FoldedPenalty:
         """The coefficient ``(C_out,)`` of ``weight`` in the gradient of the penalty: ``Omega(k) / ||k||`` is pulled
         inwards by ``Omega``, of which a prox takes care, and outwards by ``1 / ||k||``, so this is negative."""
         norms = self.penalty._group_norms(weight)
-        lengths = torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+        lengths = lengths_of(weight)
         turning = norms @ (weights if self._squares_kernels else self._turning_weights(weights))
         pull = -self._slopes(norms @ weights, scales) * turning / lengths.square()
         return torch.where(pull.isfinite(), pull, 0.0)
 
     def _turned(
-        self, weight: Tensor, scales: Tensor, weights: Tensor, size: float | Tensor, metric: Tensor | None = None
+        self,
+        weight: Tensor,
+        scales: Tensor,
+        weights: Tensor,
+        size: float | Tensor,
+        lengths: Tensor,
+        metric: Tensor | None = None,
     ) -> Tensor:
-        """The prox of the penalty of ``weight``'s direction. Without a metric the norm of each kernel is kept exactly;
-        with one, :meth:`_pull_along` is to have been part of the gradient."""
+        """The prox of the penalty of ``weight``'s direction, the kernels scaled to these lengths, ``(C_out,)``. With a
+        metric, :meth:`_pull_along` is to have been part of the gradient."""
         if not self._turns:
             return weight
         inner, column = self.penalty, (-1, *[1] * (weight.dim() - 1))
@@ -426,10 +438,10 @@ class FoldedPenalty:
         safe = factors.clamp(min=_LEAST_FACTOR).to(weight.dtype).view(column)
         if metric is not None:
             shrunk = ops.ring_prox(weight, rings, plain, squared, (metric / safe).to(weight.dtype), linf=linf)
-            return torch.where(live, shrunk, weight)
-        shrunk = ops.ring_prox(weight / safe, rings, plain, linf=linf)
-        before, after = (torch.linalg.vector_norm(each.double().flatten(1), dim=1) for each in (weight, shrunk))
-        rescaled = shrunk * (before / after).to(weight.dtype).view(column)
+        else:
+            shrunk = ops.ring_prox(weight / safe, rings, plain, linf=linf)
+        after = lengths_of(shrunk)
+        rescaled = shrunk * (lengths / after).to(weight.dtype).view(column)
         return torch.where(live & (after > 0).view(column), rescaled, weight)
 
     def _shortened(self, gamma: Tensor, weight: Tensor, weights: Tensor, size: float | Tensor) -> Tensor:
