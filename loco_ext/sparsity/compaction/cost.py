@@ -139,7 +139,7 @@ def _times(
         x = _example(kind, convolution)
         inputs = (x, alone(convolution, ways[0], free)(x)) if convolution.then.sum else (x,)
         calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
-        times = [min(values) for values in _samples(calls, x.device, budget=0.03 * len(calls))]
+        times = [min(values) for values in _samples(calls, x.device, budget=0.02 * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
 
