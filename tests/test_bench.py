@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 import weakref
@@ -139,8 +140,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.fixture
-def tiny_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+def have_tiny_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two networks of a few elements in place of the real ones; "large" keeps its special treatment."""
 
     def tiny() -> Iterator[shapes.Shape]:
@@ -155,10 +155,12 @@ def tiny_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "Effort", lambda **arguments: TINY)
 
 
-@pytest.fixture
-def report_path(tiny_networks: None, tmp_path: Path) -> Path:
-    path = tmp_path / "optim_step-tiny.json"
-    assert bench_optim_step.main(["--quick", "--threads", "1", "2", "--out", str(path)]) == 0
+@pytest.fixture(scope="module")
+def report_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("results") / "optim_step-tiny.json"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        have_tiny_networks(monkeypatch)
+        assert bench_optim_step.main(["--quick", "--threads", "1", "2", "--out", str(path)]) == 0
     return path
 
 
@@ -214,9 +216,8 @@ def test_bandwidth_counts_the_arrays_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("rule", bench_optim_step.RULES)
-def test_candidates_of_a_kind_compute_the_same_step(
-    tiny_networks: None, monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
+def test_candidates_of_a_kind_compute_the_same_step(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    have_tiny_networks(monkeypatch)
     # The benchmark's own decay changes less than the comparison's tolerance.
     monkeypatch.setattr(bench_optim_step, "LEARNING_RATE", 0.1)
     monkeypatch.setattr(bench_optim_step, "WEIGHT_DECAY", 0.5)
@@ -241,7 +242,7 @@ def test_only_a_full_run_writes_the_committed_file() -> None:
 
 
 def test_readme_section_is_rewritten_and_checked(report_path: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
+    readme, results = tmp_path / "README.md", Path(shutil.copy(report_path, tmp_path))
     readme.write_text("before\n<!-- bench:optim_step -->\nold\n<!-- /bench -->\nafter\n")
     assert tables.main(["--check"], readme, tmp_path) == 1
     assert tables.main([], readme, tmp_path) == 0
@@ -251,9 +252,9 @@ def test_readme_section_is_rewritten_and_checked(report_path: Path, tmp_path: Pa
     assert text.endswith("<!-- /bench -->\nafter\n")
     assert "old" not in text
     assert "\n| tiny | AdamW | 2 |" in text
-    report = json.loads(report_path.read_text())
+    report = json.loads(results.read_text())
     report["results"][0]["candidates"]["ours_loco"]["median"] *= 10
-    report_path.write_text(json.dumps(report))
+    results.write_text(json.dumps(report))
     assert tables.main(["--check"], readme, tmp_path) == 1
 
 

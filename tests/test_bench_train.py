@@ -100,6 +100,7 @@ def test_the_summary_is_that_of_the_paired_runs(study):
     assert "| local |" in tables.section("locality_cifar10", folder)
 
 
+@pytest.mark.slow
 def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(tmp_path, monkeypatch):
     """All arms on a few random images, with two strengths; then the report from what is there already."""
     generator = torch.Generator().manual_seed(0)
@@ -150,6 +151,7 @@ def test_trained_networks_are_timed_as_they_are_and_compacted(tmp_path, monkeypa
     assert f"| {point['latency_before'] / point['latency_after']:.2f} |" in section
 
 
+@pytest.mark.slow
 def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(tmp_path, monkeypatch):
     """All studies on a few random images and a small network; then the report from what is there already."""
     generator = torch.Generator().manual_seed(0)

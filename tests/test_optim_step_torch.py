@@ -126,7 +126,7 @@ def test_operators_pass_opcheck(options, rule):
 
 
 @RULES
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("level", ["ops", "torch.ops"])
 def test_compiled_call_equals_eager_and_is_compiled_once(level, backend, rule):
     """20 calls, the hyperparameters other numbers each time, in the middle of code that is compiled too."""

@@ -342,6 +342,7 @@ def launch(program, processes, out, *options):
     return [{k: v for k, v in line.items() if k not in left_out} for line in lines]
 
 
+@pytest.mark.slow
 def test_several_processes_train_as_one_does(tmp_path):
     """800 samples in batches of 50, split 17, 17, 16 among three: the gradients are those of the whole batch."""
     worker = [str(Path(__file__).with_name("train_worker.py")), "--plain"]

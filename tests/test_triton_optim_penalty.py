@@ -70,7 +70,11 @@ def assert_is_reference(actual: Case, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "mode", "dtype"),
-    [*itertools.product(RULES, ["l2"], FLOATS), *itertools.product(RULES, ["linf"], FLOATS[:1])],
+    [
+        *itertools.product(("momentum", "adamw"), ["l2"], FLOATS),
+        *itertools.product(RULES, ["linf"], FLOATS[:1]),
+        *itertools.product(("sgd", "adam"), ["l2"], FLOATS[:1]),
+    ],
     ids=str,
 )
 def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
