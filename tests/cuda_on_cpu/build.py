@@ -215,6 +215,17 @@ def run_program(
     )
 
 
+def is_found(program: Path, count: int, orders: Iterable[str]) -> bool:
+    """Whether random calls fail in one of the orders, or give something else in another."""
+    outputs = set()
+    for order in orders:
+        done = run_program(program, 0, count, order=order)
+        if done.returncode:
+            return True
+        outputs.add(done.stdout)
+    return len(outputs) > 1
+
+
 def sanitizer_to_preload() -> str:
     """What LD_PRELOAD must name for a program that loads a library compiled with ``sanitize`` (Python, say)."""
     done = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
