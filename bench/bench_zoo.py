@@ -1,4 +1,4 @@
-"""What compaction gains on networks of torchvision and timm with half of their filters zeroed.
+"""Measures what compaction gains on networks of torchvision and timm with half of their filters zeroed.
 
     python -m bench.bench_zoo                          measures all, writes bench/results/, prints a table
     python -m bench.bench_zoo --networks tv:resnet18   of some networks; writes nothing without --out
@@ -116,7 +116,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def difference(name: str) -> float:
-    """Of the outputs in float64 at other sizes than the example's, in parts of the largest."""
+    """Returns how far the outputs in float64 differ at other sizes than the example's, in parts of the largest one."""
     network = halved(name).double()
     smaller, _ = sparsity.compact(network, torch.randn(IMAGE).double(), cost="multiply_adds")
 

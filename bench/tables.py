@@ -140,7 +140,7 @@ def compact(report: dict[str, Any]) -> list[Table]:
 
 
 def zoo(report: dict[str, Any]) -> list[Table]:
-    """What compaction gains on torchvision's and timm's networks with half of their filters zeroed."""
+    """Shows what compaction gains on torchvision's and timm's networks with half of their filters zeroed."""
     rows = [
         [record["network"]]
         + [f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}" for key in ("after", "executed")]
