@@ -168,11 +168,8 @@ def special(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("cuda")
-def test_special_values_come_out_as_on_the_cpu(request, dtype, power, mode):
+def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
     has_metric, linf = MODES[mode]
-    if linf and dtype == torch.float64:
-        reason = "CUDA sums weights near float64's largest as they are, where the CPU scales them"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     weight = special(dtype)
     metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
     rings, count = rings_of(weight.shape)
@@ -190,6 +187,24 @@ def test_special_values_come_out_as_on_the_cpu(request, dtype, power, mode):
     assert torch.equal(ours.isnan(), cpus.isnan())
     assert torch.equal(ours.isinf(), cpus.isinf())
     assert_within_ulps(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0))
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_infinite_metrics_let_weights_stay(dtype, linf):
+    weight = torch.randn(4, 6, 3, 3, dtype=dtype)
+    weight[3, 5] = 0
+    metric = torch.rand(weight.shape, dtype=dtype).add_(0.25)
+    stays = torch.rand(weight.shape) < torch.tensor([0.05, 0.3, 1.0, 0.5]).view(4, 1, 1, 1)
+    metric[stays] = torch.inf
+    rings, count = rings_of(weight.shape)
+    for share in (0.05, 0.5, 20.0):
+        t = thresholds_for(weight, count, True, linf, share)
+        for q in (None, t / 2):
+            ours = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
+            assert torch.equal(ours[stays], weight[stays])
+            assert_close(ours, torch.ops.loco_ext.ring_prox(weight, rings, t, q, metric, linf), weight)
 
 
 @pytest.mark.parametrize("linf", [False, True])

@@ -100,6 +100,25 @@ def test_an_infinite_metric_lets_its_weight_stay(dtype, backend):
     assert bool((result[0, 0, [0, 2]] < 0.8).all())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [1, 2])
+def test_an_infinite_metric_lets_its_weight_stay_under_the_largest_norm(channels, dtype, backend):
+    """The others are clipped as without it, but not below it: worked out by hand."""
+    weight = torch.tensor([[[1.0, -0.5, 2.0, 0.25]]], dtype=dtype).repeat(1, channels, 1)
+    metric = torch.tensor([[[1.0, torch.inf, 2.0, 1.0]]], dtype=dtype).repeat(1, channels, 1)
+    for rings, thresholds, expected in [
+        ([0, 0, 0, 0], [9.0], [0.5, -0.5, 0.5, 0.25]),
+        ([0, 0, 0, 0], [0.5], [1.0, -0.5, 1.75, 0.25]),
+        ([1, 0, 0, 1], [1.0, 9.0], [0.5, -0.5, 0.5, 0.25]),
+        ([0, 1, 0, 1], [1.0, 0.125], [1.0, -0.5, 1.4375, 0.25]),
+    ]:
+        t = channels * torch.tensor(thresholds, dtype=torch.float64)
+        with loco_ext.backend(backend):
+            result = ops.ring_prox(weight, rings, t, None, metric, linf=True)
+        assert result[0].tolist() == channels * [expected]
+
+
 @pytest.mark.parametrize("exponent", [-600, 600])
 @pytest.mark.parametrize("penalty", [sparsity.RingPenalty, sparsity.KernelPenalty])
 def test_adam_ends_with_the_same_prox_for_weights_and_gradients_of_any_size(penalty, exponent):

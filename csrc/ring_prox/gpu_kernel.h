@@ -122,7 +122,7 @@ class Kernel {
 
   LOCO_DEVICE T metric(uint32_t tap, uint32_t channel) const {
     if (p_.metric.data == nullptr) return 1;
-    return load_any<T>(p_.metric.dtype, of_block(p_.metric), offset(p_.metric, kMetric, tap, channel));
+    return finite_metric(load_any<T>(p_.metric.dtype, of_block(p_.metric), offset(p_.metric, kMetric, tap, channel)));
   }
 
   // Brings the kernel to shared memory, in ring order.

@@ -6,6 +6,7 @@
 
 #include "common/gpu_memory.h"
 #include "ring_prox/gpu_table.h"
+#include "ring_prox/math.h"
 
 namespace loco::ring_prox {
 
@@ -53,7 +54,7 @@ struct Ordered {
 
   LOCO_DEVICE T weight(uint32_t i) const { return on_chip ? weights[i] : in_global(weights)[i]; }
   LOCO_DEVICE T metric(uint32_t i) const {
-    return metrics == nullptr ? T(1) : on_chip ? metrics[i] : in_global(metrics)[i];
+    return metrics == nullptr ? T(1) : finite_metric(on_chip ? metrics[i] : in_global(metrics)[i]);
   }
 
   LOCO_DEVICE void put(uint32_t i, T weight, T metric) const {

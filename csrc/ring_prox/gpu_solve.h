@@ -21,16 +21,23 @@ struct Scratch {
   double parts[2][kMostSums][kMostWarps];
 };
 
+// What all threads' values are made one with. k: the number of the value.
 struct Add {
-  LOCO_DEVICE double operator()(double a, double b) const { return a + b; }
+  LOCO_DEVICE double operator()(int, double a, double b) const { return a + b; }
 };
 
 struct Larger {
   LOCO_DEVICE double operator()(double a, double b) const { return b > a || is_nan(b) ? b : a; }
+  LOCO_DEVICE double operator()(int, double a, double b) const { return (*this)(a, b); }
+};
+
+// As Above asks for it.
+struct AddButLast {
+  LOCO_DEVICE double operator()(int k, double a, double b) const { return k == 2 ? Larger()(a, b) : a + b; }
 };
 
 // Sums over a kernel's weights. T: the type that these are held in; held.for_ring(ring, visit) calls visit(weight, its
-// metric) for a thread's share of a ring.
+// metric, made finite) for a thread's share of a ring.
 template <typename T, class Held>
 class Sums {
  public:
@@ -51,7 +58,7 @@ class Sums {
     for (int k = 0; k < count; ++k) {
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) {
-        values[k] = op(values[k], __shfl_xor_sync(0xffffffff, values[k], lanes));
+        values[k] = op(k, values[k], __shfl_xor_sync(0xffffffff, values[k], lanes));
       }
       if (threadIdx.x % 32 == 0) scratch_.parts[turn_][k][threadIdx.x / 32] = values[k];
     }
@@ -60,7 +67,7 @@ class Sums {
     for (int k = 0; k < count; ++k) {
       const double* parts = scratch_.parts[turn_][k];
       values[k] = parts[0];
-      for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(values[k], parts[w]);
+      for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(k, values[k], parts[w]);
     }
   }
 
@@ -68,6 +75,28 @@ class Sums {
   LOCO_DEVICE T scaled(T u) const {
     if constexpr (sizeof(T) == 4) return u;
     return u * static_cast<T>(scale_);
+  }
+
+  // The power of two that metrics are multiplied by, so that sums of their products with weights neither vanish nor
+  // overflow.
+  LOCO_DEVICE double scale_of_products() {
+    if constexpr (sizeof(T) == 4) return 1;  // products of floats are within float64
+    double sizes[2] = {0, 0};
+#pragma unroll 1  // else registers are spilled
+    for (int r = 0; r < rings_; ++r) {
+      for_ring(r, [&](T u, T d) {
+        sizes[0] = Larger()(sizes[0], std::fabs(static_cast<double>(u)));
+        if (d < kLargest<T>) sizes[1] = Larger()(sizes[1], d);
+      });
+    }
+    reduce(sizes, Larger());
+    if (!(sizes[0] > 0 && sizes[0] < kInfinity && sizes[1] > 0)) return 1;
+    constexpr int kMost = 960;  // so that sums of metrics do not overflow either
+    int of_weight, of_metric;
+    std::frexp(sizes[0], &of_weight);
+    std::frexp(sizes[1], &of_metric);
+    const int exponent = of_weight < -kMost ? kMost - of_metric : -of_weight - of_metric;
+    return std::ldexp(1.0, exponent < -1020 ? -1020 : exponent > 1020 ? 1020 : exponent);
   }
 
   // The largest size in rings begin .. end - 1; NaN if any is.
@@ -262,6 +291,7 @@ struct Linf {
   template <class Sums, class Use>
   LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
     const int rings = sums.rings();
+    const double scale = sums.scale_of_products();
     const auto above = [&](int n, OfLeader, double level) {
       __syncthreads();  // caps have been written
       double values[3] = {0, 0, 0};
@@ -270,16 +300,18 @@ struct Linf {
         sums.for_ring(r, [&](auto u, auto d) {
           const double size = std::fabs(static_cast<double>(u)), clipped = size > cap ? cap : size;
           if (clipped <= level) return;
-          values[0] += static_cast<double>(d) * clipped;
-          values[1] += static_cast<double>(d);
-          values[2] += 1;
+          const bool stays = d == kLargest<decltype(d)>;
+          const double weight = stays ? 0 : d * scale;
+          values[2] = Larger()(values[2], stays ? size : 0);
+          values[0] += stays ? 0 : weight * clipped;
+          values[1] += weight;
         });
       }
-      sums.reduce(values, Add());
+      sums.reduce(values, AddButLast());
       return Above{values[0], values[1], values[2]};
     };
     const auto solve = [&](double factor) {
-      if (threadIdx.x == 0) merge(thresholds, rings, factor, 1, t);
+      if (threadIdx.x == 0) merge(thresholds, rings, factor, scale, t);
       __syncthreads();
       solve_linf(above, t, rings, OfLeader{caps});
       __syncthreads();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "ring_prox/metric_model.h"
 #include "ring_prox/rows.h"
@@ -342,16 +343,23 @@ template <typename T>
 template <class Use>
 void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
   double t[kMaxRings], caps[kMaxRings], sizes[kMaxRings];
+  double floors[kMaxRings];
   const int rings = shape_.rings;
+  set_infinite_metrics_aside(floors);
   leave_unscaled();
   if (!products_safe()) bring_near_one();
   const auto sums = [&](int n, const double* of, double level) {
     Above all{0, 0, 0};
+    for (int r = 0; r <= n; ++r) {
+      const double floor = floors[r] * scale_.weight;
+      if (floor > all.floor || is_nan(floor)) all.floor = floor;
+    }
     for_taps([&](int64_t at, int r) {
       if (r > n) return;
       const T* d = d_ ? scaled_d_ + at : nullptr;
       const Above part = above(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], level);
-      all = {all.mass + part.mass, all.weight + part.weight, all.count + part.count};
+      all.mass += part.mass;
+      all.weight += part.weight;
     });
     return all;
   };
@@ -367,7 +375,7 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
     });
     // Not where a sum of all would overflow, which keeps them from being clipped, as it does on a GPU.
     const Above all = sums(n, of, least < kHuge ? least : level);
-    return all.count > 0 ? all : sums(n, of, level);
+    return all.weight > 0 ? all : sums(n, of, level);
   };
   const auto solve = [&](double factor) {
     merge_scaled(thresholds, rings, factor, scale_, t);
@@ -378,6 +386,24 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
     return ring_prox::linf_penalty(sizes, of, thresholds.squared, rings) / scale_.weight;
   };
   use(solve, penalty, caps);
+}
+
+// Lets infinite metrics be 0, in a copy, and writes the largest size of their weights in each ring. To be
+// called when channels are fastest.
+template <typename T>
+void KernelSolver<T>::set_infinite_metrics_aside(double* floors) {
+  std::fill(floors, floors + shape_.rings, 0.0);
+  if (d_ == nullptr || largest(d_, shape_.numel()) < kInfinity) return;
+  finite_d_.assign(d_, d_ + shape_.numel());
+  for_taps([&](int64_t at, int r) {
+    for (int64_t i = at; i < at + shape_.channels; ++i) {
+      if (finite_d_[i] != std::numeric_limits<T>::infinity()) continue;
+      finite_d_[i] = 0;
+      const double size = std::fabs(u_[i]);
+      if (size > floors[r] || is_nan(size)) floors[r] = size;
+    }
+  });
+  d_ = finite_d_.data();
 }
 
 // The largest size in each ring.
@@ -494,7 +520,7 @@ void KernelSolver<T>::bring_near_one() {
   scale_.weight = near_one(largest(u_, numel));
   if (scale_.weight != 1) scaled_ = scaled(u_, scale_.weight, scaled_copy_);
   if (d_ == nullptr) return;
-  scale_.metric = near_one(std::min(largest(d_, numel), kLargest));
+  scale_.metric = near_one(std::min(largest(d_, numel), kLargest<double>));
   if (scale_.metric != 1) scaled_d_ = scaled(d_, scale_.metric, scaled_d_copy_);
 }
 

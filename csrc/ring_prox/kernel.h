@@ -71,6 +71,7 @@ class KernelSolver {
   void find_coefficients(const double* norms, const double* t, int first, double* coefficients);
   template <typename Visit>
   void for_taps(const Visit& visit) const;
+  void set_infinite_metrics_aside(double* floors);
   void measure(double* sizes) const;
   struct DirectSums;
   template <typename Visit>
@@ -100,7 +101,7 @@ class KernelSolver {
   bool moderate_ = true;  // models know all sums in a metric
   double weighed_scale_ = 1;
   Moments zero_, moments_;  // for c = 0, of which without a metric only squares are summed, and for the latest
-  std::vector<T> scaled_copy_, scaled_d_copy_, turned_u_, turned_d_;
+  std::vector<T> scaled_copy_, scaled_d_copy_, finite_d_, turned_u_, turned_d_;
 };
 
 }  // namespace loco::ring_prox

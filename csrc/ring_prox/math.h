@@ -10,7 +10,8 @@
 //       c_r - c_(r+1) = t_r / ||x(G_r)|| and c = 0 beyond the last ring; c of the first ring alive is found by
 //       shooting: c beyond the last ring rises with it as long as no c on the way is negative, which tells that it is
 //       too small.
-// linf  Groups are clipped one after the other, smallest first, at the level where sum d max(|x| - level, 0) = t_n.
+// linf  Groups are clipped one after the other, smallest first, at the level where sum d max(|x| - level, 0) = t_n, but
+//       not below the largest weight with an infinite metric.
 // With q, x is the prox without it and with thresholds t + f q, where f = 2 sum_n q_n ||x(G_n)|| at x: f is the root of
 // a rising function.
 //
@@ -29,12 +30,17 @@ constexpr int kMaxRings = 64;
 constexpr int kMostTrials = 200;  // of a search
 constexpr int kMostNewton = 24;   // of its steps, alone
 constexpr double kInfinity = __builtin_huge_val();
-constexpr double kLargest = __DBL_MAX__;  // of a metric
 
 LOCO_HD bool is_nan(double value) { return value != value; }
 
-// An infinite metric, which lets a weight stay, as a number that it may be multiplied and divided by.
-LOCO_HD double finite_metric(double d) { return d > kLargest ? kLargest : d; }
+template <typename T>
+constexpr T kLargest = sizeof(T) == 8 ? static_cast<T>(__DBL_MAX__) : static_cast<T>(__FLT_MAX__);
+
+// An infinite metric, which lets a weight stay, as a number that it may be multiplied and divided by: kLargest.
+template <typename T>
+LOCO_HD T finite_metric(T d) {
+  return d > kLargest<T> ? kLargest<T> : d;
+}
 
 // u d / (d + c)
 template <typename T>
@@ -243,9 +249,10 @@ LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const doub
   return penalty;
 }
 
-// Of the weights that exceed a level: the sums of d |x| and of d, and their number.
+// Of the weights that exceed a level: the sums of d |x| and of d, and the largest size of one whose d is infinite, 0 if
+// there is none, which is in neither sum.
 struct Above {
-  double mass, weight, count;
+  double mass, weight, floor;
 };
 
 // At which weights, all of them above it, have to be clipped to lose t. Rounding must not take it below 0.
@@ -259,14 +266,18 @@ LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array cap
     if (t[n] == 0) continue;
     // From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
     Above over = above(n, caps, -1.0);
+    caps[n] = over.floor;  // until the level is known
     double level = level_of(over, t[n]);
     while (level > 0 && level < kInfinity) {
       const Above next = above(n, caps, level);
-      if (!(next.count < over.count) || next.count == 0) break;
+      if (!(next.weight < over.weight) || next.weight == 0) break;
       over = next;
       level = level_of(over, t[n]);
     }
-    for (int r = 0; r <= n; ++r) caps[r] = level < caps[r] || is_nan(level) ? level : caps[r];
+    const double floor = caps[n];
+    if (level < floor || is_nan(floor)) level = floor;
+    caps[n] = level;
+    for (int r = 0; r < n; ++r) caps[r] = level < caps[r] || is_nan(level) ? level : caps[r];
   }
 }
 

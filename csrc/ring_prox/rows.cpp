@@ -11,10 +11,6 @@ namespace {
 
 constexpr int kBlock = 64;
 
-// As finite_metric, in the type itself.
-LOCO_HD float bounded(float d) { return d > __FLT_MAX__ ? __FLT_MAX__ : d; }
-LOCO_HD double bounded(double d) { return finite_metric(d); }
-
 template <typename Part, typename T>
 LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
   const auto term = [=](int64_t i, int64_t, Part* parts) LOCO_INLINE {
@@ -53,7 +49,7 @@ LOCO_HD void first_moments_of(const T* u, const T* d, const Run& run, double* co
 template <typename Part, typename T, typename C>
 LOCO_HD auto moment(const T* u, const T* d, const C& c) {
   return [=](int64_t i, int64_t lane, Part* parts) LOCO_INLINE {
-    const Part weight = bounded(static_cast<Part>(d[i])), inverse = Part(1) / (weight + c(lane));
+    const Part weight = finite_metric(static_cast<Part>(d[i])), inverse = Part(1) / (weight + c(lane));
     add_powers(static_cast<Part>(u[i]) * (weight * inverse), inverse, parts);
   };
 }
@@ -82,15 +78,14 @@ LOCO_HD T not_above(double level) {
 
 template <bool weighed, typename T>
 LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double level) {
-  double mass[kLanes] = {}, weight[kLanes] = {}, number[kLanes] = {};
+  double mass[kLanes] = {}, weight[kLanes] = {};
   const auto add = [&](int64_t i, int l) LOCO_INLINE {
     const double size = std::fabs(static_cast<double>(u[i]));
     const double clipped = size > cap ? cap : size;
     const bool over = !(clipped <= level);
     const double w = weighed ? static_cast<double>(d[i]) : 1.0;
-    mass[l] += over ? w * clipped : 0.0;
+    mass[l] += over && w != 0 ? w * clipped : 0.0;
     weight[l] += over ? w : 0.0;
-    number[l] += over ? 1.0 : 0.0;
   };
   // Most blocks hold nothing above a level that has been found.
   const T least = level > -1 ? not_above<T>(level) : T(-1);
@@ -104,7 +99,7 @@ LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double
     }
   }
   for (int64_t l = 0; i + l < count; ++l) add(i + l, static_cast<int>(l % kLanes));
-  return {total(mass), total(weight), total(number)};
+  return {total(mass), total(weight), 0};
 }
 
 template <bool weighed, typename T>
@@ -165,7 +160,7 @@ LOCO_HD void damp_wide(const float* u, const float* d, const Run& run, const dou
     const double by = c[run.uniform() ? run.ring : run.ring_of_lane[i % run.period]];
     out[i] = by == 0           ? u[i]
              : by == kInfinity ? u[i] * 0.0f
-                               : static_cast<float>(u[i] * (bounded(d[i]) / (bounded(d[i]) + by)));
+                               : static_cast<float>(u[i] * (finite_metric(d[i]) / (finite_metric(d[i]) + by)));
   }
 }
 LOCO_HD void damp_wide(const double*, const double*, const Run&, const double*, double*) {}
@@ -174,7 +169,7 @@ template <typename T>
 LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T* out) {
   constexpr double kLeast = 1e-30;
   const auto factor = [=](int64_t i, T by) LOCO_INLINE {
-    const T weight = bounded(d[i]);
+    const T weight = finite_metric(d[i]);
     return weight / (weight + by);
   };
   bool special = false;

@@ -39,7 +39,7 @@ def ring_prox(
 ) -> Tensor:
     """The prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
     u, index = _kernels(weight), _index(rings, weight)
-    d = None if metric is None else _kernels(metric).clamp(max=torch.finfo(torch.float64).max)
+    d = None if metric is None else _kernels(metric)
     t = thresholds.to(u).expand(len(u), -1)
     q = torch.zeros_like(t) if squared is None else squared.to(u).expand(len(u), -1)
 
@@ -127,6 +127,7 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
     """In the metric ``d``: ``x = u * d / (d + c_r)`` on the rings that remain, where ``c_r - c_(r+1) = t_r /
     ||x(G_r)||`` and ``c`` is 0 beyond the last ring. Which remain is told by the chain without a metric, of ``d*u``."""
     scale, scaled = _scaled(u)
+    d = d.clamp(max=torch.finfo(torch.float64).max)
     factors = _prox_l2_factors(scaled * d, index, t * scale[:, None])
     of_metric, d = _scaled(d)
     t = t * scale[:, None] * of_metric[:, None]
@@ -167,8 +168,10 @@ def _group_norms(u: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
-    """Group after group, smallest first, is clipped at the level that takes off ``t_n`` in all, weighed by ``d``."""
-    of_metric, d = _scaled(torch.ones_like(u) if d is None else d)
+    """Group after group, smallest first, is clipped at the level that takes off ``t_n`` in all, weighed by ``d``, but
+    not below the largest weight whose ``d`` is infinite."""
+    stays = torch.zeros_like(u, dtype=torch.bool) if d is None else d.isinf()
+    of_metric, d = _scaled(torch.ones_like(u) if d is None else d.masked_fill(stays, 0.0))
     scale, scaled = _scaled(u)
     t = t * scale[:, None] * of_metric[:, None]
     sizes, cap = scaled.abs(), torch.full_like(t, torch.inf)
@@ -177,6 +180,8 @@ def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
         inside = torch.minimum(sizes, cap[:, None, index])[:, :, group]
         # A weight of 0 more that counts for nothing: a group may have none.
         level = _water_level(pad(inside.flatten(1), (0, 1)), pad(d[:, :, group].flatten(1), (0, 1)), t[:, n])
+        staying = torch.where(stays & group, sizes, 0.0)
+        level = torch.maximum(level, staying.flatten(1).amax(1))
         cap[:, : n + 1] = torch.minimum(cap[:, : n + 1], level[:, None])
     return torch.copysign(torch.minimum(u.abs(), (cap / scale[:, None])[:, None, index]), u)
 
