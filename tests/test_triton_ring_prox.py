@@ -331,6 +331,21 @@ def test_nan_and_infinity_stay_in_their_kernels(interpreter, linf, metric, value
     assert_is_reference(interpreter, *calls)
 
 
+@pytest.mark.parametrize("linf", [False, True])
+def test_weights_with_an_infinite_metric_stay(interpreter, linf):
+    calls = []
+    for dtype, squared in [(F64, True), (F32, False)]:
+        calls.append(make((3, 2, 1, 5), dtype, linf, squared, dtype, strength=0.5))
+        calls[-1].metric[0, 0, 0, 2] = torch.inf
+        calls[-1].metric[1] = torch.inf
+        calls[-1].metric[2, :, :, ::2] = torch.inf
+    assert_is_reference(interpreter, *calls)
+    for call, (result, _norms) in zip(calls, interpreter.results(calls), strict=True):
+        stays = call.metric.isinf()
+        assert torch.equal(result[stays], call.weight[stays])
+        assert not torch.equal(result[0], call.weight[0])
+
+
 def test_nan_spreads_in_its_kernel_where_thresholds_are_squared(interpreter):
     calls = []
     for linf, metric, place in itertools.product([False, True], [False, True], [0, 2]):

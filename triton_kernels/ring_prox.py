@@ -94,8 +94,8 @@ def ring_prox_by(
 
 def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Each kernel's metric and thresholds times a power of four, whose root is a power of two, which changes no result;
-    the squares of weights times metric stay within float64."""
-    largest = metric.flatten(1).amax(1).clamp(max=torch.finfo(torch.float64).max)
+    the squares of weights times finite metrics stay within float64."""
+    largest = metric.masked_fill(metric.isinf(), 0.0).flatten(1).amax(1)
     exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1020, 1020) // 2
     root = torch.ldexp(torch.ones_like(largest), -exponent)
     metric = metric * (root * root).view(-1, *[1] * (metric.dim() - 1))

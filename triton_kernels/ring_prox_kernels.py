@@ -189,14 +189,15 @@ def _level(kernel, n, caps, t, FORM: tl.constexpr):
 
     From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
     """
-    level, number, goes_on = scalar(-1.0), scalar(INFINITY), tl.full((), 1, tl.int32)
+    level, heaviest, floor, goes_on = scalar(-1.0), scalar(INFINITY), scalar(0.0), tl.full((), 1, tl.int32)
     while goes_on != 0:
-        mass, weight, over = sums_above(kernel, n, caps, level, FORM)
-        fewer = (over < number) & ((over > 0) | (level < 0))
-        level = tl.where(fewer, tl.where(mass <= t, 0.0, (mass - t) / weight), level)
-        number = over
-        goes_on = (fewer & (level > 0) & (level < INFINITY)).to(tl.int32)
-    return level
+        mass, weight, staying = sums_above(kernel, n, caps, level, FORM)
+        floor = tl.where(level < 0, staying, floor)
+        lighter = (level < 0) | ((weight < heaviest) & (weight > 0))
+        level = tl.where(lighter, tl.where(mass <= t, 0.0, (mass - t) / weight), level)
+        heaviest = weight
+        goes_on = (lighter & (level > 0) & (level < INFINITY)).to(tl.int32)
+    return tl.where((level < floor) | (floor != floor), floor, level)
 
 
 @triton.jit

@@ -120,7 +120,15 @@ def _load_u(kernel, channel, tap, mask, T: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _load_d(kernel, channel, tap, mask, FORM: tl.constexpr):
-    return load(_addresses(kernel.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
+    """The metric; an infinite one, which lets a weight stay, as the largest number, to be multiplied and divided by."""
+    d = load(_addresses(kernel.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
+    largest = _largest_metric(FORM)
+    return tl.where(d > largest, largest, d)
+
+
+@triton.jit
+def _largest_metric(FORM: tl.constexpr):
+    return 3.4028234663852886e38 if FORM.arithmetic == tl.float32 else 1.7976931348623157e308
 
 
 @triton.jit
@@ -169,8 +177,14 @@ def _largest(kernel, ring, FORM: tl.constexpr):
         size = tl.abs(_load_u(kernel, channel, tap, mask, tl.float64, FORM))
         largest = tl.where(mask & ((size > largest) | (size != size)), size, largest)
         block += 1
-    total = tl.sum(largest)  # of sizes: NaN if one is
-    return tl.where(total != total, total, tl.max(largest, 0))
+    return _largest_of(largest)
+
+
+@triton.jit
+def _largest_of(sizes):
+    """The largest size; NaN if one is."""
+    total = tl.sum(sizes)
+    return tl.where(total != total, total, tl.max(sizes, 0))
 
 
 @triton.jit
@@ -206,10 +220,10 @@ def scaled_squares(kernel, FORM: tl.constexpr):
 
 @triton.jit
 def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
-    """Over the weights of rings 0..n, clipped at caps, that exceed a level: the sums of d |x| and of d, and their
-    number."""
+    """Over the weights of rings 0..n, clipped at caps, that exceed a level: the sums of d |x| and of d, and the
+    largest size of one whose d is infinite, 0 if there is none, which is in neither sum."""
     mass = tl.full([FORM.block], 0.0, tl.float64)
-    weight, number = mass, mass
+    weight, floor = mass, mass
     ring = tl.full((), 0, tl.int32)
     while ring <= n:
         cap = get(caps, ring, FORM)
@@ -223,12 +237,14 @@ def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
             d = tl.full([FORM.block], 1.0, tl.float64)
             if FORM.metric is not None:
                 d = _load_d(kernel, channel, tap, mask, FORM)
+                stays = over & (d == _largest_metric(FORM))
+                over = over & (stays == 0)
+                floor = tl.where(stays & ((size <= floor) == 0), size, floor)
             mass += tl.where(over, d * size, 0.0)
             weight += tl.where(over, d, 0.0)
-            number += over.to(tl.float64)
             block += 1
         ring += 1
-    return tl.sum(mass), tl.sum(weight), tl.sum(number)
+    return tl.sum(mass), tl.sum(weight), _largest_of(floor)
 
 
 @triton.jit

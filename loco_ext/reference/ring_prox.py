@@ -127,12 +127,16 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
     """In the metric ``d``: ``x = u * d / (d + c_r)`` on the rings that remain, where ``c_r - c_(r+1) = t_r /
     ||x(G_r)||`` and ``c`` is 0 beyond the last ring. Which remain is told by the chain without a metric, of ``d*u``."""
     scale, scaled = _scaled(u)
-    d = d.clamp(max=torch.finfo(torch.float64).max)
-    factors = _prox_l2_factors(scaled * d, index, t * scale[:, None])
-    of_metric, d = _scaled(d)
+    stays = d.isinf()
+    weighed = torch.where(stays & (u == 0), 0.0, scaled * d)
+    factors = _prox_l2_factors(weighed, index, t * scale[:, None])
+    of_metric, d = _scaled(d.masked_fill(stays, 0.0))
     t = t * scale[:, None] * of_metric[:, None]
     alive = factors != 0  # [C_out, rings]; NaN is alive
     rings = [index == n for n in range(t.shape[1])]
+
+    def damped(x: Tensor, c: Tensor) -> Tensor:
+        return x * torch.where(stays, 1.0, d / (d + c[:, None, index]))
 
     def coefficients(first: Tensor) -> tuple[Tensor, Tensor]:
         """c of every ring and beyond the last, from that of the first ring alive; -1 from where it is negative."""
@@ -140,7 +144,7 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
         squares, found = torch.zeros_like(first), []
         for n, ring in enumerate(rings):
             found.append(c)
-            x = scaled[:, :, ring] * (d[:, :, ring] / (d[:, :, ring] + c[:, None, None]))
+            x = damped(scaled, c[:, None].expand_as(t))[:, :, ring]
             squares = torch.where(alive[:, n], squares + x.square().sum((1, 2)), squares)
             step = torch.where(alive[:, n] & (t[:, n] > 0), t[:, n] / squares.sqrt(), 0.0)
             negative |= c < 0
@@ -154,7 +158,7 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
             break
         upper = torch.where(short, upper * 2, upper)
     c = coefficients(_root(lambda first: coefficients(first)[1], upper))[0]
-    x = u * (d / (d + c[:, None, index]))
+    x = damped(u, c)
     return torch.where(alive[:, None, index], torch.where(c[:, None, index] == 0, u, x), u * 0.0)
 
 
