@@ -11,11 +11,16 @@ from typing import Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, which takes its place when the block ends well and is gone if it does not."""
+    """A temporary path beside ``path``, which takes its place when the block ends well and is gone if it does not.
+
+    The new file is on the disk before it takes the old one's place, and that it has is on the disk when this returns.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
+        _flush(temporary)
         temporary.replace(path)
+        _flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -24,6 +29,15 @@ def remove_leftovers(folder: Path) -> None:
     """Removes the temporary files of processes that were killed; nobody else may be writing to ``folder``."""
     for path in folder.glob(".*.part"):
         path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file, or what a folder lists, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def json_text(record: Any, indent: int | None = None) -> str:

@@ -169,7 +169,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(tmp_path):
     assert all("--out: expected a folder that can be written to" in text for text in said)
     assert "Traceback" not in done.stderr
     for size in (1, 300):
-        assert {path.name for path in (tmp_path / str(size)).iterdir()} <= {"settings.json"}
+        assert {path.name for path in (tmp_path / str(size)).iterdir()} <= {".lock", "settings.json"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.checkpoints import DamagedFileError, load_weights
+from loco_ext.input import open_regular
+
 # Where training scripts put the weights among other things.
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
 # Put in front of every name by DistributedDataParallel and torch.compile.
@@ -54,18 +57,16 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
+        return load_weights(path, foreign=True)
+    except (OSError, DamagedFileError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {_line(error)}") from error
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of another kind makes the unpickler fail in any way
         raise CheckpointError(f"{path}: cannot be read as a torch file of weights only: {_line(error)}") from error
     if not isinstance(state, Mapping):

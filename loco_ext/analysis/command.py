@@ -14,6 +14,7 @@ from loco_ext.analysis import report
 from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.analysis.kernels import kernels
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
+from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing
 
 
@@ -73,10 +74,11 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
 
 def save(analysis: Analysis, out: Path) -> None:
     """Writes analysis.json and taps.png to the folder ``out``."""
-    with replacing(out / "taps.png") as temporary:
-        report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
-    with replacing(out / "analysis.json") as temporary:
-        temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
+    with owned(out):
+        with replacing(out / "taps.png") as temporary:
+            report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
+        with replacing(out / "analysis.json") as temporary:
+            temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
