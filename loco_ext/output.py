@@ -31,6 +31,20 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def one_line(text: str, longest: int | None = None) -> str:
+    r"""Returns text as one line that every terminal shows as it is, of at most ``longest`` characters of the text.
+
+    What cannot be printed is escaped, and the middle of what is longer is left out.
+
+    >>> one_line("a\nb"), one_line("0123456789", 5)
+    ('a\\nb', '01…89')
+    """
+    if longest is not None and len(text) > longest:
+        end = (longest - 1) // 2
+        text = f"{text[: longest - 1 - end]}…{text[len(text) - end :]}"
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def _flush(path: Path) -> None:
     """Waits until a file, or what a folder lists, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

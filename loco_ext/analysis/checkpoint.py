@@ -14,6 +14,9 @@ from loco_ext.input import open_regular
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
 # Put in front of every name by DistributedDataParallel and torch.compile.
 _WRAPPERS = ("module.", "_orig_mod.")
+# Tensors may share their elements: files up to these times as large as theirs, or as this, are read.
+_MOST_COPIES = 16
+_ANY_SIZE = 1 << 26
 
 
 class CheckpointError(ValueError):
@@ -47,9 +50,17 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(f"{path}: expected dense tensors with data, {name!r} is not")
+    _check_size(path, tensors)
     while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in tensors)), None):
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
+
+
+def _check_size(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError where tensors have far more elements than the file: expanded ones take none of it."""
+    size, total = path.stat().st_size, sum(tensor.nbytes for tensor in tensors.values())
+    if total > _MOST_COPIES * size + _ANY_SIZE:
+        raise CheckpointError(f"{path}: expected weights that fill the file, its {size} bytes hold tensors of {total}")
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -75,4 +86,5 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
