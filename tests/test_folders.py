@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loco_ext.cli import main
-from loco_ext.experiments import lifting, shrinking
+from loco_ext.experiments import lifting, models, shrinking
 from loco_ext.folders import owned
 
 TRAINING = ["--model", "plain8", "--dataset", "digits", "--width", "0.25"]
@@ -31,13 +31,14 @@ COMMANDS = {
         "100",
     ],
     "analyze": ["analyze", "model.pt"],
+    "compact": ["compact", "model.pt", "--model", "small", "--dataset", "digits", "--cost", "multiply_adds"],
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_second_command_is_refused_in_one_line_and_writes_nothing(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    torch.save({"0.weight": torch.ones(2, 2, 3, 3)}, "model.pt")
+    torch.save(models.small_cnn().state_dict(), "model.pt")
     with owned(tmp_path / "out"):
         assert main([*COMMANDS[command], "--out", "out"]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -58,7 +59,7 @@ def small_files():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(command, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
-    torch.save({"0.weight": torch.ones(2, 2, 3, 3)}, "model.pt")
+    torch.save(models.small_cnn().state_dict(), "model.pt")
     for part in (shrinking.shrink, lifting.lift):  # which take longer than the rest of the demo
         monkeypatch.setattr(sys.modules[part.__module__], part.__name__, lambda *_: None)
     request.getfixturevalue("small_files")
