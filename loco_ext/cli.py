@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from loco_ext import arguments as values
 from loco_ext import efcn_command
 from loco_ext.commands import UserError, add_device, make_writable, not_writable
-from loco_ext.output import json_text
+from loco_ext.output import json_text, one_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         arguments.command(arguments)
     except UserError as error:
-        print(f"loco-ext: {error}", file=sys.stderr)
+        print(f"loco-ext: {one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("loco-ext: interrupted", file=sys.stderr)
@@ -334,7 +334,7 @@ def _analyze(arguments: argparse.Namespace) -> None:
         print(json_text(analysis.to_dict(), indent=2))
     else:
         command.show(analysis)
-        print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {arguments.out}")
+        print(f"analysis.json, for `loco-ext train --locality`, and taps.png are in {one_line(str(arguments.out))}")
 
 
 def _compact(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from loco_ext.analysis import estimate_locality, locality_statistics
 from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.analysis.command import short_names
-from loco_ext.analysis.report import PARTS
+from loco_ext.analysis.report import PARTS, tap_figure
 from loco_ext.cli import main
 
 
@@ -145,10 +146,24 @@ class Malicious:
         ({"a": 3}, "found no tensors"),
         ({"0.weight": torch.ones(3, 3, 3, 3).to_sparse()}, "expected dense tensors with data, '0.weight' is not"),
         ({"0.weight": torch.ones(3, 3, 3, 3, device="meta")}, "expected dense tensors with data, '0.weight' is not"),
+        ({"0.weight": torch.ones(3, 1, 1, 1).expand(3, 10**6, 3, 3)}, "model.pt: expected weights that fill the file"),
         ({"0.weight": torch.ones(3, 3, 1, 1)}, "model.pt: "),
         ({"0.weight": torch.full((3, 3, 3, 3), float("nan"))}, "model.pt: "),
     ],
-    ids=["missing", "empty", "text", "cut", "code", "list", "no tensors", "sparse", "meta", "no kernels", "nan"],
+    ids=[
+        "missing",
+        "empty",
+        "text",
+        "cut",
+        "code",
+        "list",
+        "no tensors",
+        "sparse",
+        "meta",
+        "expanded",
+        "no kernels",
+        "nan",
+    ],
 )
 def test_what_cannot_be_analyzed_is_one_line_and_exit_code_2(tmp_path, capsys, content, said):
     path = tmp_path / "model.pt"
@@ -167,6 +182,27 @@ def test_what_cannot_be_analyzed_is_one_line_and_exit_code_2(tmp_path, capsys, c
     assert not (tmp_path / "out").exists()
 
 
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "model.pt")
+    for path in (tmp_path / "model.pt", "/dev/zero"):
+        assert main(["analyze", str(path), "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err.endswith("expected a regular file, found a folder, a pipe or a device\n")
+
+
+def test_no_more_than_300_layers_are_drawn():
+    kernels = {str(i): torch.rand(2, 2, *((3, 5), (1, 3), (3, 3, 3))[i % 3]) for i in range(301)}
+    figure = tap_figure(kernels)
+    assert figure.get_suptitle() == "Mean |weight| by tap, of the first 300 of 301 layers"
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == list(kernels)[:300]
+    for image, weight in zip(axes.images, kernels.values(), strict=False):
+        taps = weight.mean((0, 1))
+        np.testing.assert_array_equal(image.get_array(), taps if taps.dim() == 2 else torch.cat(list(taps), 1))
+        left, right, bottom, top = image.get_extent()
+        assert 0 <= left < right <= 6 * 2.1
+        assert 0 <= top < bottom <= 50 * 2.3 + 0.1
+
+
 @pytest.mark.parametrize("name", ["analysis.json", "taps.png"])
 def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys, name):
     path = write(tmp_path / "model.pt", make_model(), "torch")
@@ -176,13 +212,15 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys, name):
 
 
 def test_names_are_shown_as_they_are(tmp_path, capsys):
-    torch.save(
-        {f"{name}.weight": torch.randn(8, 8, 3, 3) for name in ("x[/y]z", "a$\\frac$b", "[bold]")}, tmp_path / "m.pt"
-    )
+    names = {name: name for name in ("x[/y]z", "a$\\frac$b", "[bold]", "a\\", ":smile:", "\u65e5")}
+    names |= {"a\nb": "a\\nb", "\x1b[31m": "\\x1b[31m", "\udcff": "\\udcff", "x" * 9999: "x" * 39}
+    torch.save({f"{name}.weight": torch.randn(8, 8, 3, 3) for name in names}, tmp_path / "m.pt")
     assert main(["analyze", str(tmp_path / "m.pt"), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for name in ("x[/y]z", "a$\\frac$b", "[bold]"):
-        assert any(line.startswith(f"│ {name} ") for line in printed.splitlines())
+    for name in names.values():
+        assert any(line.startswith(f"│ {name}") for line in printed.splitlines()), name
+    assert len(printed) < 9999
+    assert json.loads((tmp_path / "analysis.json").read_text())["locality"].keys() == names.keys()
 
 
 def test_wrappers_of_any_order_and_empty_entries_are_looked_through(tmp_path):

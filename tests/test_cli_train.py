@@ -1,8 +1,6 @@
 """``loco-ext train``: what the command line says, and that a user's error costs one line and leaves nothing behind."""
 
 import json
-import subprocess
-import sys
 
 import image_files
 import pytest
@@ -149,27 +147,6 @@ def test_what_is_not_a_number_is_null_in_json(tmp_path, capsys):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1], parse_constant=pytest.fail)["train_loss"] is None
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["train_loss"] is None
-
-
-WITH_LIMITED_FILES = """
-import resource, sys
-from loco_ext.cli import main
-for size in (1, 300):  # KB: stops the first file, or the checkpoint
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    assert main([*sys.argv[2:], "--out", f"{sys.argv[1]}/{size}"]) == 2
-"""
-
-
-def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(tmp_path):
-    line = [sys.executable, "-c", WITH_LIMITED_FILES, str(tmp_path), *GOOD]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said = [text for text in done.stderr.splitlines() if text.startswith("loco-ext: ")]
-    assert len(said) == 2
-    assert all("--out: expected a folder that can be written to" in text for text in said)
-    assert "Traceback" not in done.stderr
-    for size in (1, 300):
-        assert {path.name for path in (tmp_path / str(size)).iterdir()} <= {"settings.json"}
 
 
 @pytest.mark.parametrize(

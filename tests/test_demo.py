@@ -19,7 +19,7 @@ from loco_ext.experiments.data import digits
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
 
-FILES = {"demo.json", "demo.png", "ordinary.pt", "locality.pt", "smaller"}
+FILES = {".lock", "demo.json", "demo.png", "ordinary.pt", "locality.pt", "smaller"}
 
 
 def run_demo(out, *options):

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -314,6 +315,16 @@ def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
     figures = {"dynamics", "landscape", "deviations", "filters", "corners"}
     assert {path.stem for path in tmp_path.glob("*.png")} == figures
     assert "efcn.json and figures are in" in capsys.readouterr().out
+
+
+def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "cnn" / "weights-002.safetensors"
+    (tmp_path / "branches" / "002-lcn" / "after.json").unlink()
+    content = path.read_bytes()
+    path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    assert main(["efcn", *RUN, "--out", str(tmp_path), "--resume"]) == 2
+    assert "weights-002.safetensors: not the weights of this network (changed since" in capsys.readouterr().err
 
 
 @pytest.mark.slow

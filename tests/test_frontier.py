@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from loco_ext import optim, sparsity
+from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 
 PENALTIES = [
@@ -308,6 +309,10 @@ def test_a_folder_of_another_path_or_damaged_is_named(tmp_path):
         with pytest.raises(ValueError, match=said):
             task.frontier(RingPenalty(1.0), strengths=[0.1, 0.2], folder=tmp_path)
         (tmp_path / name).write_bytes(content)
+    path = tmp_path / "point-01.pt"
+    save_checkpoint(path, {name: value * torch.inf for name, value in load_checkpoint(path).items()})
+    with pytest.raises(ValueError, match=r"point-01.pt does not hold .*: NaN or infinity in '0.weight'"):
+        task.frontier(RingPenalty(1.0), strengths=[0.1, 0.2], folder=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -306,6 +307,42 @@ def test_state_dict_hooks_run_and_may_change_what_is_saved_and_loaded(name):
     ours.register_load_state_dict_post_hook(lambda opt: seen.append(opt.param_groups[0]["lr"]))
     ours.load_state_dict(saved)
     assert seen == ["save pre", "load pre", 2 * RICH[name]["lr"]]
+
+
+DAMAGES = {
+    "shape": (lambda value: value[:-1], ValueError, "expected its parameter's shape"),
+    "integers": (lambda value: value.long(), ValueError, "expected dense floating-point numbers, got torch.int64"),
+    "sparse": (lambda value: value.to_sparse(), ValueError, "expected dense floating-point numbers"),
+    "no data": (lambda value: value.to("meta"), ValueError, "expected a tensor with data"),
+    "list": (lambda value: value.tolist(), TypeError, "expected a tensor, got list"),
+}
+DAMAGED_STEPS = {
+    "negative": (-3.0, ValueError, "expected a finite number of at least 0, got -3.0"),
+    "NaN": (torch.tensor(torch.nan), ValueError, "expected a finite number of at least 0, got nan"),
+    "several": (torch.ones(2), ValueError, "expected a finite number of at least 0, got a tensor"),
+    "text": ("3", TypeError, "expected a finite number of at least 0, got str"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_damaged_state_is_named_and_nothing_changes(name):
+    ours = getattr(optim, name)(make_params(), **RICH[name])
+    train(ours, 2)
+    saved = copy.deepcopy(ours.state_dict())
+    moments = [key for key in saved["state"][1] if key != "step"]
+    damages = [(key, change(saved["state"][1][key]), *said) for change, *said in DAMAGES.values() for key in moments]
+    if "step" in saved["state"][1]:
+        damages += [("step", *damage) for damage in DAMAGED_STEPS.values()]
+    for key, value, error, said in damages:
+        bad = {**saved, "state": {**saved["state"], 1: saved["state"][1] | {key: value}}}
+        with pytest.raises(error, match=re.escape(f"state[1]['{key}']: {said}")):
+            ours.load_state_dict(bad)
+    for bad, said in (({**saved, "state": []}, "state: "), ({**saved, "state": {1: []}}, "state[1]: ")):
+        with pytest.raises(TypeError, match=re.escape(f"{said}expected a dict")):
+            ours.load_state_dict(bad)
+    assert str(ours.state_dict()) == str(saved)
+    saved["state"][1][moments[0]].fill_(torch.nan)  # as a training that diverges saves it
+    ours.load_state_dict(saved)
 
 
 def test_a_load_hook_may_change_states_whatever_their_dtype():

@@ -18,6 +18,18 @@ def test_a_file_is_replaced_when_all_is_written_and_not_before(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_file_is_on_the_disk_before_it_is_renamed_and_the_name_behind(tmp_path, monkeypatch):
+    path, seen = tmp_path / "file", []
+
+    def fsync(descriptor):
+        seen.append((os.path.samestat(os.fstat(descriptor), tmp_path.stat()), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+    assert seen == [(False, False), (True, True)]
+
+
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")

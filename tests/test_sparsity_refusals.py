@@ -1,6 +1,7 @@
 """What is not saved, and what is not loaded: each has one error that names it, and nothing from a file is executed."""
 
 import json
+import math
 import os
 from hashlib import sha256
 from types import SimpleNamespace
@@ -227,7 +228,59 @@ BAD_VALUES = [
     ),
 ]
 
+
+def chain(*steps):
+    """Puts calls of functions behind the input x: their names and arguments; "a0" is the first one's result."""
+
+    def change(content):
+        def argument(value):
+            if isinstance(value, str) and value[0] in "xa":
+                return {"node": value}
+            return {"tuple": [argument(entry) for entry in value]} if isinstance(value, tuple) else value
+
+        calls = [
+            {"name": f"a{i}", "op": "call_function", "target": target, "args": list(map(argument, args)), "kwargs": {}}
+            for i, (target, *args) in enumerate(steps)
+        ]
+        content["graph"][1:1] = calls
+
+    return change
+
+
+HEIGHT = ("torch.Tensor.size", "x", 2)
+SHAPE = ("builtins.getattr", "x", "shape")
+TOO_LARGE = {
+    "a huge power": chain(("operator.pow", 10, 10**9)),
+    "a size's power": chain(HEIGHT, ("operator.pow", 2, "a0")),
+    "powers in a row": chain(HEIGHT, *(("operator.pow", f"a{i}", 9) for i in range(9))),
+    "products in a row": chain(HEIGHT, *(("operator.mul", f"a{i}", f"a{i}") for i in range(40))),
+    "a product": chain(SHAPE, ("math.prod", "a0"), *(("math.prod", (f"a{i}", f"a{i}")) for i in range(1, 40))),
+    "a long list": chain(("operator.mul", [0], 10**10)),
+    "a long shape": chain(SHAPE, HEIGHT, ("operator.mul", "a0", "a1")),
+    "sums of shapes": chain(SHAPE, *(("operator.add", f"a{i}", f"a{i}") for i in range(40))),
+    "sums in place": chain(("operator.add", [0], [0]), *(("operator.iadd", "a0", "a0") for _ in range(40))),
+    "many tensors": chain(("torch.split", "x", 1), ("operator.mul", "a0", 10**9)),
+    "a wide number": chain(("operator.mod", "%999999999d", 1)),
+    "lists in a list": chain(("operator.add", [[0]], []), ("operator.getitem", "a0", 0), ("operator.mul", "a1", 9**9)),
+    "an item of a list": chain(("operator.getitem", ["%999999999d"], 0)),
+    "a product that starts with a list": lambda c: c["graph"].insert(
+        1,
+        {"name": "a", "op": "call_function", "target": "math.prod", "args": [[9**9]], "kwargs": {"start": [0]}},
+    ),
+    "a method of a text": lambda c: node(c, "call_method").update(target="split", args=["a b"]),
+}
+
 FORGERIES = {
+    **TOO_LARGE,
+    "modules in a circle": lambda c: c["modules"].extend(
+        {"name": name, **({"same_as": same} if same else {"class": "Module", "arguments": {}})}
+        for name, same in (("one", ""), ("two", ""), ("one.inner", "two"), ("two.inner", "one"))
+    ),
+    "more ways to modules than names": lambda c: c["modules"].extend(
+        {"name": name, **({"same_as": same} if same else {"class": "Module", "arguments": {}})}
+        for i in range(40)
+        for name, same in ((f"m{i}", ""), *(((f"m{i}.{way}", f"m{i - 1}") for way in "ab") if i else ()))
+    ),
     **{f"function {name}": lambda c, name=name: node(c, "call_function").update(target=name) for name in BAD_FUNCTIONS},
     **{f"method {name}": lambda c, name=name: node(c, "call_method").update(target=name) for name in BAD_METHODS},
     **{f"input {name!r}": lambda c, name=name: node(c, "placeholder").update(target=name) for name in BAD_NAMES},
@@ -281,6 +334,41 @@ def test_a_forged_manifest_is_refused_and_nothing_runs(case, tmp_path, monkeypat
         sparsity.load(tmp_path)
     assert "\n" not in str(error.value).replace(case, "")
     assert capfd.readouterr().out == ""
+
+
+def test_the_arithmetic_of_networks_is_loaded(tmp_path):
+    """What models compute from sizes, among it what looks like sequences and is none."""
+
+    def forward(x):
+        h, w = x.shape[2:]
+        pooled = torch.nn.functional.max_pool2d(x, 2, return_indices=True)[0]
+        total = math.prod(x.shape[1:]) ** 2 + h * w // 2 - 1
+        flat = (x - x.max()) / x.amax() * x.max()
+        flat = torch.relu(torch.max(flat, flat * 100000) + total**0.5).view(x.shape[:2] + x.shape[2:3] + x.shape[3:])
+        return flat, pooled.repeat([1] * (x.dim() - 2) + [2, h % 3 + 1]), x.split(1)[0] * 2
+
+    class Sizes(nn.Module):
+        def forward(self, x):
+            return forward(x)
+
+    model = torch.fx.symbolic_trace(Sizes())
+    sparsity.save(model, tmp_path)
+    x = torch.randn(2, 3, 4, 6)
+    for ours, theirs in zip(sparsity.load(tmp_path)(x), model(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_named_and_not_waited_for(name, kind, tmp_path):
+    sparsity.save(network("plain"), tmp_path)
+    (tmp_path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(sparsity.ModelFileError, match=f"{name}: cannot be read: expected a regular file"):
+        sparsity.load(tmp_path)
 
 
 @pytest.mark.parametrize("old", ["stem", "places"])

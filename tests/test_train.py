@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from loco_ext import optim
+from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.experiments import data, run, settings
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.processes import Processes
@@ -200,6 +202,7 @@ def test_a_run_leaves_settings_metrics_checkpoint_and_weights(tmp_path):
     history = run.run(setting, digits(), tmp_path / "new" / "run", CPU)
     out = tmp_path / "new" / "run"
     assert sorted(path.name for path in out.iterdir()) == [
+        ".lock",
         "checkpoint.pt",
         "metrics.jsonl",
         "model.safetensors",
@@ -301,31 +304,47 @@ def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.fixture(scope="module")
+def unfinished(tmp_path_factory):
+    """The checkpoint of a run of two epochs after its first."""
+    out = tmp_path_factory.mktemp("unfinished")
+    run.run(quick(epochs=2), digits(), out, CPU)
+    state = load_checkpoint(out / "checkpoint.pt")
+    return state | {"history": state["history"][:1]}
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("change", "said"),
     [
-        b"",
-        b"no checkpoint",
-        "cut",
-        {"settings": 3},
-        {"model": {}},
-        {"optimizer": {}},
-        {"history": []},
-        {"history": [{}]},
+        (b"", "changed since it was written"),
+        (b"no checkpoint", "changed since it was written"),
+        (lambda content: content[:-100], "changed since it was written"),
+        (lambda content: content[:9000] + bytes([content[9000] ^ 1]) + content[9001:], "changed since it was written"),
+        ({"settings": 3}, "TypeError"),
+        ({"model": {}}, "RuntimeError"),
+        ({"model": {"0.weight": torch.tensor([1.0, torch.nan])}}, "NaN or infinity in '0.weight': the training has"),
+        ({"optimizer": {}}, "KeyError"),
+        ({"history": []}, "its epochs are not 1, 2, ..."),
+        ({"history": [{}]}, "TypeError"),
     ],
-    ids=str,
+    ids=["empty", "text", "cut", "flipped", "settings", "model", "NaN", "optimizer", "no epochs", "epoch"],
 )
-def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path, content):
-    run.run(quick(epochs=1), digits(), tmp_path, CPU)
+def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path, unfinished, change, said):
     path = tmp_path / "checkpoint.pt"
-    if isinstance(content, dict):
-        torch.save(torch.load(path, weights_only=True) | content, path)
-    else:
-        path.write_bytes(path.read_bytes()[:-100] if content == "cut" else content)
+    save_checkpoint(path, unfinished | (change if isinstance(change, dict) else {}))
+    if not isinstance(change, dict):
+        path.write_bytes(change if isinstance(change, bytes) else change(path.read_bytes()))
     before = path.read_bytes()
-    with pytest.raises(SettingsError, match=r"checkpoint\.pt: not a checkpoint of such a run"):
-        run.run(quick(epochs=1), digits(), tmp_path, CPU, resume=True)
+    with pytest.raises(SettingsError, match=r"checkpoint\.pt: not a checkpoint of such a run \(" + re.escape(said)):
+        run.run(quick(epochs=2), digits(), tmp_path, CPU, resume=True)
     assert path.read_bytes() == before
+
+
+def test_a_finished_run_that_has_diverged_is_not_trained_again(tmp_path, unfinished):
+    weights = unfinished["model"] | {"0.weight": unfinished["model"]["0.weight"] * math.nan}
+    finished = unfinished | {"model": weights, "settings": asdict(quick(epochs=1))}
+    save_checkpoint(tmp_path / "checkpoint.pt", finished)
+    assert len(run.run(quick(epochs=1), digits(), tmp_path, CPU, resume=True)) == 1
 
 
 def launch(program, processes, out, *options):

@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.checkpoints import DamagedFileError, load_weights
+from loco_ext.input import open_regular
+
 # Where training scripts put the weights among other things.
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
 # Put in front of every name by DistributedDataParallel and torch.compile.
 _WRAPPERS = ("module.", "_orig_mod.")
+# Tensors may share their elements: files up to these times as large as theirs, or as this, are read.
+_MOST_COPIES = 16
+_ANY_SIZE = 1 << 26
 
 
 class CheckpointError(ValueError):
@@ -44,9 +50,17 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta:
             raise CheckpointError(f"{path}: expected dense tensors with data, {name!r} is not")
+    _check_size(path, tensors)
     while prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in tensors)), None):
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
+
+
+def _check_size(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError where tensors have far more elements than the file: expanded ones take none of it."""
+    size, total = path.stat().st_size, sum(tensor.nbytes for tensor in tensors.values())
+    if total > _MOST_COPIES * size + _ANY_SIZE:
+        raise CheckpointError(f"{path}: expected weights that fill the file, its {size} bytes hold tensors of {total}")
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -54,18 +68,16 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
+        return load_weights(path, foreign=True)
+    except (OSError, DamagedFileError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {_line(error)}") from error
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a file of another kind makes the unpickler fail in any way
         raise CheckpointError(f"{path}: cannot be read as a torch file of weights only: {_line(error)}") from error
     if not isinstance(state, Mapping):
@@ -74,4 +86,5 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
 
 
 def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [type(error).__name__])[0]

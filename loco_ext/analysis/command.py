@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from loco_ext.analysis import report
 from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.analysis.kernels import kernels
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
-from loco_ext.output import json_text, replacing
+from loco_ext.folders import owned
+from loco_ext.output import json_text, one_line, replacing
+
+_LONGEST_NOTE = 1000  # as shown; analysis.json has all of it
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
 
 def save(analysis: Analysis, out: Path) -> None:
     """Writes analysis.json and taps.png to the folder ``out``."""
-    with replacing(out / "taps.png") as temporary:
-        report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
-    with replacing(out / "analysis.json") as temporary:
-        temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
+    with owned(out):
+        with replacing(out / "taps.png") as temporary:
+            report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
+        with replacing(out / "analysis.json") as temporary:
+            temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
@@ -104,4 +109,4 @@ def show(analysis: Analysis) -> None:
         report.locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre")
     )
     for note in analysis.notes:
-        console.print(note, highlight=False, markup=False)
+        console.print(Text(one_line(note, _LONGEST_NOTE)))

@@ -1,5 +1,6 @@
 """From a model to the weights of its convolutions, in order."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def kernels(model: Model, example_inputs: Inputs | None = None) -> dict[str, Ten
     if not found:
         raise ValueError(
             "model: expected a floating-point convolution weight of more than one tap and of odd spatial sizes up to "
-            f"{LARGEST_KERNEL}, found none among {list(candidates)}"
+            f"{LARGEST_KERNEL}, found none among {reprlib.repr(list(candidates))}"
         )
     for name, weight in found.items():
         if not weight.isfinite().all():

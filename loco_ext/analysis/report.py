@@ -1,18 +1,24 @@
 """What ``loco-ext analyze`` shows: the rows of LOCO-REG's Table 4, suggested factors, and a figure of the taps."""
 
+import itertools
 import math
+import warnings
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from loco_ext.analysis.locality import LocalityStatistics
+from loco_ext.output import one_line
 
 PARTS = {"all": "all", "lower": "lower 1/2", "upper": "upper 1/2"}
 _COLUMNS = 6  # of the figure
+_MOST_PICTURES = 300  # in it
+_LONGEST_TITLE = 28  # of a picture
+_LONGEST_NAME = 80  # in a table
 
 
 def stars(p_value: float) -> str:
@@ -41,7 +47,7 @@ def statistics_table(named: dict[str, LocalityStatistics]) -> Table:
     for heading in PARTS.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for (name, size, distances), cells in rows.items():
-        table.add_row(escape(name), size, distances, *(cells.get(part, "") for part in PARTS))
+        table.add_row(_name(name), size, distances, *(cells.get(part, "") for part in PARTS))
     return table
 
 
@@ -51,38 +57,51 @@ def locality_table(locality: dict[str, tuple[float, ...]], title: str) -> Table:
     table.add_column("layer")
     table.add_column("factors", justify="right")
     for name, factors in locality.items():
-        table.add_row(escape(name), ", ".join(f"{factor:.3f}" for factor in factors))
+        table.add_row(_name(name), ", ".join(f"{factor:.3f}" for factor in factors))
     return table
+
+
+def _name(name: str) -> Text:
+    return Text(one_line(name, _LONGEST_NAME))
 
 
 def tap_figure(kernels: dict[str, Tensor]) -> Figure:
     """Mean absolute weight at every tap, one picture per layer; darker is larger, from 0 to the layer's largest.
 
-    The slices of a 3-d kernel stand side by side.
+    The slices of a 3-d kernel stand side by side. No more than the first 300 layers are drawn.
     """
-    columns = min(len(kernels), _COLUMNS)
-    rows = math.ceil(len(kernels) / columns)
-    height = 2.3 * rows + 0.6
-    figure = Figure(figsize=(2.1 * columns, height))
-    figure.suptitle("Mean |weight| by tap")
-    # Fixed margins: a layout that is solved for takes minutes with a thousand layers.
-    grid = {"left": 0.02, "right": 0.98, "bottom": 0.1 / height, "top": 1 - 0.6 / height, "hspace": 0.2, "wspace": 0.1}
-    places = figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid).flat
-    for axes in places:
-        axes.set_axis_off()
-    for axes, (name, weight) in zip(figure.axes, kernels.items(), strict=False):
-        _draw_taps(axes, name, weight.abs().mean((0, 1)))
+    drawn = dict(itertools.islice(kernels.items(), _MOST_PICTURES))
+    columns = min(len(drawn), _COLUMNS)
+    rows = math.ceil(len(drawn) / columns)
+    width, height = 2.1 * columns, 2.3 * rows + 0.6
+    figure = Figure(figsize=(width, height))
+    some = "" if len(drawn) == len(kernels) else f", of the first {len(drawn)} of {len(kernels)} layers"
+    figure.suptitle("Mean |weight| by tap" + some)
+    # All pictures share one pair of axes, in inches from its upper left corner: each pair takes long to draw.
+    axes = figure.add_axes((0, 0, 1, 1 - 0.5 / height))
+    axes.set_axis_off()
+    for i, (name, weight) in enumerate(drawn.items()):
+        row, column = divmod(i, columns)
+        _draw_taps(axes, 2.1 * column, 2.3 * row, name, weight.abs().mean((0, 1)))
+    axes.set(xlim=(0, width), ylim=(height - 0.5, 0))
     return figure
 
 
-def _draw_taps(axes: Axes, name: str, taps: Tensor) -> None:
+def _draw_taps(axes: Axes, left: float, top: float, name: str, taps: Tensor) -> None:
+    """Draws a picture of at most 1.9 inches in either direction, below its title."""
     if taps.dim() == 3:
         taps = taps.transpose(0, 1).flatten(1)  # [height, depth * width]
     picture = taps.reshape(-1, taps.shape[-1])
-    axes.imshow(picture.numpy(), vmin=0, vmax=picture.max().item() or 1, cmap="Blues")
-    axes.set_title(name, fontsize="small", parse_math=False)
+    height, width = (1.9 * size / max(picture.shape) for size in picture.shape)
+    x, y = left + (2.1 - width) / 2, top + 0.3 + (1.9 - height) / 2
+    box = (x, x + width, y + height, y)
+    axes.imshow(picture.numpy(), extent=box, vmin=0, vmax=picture.max().item() or 1, cmap="Blues")
+    title = one_line(name, _LONGEST_TITLE)
+    axes.text(left + 1.05, top + 0.25, title, size="small", ha="center", parse_math=False)
 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a PNG."""
-    figure.savefig(path, format="png", dpi=150)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn instead
+        figure.savefig(path, format="png", dpi=150)

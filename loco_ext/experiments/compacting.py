@@ -25,6 +25,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
+from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing
 
 # Channels, and height and width, of the images of each data set.
@@ -111,18 +112,17 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
     """Writes the files named above to the folder ``out``.
 
     Raises:
-        OSError: ``out`` cannot be written to.
+        OSError: ``out`` cannot be written to, or another process does.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    sparsity.save(compacted.network, out, compacted.report)
-    if onnx:
-        channels, size = IMAGES[trained.data]
-        device = next(compacted.network.parameters()).device
-        sparsity.export_onnx(compacted.network, torch.zeros(2, channels, size, size, device=device), out / "model.onnx")
-    with replacing(out / "report.json") as path:
-        path.write_text(
-            json_text({"model": trained.name, "data": trained.data, **compacted.to_dict()}, indent=2) + "\n"
-        )
+    record = {"model": trained.name, "data": trained.data, **compacted.to_dict()}
+    with owned(out):
+        sparsity.save(compacted.network, out, compacted.report)
+        if onnx:
+            channels, size = IMAGES[trained.data]
+            images = torch.zeros(2, channels, size, size, device=next(compacted.network.parameters()).device)
+            sparsity.export_onnx(compacted.network, images, out / "model.onnx")
+        with replacing(out / "report.json") as path:
+            path.write_text(json_text(record, indent=2) + "\n")
 
 
 def _shape(name: str, data: str) -> tuple[int, int, int]:

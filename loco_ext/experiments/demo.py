@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from loco_ext import optim, sparsity
+from loco_ext.checkpoints import save_checkpoint
 from loco_ext.experiments import data, lifting, report, settings, shrinking
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.run import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
+from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing
 
 
@@ -68,27 +70,30 @@ def run(settings: Settings, out: Path) -> Results:
     smaller network. Files that are there already are replaced, each in one move, so that none is ever half written.
 
     Raises:
-        OSError: ``out`` cannot be written to.
+        OSError: ``out`` cannot be written to, or another process does.
     """
-    samples = data.load("digits", None)
-    trainings = make_trainings(settings, samples)
-    networks = train_both(settings, samples, trainings)
-    with _one_thread():
-        processes = Processes(torch.device(settings.device))
-        _, model, _, setting = trainings[1]
-        shrunk = shrinking.shrink(model, samples, setting, processes)
-        lifted = lifting.lift(model, samples, setting, processes)
-    results = Results(networks, shrunk, lifted)
+    with owned(out):
+        samples = data.load("digits", None)
+        trainings = make_trainings(settings, samples)
+        networks = train_both(settings, samples, trainings)
+        with _one_thread():
+            processes = Processes(torch.device(settings.device))
+            _, model, _, setting = trainings[1]
+            shrunk = shrinking.shrink(model, samples, setting, processes)
+            lifted = lifting.lift(model, samples, setting, processes)
+        results = Results(networks, shrunk, lifted)
+        _write(settings, trainings, results, out)
+    return results
 
+
+def _write(settings: Settings, trainings: list["Training"], results: Results, out: Path) -> None:
     for training in trainings:
         state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
-        with replacing(out / f"{training.name}.pt") as path:
-            torch.save(state, path)
-    sparsity.save(shrunk.network, out / "smaller", shrunk.report)
-    report.save_figure(networks, out / "demo.png")
+        save_checkpoint(out / f"{training.name}.pt", state)
+    sparsity.save(results.shrunk.network, out / "smaller", results.shrunk.report)
+    report.save_figure(results.networks, out / "demo.png")
     with replacing(out / "demo.json") as path:
         path.write_text(to_json(settings, results) + "\n")
-    return results
 
 
 def to_json(settings: Settings, results: Results) -> str:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from loco_ext.analysis import gradient_norm, interpolate, only_blocks, top_hessian_eigenvalue
 from loco_ext.analysis.interpolation import METHODS
+from loco_ext.checkpoints import DamagedFileError, check_finite, load_weights, save_weights
 from loco_ext.experiments import efcn_figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.efcn_pictures import corner_of, filter_of
@@ -37,9 +37,10 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import Epoch, evaluate, make_model
+from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.output import json_text, replacing
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # of the power iteration's residual
@@ -57,7 +58,7 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
         SettingsError: settings that do not fit the data or the model; another experiment in ``out``, or without
             ``resume`` any; files in it that cannot be read.
         MemoryError: a lifted network would take more than half of the free memory.
-        OSError: ``out`` cannot be written to.
+        OSError: ``out`` cannot be written to, or another process does.
     """
     settings.training.check_data(data)
     settings_path, processes = out / "settings.json", Processes(torch.device(device))
@@ -69,23 +70,22 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
         "versions": run.versions(),
     }
     text = json_text(record, indent=2) + "\n"
-    if settings_path.exists():
-        if not resume:
-            raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
-        if settings_path.read_text() != text:
-            raise SettingsError(f"{settings_path}: of another experiment; resume it with its own settings")
     experiment = _Experiment(settings, data, out, processes)
     experiment.check()
-    out.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(out)
-    _write(settings_path, text)
-    record["cnn"] = experiment.cnn()
-    arms = [_Arm(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)]
-    record["branches"] = [experiment.lifted(arm) for arm in arms]
-    record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
-    _write_json(out / "efcn.json", record)
-    record = _read(out / "efcn.json")
-    efcn_figures.save(record, out)
+    with owned(out):
+        if settings_path.exists():
+            if not resume:
+                raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
+            if settings_path.read_bytes() != text.encode():
+                raise SettingsError(f"{settings_path}: of another experiment; resume it with its own settings")
+        _write(settings_path, text)
+        record["cnn"] = experiment.cnn()
+        arms = [_Arm(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)]
+        record["branches"] = [experiment.lifted(arm) for arm in arms]
+        record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
+        _write_json(out / "efcn.json", record)
+        record = _read(out / "efcn.json")
+        efcn_figures.save(record, out)
     return record
 
 
@@ -124,7 +124,7 @@ class _Experiment:
 
         def keep(epoch: int) -> dict[str, float | None]:
             if epoch in (*self.settings.switch_times, setting.epochs):
-                run.save_weights(model, _snapshot(folder, epoch))
+                save_weights(_snapshot(folder, epoch), model.state_dict())
             return {}
 
         history = run.run(setting, self.data, folder, self.processes, resume=True, model=model, measure=keep)
@@ -136,9 +136,12 @@ class _Experiment:
         if epoch:
             path = _snapshot(self.out / CNN, epoch)
             try:
-                model.load_state_dict(load_file(path))
-            except Exception as error:  # what a damaged file raises is not documented
-                raise SettingsError(f"{path}: not the weights of this network ({type(error).__name__})") from error
+                weights = load_weights(path)
+                check_finite(weights)
+                model.load_state_dict(weights)
+            except (DamagedFileError, OSError, RuntimeError) as error:
+                reason = (str(error).splitlines() or [""])[0]
+                raise SettingsError(f"{path}: not the weights of this network ({reason})") from error
         return model.to(self.processes.device)
 
     def lift(self, arm: "_Arm") -> nn.Module:
@@ -161,7 +164,6 @@ class _Experiment:
         """Everything about one lifted network, or the fully connected one; from its files where they are there."""
         folder = self.out / arm.folder
         folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
         before, after = folder / "before.json", folder / "after.json"
         if not after.exists():
             model = self.lift(arm)

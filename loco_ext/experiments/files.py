@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from loco_ext.experiments.samples import Samples
+from loco_ext.input import open_regular
 
 _PIXELS = 3 * 32 * 32
 _IDX_BYTES = 8  # the idx code of unsigned bytes
@@ -88,7 +89,7 @@ def _find_folder(folder: Path, inner: str, *names: str) -> Path:
 def _read(path: Path, size: int, what: str) -> bytes:
     """The ``size`` bytes that the file should hold; it is not read any further than shows that it holds more."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_regular(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             content = file.read(size + 1)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error

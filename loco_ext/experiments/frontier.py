@@ -33,7 +33,8 @@ from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.experiments.train import evaluate, make_model
-from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.folders import owned
+from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.frontier import PATHS, Frontier
 from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.strengths import convolutions
@@ -139,7 +140,7 @@ def measure(
     Raises:
         SettingsError: settings that do not fit the data or the model; another experiment in ``out``, or without
             ``resume`` any; files in it that cannot be read.
-        OSError: ``out`` cannot be written to.
+        OSError: ``out`` cannot be written to, or another process does.
     """
     settings.training.check_data(data)
     settings_path, processes = out / "settings.json", Processes(torch.device(device))
@@ -152,20 +153,19 @@ def measure(
         "versions": run.versions(),
     }
     text = json_text(record, indent=2) + "\n"
-    if settings_path.exists():
-        if not resume:
-            raise SettingsError(f"{out}: holds a frontier already; resume it, or choose another folder")
-        if settings_path.read_text() != text:
-            raise SettingsError(f"{settings_path}: of another frontier; resume it with its own settings")
-    out.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(out)
-    _write(settings_path, text)
-    paths = [_Path(settings, width, data, out, processes).measure() for width in settings.used_widths]
-    record["paths"] = [
-        {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
-    ]
-    _write(out / "frontier.json", json_text(record, indent=2) + "\n")
-    figures.save(record, out)
+    with owned(out):
+        if settings_path.exists():
+            if not resume:
+                raise SettingsError(f"{out}: holds a frontier already; resume it, or choose another folder")
+            if settings_path.read_bytes() != text.encode():
+                raise SettingsError(f"{settings_path}: of another frontier; resume it with its own settings")
+        _write(settings_path, text)
+        paths = [_Path(settings, width, data, out, processes).measure() for width in settings.used_widths]
+        record["paths"] = [
+            {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
+        ]
+        _write(out / "frontier.json", json_text(record, indent=2) + "\n")
+        figures.save(record, out)
     return record
 
 

@@ -4,28 +4,30 @@
     metrics.jsonl      one line per epoch; what is not finite is null
     checkpoint.pt      weights, optimizer and metrics after the last epoch: torch.load(..., weights_only=True)
     model.safetensors  the weights, when all epochs are done
+    .lock              held by the process that writes, see loco_ext.folders
 
 Every file is replaced in one move. A run killed at any moment goes on from its last whole epoch to the same numbers,
 given the same number of processes and, on a CPU, of threads. On CUDA that holds as far as its algorithms are
 deterministic; those of cuDNN are chosen so.
 """
 
-import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
+from loco_ext.checkpoints import DamagedFileError, check_finite, load_checkpoint, save_checkpoint, save_weights
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.memory import keep_freed_memory
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, differences
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
-from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.folders import owned
+from loco_ext.output import json_text, replacing
 from loco_ext.sparsity import zero_dead_kernels
 from loco_ext.version import __version__
 
@@ -56,44 +58,30 @@ def run(
 
     Raises:
         SettingsError: settings that do not fit the data or the model; a run in ``out`` already, without ``resume``; a
-            checkpoint that cannot be read, or of other settings.
-        OSError: ``out`` cannot be written to.
+            checkpoint that is damaged, of other settings, or has diverged before its last epoch.
+        OSError: ``out`` cannot be written to, or another process does.
     """
     settings.check_data(data, processes.count)
     keep_freed_memory()
-    path = out / CHECKPOINT
-    if path.exists() and not resume:
-        raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     model = (make_model(settings, data) if model is None else model).to(processes.device)
     optimizer = make_optimizer(settings, model, data)
-    history = _restore(path, settings, processes, model, optimizer) if path.exists() else []
-    if processes.first:
-        out.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(out)
-        if not history:
-            record = {"settings": asdict(settings), "processes": _describe(processes), "versions": versions()}
-            _write(out / "settings.json", (json_text(record, indent=2) + "\n").encode())
-
-    def save(epoch: Epoch) -> None:
-        history.append(replace(epoch, measures=measure(epoch.epoch)))
-        if processes.first:
-            _save(out, settings, processes, model, optimizer, history)
-
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
-    train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
-    if settings.folded:
-        zero_dead_kernels(model)
-    if processes.first:
-        _write_metrics(out, history)
-        save_weights(model, out / "model.safetensors")
+    with owned(out) if processes.first else nullcontext():
+        history = _begin(out, settings, processes, model, optimizer, resume=resume)
+
+        def save(epoch: Epoch) -> None:
+            history.append(replace(epoch, measures=measure(epoch.epoch)))
+            if processes.first:
+                _save(out, settings, processes, model, optimizer, history)
+
+        train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
+        if settings.folded:
+            zero_dead_kernels(model)
+        if processes.first:
+            _write_metrics(out, history)
+            save_weights(out / "model.safetensors", model.state_dict())
     return history
-
-
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Writes a state dict as safetensors, in one move."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    _write(path, safetensors.torch.save(weights))
 
 
 def versions() -> dict[str, str]:
@@ -106,6 +94,27 @@ def _describe(processes: Processes) -> dict[str, Any]:
     return {"count": processes.count, "device": processes.device.type}
 
 
+def _begin(
+    out: Path,
+    settings: Settings,
+    processes: Processes,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    resume: bool,
+) -> list[Epoch]:
+    """Returns the epochs that are done, whose weights and states the model and the optimizer then have."""
+    path = out / CHECKPOINT
+    if path.exists():
+        if not resume:
+            raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
+        return _restore(path, settings, processes, model, optimizer)
+    if processes.first:
+        record = {"settings": asdict(settings), "processes": _describe(processes), "versions": versions()}
+        _write(out / "settings.json", json_text(record, indent=2) + "\n")
+    return []
+
+
 def _save(
     out: Path,
     settings: Settings,
@@ -114,7 +123,6 @@ def _save(
     optimizer: torch.optim.Optimizer,
     history: list[Epoch],
 ) -> None:
-    content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
     state = {
         "settings": asdict(settings),
         "processes": _describe(processes),
@@ -122,8 +130,7 @@ def _save(
         "optimizer": optimizer.state_dict(),
         "history": [asdict(epoch) for epoch in history],
     }
-    torch.save(state, content)
-    _write(out / CHECKPOINT, content.getbuffer())
+    save_checkpoint(out / CHECKPOINT, state)
     _write_metrics(out, history)
 
 
@@ -131,15 +138,18 @@ def _restore(
     path: Path, settings: Settings, processes: Processes, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[Epoch]:
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = load_checkpoint(path)
         different = differences(settings, dict(state["settings"]))
         ran_on = state["processes"]
         history = [Epoch(**epoch) for epoch in state["history"]]
+        if len(history) < settings.epochs:
+            check_finite(state["model"])
         if not different:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
     except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
-        raise SettingsError(f"{path}: not a checkpoint of such a run ({type(error).__name__})") from error
+        reason = str(error) if isinstance(error, DamagedFileError) else type(error).__name__
+        raise SettingsError(f"{path}: not a checkpoint of such a run ({reason})") from error
     if different:
         raise SettingsError(f"{path}: of a run that differs in {', '.join(different)}; resume it with its own settings")
     if ran_on != _describe(processes):
@@ -151,9 +161,9 @@ def _restore(
 
 def _write_metrics(out: Path, history: list[Epoch]) -> None:
     lines = "".join(json_text(asdict(epoch)) + "\n" for epoch in history)
-    _write(out / "metrics.jsonl", lines.encode())
+    _write(out / "metrics.jsonl", lines)
 
 
-def _write(path: Path, content: bytes | memoryview) -> None:
+def _write(path: Path, text: str) -> None:
     with replacing(path) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_text(text)

@@ -20,6 +20,7 @@ from loco_ext import ops
 from loco_ext.ops.shrink import shrink
 from loco_ext.optim.capture import check_capture
 from loco_ext.optim.folded import folded_steps
+from loco_ext.optim.loading import check_states
 from loco_ext.optim.locality import as_tuples, even_kernels
 from loco_ext.optim.penalty import as_plain, from_plain
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
@@ -318,9 +319,13 @@ class LocalityOptimizer(Optimizer):
 
         Group keys that the checkpoint lacks keep their present values; a torch.optim checkpoint also leaves ``foreach``
         and ``fused`` alone. States take the dtype that the group asks for and the strides of their parameters.
+
+        Raises:
+            TypeError, ValueError: naming a state that does not fit its parameter; nothing has been changed.
         """
 
         def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
+            check_states(self.param_groups, loaded)
             self._loading = loaded
 
         handle = self.register_load_state_dict_pre_hook(remember)

@@ -4,13 +4,14 @@ import inspect
 import keyword
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
+from loco_ext.sparsity.arithmetic import check_arithmetic
 from loco_ext.sparsity.vocabulary import (
     ATTRIBUTES,
     CONTAINERS,
@@ -79,6 +80,7 @@ def rebuild(description: Mapping[str, Any], values: Mapping[str, Tensor]) -> fx.
         modules[name] = modules[record["same_as"]] if "same_as" in record else _layer(name, record)
         parent, _, last = name.rpartition(".")
         modules[parent].add_module(last, modules[name])
+    _check_names(model, [record["name"] for record in description["modules"]])
     tensors: dict[str, Tensor] = {}
     for record in description["tensors"]:
         name = record["name"]
@@ -90,6 +92,7 @@ def rebuild(description: Mapping[str, Any], values: Mapping[str, Tensor]) -> fx.
             raise ModelFileError(f"tensor {name!r} is missing")
     model.graph = _graph(description["graph"], modules, tensors)
     model.graph.lint()
+    check_arithmetic(model)
     return model
 
 
@@ -173,6 +176,14 @@ def _check_path(what: str, name: Any) -> None:
         raise ModelFileError(f"{what} {name!r}: expected a name of letters, digits, '_' and '-'")
 
 
+def _check_names(model: nn.Module, names: list[str]) -> None:
+    """Every way to a module has one of the names: none leads in a circle, and there are no more ways than names."""
+    found = islice(model.named_modules(remove_duplicate=False), 1, len(names) + 2)
+    for (name, _), expected in zip_longest(found, names, fillvalue=("", None)):
+        if name != expected:
+            raise ModelFileError(f"module {name or expected!r}: is not where the list of modules has it")
+
+
 def _layer(name: str, record: Mapping[str, Any]) -> nn.Module:
     """A layer of the tables, on the meta device."""
     kind = record["class"]
@@ -253,7 +264,7 @@ def _target(
         return target
     if op == "call_module" and type(modules.get(target)).__name__ in (*LAYERS, "Sequential"):
         return target
-    if op == "call_method" and target in METHODS and args:
+    if op == "call_method" and target in METHODS and args and isinstance(args[0], fx.Node):
         return target
     if op == "call_function" and target in FUNCTIONS:
         if target == GETATTR and not (len(args) == 2 and args[1] in ATTRIBUTES):

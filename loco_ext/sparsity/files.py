@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from loco_ext.input import open_regular
 from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.description import describe, rebuild
 from loco_ext.sparsity.vocabulary import ModelFileError
@@ -162,7 +163,8 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
 

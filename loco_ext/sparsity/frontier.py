@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
+from loco_ext.folders import owned
+from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.compaction.compact import compact
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import kernel_sizes
@@ -115,8 +117,9 @@ def frontier(
         The :class:`Frontier`: the model's own cost and figures, and a :class:`FrontierPoint` for each strength and tau.
 
     Raises:
-        TypeError, ValueError: naming the argument; no strength leaves nothing; ``folder`` holds another path.
-        OSError: ``folder`` cannot be written to.
+        TypeError, ValueError: naming the argument; no strength leaves nothing; ``folder`` holds another path, damaged
+            files, or weights that have diverged.
+        OSError: ``folder`` cannot be written to, or another process does.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", sections 3.3 and 4.
@@ -154,33 +157,34 @@ def frontier(
         "strengths": None if strengths is None else sorted(map(float, strengths)),
         **{"points": points, "span": span, "path": path, "taus": list(map(float, taus)), "latency": latency},
     }
-    store.begin(definition)
-    trials: list[tuple[float, bool]] = []
-    if strengths is None:
-        trials = _search(model, fit, penalty, loss, store)
-        largest = min(strength for strength, empty in trials if empty)
-        strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
-    found = _Measure(evaluate, None, example_inputs, latency, store)(
-        model, replace(penalty, strength=0.0), 0.0, "model"
-    )
-    measure = _Measure(evaluate, refit, example_inputs, latency, store)
-    result = Frontier(
-        (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
-        path,
-        found.multiply_adds,
-        found.latency_before,
-        found.metrics,
-        trials,
-    )
-    current = model
-    for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):
-        chosen = replace(penalty, strength=strength)
-        current = store.trained(f"point-{i:02d}", copy.deepcopy(model if path == "dense" else current), fit, chosen)
-        to_come = 0 if path == "dense" else len(strengths) - 1 - i
-        result.points.extend(
-            measure(current, chosen, tau, f"point-{i:02d}-{j}", to_come) for j, tau in enumerate(map(float, taus))
+    with nullcontext() if folder is None else owned(folder):
+        store.begin(definition)
+        trials: list[tuple[float, bool]] = []
+        if strengths is None:
+            trials = _search(model, fit, penalty, loss, store)
+            largest = min(strength for strength, empty in trials if empty)
+            strengths = [largest * span ** (i / max(points - 1, 1)) for i in range(points)]
+        found = _Measure(evaluate, None, example_inputs, latency, store)(
+            model, replace(penalty, strength=0.0), 0.0, "model"
         )
-    return result
+        measure = _Measure(evaluate, refit, example_inputs, latency, store)
+        result = Frontier(
+            (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
+            path,
+            found.multiply_adds,
+            found.latency_before,
+            found.metrics,
+            trials,
+        )
+        current = model
+        for i, strength in enumerate(sorted(map(float, strengths), reverse=path != "up")):
+            chosen = replace(penalty, strength=strength)
+            current = store.trained(f"point-{i:02d}", copy.deepcopy(model if path == "dense" else current), fit, chosen)
+            to_come = 0 if path == "dense" else len(strengths) - 1 - i
+            result.points.extend(
+                measure(current, chosen, tau, f"point-{i:02d}-{j}", to_come) for j, tau in enumerate(map(float, taus))
+            )
+        return result
 
 
 def _check(
@@ -291,11 +295,9 @@ class _Store:
         self.folder = folder
 
     def begin(self, definition: dict[str, Any]) -> None:
-        """Makes the folder that of this path, or makes sure that it is."""
+        """Writes down that the folder is that of this path, or makes sure that it is."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.folder)
         found = self.remembered("path", lambda: definition)
         different = [key for key, value in definition.items() if found.get(key) != value]
         if different:
@@ -307,7 +309,9 @@ class _Store:
             return make()
         path = self.folder / f"{name}.json"
         if not path.exists():
-            self._write(path, (json_text(make(), indent=2) + "\n").encode())
+            text = json_text(make(), indent=2) + "\n"
+            with replacing(path) as temporary:
+                temporary.write_text(text)
         try:
             return dict(json.loads(path.read_text()))
         except ValueError as error:
@@ -318,19 +322,15 @@ class _Store:
         path = None if self.folder is None else self.folder / f"{name}.pt"
         if path is not None and path.exists():
             try:
-                model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-            except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
-                raise ValueError(f"folder: {path} does not hold this model's weights") from error
+                weights = load_checkpoint(path)
+                check_finite(weights)
+                model.load_state_dict(weights)
+            except Exception as error:  # weights of another model make what is called here fail in any way
+                reason = (str(error).splitlines() or [""])[0]
+                raise ValueError(f"folder: {path} does not hold this model's weights: {reason}") from error
             return model
         fit(model, penalty)
         zero_dead_kernels(model)
         if path is not None:
-            content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
-            torch.save(model.state_dict(), content)
-            self._write(path, content.getbuffer())
+            save_checkpoint(path, model.state_dict())
         return model
-
-    @staticmethod
-    def _write(path: Path, content: bytes | memoryview) -> None:
-        with replacing(path) as temporary:
-            temporary.write_bytes(content)

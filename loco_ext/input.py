@@ -1,0 +1,20 @@
+"""Files that are opened to be read."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading; waits for no writer of a pipe.
+
+    Raises:
+        OSError: the file is missing, cannot be read, or is a folder, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "expected a regular file, found a folder, a pipe or a device", str(path))
+    return os.fdopen(descriptor, "rb")

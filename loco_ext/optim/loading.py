@@ -1,0 +1,65 @@
+"""Checks of the states in a state dict, before an optimizer takes them over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def check_states(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> None:
+    """Raises where a state does not fit its parameter; groups that do not fit are left to torch.
+
+    NaN and infinities are taken, as torch.optim takes them: a training that has diverged saves them.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        loaded: what ``load_state_dict`` was given.
+
+    Raises:
+        TypeError, ValueError: naming the state, what was expected and what came.
+    """
+    states = loaded["state"]
+    if not isinstance(states, Mapping):
+        raise TypeError(f"state: expected a dict with the states of each parameter, got {type(states).__name__}")
+    for group, saved in zip(groups, loaded["param_groups"], strict=False):
+        for param, key in zip(group["params"], saved["params"], strict=False):
+            state = states.get(key, {})
+            if not isinstance(state, Mapping):
+                raise TypeError(f"state[{key!r}]: expected a dict of states by name, got {type(state).__name__}")
+            for name, value in state.items():
+                if name == "step":
+                    _check_step(f"state[{key!r}]['step']", value)
+                elif name in _MOMENTS and not (value is None and name == "momentum_buffer"):
+                    _check_moment(f"state[{key!r}][{name!r}]", value, param)
+
+
+def _check_step(name: str, step: Any) -> None:
+    expected = f"{name}: expected a finite number of at least 0"
+    if not isinstance(step, Tensor | int | float):
+        raise TypeError(f"{expected}, got {type(step).__name__}")
+    if isinstance(step, Tensor):
+        if step.numel() != 1 or step.is_complex() or step.is_meta:
+            raise ValueError(f"{expected}, got a tensor of {step.dtype}, shape {tuple(step.shape)} on {step.device}")
+        if type(step) is not Tensor:  # a DTensor's or a fake tensor's value may be somewhere else, or nowhere
+            return
+    count = float(step)
+    if not (math.isfinite(count) and count >= 0):
+        raise ValueError(f"{expected}, got {count}")
+
+
+def _check_moment(name: str, value: Any, param: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if not is_lazy(param) and value.shape != param.shape:
+        raise ValueError(f"{name}: expected its parameter's shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    if value.layout != torch.strided or value.is_floating_point() != param.is_floating_point():
+        raise ValueError(f"{name}: expected dense floating-point numbers, got {value.dtype} in {value.layout}")
+    if value.is_meta and not param.is_meta:
+        raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")

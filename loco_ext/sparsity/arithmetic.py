@@ -1,0 +1,154 @@
+"""Bounds of the Python numbers and sequences that a graph computes from sizes and constants, whatever its input.
+
+Python's integers and sequences know no limit: a power, or a few products in a row, would take all memory, or hours.
+Every size of a tensor is below 2**63, so that each node's value has a bound that is known before anything is computed.
+"""
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from loco_ext.sparsity.vocabulary import FUNCTION_NAMES, GETATTR, ModelFileError
+
+_MOST_BITS = 1 << 16  # of an integer
+_LONGEST = 1 << 24  # sequence
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest magnitude of an integer, or of those in a sequence of at most ``length`` entries (None: no sequence).
+
+    In a sequence it is 0 for tuples of tensors alone, some of which may be a tensor instead. Tensors, floats and all
+    else that is computed within fixed limits have no bound of their own: None stands for them.
+    """
+
+    largest: int
+    length: int | None = None
+
+
+_SIZE = Bound(2**63)
+_DIMENSIONS = Bound(64)
+_SHAPE = Bound(2**63, 64)
+_PAIR = Bound(0, 2)  # of tensors
+_OF_TENSORS = {  # what is asked of a tensor by these names; its size along a dimension is a number
+    **{"numel": _SIZE, "dim": _DIMENSIONS, "ndim": _DIMENSIONS, "shape": _SHAPE, "size": _SHAPE},
+    **dict.fromkeys(("split", "chunk", "unbind"), Bound(0, 1 << 20)),
+    **dict.fromkeys(("max", "min"), _PAIR),
+}
+_TRUTH = Bound(1)
+_TRUTHS = {"eq", "ge", "gt", "le", "lt", "ne", "not_"}
+
+
+def check_arithmetic(model: fx.GraphModule) -> None:
+    """Raises ModelFileError, naming the node, where an integer or a sequence of the graph has no acceptable bound."""
+    bounds: dict[fx.Node, Bound | None] = {}
+    for node in model.graph.nodes:
+        try:
+            bounds[node] = _bound(node, bounds, model)
+        except ModelFileError as error:
+            raise ModelFileError(f"node {node.name!r}: {error}") from error
+
+
+def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Module) -> Bound | None:
+    if node.op == "call_module":
+        given = _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)
+        if given is not None and given.largest:  # some layers return what they are given
+            raise ModelFileError("expected a tensor as the layer's input")
+        return _PAIR if getattr(model.get_submodule(str(node.target)), "return_indices", False) else given
+    if node.op == "call_method":
+        return _of_tensor(str(node.target), node)
+    if node.op != "call_function":
+        return None
+    name = FUNCTION_NAMES[node.target]  # type: ignore[index]
+    if name == GETATTR:
+        return _OF_TENSORS.get(str(node.args[1]))
+    if name == "math.prod":
+        factors = [_operand(value, bounds) or _TRUTH for value in (*node.args, *node.kwargs.values())]
+        if any(factor.length is not None for factor in factors[1:]):
+            raise ModelFileError("expected a number that the product starts with")
+        return _product(factors)
+    if not name.startswith("operator."):
+        return _of_tensor(name.rpartition(".")[2], node)
+    if node.target is operator.getitem:
+        return _entry(node, bounds)
+    return _result(name.removeprefix("operator."), [_operand(value, bounds) for value in node.args])
+
+
+def _of_tensor(name: str, node: fx.Node) -> Bound | None:
+    if name == "size" and (len(node.args) > 1 or node.kwargs):
+        return _SIZE
+    return _PAIR if name.endswith("_with_indices") else _OF_TENSORS.get(name)
+
+
+def _operand(value: Any, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
+    if isinstance(value, fx.Node):
+        return bounds[value]
+    if isinstance(value, int):
+        return Bound(max(abs(value), 1))
+    if isinstance(value, list | tuple):
+        entries = [_operand(entry, bounds) for entry in value]
+        if any(entry is not None and entry.length is not None for entry in entries):
+            raise ModelFileError("a sequence within a sequence cannot be computed with")
+        return Bound(max((entry.largest for entry in entries if entry is not None), default=1), len(entries))
+    if value is None or isinstance(value, float):
+        return None
+    raise ModelFileError(f"{value!r} cannot be computed with")
+
+
+def _entry(node: fx.Node, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
+    """The bound of an item: of a shape's a number, of a tuple's of tensors None; of a slice that of the whole."""
+    if not isinstance(node.args[0], fx.Node):
+        raise ModelFileError("expected a node to take an item of")
+    bound = bounds[node.args[0]]
+    if bound is None or isinstance(node.args[1], slice):
+        return bound
+    return replace(bound, length=None) if bound.largest else None
+
+
+def _result(name: str, operands: list[Bound | None]) -> Bound | None:
+    """The bound of what an operator returns."""
+    numbers = [bound.largest for bound in operands if bound is not None and bound.length is None]
+    sequences = [bound for bound in operands if bound is not None and bound.length is not None]
+    if name in _TRUTHS:
+        return _TRUTH if len(numbers) == len(operands) else None
+    if sequences:
+        return _of_sequences(name, numbers, sequences)
+    if len(numbers) < len(operands):
+        return None
+    if name in ("mul", "imul"):
+        return _product([Bound(number) for number in numbers])
+    if name == "pow":
+        base, exponent = numbers
+        return _product([Bound(base, exponent)])
+    return _checked(sum(numbers), None)
+
+
+def _of_sequences(name: str, numbers: list[int], sequences: list[Bound]) -> Bound | None:
+    """The bound of what an operator returns that is given what may be sequences."""
+    if name not in ("add", "iadd", "mul", "imul"):
+        return None  # an error, or what may be a tuple of tensors is a tensor
+    if name in ("iadd", "imul") and any(bound.largest for bound in sequences):
+        raise ModelFileError(f"{name} may change a list in place")
+    lengths = [bound.length or 0 for bound in sequences]
+    length = sum(lengths) if name.endswith("add") else math.prod([*lengths, *numbers])
+    return _checked(max(bound.largest for bound in sequences), length)
+
+
+def _product(factors: list[Bound]) -> Bound:
+    largest = 1
+    for factor in factors:
+        count = 1 if factor.length is None else factor.length
+        if largest.bit_length() + factor.largest.bit_length() * count > _MOST_BITS:
+            raise ModelFileError("a product of such values may be too large")
+        largest *= max(factor.largest, 1) ** count
+    return Bound(largest)
+
+
+def _checked(largest: int, length: int | None) -> Bound:
+    if largest.bit_length() > _MOST_BITS or (length is not None and length > _LONGEST):
+        raise ModelFileError("a value may be too large")
+    return Bound(largest, length)
