@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
-from torch.autograd import forward_ad
 
 from loco_ext.geometry import BlockPattern
-from loco_ext.ops import backends
+from loco_ext.ops import backends, transforms
 from loco_ext.ops.checks import DTYPES
 from loco_ext.reference import block_sparse as _reference
 
@@ -142,7 +141,7 @@ def _differentiable(function: Any, *arguments: Any) -> Tensor:
 
     It takes longer than the product of a small layer.
     """
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if transforms.are_active():
         return _TRANSFORMABLE[function].apply(*arguments)
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         return function.apply(*arguments)
@@ -381,11 +380,7 @@ def _adjacent(activations: Tensor) -> Tensor:
     """The channels of each pixel side by side, by a copy where they are not."""
     if activations.stride(2) == 1 or activations.shape[2] <= 1:
         return activations
-    recorded = (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and activations.requires_grad)
-    )
+    recorded = transforms.are_active() or (torch.is_grad_enabled() and activations.requires_grad)
     if recorded or backends.choose(_FAMILY, activations.device) != "native":
         # contiguous() leaves an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
