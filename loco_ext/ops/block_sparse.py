@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 from torch.amp import is_autocast_available
 
 from loco_ext.geometry import BlockPattern
@@ -473,6 +474,16 @@ if backends.library is not None:
     # The library defines the operators, which torch.compile knows; on GPUs they are Triton's.
     for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
+
+    # For exporters to what has no operators of ours, such as ONNX: graphs of few nodes.
+    @register_decomposition(torch.ops.loco_ext.block_sparse_matmul.default)
+    def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
+        blocks = len(col_indices)
+        return _reference.block_sparse_matmul(x, values, crow_indices, col_indices, bias, at_once=blocks)
+
+    @register_decomposition(torch.ops.loco_ext.block_sparse_by_pixel.default)
+    def _(x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("loco_ext::block_sparse_by_pixel")
     def _(x: Tensor) -> Tensor:
