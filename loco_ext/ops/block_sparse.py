@@ -475,11 +475,13 @@ if backends.library is not None:
     for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
 
-    # For exporters to what has no operators of ours, such as ONNX: graphs of few nodes.
+    # For exporters to what has no operators of ours, such as ONNX: graphs of few nodes. torch.compile also asks it
+    # for shapes and strides where sizes are symbols.
     @register_decomposition(torch.ops.loco_ext.block_sparse_matmul.default)
     def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
         blocks = len(col_indices)
-        return _reference.block_sparse_matmul(x, values, crow_indices, col_indices, bias, at_once=blocks)
+        y = _reference.block_sparse_matmul(x, values, crow_indices, col_indices, bias, at_once=blocks)
+        return y.contiguous()
 
     @register_decomposition(torch.ops.loco_ext.block_sparse_by_pixel.default)
     def _(x: Tensor) -> Tensor:
