@@ -22,11 +22,14 @@ def pattern_of(parameter: Tensor) -> BlockPattern | None:
 
 def _given(parameter: Tensor) -> Tensor:
     """Return the tensor that transforms were given where this one stands for it as a whole."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(parameter, Tensor):
         return parameter
     given = parameter
     while torch._C._functorch.is_functorch_wrapped_tensor(given):
         given = torch._C._functorch.get_unwrapped(given)
     if forward_ad._current_level >= 0 and given._base is not None:  # with a tangent it is a view
         given = given._base
-    return given if given.shape == parameter.shape else parameter
+    if given is parameter:
+        return parameter
+    whole = given.shape == parameter.shape and given.stride() == parameter.stride()
+    return given if whole else parameter
