@@ -11,6 +11,7 @@ from tolerances import ONNX
 from torch import nn
 
 from loco_ext import extras, sparsity
+from loco_ext.nn import LocallyConnected2d
 from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 
 needs_onnx = pytest.mark.skipif(
@@ -94,6 +95,30 @@ def test_operators_that_compacted_networks_use(name, tmp_path):
     model = torch.fx.symbolic_trace(nn.Sequential(OPERATORS[name], nn.Tanh())).eval()
     sparsity.export_onnx(model, (torch.randn(2, 3, 9, 11),), tmp_path / "model.onnx")
     assert_same(tmp_path / "model.onnx", model, (1, 3, 9, 11), (5, 3, 9, 11))
+
+
+LOCALLY_CONNECTED = {
+    "grown": lambda: LocallyConnected2d(4, 6, 3, stride=2, groups=2, input_size=(9, 11)).grow(1),
+    "depthwise": lambda: LocallyConnected2d(4, 4, 3, padding=1, groups=4, bias=False, input_size=(9, 11)),
+}
+
+
+@needs_onnx
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOCALLY_CONNECTED)
+def test_locally_connected_layers_run_at_any_batch_size(name, tmp_path):
+    model = nn.Sequential(LOCALLY_CONNECTED[name](), nn.Tanh()).eval()
+    sparsity.export_onnx(model, (torch.randn(2, 4, 9, 11),), tmp_path / "model.onnx")
+    assert_same(tmp_path / "model.onnx", model, (1, 4, 9, 11), (5, 4, 9, 11))
+
+
+@needs_onnx
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOCALLY_CONNECTED)
+def test_torchs_own_export_takes_locally_connected_layers(name, tmp_path):
+    model = LOCALLY_CONNECTED[name]().eval()
+    torch.onnx.export(model, (torch.randn(2, 4, 9, 11),), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    assert_same(tmp_path / "model.onnx", model, (2, 4, 9, 11))
 
 
 @needs_onnx

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 LOCALITY = (0.5, 2.0)
 SCALE = 1024.0  # a power of two: scaling and unscaling lose nothing
-PATHS = {"fused": {}, "reference": {"fused": False}, "foreach": {"foreach": True}}
+PATHS = {"fused": {"fused": True}, "default": {}, "foreach": {"foreach": True}}
 
 
 def make_scaler(**options):
@@ -146,12 +146,12 @@ def test_manual_unscaling_of_inf_skips_the_step(name):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("path", ["fused", "reference"])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("found", [1.0, 2.0, 8.0, 0.5])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_any_found_inf_but_zero_skips(name, path, found, shape):
+def test_any_found_inf_but_zero_skips(name, fused, found, shape):
     """GradScaler sums what it finds over devices."""
-    optimizer = make(name, path)
+    optimizer = make(name, fused=fused)
     train(optimizer, 1)
     before = snapshot(optimizer)
     set_gradients(params_of(optimizer), 1)
@@ -211,11 +211,13 @@ def test_an_autocast_loop_trains_and_leaves_nothing_behind(name):
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_a_group_with_torchs_path_added_later_lets_the_scaler_unscale():
-    scaled, plain = (optim.SGD(make_params(), **RICH["SGD"]) for _ in range(2))
+@pytest.mark.parametrize("group", [{"foreach": True}, {"fused": None}], ids=str)
+def test_a_group_that_cannot_unscale_added_later_lets_the_scaler_unscale(group):
+    scaled, plain = (optim.SGD(make_params(), **RICH["SGD"], fused=True) for _ in range(2))
     later = make_params(seed=3)
     for opt in (scaled, plain):
-        opt.add_param_group({"params": clones(later), "foreach": True})
+        opt.add_param_group({"params": clones(later), **group})
+    assert not scaled._step_supports_amp_scaling
     scaler = make_scaler()
     scaled_gradients(scaled, 0, scaler)
     scaler.step(scaled)

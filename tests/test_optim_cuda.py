@@ -192,7 +192,7 @@ def make_twins(name, dtype=F32, **options):
     params = make_params(dtype=dtype)
     options = {**RICH[name], "locality": LOCALITY, **options}
     make = getattr(optim, name)
-    return make(on_gpu(params), **options), make(params, **options, fused=False)
+    return make(on_gpu(params), **options), make(params, **{**options, "fused": False})
 
 
 def give_gradients(ours, reference, seed, frozen=()):
@@ -262,7 +262,7 @@ def test_the_learning_rate_may_live_on_the_gpu(backend, name):
 @pytest.mark.parametrize("manually", [False, True], ids=["fused", "unscaled_before"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, spoilt):
-    ours, reference = make_twins(name)
+    ours, reference = make_twins(name, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, growth_interval=10**6)
     scaler.scale(torch.ones((), device="cuda"))  # makes its tensors
     stepped = False

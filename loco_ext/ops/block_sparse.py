@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 from torch.amp import is_autocast_available
-from torch.autograd import forward_ad
 
 from loco_ext.geometry import BlockPattern
-from loco_ext.ops import backends
+from loco_ext.ops import backends, transforms
 from loco_ext.ops.checks import DTYPES
 from loco_ext.reference import block_sparse as _reference
 
@@ -142,7 +142,7 @@ def _differentiable(function: Any, *arguments: Any) -> Tensor:
 
     It takes longer than the product of a small layer.
     """
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if transforms.are_active():
         return _TRANSFORMABLE[function].apply(*arguments)
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
         return function.apply(*arguments)
@@ -381,11 +381,7 @@ def _adjacent(activations: Tensor) -> Tensor:
     """The channels of each pixel side by side, by a copy where they are not."""
     if activations.stride(2) == 1 or activations.shape[2] <= 1:
         return activations
-    recorded = (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and activations.requires_grad)
-    )
+    recorded = transforms.are_active() or (torch.is_grad_enabled() and activations.requires_grad)
     if recorded or backends.choose(_FAMILY, activations.device) != "native":
         # contiguous() leaves an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
@@ -478,6 +474,18 @@ if backends.library is not None:
     # The library defines the operators, which torch.compile knows; on GPUs they are Triton's.
     for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
+
+    # For exporters to what has no operators of ours, such as ONNX: graphs of few nodes. torch.compile also asks it
+    # for shapes and strides where sizes are symbols.
+    @register_decomposition(torch.ops.loco_ext.block_sparse_matmul.default)
+    def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
+        blocks = len(col_indices)
+        y = _reference.block_sparse_matmul(x, values, crow_indices, col_indices, bias, at_once=blocks)
+        return y.contiguous()
+
+    @register_decomposition(torch.ops.loco_ext.block_sparse_by_pixel.default)
+    def _(x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("loco_ext::block_sparse_by_pixel")
     def _(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext.ops import backends
+from loco_ext.ops import backends, transforms
 from loco_ext.ops.checks import DTYPES
 from loco_ext.ops.coupled import group_norms_by, shared_factor
 from loco_ext.ops.penalties import MOST_RINGS
@@ -47,7 +47,12 @@ def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """
     _check_weight("weight", weight)
     _check_rings(weight, rings, count)
-    return _RingNorms.apply(weight, list(rings), count)
+    return _norms(weight, list(rings), count)
+
+
+def _norms(weight: Tensor, rings: list[int], count: int) -> Tensor:
+    function = _TransformableRingNorms if transforms.are_active() else _RingNorms
+    return function.apply(weight, rings, count)
 
 
 class _RingNorms(torch.autograd.Function):
@@ -61,10 +66,48 @@ class _RingNorms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight, norms = ctx.saved_tensors
-        shape = (weight.shape[0], 1, *weight.shape[2:])
-        grad = torch.where(norms > 0, grads[0], 0)[:, ctx.rings].view(shape)  # of each tap's ring
-        norm = torch.where(norms > 0, norms, 1)[:, ctx.rings].view(shape)
-        return (weight.to(norms.dtype) / norm * grad).to(weight.dtype), None, None
+        grad = torch.where(norms > 0, grads[0], 0)[:, ctx.rings].view(_of_taps(weight))
+        return (_directions(weight, norms, ctx.rings) * grad).to(weight.dtype), None, None
+
+
+class _TransformableRingNorms(_RingNorms):
+    """The same for torch.func and forward-mode AD; torch.compile takes no function that has a ``jvp``."""
+
+    @staticmethod
+    def forward(weight: Tensor, rings: list[int], count: int) -> Tensor:  # type: ignore[override]
+        return _run("ring_norms", weight, rings, count)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        weight, ctx.rings, ctx.count = inputs
+        ctx.save_for_backward(weight, output)
+        ctx.save_for_forward(weight, output)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        weight, norms = ctx.saved_tensors
+        along = _directions(weight, norms, ctx.rings) * tangent.to(norms.dtype)
+        of_taps = along.flatten(2).sum(1)  # [C_out, taps]
+        rings = torch.tensor(ctx.rings, device=weight.device)
+        change = norms.new_zeros(norms.shape).index_add(1, rings, of_taps)
+        return torch.where(norms > 0, change, 0)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], weight: Tensor, rings: list[int], count: int
+    ) -> tuple[Tensor, int]:
+        weight = weight.movedim(in_dims[0], 0)
+        return _norms(weight.flatten(0, 1), rings, count).unflatten(0, weight.shape[:2]), 0
+
+
+def _of_taps(weight: Tensor) -> tuple[int, ...]:
+    """The shape of a number for each tap of each kernel."""
+    return (weight.shape[0], 1, *weight.shape[2:])
+
+
+def _directions(weight: Tensor, norms: Tensor, rings: list[int]) -> Tensor:
+    """Return the weights divided by the norm of their ring, those of norm 0 as they are."""
+    return weight.to(norms.dtype) / torch.where(norms > 0, norms, 1)[:, rings].view(_of_taps(weight))
 
 
 def ring_prox(

@@ -98,11 +98,13 @@ class LocalityOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler is to hand grad_scale and found_inf to step(), which torch's own functions cannot take.
+        """Whether GradScaler is to hand grad_scale and found_inf to step(), rather than to unscale and to skip itself.
 
-        Where backward steps, step() is to see that there is a scaler.
+        As torch.optim's, with ``fused=True`` alone: gradients can then not be clipped between the two. torch's own
+        functions cannot take a scale. Where backward steps, step() is to see that there is a scaler.
         """
-        return bool(self._stepped_in_backward) or not any(map(uses_torch, self.param_groups))
+        fused = all(group["fused"] and not uses_torch(group) for group in self.param_groups)
+        return fused or bool(self._stepped_in_backward)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:

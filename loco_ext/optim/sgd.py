@@ -28,7 +28,8 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
         foreach: True takes torch's foreach path, the map applied beforehand.
         differentiable: True takes torch's differentiable path, likewise.
-        fused: None or True: our kernels. False: the PyTorch reference.
+        fused: None or True: our kernels; with True they also unscale gradients for GradScaler. False: the PyTorch
+            reference.
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
             parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
             and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.

@@ -14,13 +14,22 @@ from torch import Tensor
 
 
 def block_sparse_matmul(
-    x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
+    x: Tensor,
+    values: Tensor,
+    crow_indices: Tensor,
+    col_indices: Tensor,
+    bias: Tensor | None,
+    *,
+    at_once: int | None = None,
 ) -> Tensor:
-    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``."""
+    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``.
+
+    ``at_once``: blocks that are multiplied together; None: as many as there are output pixels.
+    """
     groups, _, width = values.shape[1:]
     rows, n_out = _rows(crow_indices, len(col_indices)), len(crow_indices) - 1
-    y = x.new_zeros((n_out, groups, len(x), width), dtype=_wide(x.dtype))
-    for part in _parts(len(col_indices), n_out):
+    y = x.new_zeros((n_out, groups, x.shape[0], width), dtype=_wide(x.dtype))
+    for part in _parts(len(col_indices), at_once or n_out):
         y = y.index_add(0, rows[part], _gather(x, col_indices[part], groups) @ values[part].to(y.dtype))
     y = _pixels_last(y)
     return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
@@ -58,8 +67,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _rows(crow_indices: Tensor, nnz: int) -> Tensor:
     """The row of each entry."""
-    rows = torch.arange(len(crow_indices) - 1, device=crow_indices.device)
-    return rows.repeat_interleave(crow_indices.diff(), output_size=nnz)
+    begins = crow_indices.new_zeros(nnz + 1).index_add(0, crow_indices[1:], torch.ones_like(crow_indices[1:]))
+    return begins.cumsum(0)[:-1]  # how many rows have ended before
 
 
 def _parts(nnz: int, pixels: int) -> Iterator[slice]:

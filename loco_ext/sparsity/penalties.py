@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
+from loco_ext.ops import transforms
 from loco_ext.ops.coupled import factor_of_norms
 from loco_ext.ops.penalties import OfStep
 from loco_ext.ops.ring_prox import group_norms
@@ -120,7 +121,8 @@ class _Penalty:
             return None
         from loco_ext.sparsity.block_penalties import BlockPenalty
 
-        return BlockPenalty(self, pattern, weight.shape)  # type: ignore[arg-type]
+        with transforms.suspended():  # what is made of the pattern alone has no part in them
+            return BlockPenalty(self, pattern, weight.shape)  # type: ignore[arg-type]
 
     def _value(self, weight: Tensor) -> Tensor:
         return self.strength * self._total(self._kernel_values(weight))
@@ -320,9 +322,9 @@ class FoldedPenalty:
         As the network's function does not depend on the length of a kernel in ``weight``, the gradient for it has no
         part along the kernel.
         """
-        lengths = lengths_of(weight)
-        fixed = lengths.detach()
-        constant_length = torch.where(fixed > 0, fixed / torch.where(fixed > 0, lengths, 1.0), 1.0)
+        dead = lengths_of(weight.detach()) == 0
+        lengths = lengths_of(weight.masked_fill(dead.view(-1, *[1] * (weight.dim() - 1)), 1.0))  # with derivatives
+        constant_length = lengths.detach() / lengths
         values = self.penalty._kernel_values(weight) * constant_length * self._reciprocal_sigma(weight)
         return self.penalty.strength * self.penalty._total(values * self.batch_norm.weight.double().abs())
 

@@ -64,7 +64,7 @@ _TORCH = (
     "max_pool2d max_pool3d maximum mean min minimum movedim mul narrow ne neg numel ones ones_like permute "
     "pixel_shuffle pow prelu prod reciprocal relu relu_ repeat_interleave reshape roll rsqrt select selu sigmoid "
     "sigmoid_ sign sin softmax split sqrt square squeeze stack std sub sum swapaxes tanh tanh_ tile transpose unbind "
-    "unflatten unsqueeze var where zeros zeros_like"
+    "unflatten unsqueeze var where zeros zeros_like _assert"
 )
 _FUNCTIONAL = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool1d_with_indices "
@@ -74,8 +74,8 @@ _FUNCTIONAL = (
     "embedding feature_alpha_dropout fold gelu glu group_norm hardshrink hardsigmoid hardswish hardtanh instance_norm "
     "interpolate layer_norm leaky_relu linear local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d "
     "max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices mish "
-    "normalize pad pixel_shuffle pixel_unshuffle prelu relu relu6 relu_ rms_norm rrelu selu sigmoid silu softmax "
-    "softmin softplus softshrink softsign tanh tanhshrink threshold unfold upsample"
+    "normalize pad pixel_shuffle pixel_unshuffle prelu relu relu6 relu_ rms_norm rrelu scaled_dot_product_attention "
+    "selu sigmoid silu softmax softmin softplus softshrink softsign tanh tanhshrink threshold unfold upsample"
 )
 GETATTR = "builtins.getattr"
 ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # that it may read

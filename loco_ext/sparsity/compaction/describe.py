@@ -33,7 +33,7 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
             report.layers.append(layer)
         elif reading.role is Role.OTHER and not _is_no_layer(node):
             name = str(node.target) if node.op == "call_module" else node.name
-            report.notes[name] = f"all its channels are kept: {channels.reader.why_kept(node)}"
+            report.notes[name] = f"all channels are kept: {channels.reader.why_kept(node)}"
     return report
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+_NAMED = 4  # of those that share a reason
+
 
 @dataclass
 class LayerReport:
@@ -101,9 +103,21 @@ class Report:
             )
             if layer.kept:
                 lines.append(f"{'':24} kept: {layer.kept}")
-        lines += [f"{name}: {reason}" for name, reason in self.notes.items()]
+        lines += self._summed_up()
         lines.append(f"multiply-adds {self.multiply_adds_before:,} -> {self.multiply_adds_after:,}")
         lines.append(f"parameters {self.parameters_before:,} -> {self.parameters_after:,}")
         if self.latency_before is not None and self.latency_after is not None:
             lines.append(f"latency {self.latency_before * 1e3:.3f} ms -> {self.latency_after * 1e3:.3f} ms")
         return "\n".join(lines)
+
+    def _summed_up(self) -> list[str]:
+        """Return a line for each reason among the notes, with the first names that it holds for."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.notes.items():
+            names.setdefault(reason, []).append(name)
+        return [f"{_listed(found)}: {reason}" for reason, found in names.items()]
+
+
+def _listed(names: list[str]) -> str:
+    more = ", ..." if len(names) > _NAMED else ""
+    return names[0] if len(names) == 1 else f"{len(names)} operations ({', '.join(names[:_NAMED])}{more})"

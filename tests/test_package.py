@@ -1,0 +1,27 @@
+"""The package's names: those that cost time to import are there when they are asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import loco_ext
+
+CODE = """
+import sys
+import loco_ext
+assert "loco_ext.analysis" not in sys.modules
+assert {"analysis", "optim", "backend", "__version__", "__file__"} <= set(dir(loco_ext))
+assert callable(loco_ext.analysis.locality_statistics)
+"""
+
+
+@pytest.mark.slow
+def test_analysis_is_imported_when_it_is_asked_for():
+    subprocess.run([sys.executable, "-c", CODE], check=True)
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert all(getattr(loco_ext, name) is not None for name in loco_ext.__all__)
+    with pytest.raises(AttributeError, match="module 'loco_ext' has no attribute 'regularizers'"):
+        _ = loco_ext.regularizers
