@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from loco_ext.output import json_text, remove_leftovers, replacing
 from loco_ext.sparsity.compaction.compact import compact
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
-from loco_ext.sparsity.prox import kernel_sizes
+from loco_ext.sparsity.prox import check_number, kernel_sizes
 from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
 from loco_ext.sparsity.tracing import zero_dead_kernels
 
@@ -194,15 +193,21 @@ def _check(
     if path not in PATHS:
         raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
     for name, values in (("strengths", strengths), ("taus", taus)):
-        if values is not None and not (values and all(math.isfinite(value) and value >= 0 for value in values)):
-            raise ValueError(f"{name}: expected finite numbers of at least 0, got {list(values)}")
+        if values is None:
+            continue
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise TypeError(f"{name}: expected a sequence of numbers, got {values!r}")
+        if not values:
+            raise ValueError(f"{name}: expected at least one number, got none")
+        for i, value in enumerate(values):
+            check_number(f"{name}[{i}]", value)
     if strengths is not None:
         return
     if loss is None:
         raise TypeError("loss: expected a function where no strengths are given, got None")
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points: expected an integer of at least 1, got {points!r}")
-    if not 0 < span <= 1:
+    if not 0 < check_number("span", span) <= 1:
         raise ValueError(f"span: expected more than 0 and at most 1, got {span}")
 
 
