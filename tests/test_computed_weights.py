@@ -8,7 +8,9 @@ from computed_weights import WAYS
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+import loco_ext
 from loco_ext import optim, sparsity
+from loco_ext.analysis.kernels import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 LOCALITY = (0.5, 2.0)
@@ -73,6 +75,24 @@ def test_a_penalty_without_a_minimum_is_an_error_that_names_the_layer(compute):
         with pytest.raises(ValueError, match=r"model: expected .* got '0', whose weight .* computes"):
             call()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
+def test_weights_are_read_as_the_parameters_make_them(compute):
+    """A hook leaves the weight of the last forward, and spectral norm goes on whenever it is read in training."""
+    conv = nn.Conv2d(2, 4, 3).double()
+    compute(conv)
+    trained = copy.deepcopy(conv.state_dict())
+    for parameter in conv.parameters():
+        nn.init.normal_(parameter)
+    weight_of(nn.Sequential(conv))
+    conv.train().load_state_dict(trained)
+    layer = loco_ext.nn.LocallyConnected2d.from_conv(conv, 5)
+    found = kernels(conv)[""]
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in conv.state_dict().items())
+    expected = weight_of(nn.Sequential(conv))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(layer.to_conv().weight.detach(), expected)
 
 
 def test_a_penalty_of_a_pruned_weight_leads_to_the_minimum_of_what_is_left():

@@ -39,14 +39,36 @@ def computed(module: nn.Module, name: str = "weight") -> Computed | None:
         return None
     if parametrize.is_parametrized(module, name):
         return _parametrized(module.parametrizations[name])  # type: ignore[index, arg-type]
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name:
-            return Computed("pruning", parameters.get(f"{name}_orig"), masked=True)
-        if isinstance(hook, SpectralNorm) and hook.name == name:
-            return Computed("SpectralNorm", parameters.get(f"{name}_orig"))
-        if isinstance(hook, WeightNorm) and hook.name == name:
-            return Computed("WeightNorm", parameters.get(f"{name}_v") if _keeps_taps(hook) else None)
+    hook = _hooks(module).get(name)
+    if isinstance(hook, prune.BasePruningMethod):
+        return Computed("pruning", parameters.get(f"{name}_orig"), masked=True)
+    if isinstance(hook, SpectralNorm):
+        return Computed("SpectralNorm", parameters.get(f"{name}_orig"))
+    if isinstance(hook, WeightNorm):
+        return Computed("WeightNorm", parameters.get(f"{name}_v") if _keeps_taps(hook) else None)
     return Computed("code of its own", None) if hasattr(module, name) else None
+
+
+@torch.no_grad()
+def weight_of(module: _ConvNd) -> Tensor:
+    """The weight of a convolution as its parameters make it in eval mode; hooks keep that of the last forward."""
+    hook = _hooks(module).get("weight")
+    if isinstance(hook, prune.BasePruningMethod):
+        return hook.apply_mask(module)
+    if isinstance(hook, SpectralNorm):
+        return hook.compute_weight(module, do_power_iteration=False)
+    if isinstance(hook, WeightNorm):
+        return hook.compute_weight(module)
+    if not parametrize.is_parametrized(module, "weight"):
+        return module.weight
+    parts: Any = module.parametrizations
+    modes = {part: part.training for part in parts.modules()}
+    try:
+        parts.eval()
+        return module.weight
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def check_plain(model: nn.Module) -> None:
@@ -74,14 +96,13 @@ def make_weights_plain(model: nn.Module) -> None:
     share its class, which stays as it is; torch's remove_parametrizations would change it.
     """
     for module in list(model.modules()):
-        hooks = list(module._forward_pre_hooks.values())
-        for hook in reversed(hooks):  # a later one may make what an earlier one reads
+        for name, hook in reversed(_hooks(module).items()):  # a later one may make what an earlier one reads
             if isinstance(hook, prune.BasePruningMethod):
-                prune.remove(module, hook._tensor_name)
+                prune.remove(module, name)
             elif isinstance(hook, SpectralNorm):
-                remove_spectral_norm(module, hook.name)
-            elif isinstance(hook, WeightNorm):
-                remove_weight_norm(module, hook.name)
+                remove_spectral_norm(module, name)
+            else:
+                remove_weight_norm(module, name)
         if parametrize.is_parametrized(module):
             _remove_parametrizations(module)
 
@@ -98,6 +119,13 @@ def _remove_parametrizations(module: nn.Module) -> None:
             module.register_parameter(name, nn.Parameter(value, any(p.requires_grad for p in originals)))
         else:
             module.register_buffer(name, value)
+
+
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    """The hooks of prune, spectral_norm and weight_norm, by the name of the tensor that each computes."""
+    hooks = module._forward_pre_hooks.values()
+    named = {hook._tensor_name: hook for hook in hooks if isinstance(hook, prune.BasePruningMethod)}
+    return {**{hook.name: hook for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}, **named}
 
 
 def _parametrized(parts: parametrize.ParametrizationList) -> Computed:

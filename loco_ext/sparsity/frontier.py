@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from loco_ext.output import json_text, remove_leftovers, replacing
 from loco_ext.sparsity.compaction.compact import compact
+from loco_ext.sparsity.computed import check_plain
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
 from loco_ext.sparsity.prox import check_number, kernel_sizes
 from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
@@ -114,7 +115,8 @@ def frontier(
         The :class:`Frontier`: the model's own cost and figures, and a :class:`FrontierPoint` for each strength and tau.
 
     Raises:
-        TypeError, ValueError: naming the argument; no strength leaves nothing; ``folder`` holds another path.
+        TypeError, ValueError: naming the argument; a parametrization or a hook computes a weight of ``model``; no
+            strength leaves nothing; ``folder`` holds another path.
         OSError: ``folder`` cannot be written to.
 
     Source:
@@ -147,6 +149,7 @@ def frontier(
     if not isinstance(penalty, RingPenalty | KernelPenalty):
         raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
     _check(strengths, points, span, loss, path, taus)
+    check_plain(model)
     store = _Store(folder)
     definition: dict[str, Any] = {
         "penalty": [type(penalty).__name__, *astuple(replace(penalty, strength=1.0))],

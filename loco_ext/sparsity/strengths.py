@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from loco_ext.ops.coupled import power_of_two
-from loco_ext.sparsity.computed import check_plain
+from loco_ext.sparsity.computed import check_plain, weight_of
 from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.prox import check_convolution
 
@@ -29,7 +29,7 @@ def convolutions(model: nn.Module) -> dict[str, _ConvNd]:
 
 def is_empty(model: nn.Module) -> bool:
     """Whether all weights of all convolutions are zero."""
-    return not any(bool(module.weight.detach().any()) for module in convolutions(model).values())
+    return not any(bool(weight_of(module).any()) for module in convolutions(model).values())
 
 
 def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
