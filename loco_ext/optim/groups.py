@@ -147,7 +147,8 @@ def _factors_of(
         if unreached := [name for name, layer in layers.items() if layer.kernels is None and name not in per_layer]:
             warn_caller(
                 f"locality: expected weights that are parameters, or computed tap by tap from one, got {unreached}, "
-                f"computed by {', '.join(sorted({_by(layers[name]) for name in unreached}))}: their decay is uniform"
+                f"computed by {', '.join(sorted({_by(layers[name]) for name in unreached}))}: their decay is uniform, "
+                "which None in per_layer accepts"
             )
     return _by_parameter(layers, per_layer, locality)
 
