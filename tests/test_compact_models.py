@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from compact_cases import Residual, strike
+from computed_weights import WAYS
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import prune
 
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction import cost
@@ -233,17 +233,22 @@ def test_a_graph_that_loses_a_write_is_not_believed() -> None:
     assert torch.equal(network(IMAGES[1]), model(IMAGES[1]))
 
 
-@pytest.mark.parametrize(
-    "compute", [nn.utils.weight_norm, nn.utils.spectral_norm, lambda m: prune.ln_structured(m, "weight", 0.5, 2, 0)]
-)
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-def test_weights_that_hooks_compute_stay(compute: Callable[[nn.Module], object]) -> None:
-    model = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 6), nn.ReLU(), convolution(6, 4)).double()
+def test_computed_weights_become_plain_ones(compute: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(convolution(3, 8), nn.ReLU(), convolution(8, 6), nn.ReLU(), convolution(6, 4, 1)).double()
     compute(model[2])
     model(IMAGES[0]).sum().backward()
     model[0].weight.data[:4] = 0
-    network, report = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
-    assert "hooks" in report.notes["2"]
+    kept, kind = copy.deepcopy(model.state_dict()), type(model[2])
+    network, _ = sparsity.compact(model, IMAGES[0], cost="multiply_adds")
+    layer = network.get_submodule("2")
+    assert type(layer) is nn.Conv2d
+    assert not layer._forward_pre_hooks
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    assert layer.weight.shape[0] == (3 if compute is WAYS["pruning"] else 6)
+    assert type(model[2]) is kind
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
     result, expected = network.eval()(IMAGES[1]), model.eval()(IMAGES[1])
     assert (result - expected).abs().max() <= 1e-10 * expected.abs().max()
 

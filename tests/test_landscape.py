@@ -186,6 +186,7 @@ BATCH = (torch.zeros(2, 3), torch.zeros(2, 1))
         ({"data": []}, ValueError, "data: expected at least one sample"),
         ({"iterations": 0}, ValueError, "iterations: expected at least 1, got 0"),
         ({"iterations": 1.5}, TypeError, "iterations: expected an int, got 1.5"),
+        ({"seed": None}, TypeError, "seed: expected an int, got None"),
         ({"tolerance": -1.0}, ValueError, "tolerance: expected a finite number"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",

@@ -1,5 +1,7 @@
 """parameter_groups: every parameter once, in the group that its module's type asks for."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -68,7 +70,7 @@ def test_only_convolutions_get_a_locality_whatever_shape_others_have():
     [nn.BatchNorm2d(3), nn.InstanceNorm2d(3, affine=True), nn.GroupNorm(1, 3), nn.LayerNorm((3, 2)), nn.RMSNorm(3)],
 )
 def test_parameters_of_normalisation_layers_are_not_decayed(norm):
-    (group,) = optim.parameter_groups(norm, 0.1, locality=LOCALITY)
+    (group,) = optim.parameter_groups(norm, 0.1)
     assert group["weight_decay"] == 0.0
     assert group["locality"] is None
     assert len(group["params"]) == len(list(norm.parameters()))
@@ -94,7 +96,7 @@ def test_every_kind_of_convolution_decays_by_its_map(convolution):
 
 def test_attention_with_loose_projections_and_biases_is_split_by_shape_and_name():
     attention = nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=3, vdim=5)
-    decayed, plain = names(attention, optim.parameter_groups(attention, 0.1, locality=LOCALITY))
+    decayed, plain = names(attention, optim.parameter_groups(attention, 0.1))
     assert sorted(decayed) == ["k_proj_weight", "out_proj.weight", "q_proj_weight", "v_proj_weight"]
     assert sorted(plain) == ["bias_k", "bias_v", "in_proj_bias", "out_proj.bias"]
 
@@ -146,11 +148,58 @@ def test_penalties_may_be_named_layer_by_layer():
             optim.parameter_groups(model, 0.1, penalty={"0": rings, name: rings})
 
 
-def test_shared_weights_have_their_first_owners_penalty():
+def test_shared_weights_have_the_entries_of_the_first_owner_that_is_named():
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3))
     model[1].weight = model[0].weight
     first, second = sparsity.RingPenalty(0.1), sparsity.RingPenalty(0.2)
     assert optim.parameter_groups(model, 0.1, penalty={"0": first, "1": second})[0]["penalty"] == [first]
+    named = optim.parameter_groups(model, 0.1, penalty={"1": second}, per_layer={"1": LOCALITY})[0]
+    assert (named["penalty"], named["locality"]) == ([second], [LOCALITY])
+
+
+BAD_ARGUMENTS = {
+    "the model": (lambda model: optim.parameter_groups(list(model), 0.1), TypeError, "model: expected a module"),
+    "a forgotten decay": (
+        lambda model: optim.parameter_groups(model, LOCALITY),
+        TypeError,
+        r"weight_decay: expected a number, got \(0.5, 2.0\)",
+    ),
+    "a decay that is no number": (
+        lambda model: optim.parameter_groups(model, math.nan),
+        ValueError,
+        "weight_decay: expected a finite number",
+    ),
+    "a factor alone": (
+        lambda model: optim.parameter_groups(model, 0.1, locality=0.5),
+        TypeError,
+        "locality: expected None or a tuple of numbers",
+    ),
+    "factors of a layer": (
+        lambda model: optim.parameter_groups(model, 0.1, per_layer={"0": True}),
+        TypeError,
+        r"per_layer\['0'\]: expected None or a tuple",
+    ),
+    "a penalty": (
+        lambda model: optim.parameter_groups(model, 0.1, penalty={"0": 0.1}),
+        TypeError,
+        r"penalty\['0'\]: expected None, a RingPenalty",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "said"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments_are_named(call, error, said):
+    with pytest.raises(error, match=said):
+        call(nn.Sequential(nn.Conv2d(1, 2, 3)))
+
+
+def test_what_acts_on_nothing_is_a_warning():
+    with pytest.warns(UserWarning, match="expected a weight_decay above 0 to act on") as warned:
+        optim.parameter_groups(nn.Conv2d(1, 2, 3), 0.0, locality=LOCALITY)
+    assert warned[0].filename == __file__
+    for options in ({"locality": LOCALITY}, {"penalty": sparsity.RingPenalty(0.1)}):
+        with pytest.warns(UserWarning, match="expected a model with convolutions"):
+            optim.parameter_groups(nn.Linear(2, 2), 0.1, **options)
 
 
 def test_shared_and_frozen_parameters_appear_once():

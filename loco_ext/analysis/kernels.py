@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
+from loco_ext.sparsity.computed import weight_of
+
 Model = nn.Module | Mapping[str, Any]
 Inputs = Tensor | tuple[Tensor, ...]
 
@@ -67,16 +69,14 @@ def kernels(model: Model, example_inputs: Inputs | None = None) -> dict[str, Ten
 
 def _of_module(model: nn.Module, example_inputs: Inputs | None) -> dict[str, Tensor]:
     owners: dict[Tensor, str] = {}
-    names = {
-        module: owners.setdefault(module.weight, name)
-        for name, module in model.named_modules()
-        if isinstance(module, _ConvNd)
-    }
+    convolutions = {module: name for name, module in model.named_modules() if isinstance(module, _ConvNd)}
+    weights = {module: weight_of(module) for module in convolutions}
+    names = {module: owners.setdefault(weights[module], name) for module, name in convolutions.items()}
     modules = list(names) if example_inputs is None else _in_order_of_call(model, list(names), example_inputs)
-    lazy = [names[module] for module in modules if is_lazy(module.weight)]
+    lazy = [names[module] for module in modules if is_lazy(weights[module])]
     if lazy:
         raise ValueError(f"model: expected initialised weights, those of {lazy} are lazy; run the model once")
-    return {names[module]: module.weight for module in modules}
+    return {names[module]: weights[module] for module in modules}
 
 
 def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: Inputs) -> list[_ConvNd]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.analysis.checks import check_number
+from loco_ext.geometry.checks import check_count, is_int
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -99,10 +100,9 @@ def top_hessian_eigenvalue(
     """
     parameters = _check(model, data)
     check_number("tolerance", tolerance)
-    if isinstance(iterations, bool) or not isinstance(iterations, int):
-        raise TypeError(f"iterations: expected an int, got {iterations!r}")
-    if iterations < 1:
-        raise ValueError(f"iterations: expected at least 1, got {iterations}")
+    check_count("iterations", iterations, smallest=1)
+    if not is_int(seed):
+        raise TypeError(f"seed: expected an int, got {seed!r}")
     generator = torch.Generator().manual_seed(seed)
     start = [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in parameters]
     with evaluating(model), torch.enable_grad():

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.geometry.conv import Ints
 from loco_ext.nn.embedding import embed, kernel_weight, project, weight_by_tap
+from loco_ext.sparsity.computed import weight_of
 
 if TYPE_CHECKING:
     from loco_ext.nn.locally_connected import LocallyConnectedNd
@@ -27,19 +28,19 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
         raise TypeError(f"conv: expected an nn.{conv_class.__name__}, got {type(conv).__name__}")
     if any(getattr(type(conv), name) is not getattr(conv_class, name) for name in ("forward", "_conv_forward")):
         raise TypeError(f"conv: expected what computes as nn.{conv_class.__name__}, got {type(conv).__name__}")
-    if isinstance(conv.weight, UninitializedParameter):
+    weight = weight_of(conv)
+    if isinstance(weight, UninitializedParameter):
         raise TypeError(f"conv: expected an initialised module, got a {type(conv).__name__} that has not run yet")
     layer = nn.utils.skip_init(
         layer_class,
         *(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation),
         *(conv.groups, conv.bias is not None, conv.padding_mode),
-        dtype=conv.weight.dtype,
-        device=conv.weight.device,
+        dtype=weight.dtype,
+        device=weight.device,
         input_size=input_size,
     )
-    layer.values.copy_(embed(weight_by_tap(conv.weight, conv.groups), layer.pattern))
-    weight = conv._parameters.get("weight")  # None where it is computed from others
-    layer.values.requires_grad_(weight is None or weight.requires_grad)
+    layer.values.copy_(embed(weight_by_tap(weight, conv.groups), layer.pattern))
+    layer.values.requires_grad_("weight" not in conv._parameters or weight.requires_grad)  # computed: it trains
     if conv.bias is not None:
         layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(conv.bias.requires_grad)
     return layer.train(conv.training)

@@ -11,6 +11,7 @@ from torch.optim.adam import adam as torch_adam
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper, uses_kernels
 from loco_ext.optim.capture import check_states
+from loco_ext.optim.hyper import check_hyper
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
@@ -177,6 +178,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
+        check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._own_arguments(
             locality=locality,
             penalty=penalty,
@@ -245,6 +247,7 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
+        check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._own_arguments(
             locality=locality,
             penalty=penalty,

@@ -7,7 +7,6 @@ applied beforehand.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,10 +19,12 @@ from loco_ext import ops
 from loco_ext.ops.shrink import shrink
 from loco_ext.optim.capture import check_capture
 from loco_ext.optim.folded import folded_steps
+from loco_ext.optim.hyper import check_hyper, is_zero
 from loco_ext.optim.loading import check_states
-from loco_ext.optim.locality import as_tuples, even_kernels
+from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.penalty import as_plain, from_plain
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
+from loco_ext.optim.warning import warn_caller
 
 # Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
 OWN_DEFAULTS: Group = {
@@ -64,6 +65,11 @@ def as_step(count: Tensor) -> Tensor:
     return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
 
 
+def _says_how(option: Any) -> bool:
+    """Whether a locality or a norm is given, and is not the default."""
+    return any(entry is not None for entry in option) if isinstance(option, list) else option not in (None, "l2")
+
+
 class LocalityOptimizer(Optimizer):
     """Mixed into torch.optim's classes, in front of them."""
 
@@ -74,6 +80,7 @@ class LocalityOptimizer(Optimizer):
     def _finish_init(self) -> None:
         """To be called last in ``__init__``, when torch's own has seen all groups."""
         self._refresh()
+        self._warn_if_idle(self.defaults, self.param_groups)
 
     def _own_arguments(self, **arguments: object) -> None:
         """To be called first in ``__init__``: ``add_param_group`` runs inside torch's own and needs these defaults."""
@@ -84,17 +91,30 @@ class LocalityOptimizer(Optimizer):
 
     @torch._disable_dynamo  # as torch.optim's
     def add_param_group(self, param_group: Group) -> None:
-        """Adds a group; see :meth:`torch.optim.Optimizer.add_param_group`. Group keys of ours are checked first."""
+        """Adds a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
         own = self.__dict__.pop("_own_defaults", None)
         if own is not None:
             self.defaults.update(own)
+        named = dict(param_group) if isinstance(param_group, dict) else {}
         super().add_param_group(param_group)
         try:
+            check_hyper(self.param_groups[-1])
             self._check_group(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
         self._refresh()
+        self._warn_if_idle(named, self.param_groups[-1:])
+
+    def _warn_if_idle(self, options: Group, groups: list[Group]) -> None:
+        """Warns of options that say how to decay, where there is nothing to decay in the groups that they are for."""
+        idle = [name for name in ("locality", "norm") if _says_how(options.get(name))]
+        if idle and all(is_zero(group["weight_decay"]) for group in groups):
+            warn_caller(f"{', '.join(idle)}: expected a weight_decay above 0 to act on, got 0, so that nothing decays")
+        params = [param for group in groups for param in group["params"]]
+        if isinstance(options.get("locality"), tuple) and params and not any(map(looks_like_convolution, params)):
+            shapes = [tuple(param.shape) for param in params[:4]]
+            warn_caller(f"locality: expected a convolution's weight among the parameters, got none in {shapes}")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -132,10 +152,7 @@ class LocalityOptimizer(Optimizer):
         plan = make_plan(group)
         if (shapes := even_kernels(group["params"], group["locality"])) and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"locality: kernels of an even size have no centre tap, their decay stays uniform: {shapes}",
-                stacklevel=4,
-            )
+            warn_caller(f"locality: kernels of an even size have no centre tap, their decay stays uniform: {shapes}")
         return plan
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

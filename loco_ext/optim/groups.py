@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
-from loco_ext.geometry.marks import mark_blocks, pattern_of
+from loco_ext.geometry.marks import mark_blocks
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.optim.locality import Factors
-from loco_ext.sparsity import Penalty
+from loco_ext.optim.hyper import check_hyper, is_zero
+from loco_ext.optim.locality import Factors, as_tuples, check_factors
+from loco_ext.optim.penalty import check_penalty
+from loco_ext.optim.warning import warn_caller
+from loco_ext.sparsity import KernelPenalty, Penalty, RingPenalty
+from loco_ext.sparsity.computed import HOW_TO_MAKE_PLAIN, Computed, computed
 from loco_ext.sparsity.tracing import is_convolution
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -33,19 +38,29 @@ def parameter_groups(
     blocks of locally connected layers are convolution weights, too: their decay depends on how far a block lies from
     the middle of its output pixel's receptive field (:func:`loco_ext.geometry.block_decay_map`), after growth
     and pruning as well. Biases, the parameters of normalisation layers and other vectors are not decayed. Everything
-    else is decayed uniformly, position embeddings of whatever shape included. Shared parameters appear once, with their
-    first owner; empty groups are left out.
+    else is decayed uniformly, position embeddings of whatever shape included. Shared parameters appear once, with the
+    entry of the first module that has one; empty groups are left out.
+
+    Where torch's weight_norm, spectral_norm or prune compute a convolution's weight, the parameter with its kernels has
+    the ``locality``: the direction, the weight before it is scaled, or before it is masked. Ahead of a scale, as ahead
+    of batch norm, decay acts on the ratios of taps alone. Pruned weights take a ``penalty``, whose minimum has zeros
+    where the mask has some; for what a scale follows there is no such minimum.
 
     Args:
         model: its parameters may be frozen, so that they can be unfrozen later.
-        weight_decay: of the first two groups, torch's convention (the paper's lambda times 2).
+        weight_decay: of the first two groups, torch's convention (the paper's lambda times 2), finite and at least 0.
         locality: None, ``(gamma, eta)`` or one factor per distance class.
         penalty: None, or of every Conv module's weight, or module names to penalties, others having none (as from
             :func:`loco_ext.sparsity.folded_penalties`). The kernels of a ConvTranspose lie along another axis.
         per_layer: module name, as in ``model.named_modules()``, to such an entry.
 
     Raises:
-        ValueError: if ``per_layer`` or ``penalty`` names no convolution of the model, or a lazy module has not run yet.
+        TypeError, ValueError: naming the argument, what was expected and what came; also if ``per_layer`` or
+            ``penalty`` names no convolution of the model, or one whose weight is computed so that it cannot act on it,
+            or a lazy module has not run yet.
+
+    Warns:
+        UserWarning: a ``locality`` without weight decay or without a convolution; convolutions that it cannot act on.
 
     Example:
         >>> from torch import nn
@@ -55,31 +70,24 @@ def parameter_groups(
         >>> [(len(group["params"]), group["weight_decay"], group["locality"]) for group in groups]
         [(1, 0.0005, [(0.7, 1.3)]), (1, 0.0005, None), (4, 0.0, None)]
     """
-    per_layer = dict(per_layer or {})
-    penalty_of = _penalty_of(model, penalty)
+    _check_arguments(model, weight_decay, locality, per_layer)
+    layers = _layers(model)
+    factors_of = _factors_of(layers, locality, per_layer or {})
+    penalty_of = _penalty_of(layers, penalty)
+    if is_zero(weight_decay) and any(factors is not None for factors in factors_of.values()):
+        warn_caller("locality, per_layer: expected a weight_decay above 0 to act on, got 0, so that nothing decays")
     convolutions: list[nn.Parameter] = []
-    factors: list[Factors | None] = []
-    penalties: list[Penalty | None] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    unknown = set(per_layer)
-    for module_name, module, name, parameter in _owned_parameters(model):
-        if isinstance(module, _ConvNd | LocallyConnectedNd):
-            unknown.discard(module_name)
-        if isinstance(module, LocallyConnectedNd):
-            mark_blocks(
-                module.values, module.pattern
-            )  # a parameter that came in its place is not, such as a sharded one
-        if (isinstance(module, _ConvNd) and name == "weight") or pattern_of(parameter) is not None:
+    for module, name, parameter in _owned_parameters(model):
+        if id(parameter) in factors_of:
             convolutions.append(parameter)
-            factors.append(per_layer.get(module_name, locality))
-            penalties.append(penalty_of.get(module_name))
         elif isinstance(module, _NORMS) or parameter.dim() < 2 or "bias" in name:
             plain.append(parameter)
         else:
             decayed.append(parameter)
-    if unknown:
-        raise ValueError(f"per_layer: expected names of convolutions of the model, got {sorted(unknown)}")
+    factors = [factors_of[id(parameter)] for parameter in convolutions]
+    penalties = [penalty_of.get(id(parameter)) for parameter in convolutions]
     chosen = penalties if any(penalties) else None
     groups = [
         {"params": convolutions, "weight_decay": weight_decay, "locality": factors, "penalty": chosen},
@@ -89,18 +97,125 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def _penalty_of(model: nn.Module, penalty: Penalty | Mapping[str, Penalty | None] | None) -> dict[str, Penalty | None]:
-    """The penalty of each Conv module, by name."""
-    modules = model.named_modules(remove_duplicate=False)
-    names = [name for name, module in modules if is_convolution(module) or isinstance(module, LocallyConnectedNd)]
+@dataclass(frozen=True)
+class _Layer:
+    """A convolution or a locally connected layer.
+
+    Attributes:
+        kernels: the parameter that has its kernels, tap by tap, or its blocks; None: no parameter has.
+        how: its weight is computed; None: the weight is a parameter.
+        may_have_penalty: kernels lie along the first axis of its weight, or it has blocks.
+    """
+
+    kernels: nn.Parameter | None
+    how: Computed | None
+    may_have_penalty: bool
+
+
+def _layers(model: nn.Module) -> dict[str, _Layer]:
+    """Return each layer by name, by all its names where it has several; marks the blocks of locally connected ones."""
+    layers: dict[str, _Layer] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LocallyConnectedNd):
+            how = computed(module, "values")
+            values = module.values if how is None else how.kernels if how.masked else None
+            if values is not None:
+                mark_blocks(values, module.pattern)  # one that has come in place of the layer's, such as a sharded one
+            layers[name] = _Layer(values, how, True)
+        elif isinstance(module, _ConvNd):
+            how = computed(module)
+            kernels: Any = module.weight if how is None else how.kernels
+            layers[name] = _Layer(kernels, how, is_convolution(module))
+    return layers
+
+
+def _factors_of(
+    layers: dict[str, _Layer], locality: Factors | None, per_layer: Mapping[str, Factors | None]
+) -> dict[int, Factors | None]:
+    """The factors of each layer's kernels, by the parameter's id."""
+    if unknown := sorted(set(per_layer) - set(layers)):
+        raise ValueError(f"per_layer: expected names of convolutions of the model, got {unknown}")
+    for name, factors in per_layer.items():
+        if factors is not None and (layer := layers[name]).kernels is None:
+            raise ValueError(
+                "per_layer: expected convolutions whose weight is a parameter, or computed tap by tap from one, got "
+                f"{name!r}, whose weight {_by(layer)} computes; {HOW_TO_MAKE_PLAIN}, or leave the name out"
+            )
+    if locality is not None:
+        if not layers:
+            warn_caller("locality: expected a model with convolutions, got one without, so that all decay is uniform")
+        if unreached := [name for name, layer in layers.items() if layer.kernels is None and name not in per_layer]:
+            warn_caller(
+                f"locality: expected weights that are parameters, or computed tap by tap from one, got {unreached}, "
+                f"computed by {', '.join(sorted({_by(layers[name]) for name in unreached}))}: their decay is uniform, "
+                "which None in per_layer accepts"
+            )
+    return _by_parameter(layers, per_layer, locality)
+
+
+def _penalty_of(
+    layers: dict[str, _Layer], penalty: Penalty | Mapping[str, Penalty | None] | None
+) -> dict[int, Penalty | None]:
+    """The penalty of each layer's kernels, by the parameter's id."""
+    able = {name: layer for name, layer in layers.items() if layer.may_have_penalty}
     if not isinstance(penalty, Mapping):
-        return dict.fromkeys(names, penalty)
-    if unknown := sorted(set(penalty) - set(names)):
+        check_penalty("penalty", penalty)
+        if penalty is not None and not able:
+            warn_caller("penalty: expected a model with convolutions, got one without, so that nothing is penalised")
+    entries = penalty if isinstance(penalty, Mapping) else dict.fromkeys(able, penalty)
+    if unknown := sorted(set(entries) - set(able)):
         raise ValueError(f"penalty: expected names of Conv modules of the model, got {unknown}")
-    return dict(penalty)
+    for name, entry in entries.items():
+        check_penalty(f"penalty[{name!r}]", entry)
+        if entry is not None and not _has_minimum(able[name], entry):
+            raise ValueError(
+                "penalty: expected weights that are parameters, or pruned ones with a RingPenalty or KernelPenalty, "
+                f"got a {type(entry).__name__} for {name!r}, whose weight {_by(able[name])} computes; "
+                f"{HOW_TO_MAKE_PLAIN}, or give the penalties of other layers by name"
+            )
+    return _by_parameter(able, entries, None)
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _has_minimum(layer: _Layer, penalty: Penalty) -> bool:
+    """Whether the penalty of the layer's parameter is least where that of its weight is.
+
+    That of elements that are masked is least at zero, and then the others'. A :class:`FoldedPenalty` keeps the norm of
+    what it is given, masked elements included, and so would let these grow.
+    """
+    if layer.how is None:
+        return True
+    return layer.how.masked and layer.kernels is not None and isinstance(penalty, RingPenalty | KernelPenalty)
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _by_parameter(
+    layers: dict[str, _Layer], entries: Mapping[str, _Entry | None], default: _Entry | None
+) -> dict[int, _Entry | None]:
+    """The entry of each layer's kernels, by the parameter's id: of several layers with one, the first that is named."""
+    named = {id(layer.kernels): entries[name] for name, layer in reversed(layers.items()) if name in entries}
+    kernels = [layer.kernels for layer in layers.values() if layer.kernels is not None]
+    return {id(parameter): named.get(id(parameter), default) for parameter in kernels}
+
+
+def _by(layer: _Layer) -> str:
+    return "" if layer.how is None else layer.how.by
+
+
+def _check_arguments(model: object, weight_decay: object, locality: object, per_layer: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    check_hyper({"weight_decay": weight_decay})
+    check_factors("locality", as_tuples([locality])[0])
+    if not isinstance(per_layer, Mapping | None):
+        raise TypeError(f"per_layer: expected a mapping of module names to factors, got {per_layer!r}")
+    for name, factors in (per_layer or {}).items():
+        check_factors(f"per_layer[{name!r}]", as_tuples([factors])[0])
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each parameter once, with the first module that has it and its name there."""
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -110,4 +225,4 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, n
                 )
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield module_name, module, name, parameter
+                yield module, name, parameter

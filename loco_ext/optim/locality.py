@@ -35,15 +35,16 @@ def check_locality(locality: object, count: int) -> None:
         if len(locality) != count:
             raise ValueError(f"locality: expected a list of {count} entries, one per parameter, got {len(locality)}")
         for i, entry in enumerate(locality):
-            _check_factors(f"locality[{i}]", entry)
+            check_factors(f"locality[{i}]", entry)
     else:
-        _check_factors("locality", locality)
+        check_factors("locality", locality)
 
 
-def _check_factors(name: str, factors: object) -> None:
+def check_factors(name: str, factors: object) -> None:
+    """Raises TypeError or ValueError unless these are the factors of a parameter, or None."""
     if factors is None:
         return
-    if not isinstance(factors, tuple) or not all(isinstance(f, Real) for f in factors):
+    if not isinstance(factors, tuple) or not all(isinstance(f, Real) and not isinstance(f, bool) for f in factors):
         raise TypeError(
             f"{name}: expected None or a tuple of numbers, (gamma, eta) or one per distance class, got {factors!r}"
         )

@@ -107,9 +107,9 @@ def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]
         if len(penalty) != len(params):
             raise ValueError(f"penalty: expected a list of {len(params)} entries, one a parameter, got {len(penalty)}")
         for i, entry in enumerate(penalty):
-            _check_penalty(f"penalty[{i}]", entry)
+            check_penalty(f"penalty[{i}]", entry)
         return penalty
-    _check_penalty("penalty", penalty)
+    check_penalty("penalty", penalty)
     entries = [penalty if looks_like_convolution(param) else None for param in params]
     if params and not any(entries):
         raise ValueError(
@@ -119,6 +119,7 @@ def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]
     return entries
 
 
-def _check_penalty(name: str, penalty: object) -> None:
+def check_penalty(name: str, penalty: object) -> None:
+    """Raises TypeError unless this is a penalty or None."""
     if penalty is not None and not isinstance(penalty, Penalty):
         raise TypeError(f"{name}: expected None, a RingPenalty or another of loco_ext.sparsity, got {penalty!r}")

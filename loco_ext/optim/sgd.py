@@ -10,6 +10,7 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
+from loco_ext.optim.hyper import check_hyper
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
@@ -44,7 +45,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
     .. warning::
         In a bare list of parameters nothing tells the weight of a ConvTranspose from that of a convolution: a penalty
         alone would take the slices along its first axis, the input channels, for kernels, which lie along the second.
-        :func:`parameter_groups` gives it none.
+        :func:`parameter_groups` gives it none, and refuses one for what torch's weight_norm or spectral_norm scale.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -77,6 +78,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: int | None = None,
     ) -> None:
+        check_hyper({"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay})
         self._own_arguments(
             locality=locality,
             penalty=penalty,

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from loco_ext import ops
 from loco_ext.ops.penalties import OfStep
+from loco_ext.sparsity.computed import check_plain
 from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, RingPenalty
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_number
 from loco_ext.sparsity.tracing import convolution_of, traced
@@ -54,7 +55,8 @@ def complexity_penalties(
         Module names to penalties, as :func:`loco_ext.optim.parameter_groups` takes them.
 
     Raises:
-        TypeError, ValueError: naming the argument; also if torch.fx cannot trace the model.
+        TypeError, ValueError: naming the argument; also if torch.fx cannot trace the model, or a parametrization or a
+            hook computes one of its weights.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", section 3.5.
@@ -69,6 +71,7 @@ def complexity_penalties(
         >>> round(penalties["0"].strength / 1e-9)  # 12 x 12 pixels, 3 channels
         432
     """
+    check_plain(model)
     rings = RingPenalty(strength, power=2, **settings)
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -18,8 +17,9 @@ from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.compaction.compact import compact
+from loco_ext.sparsity.computed import check_plain
 from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
-from loco_ext.sparsity.prox import kernel_sizes
+from loco_ext.sparsity.prox import check_number, kernel_sizes
 from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
 from loco_ext.sparsity.tracing import zero_dead_kernels
 
@@ -117,8 +117,8 @@ def frontier(
         The :class:`Frontier`: the model's own cost and figures, and a :class:`FrontierPoint` for each strength and tau.
 
     Raises:
-        TypeError, ValueError: naming the argument; no strength leaves nothing; ``folder`` holds another path, damaged
-            files, or weights that have diverged.
+        TypeError, ValueError: naming the argument; a parametrization or a hook computes a weight of ``model``; no
+            strength leaves nothing; ``folder`` holds another path, damaged files, or weights that have diverged.
         OSError: ``folder`` cannot be written to, or another process does.
 
     Source:
@@ -151,6 +151,7 @@ def frontier(
     if not isinstance(penalty, RingPenalty | KernelPenalty):
         raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
     _check(strengths, points, span, loss, path, taus)
+    check_plain(model)
     store = _Store(folder)
     definition: dict[str, Any] = {
         "penalty": [type(penalty).__name__, *astuple(replace(penalty, strength=1.0))],
@@ -198,15 +199,21 @@ def _check(
     if path not in PATHS:
         raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
     for name, values in (("strengths", strengths), ("taus", taus)):
-        if values is not None and not (values and all(math.isfinite(value) and value >= 0 for value in values)):
-            raise ValueError(f"{name}: expected finite numbers of at least 0, got {list(values)}")
+        if values is None:
+            continue
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise TypeError(f"{name}: expected a sequence of numbers, got {values!r}")
+        if not values:
+            raise ValueError(f"{name}: expected at least one number, got none")
+        for i, value in enumerate(values):
+            check_number(f"{name}[{i}]", value)
     if strengths is not None:
         return
     if loss is None:
         raise TypeError("loss: expected a function where no strengths are given, got None")
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points: expected an integer of at least 1, got {points!r}")
-    if not 0 < span <= 1:
+    if not 0 < check_number("span", span) <= 1:
         raise ValueError(f"span: expected more than 0 and at most 1, got {span}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -42,7 +43,7 @@ class _Penalty:
         if self.weighting not in tuple(WEIGHTINGS):
             raise ValueError(f"weighting: expected 'plain', 'normalized' or 'scaled', got {self.weighting!r}")
         check_norm(self.norm)
-        if isinstance(self.power, bool) or self.power not in (1, 2):
+        if isinstance(self.power, bool) or not isinstance(self.power, Real) or self.power not in (1, 2):
             raise ValueError(f"power: expected 1 or 2, got {self.power!r}")
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:

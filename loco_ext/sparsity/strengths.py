@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from loco_ext.ops.coupled import power_of_two
+from loco_ext.sparsity.computed import check_plain, weight_of
 from loco_ext.sparsity.penalties import GroupPenalty
+from loco_ext.sparsity.prox import check_convolution
 
 _PRECISION = 1e-12  # relative
 
@@ -27,7 +29,7 @@ def convolutions(model: nn.Module) -> dict[str, _ConvNd]:
 
 def is_empty(model: nn.Module) -> bool:
     """Whether all weights of all convolutions are zero."""
-    return not any(bool(module.weight.detach().any()) for module in convolutions(model).values())
+    return not any(bool(weight_of(module).any()) for module in convolutions(model).values())
 
 
 def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
@@ -51,8 +53,8 @@ def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
         >>> round(sparsity.dual_norm(sparsity.KernelPenalty(1.0), gradient), 6)
         5.0
     """
-    if penalty.power != 1:
-        raise ValueError(f"penalty: expected power=1, which can leave nothing, got power={penalty.power}")
+    _check_power(penalty)
+    check_convolution("gradient", gradient)
     if not bool(gradient.isfinite().all()):
         raise ValueError("gradient: expected finite numbers")
     unit, gradient = replace(penalty, strength=1.0), gradient.detach().double()
@@ -66,6 +68,13 @@ def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
         middle = (lower + upper) / 2
         lower, upper = (middle, upper) if bool(unit.prox(gradient, middle).any()) else (lower, middle)
     return upper / scale
+
+
+def _check_power(penalty: GroupPenalty) -> None:
+    if not isinstance(penalty, GroupPenalty):
+        raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
+    if penalty.power != 1:
+        raise ValueError(f"penalty: expected power=1, which can leave nothing, got power={penalty.power}")
 
 
 def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
@@ -84,7 +93,8 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
         A strength by module name; :func:`loco_ext.sparsity.frontier` starts from the largest.
 
     Raises:
-        TypeError, ValueError: as :func:`dual_norm`; a model without convolutions.
+        TypeError, ValueError: as :func:`dual_norm`; a model without convolutions, or with one whose weight a
+            parametrization or a hook computes.
 
     Example:
         >>> import torch
@@ -94,6 +104,8 @@ def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty:
         >>> list(sparsity.max_strength(model, lambda model: model(x).square().sum(), sparsity.RingPenalty(1.0)))
         ['0']
     """
+    check_plain(model)
+    _check_power(penalty)
     model = copy.deepcopy(model)
     layers = convolutions(model)
     if not layers:

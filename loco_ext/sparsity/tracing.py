@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from loco_ext.sparsity.computed import check_plain, check_plain_weight, computed
 from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, KernelPenalty, RingPenalty
 
 
@@ -47,7 +48,8 @@ def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> 
         Module names to penalties, as :func:`loco_ext.optim.parameter_groups` takes them.
 
     Raises:
-        ValueError: torch.fx cannot trace the model.
+        TypeError, ValueError: naming the argument; torch.fx cannot trace the model, or a parametrization or a
+            hook computes one of its weights.
 
     Example:
         >>> from torch import nn
@@ -58,6 +60,9 @@ def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> 
         [('0', 'FoldedPenalty'), ('3', 'RingPenalty')]
         >>> optimizer = optim.SGD(optim.parameter_groups(model, 5e-4, penalty=penalties), lr=0.1)
     """
+    check_plain(model)
+    if not isinstance(penalty, RingPenalty | KernelPenalty):
+        raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
     return {
         name: penalty if norm is None else FoldedPenalty(penalty, norm)
         for name, (_, norm) in _convolutions_and_norms(model).items()
@@ -80,7 +85,8 @@ def zero_dead_kernels(model: nn.Module) -> int:
         The number of kernels whose norm multiplies them by zero.
 
     Raises:
-        ValueError: torch.fx cannot trace the model.
+        ValueError: torch.fx cannot trace the model, or a parametrization or a hook computes a weight that has such
+            kernels: nothing has changed then.
 
     Example:
         >>> import torch
@@ -90,13 +96,18 @@ def zero_dead_kernels(model: nn.Module) -> int:
         >>> sparsity.zero_dead_kernels(model), sparsity.kernel_sizes(model[0].weight)
         (3, tensor([0, 0, 0, 5]))
     """
-    count = 0
-    for convolution, norm in _convolutions_and_norms(model).values():
-        if norm is not None:
-            dead = norm.weight == 0
-            convolution.weight[dead.to(convolution.weight.device)] = 0.0
-            count += int(dead.sum())
-    return count
+    dead = {
+        name: (convolution, norm.weight == 0)
+        for name, (convolution, norm) in _convolutions_and_norms(model).items()
+        if norm is not None
+    }
+    for name, (convolution, kernels) in dead.items():
+        if kernels.any():
+            check_plain_weight(name, convolution)
+    for convolution, kernels in dead.values():
+        if kernels.any():
+            convolution.weight[kernels.to(convolution.weight.device)] = 0.0
+    return sum(int(kernels.sum()) for _, kernels in dead.values())
 
 
 def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:
@@ -108,16 +119,21 @@ def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _Batch
     """
     graph = traced(model)
     called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
-    weights = Counter(id(module.weight) for module in called.values())
+    weights = Counter(map(_owner, called.values()))
     modules = Counter(
         id(graph.get_submodule(str(node.target))) for node in graph.graph.nodes if node.op == "call_module"
     )
     found: dict[str, tuple[_ConvNd, _BatchNorm | None]] = {}
     for node, module in called.items():
         norm = _batch_norm_after(graph, node)
-        alone = norm is not None and weights[id(module.weight)] == 1 and modules[id(norm)] == 1
+        alone = norm is not None and weights[_owner(module)] == 1 and modules[id(norm)] == 1
         found[str(node.target)] = module, norm if alone else None
     return found
+
+
+def _owner(module: _ConvNd) -> int:
+    """What tells whether modules share a weight: it, or the module that computes it."""
+    return id(module.weight if computed(module) is None else module)
 
 
 def _batch_norm_after(graph: fx.GraphModule, node: fx.Node) -> _BatchNorm | None:

@@ -24,6 +24,7 @@ from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.trace import UntraceableError, trace
 from loco_ext.sparsity.compaction.unmix import unmix
 from loco_ext.sparsity.compaction.untraced import crop_modules
+from loco_ext.sparsity.computed import make_weights_plain
 
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
 
@@ -43,6 +44,9 @@ def compact(
     that is exact at every size of the input; a layer normalisation over such channels reads the others alone, and its
     weights are folded into the layers that read it; a residual block that adds nothing becomes the identity. What
     cannot be made smaller safely stays as it is, and the report says why. Gradients flow: the result can be trained on.
+
+    Weights that torch's parametrizations, or the hooks of its weight_norm, spectral_norm and prune, compute become
+    parameters with their values in eval mode: filters that are masked go as those that are zero do.
 
     Sizes are those that hold for every input that the model takes, not the example's. The result is compared with the
     model on the example and on two further batch sizes and sizes that the model takes, with numbers drawn from it.
@@ -87,7 +91,9 @@ def compact(
     costs.forget()
     dense = _copy(_unwrapped(model)).eval()
     with torch.no_grad():
-        example = Pair(dense, list(inputs), dense(*copies(inputs)))
+        expected = dense(*copies(inputs))
+    make_weights_plain(dense)
+    example = Pair(dense, list(inputs), expected)
     further = further_pairs(dense, inputs, batch_alone=fixed_size)
     same: Callable[[], Result]
     try:

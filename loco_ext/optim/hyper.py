@@ -1,0 +1,51 @@
+"""Checks of the hyper-parameters that torch.optim takes, most of which it does not look at, or not in all groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+_AT_LEAST_ZERO = ("lr", "momentum", "weight_decay", "eps")
+
+
+def check_hyper(options: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError where one of a group's hyper-parameters, of those that are there, is unusable.
+
+    Tensors of one element are numbers, as in torch.optim.
+    """
+    for name in _AT_LEAST_ZERO:
+        if name in options and not 0 <= _number(name, options[name]) < math.inf:
+            raise ValueError(f"{name}: expected a finite number of at least 0, got {options[name]!r}")
+    if "dampening" in options and not math.isfinite(_number("dampening", options["dampening"])):
+        raise ValueError(f"dampening: expected a finite number, got {options['dampening']!r}")
+    if "betas" in options:
+        _check_betas(options["betas"])
+
+
+def is_zero(weight_decay: float | Tensor) -> bool:
+    """Whether a weight decay is 0 and stays so: a tensor can be changed in place."""
+    return not isinstance(weight_decay, Tensor) and weight_decay == 0
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, tuple | list):
+        raise TypeError(f"betas: expected a pair of numbers, got {betas!r}")
+    if len(betas) != 2:
+        raise ValueError(f"betas: expected a pair of numbers, got {len(betas)} of them: {betas!r}")
+    for i, beta in enumerate(betas):
+        if not 0 <= _number(f"betas[{i}]", beta) < 1:
+            raise ValueError(f"betas[{i}]: expected a number of at least 0 and less than 1, got {beta!r}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name}: expected a number, got a tensor of shape {tuple(value.shape)}")
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    return float(value)

@@ -1,0 +1,18 @@
+"""Warnings that name the line which calls this package, however deep inside of it or of torch they are given."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+
+
+def warn_caller(message: str) -> None:
+    """Gives a UserWarning at the innermost line that is neither this package's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,143 @@
+"""Weights that a module computes from other parameters: parametrized ones, and those of the hooks of torch.nn.utils."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+HOW_TO_MAKE_PLAIN = "remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove makes it one"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """How a weight is computed.
+
+    Attributes:
+        by: what computes it, for messages.
+        kernels: the parameter whose kernels are the weight's, tap by tap, but for a factor of each kernel or of all of
+            them, or for taps that are masked; None: no parameter is known to be.
+        masked: the weight is ``kernels`` with some elements set to zero.
+    """
+
+    by: str
+    kernels: nn.Parameter | None
+    masked: bool = False
+
+
+def computed(module: nn.Module, name: str = "weight") -> Computed | None:
+    """How the module computes the tensor of this name; None where it is a parameter, or there is no such tensor."""
+    parameters: dict[str, Any] = module._parameters
+    if name in parameters:
+        return None
+    if parametrize.is_parametrized(module, name):
+        return _parametrized(module.parametrizations[name])  # type: ignore[index, arg-type]
+    hook = _hooks(module).get(name)
+    if isinstance(hook, prune.BasePruningMethod):
+        return Computed("pruning", parameters.get(f"{name}_orig"), masked=True)
+    if isinstance(hook, SpectralNorm):
+        return Computed("SpectralNorm", parameters.get(f"{name}_orig"))
+    if isinstance(hook, WeightNorm):
+        return Computed("WeightNorm", parameters.get(f"{name}_v") if _keeps_taps(hook) else None)
+    return Computed("code of its own", None) if hasattr(module, name) else None
+
+
+@torch.no_grad()
+def weight_of(module: _ConvNd) -> Tensor:
+    """The weight of a convolution as its parameters make it in eval mode; hooks keep that of the last forward."""
+    hook = _hooks(module).get("weight")
+    if isinstance(hook, prune.BasePruningMethod):
+        return hook.apply_mask(module)
+    if isinstance(hook, SpectralNorm):
+        return hook.compute_weight(module, do_power_iteration=False)
+    if isinstance(hook, WeightNorm):
+        return hook.compute_weight(module)
+    if not parametrize.is_parametrized(module, "weight"):
+        return module.weight
+    parts: Any = module.parametrizations
+    modes = {part: part.training for part in parts.modules()}
+    try:
+        parts.eval()
+        return module.weight
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises TypeError or ValueError unless this is a model whose Conv modules all have parameters as weights."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
+            check_plain_weight(name, module)
+
+
+def check_plain_weight(name: str, module: _ConvNd) -> None:
+    """Raises ValueError unless the weight of a model's convolution is a parameter."""
+    if (how := computed(module)) is not None:
+        raise ValueError(
+            f"model: expected convolutions whose weights are parameters, got {name!r}, whose weight {how.by} computes; "
+            f"{HOW_TO_MAKE_PLAIN}"
+        )
+
+
+def make_weights_plain(model: nn.Module) -> None:
+    """Puts, in place, a parameter with its value where a module of a model in eval mode computes a tensor.
+
+    Neither parametrizations nor hooks of weight_norm, spectral_norm and prune are left. Copies of a parametrized module
+    share its class, which stays as it is; torch's remove_parametrizations would change it.
+    """
+    for module in list(model.modules()):
+        for name, hook in reversed(_hooks(module).items()):  # a later one may make what an earlier one reads
+            if isinstance(hook, prune.BasePruningMethod):
+                prune.remove(module, name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(module, name)
+            else:
+                remove_weight_norm(module, name)
+        if parametrize.is_parametrized(module):
+            _remove_parametrizations(module)
+
+
+@torch.no_grad()
+def _remove_parametrizations(module: nn.Module) -> None:
+    lists: Any = module.parametrizations
+    values: dict[str, Tensor] = {name: getattr(module, name).detach().clone() for name in lists}
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    del module.parametrizations
+    for name, value in values.items():
+        originals = list(lists[name].parameters(recurse=False))
+        if originals:
+            module.register_parameter(name, nn.Parameter(value, any(p.requires_grad for p in originals)))
+        else:
+            module.register_buffer(name, value)
+
+
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    """The hooks of prune, spectral_norm and weight_norm, by the name of the tensor that each computes."""
+    hooks = module._forward_pre_hooks.values()
+    named = {hook._tensor_name: hook for hook in hooks if isinstance(hook, prune.BasePruningMethod)}
+    return {**{hook.name: hook for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}, **named}
+
+
+def _parametrized(parts: parametrize.ParametrizationList) -> Computed:
+    by = ", ".join(type(part).__name__.removeprefix("_") for part in parts)
+    first, *others = parts
+    known = isinstance(first, _SpectralNorm) or (isinstance(first, _WeightNorm) and _keeps_taps(first))
+    kernels = None
+    if known and all(isinstance(part, _SpectralNorm) for part in others):
+        kernels = parts._parameters.get("original1" if isinstance(first, _WeightNorm) else "original")
+    return Computed(by, kernels)
+
+
+def _keeps_taps(norm: Any) -> bool:
+    """Whether a weight norm has one factor for all taps of a kernel: its dimension is that of channels, or -1, all."""
+    return norm.dim < 2
