@@ -84,7 +84,7 @@ def _of_tensor(name: str, node: fx.Node, bounds: Mapping[fx.Node, Bound | None])
     if name == "size" and others:
         return _SIZE
     if name in ("max", "min"):  # of all elements or with another tensor one tensor, else along a dimension
-        return _PAIR if any(isinstance(value, int) or bounds.get(value) is not None for value in others) else None
+        return _PAIR if any(_operand(value, bounds) is not None for value in others) else None
     if "max_pool" in name:
         given = node.kwargs.get("return_indices", node.args[2:3] if "adaptive" in name else node.args[6:7])
         return None if given in (False, (), (False,)) and not name.endswith("_with_indices") else _PAIR
