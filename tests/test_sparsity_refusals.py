@@ -260,6 +260,13 @@ TOO_LARGE = {
     "sums of shapes": chain(SHAPE, *(("operator.add", f"a{i}", f"a{i}") for i in range(40))),
     "sums in place": chain(("operator.add", [0], [0]), *(("operator.iadd", "a0", "a0") for _ in range(40))),
     "many tensors": chain(("torch.split", "x", 1), ("operator.mul", "a0", 10**9)),
+    "as many as a tensor says": chain(("torch.full", (), 10**9), ("operator.mul", [0], "a0")),
+    "truths of numbers": chain(
+        *(("operator.eq", 0.5, 0.5), ("operator.mul", "a0", 10**99)),
+        *(("operator.mul", f"a{i}", f"a{i}") for i in range(1, 40)),
+    ),
+    "a pair of tensors": chain(("torch.max", "x", 1), ("operator.mul", "a0", 10**9)),
+    "a pair of a pool": chain(("torch.nn.functional.max_pool2d_with_indices", "x", 2), ("operator.mul", "a0", 10**9)),
     "a wide number": chain(("operator.mod", "%999999999d", 1)),
     "lists in a list": chain(("operator.add", [[0]], []), ("operator.getitem", "a0", 0), ("operator.mul", "a1", 9**9)),
     "an item of a list": chain(("operator.getitem", ["%999999999d"], 0)),
@@ -344,6 +351,7 @@ def test_the_arithmetic_of_networks_is_loaded(tmp_path):
         pooled = torch.nn.functional.max_pool2d(x, 2, return_indices=True)[0]
         total = math.prod(x.shape[1:]) ** 2 + h * w // 2 - 1
         flat = (x - x.max()) / x.amax() * x.max()
+        flat = flat * flat.max() * 1000000000 - torch.nn.functional.max_pool2d(flat, 1) * 1000000000
         flat = torch.relu(torch.max(flat, flat * 100000) + total**0.5).view(x.shape[:2] + x.shape[2:3] + x.shape[3:])
         return flat, pooled.repeat([1] * (x.dim() - 2) + [2, h % 3 + 1]), x.split(1)[0] * 2
 

@@ -22,8 +22,8 @@ _LONGEST = 1 << 24  # sequence
 class Bound:
     """The largest magnitude of an integer, or of those in a sequence of at most ``length`` entries (None: no sequence).
 
-    In a sequence it is 0 for tuples of tensors alone, some of which may be a tensor instead. Tensors, floats and all
-    else that is computed within fixed limits have no bound of their own: None stands for them.
+    It is 0 for sequences of tensors alone. Tensors, floats and all else that is computed within fixed limits have no
+    bound of their own: None stands for them.
     """
 
     largest: int
@@ -33,13 +33,13 @@ class Bound:
 _SIZE = Bound(2**63)
 _DIMENSIONS = Bound(64)
 _SHAPE = Bound(2**63, 64)
-_PAIR = Bound(0, 2)  # of tensors
-_OF_TENSORS = {  # what is asked of a tensor by these names; its size along a dimension is a number
-    **{"numel": _SIZE, "dim": _DIMENSIONS, "ndim": _DIMENSIONS, "shape": _SHAPE, "size": _SHAPE},
-    **dict.fromkeys(("split", "chunk", "unbind"), Bound(0, 1 << 20)),
-    **dict.fromkeys(("max", "min"), _PAIR),
-}
+_TENSORS = Bound(0, 1 << 20)  # as many as a tensor is split into
+_PAIR = Bound(0, 2)
 _TRUTH = Bound(1)
+_OF_TENSORS = {  # what is asked of a tensor by these names
+    **{"numel": _SIZE, "dim": _DIMENSIONS, "ndim": _DIMENSIONS, "shape": _SHAPE, "size": _SHAPE},
+    **{"split": _TENSORS, "chunk": _TENSORS, "unbind": _TENSORS},
+}
 _TRUTHS = {"eq", "ge", "gt", "le", "lt", "ne", "not_"}
 
 
@@ -55,12 +55,12 @@ def check_arithmetic(model: fx.GraphModule) -> None:
 
 def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Module) -> Bound | None:
     if node.op == "call_module":
-        given = _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)
-        if given is not None and given.largest:  # some layers return what they are given
-            raise ModelFileError("expected a tensor as the layer's input")
-        return _PAIR if getattr(model.get_submodule(str(node.target)), "return_indices", False) else given
+        layers = model.get_submodule(str(node.target)).modules()
+        if any(getattr(layer, "return_indices", False) for layer in layers):
+            return _PAIR
+        return _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)  # some return what they get
     if node.op == "call_method":
-        return _of_tensor(str(node.target), node)
+        return _of_tensor(str(node.target), node, bounds)
     if node.op != "call_function":
         return None
     name = FUNCTION_NAMES[node.target]  # type: ignore[index]
@@ -72,16 +72,23 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
             raise ModelFileError("expected a number that the product starts with")
         return _product(factors)
     if not name.startswith("operator."):
-        return _of_tensor(name.rpartition(".")[2], node)
+        return _of_tensor(name.rpartition(".")[2], node, bounds)
     if node.target is operator.getitem:
         return _entry(node, bounds)
     return _result(name.removeprefix("operator."), [_operand(value, bounds) for value in node.args])
 
 
-def _of_tensor(name: str, node: fx.Node) -> Bound | None:
-    if name == "size" and (len(node.args) > 1 or node.kwargs):
+def _of_tensor(name: str, node: fx.Node, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
+    """The bound of what a function or method of this name returns for a tensor, its first argument."""
+    others = [*node.args[1:], *node.kwargs.values()]
+    if name == "size" and others:
         return _SIZE
-    return _PAIR if name.endswith("_with_indices") else _OF_TENSORS.get(name)
+    if name in ("max", "min"):  # of all elements or with another tensor one tensor, else along a dimension
+        return _PAIR if any(_operand(value, bounds) is not None for value in others) else None
+    if "max_pool" in name:
+        given = node.kwargs.get("return_indices", node.args[2:3] if "adaptive" in name else node.args[6:7])
+        return None if given in (False, (), (False,)) and not name.endswith("_with_indices") else _PAIR
+    return _OF_TENSORS.get(name)
 
 
 def _operand(value: Any, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
@@ -114,9 +121,9 @@ def _result(name: str, operands: list[Bound | None]) -> Bound | None:
     numbers = [bound.largest for bound in operands if bound is not None and bound.length is None]
     sequences = [bound for bound in operands if bound is not None and bound.length is not None]
     if name in _TRUTHS:
-        return _TRUTH if len(numbers) == len(operands) else None
+        return _TRUTH
     if sequences:
-        return _of_sequences(name, numbers, sequences)
+        return _of_sequences(name, numbers, sequences, len(operands))
     if len(numbers) < len(operands):
         return None
     if name in ("mul", "imul"):
@@ -127,14 +134,16 @@ def _result(name: str, operands: list[Bound | None]) -> Bound | None:
     return _checked(sum(numbers), None)
 
 
-def _of_sequences(name: str, numbers: list[int], sequences: list[Bound]) -> Bound | None:
-    """The bound of what an operator returns that is given what may be sequences."""
-    if name not in ("add", "iadd", "mul", "imul"):
-        return None  # an error, or what may be a tuple of tensors is a tensor
-    if name in ("iadd", "imul") and any(bound.largest for bound in sequences):
+def _of_sequences(name: str, numbers: list[int], sequences: list[Bound], operands: int) -> Bound | None:
+    """The bound of what an operator returns that is given sequences; of most that is an error."""
+    if name in ("iadd", "imul"):
         raise ModelFileError(f"{name} may change a list in place")
+    if name not in ("add", "mul"):
+        return None
+    if name == "mul" and len(numbers) + len(sequences) < operands:
+        raise ModelFileError("a sequence may be repeated as often as a tensor says")
     lengths = [bound.length or 0 for bound in sequences]
-    length = sum(lengths) if name.endswith("add") else math.prod([*lengths, *numbers])
+    length = sum(lengths) if name == "add" else math.prod([*lengths, *numbers])
     return _checked(max(bound.largest for bound in sequences), length)
 
 

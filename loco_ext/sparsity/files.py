@@ -165,8 +165,9 @@ def _read(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
             return file.read()
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, MemoryError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it does not fit into the memory"
+        raise ModelFileError(f"{path}: cannot be read: {reason}") from error
 
 
 def _line(error: BaseException) -> str:
