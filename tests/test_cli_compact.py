@@ -44,7 +44,7 @@ def test_a_checkpoint_gives_the_network_with_the_same_answers(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["nowhere.pt"], "model: expected one of small"),
-        (["nowhere.pt", "--model", "small"], "data: expected one of digits"),
+        (["nowhere.pt", "--model", "small"], "--dataset: expected one of digits"),
         (["nowhere.pt", "--model", "small", "--dataset", "digits"], "nowhere.pt"),
         (["nowhere.pt", "--model", "vgg13", "--dataset", "digits"], "needs images of at least 32x32"),
         (["FOLDER"], "found no settings.json in it"),

@@ -66,6 +66,8 @@ def test_the_papers_schedule():
 def test_milestones_move_along_with_the_epochs_unless_given():
     assert from_preset("paper", model="small", data="digits", epochs=50).milestones == (14, 28, 38, 46, 49)
     assert from_preset("paper", model="small", data="digits", epochs=50, milestones=(7,)).milestones == (7,)
+    assert from_preset("paper", model="small", data="digits", epochs=5).milestones == (1, 3, 4)
+    assert from_preset("paper", model="small", data="digits", schedule="cosine").milestones == ()
 
 
 def test_the_cosine_falls_from_the_learning_rate_towards_zero():
@@ -288,7 +290,7 @@ def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
     assert [line["epoch"] for line in metrics[0]] == list(range(1, 13))
     # Nothing but a temporary file of the killed process may be left over.
     names = {path.name for path in cut.iterdir() if not path.name.startswith(".")}
-    assert names == {"settings.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors"}
+    assert names == {"settings.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors", "curves.png"}
 
 
 def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
@@ -296,8 +298,11 @@ def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(SettingsError, match="holds a run already"):
         run.run(quick(epochs=1), digits(), tmp_path, CPU)
-    with pytest.raises(SettingsError, match="differs in epochs, seed"):
-        run.run(quick(epochs=2, seed=7), digits(), tmp_path, CPU, resume=True)
+    for changed, said in (({"epochs": 2, "seed": 7}, "seed: expected 0"), ({"epochs": 1}, "dataset of its run")):
+        with pytest.raises(SettingsError, match=said):
+            run.run(
+                quick(**changed), digits(train=100 if changed == {"epochs": 1} else 200), tmp_path, CPU, resume=True
+            )
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.errors import UserError
+
 # Where training scripts put the weights among other things.
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
 # Put in front of every name by DistributedDataParallel and torch.compile.
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError, ValueError):
     """A file that holds no weights that can be read; the text names it."""
 
 

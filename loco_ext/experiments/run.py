@@ -11,25 +11,43 @@ deterministic; those of cuDNN are chosen so.
 """
 
 import io
+import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
 from torch import nn
 
+from loco_ext.errors import UserError
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import Settings, SettingsError, differences
+from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.output import json_text, remove_leftovers, replacing
 from loco_ext.sparsity import zero_dead_kernels
 from loco_ext.version import __version__
 
 CHECKPOINT = "checkpoint.pt"
+
+
+class DivergedError(UserError, RuntimeError):
+    """A run whose loss is not finite any more; the text names its folder."""
+
+    exit_code = 1
+
+
+class Part(Protocol):
+    """What goes into a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 def run(
@@ -42,6 +60,8 @@ def run(
     model: nn.Module | None = None,
     label: str | None = None,
     measure: Callable[[int], dict[str, float | None]] = lambda epoch: {},
+    finite: bool = False,
+    after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> list[Epoch]:
     """Trains as the settings say, or goes on with the run in ``out``; returns the figures of all epochs.
 
@@ -53,10 +73,13 @@ def run(
         label: of the progress bar.
         measure: called after each epoch, counted from 1, before it counts as done; what it returns goes into the
             epoch's figures. A file that it writes is written once more if the run is killed before that.
+        finite: stop after an epoch whose loss is not finite, and leave the checkpoint of the epoch before.
+        after_epoch: called in the first process with the figures of each epoch, when it is saved.
 
     Raises:
+        DivergedError: a loss that is not finite.
         SettingsError: settings that do not fit the data or the model; a run in ``out`` already, without ``resume``; a
-            checkpoint that cannot be read, or of other settings.
+            checkpoint that cannot be read, or of other settings (there may be more epochs) or other data.
         OSError: ``out`` cannot be written to.
     """
     settings.check_data(data, processes.count)
@@ -65,23 +88,32 @@ def run(
     if path.exists() and not resume:
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     model = (make_model(settings, data) if model is None else model).to(processes.device)
-    optimizer = make_optimizer(settings, model, data)
-    history = _restore(path, settings, processes, model, optimizer) if path.exists() else []
+    optimizer, precision = make_optimizer(settings, model, data), Precision(settings.amp, processes.device)
+    parts: dict[str, Part] = {"model": model, "optimizer": optimizer, "scaler": precision.scaler}
+    facts = {"processes": _describe(processes), "dataset": data.description}
+    history = _restore(path, settings, facts, parts) if path.exists() else []
     if processes.first:
         out.mkdir(parents=True, exist_ok=True)
         remove_leftovers(out)
-        if not history:
-            record = {"settings": asdict(settings), "processes": _describe(processes), "versions": versions()}
-            _write(out / "settings.json", (json_text(record, indent=2) + "\n").encode())
+        record = {"settings": asdict(settings), **facts, "versions": versions()}
+        _write(out / "settings.json", (json_text(record, indent=2) + "\n").encode())
 
     def save(epoch: Epoch) -> None:
+        if finite and not (math.isfinite(epoch.train_loss) and math.isfinite(epoch.test_loss)):
+            kept = f"the checkpoint of epoch {epoch.epoch - 1} is left" if history else "no epoch before it is left"
+            raise DivergedError(
+                f"{out}: the run has diverged, the loss of epoch {epoch.epoch} is not finite; {kept}. "
+                "A smaller learning rate may help"
+            )
         history.append(replace(epoch, measures=measure(epoch.epoch)))
         if processes.first:
-            _save(out, settings, processes, model, optimizer, history)
+            _save(out, settings, facts, parts, history)
+            after_epoch(history[-1])
 
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
-    train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
+    options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
+    train(model, optimizer, data, settings, processes, after_epoch=save, **options)
     if settings.folded:
         zero_dead_kernels(model)
     if processes.first:
@@ -92,7 +124,9 @@ def run(
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Writes a state dict as safetensors, in one move."""
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    # safetensors refuses tensors that share memory, as tied weights do: each gets its own.
+    copies = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    weights = {name: value.contiguous() for name, value in copies.items()}
     _write(path, safetensors.torch.save(weights))
 
 
@@ -106,44 +140,37 @@ def _describe(processes: Processes) -> dict[str, Any]:
     return {"count": processes.count, "device": processes.device.type}
 
 
-def _save(
-    out: Path,
-    settings: Settings,
-    processes: Processes,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    history: list[Epoch],
-) -> None:
+def recorded_milestones(out: Path) -> tuple[int, ...] | None:
+    """The milestones of the run in ``out``; None where there is none, or none that can be read."""
+    try:
+        return tuple(json.loads((out / "settings.json").read_text())["settings"]["milestones"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _save(out: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, Part], history: list[Epoch]) -> None:
     content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
-    state = {
-        "settings": asdict(settings),
-        "processes": _describe(processes),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "history": [asdict(epoch) for epoch in history],
-    }
+    states = {name: part.state_dict() for name, part in parts.items()}
+    state = {"settings": asdict(settings), **facts, **states, "history": [asdict(epoch) for epoch in history]}
     torch.save(state, content)
     _write(out / CHECKPOINT, content.getbuffer())
     _write_metrics(out, history)
 
 
-def _restore(
-    path: Path, settings: Settings, processes: Processes, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[Epoch]:
+def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, Part]) -> list[Epoch]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        different = differences(settings, dict(state["settings"]))
-        ran_on = state["processes"]
         history = [Epoch(**epoch) for epoch in state["history"]]
-        if not different:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+        check_same(settings, dict(state["settings"]), len(history), path)
+        for name, expected in facts.items():
+            if state[name] != expected:
+                raise SettingsError(f"{path}: expected the {name} of its run, {state[name]}, got {expected}")
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except SettingsError:
+        raise
     except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
         raise SettingsError(f"{path}: not a checkpoint of such a run ({type(error).__name__})") from error
-    if different:
-        raise SettingsError(f"{path}: of a run that differs in {', '.join(different)}; resume it with its own settings")
-    if ran_on != _describe(processes):
-        raise SettingsError(f"{path}: of a run on {ran_on}, resumed on {_describe(processes)}: expected the same")
     if not history or [epoch.epoch for epoch in history] != list(range(1, len(history) + 1)):
         raise SettingsError(f"{path}: not a checkpoint of such a run (its epochs are not 1, 2, ...)")
     return history
