@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the output has gone
         _drop_output()
         return CLOSED_PIPE
+    except OSError as error:  # those of files are told by name: this one is of the output
+        _drop_output()
+        print(f"loco-ext: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _ignore_interrupts() -> None:

@@ -20,8 +20,8 @@ def need(part: str, packages: dict[str, str], extra: str = "demo") -> None:
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
         raise MissingExtraError(
-            f"{part} needs {', '.join(missing)}: install them with `{install_command(extra)}` in the folder with "
-            "loco_ext's setup.py"
+            f"{part} needs {', '.join(missing)}: install them with `{install_command(extra)}` in the folder of "
+            "loco_ext's sources"
         )
 
 

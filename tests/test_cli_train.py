@@ -6,8 +6,11 @@ import sys
 
 import image_files
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from loco_ext.cli import main
+from loco_ext.experiments.models import small_cnn
 
 GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
 
@@ -109,7 +112,7 @@ def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content)
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("none", None), ("0.5,2", [0.5, 2.0]), ("0.5,1,2", [0.5, 1.0, 2.0]), ("{}", {"3": [0.5, 2.0]})],
+    [("none", None), ("{}", {"3": [0.5, 2.0]})],
 )
 def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     path = tmp_path / "analysis.json"
@@ -180,6 +183,40 @@ def test_an_environment_that_torchrun_does_not_make_is_named(tmp_path, capsys, m
     assert main([*GOOD, "--out", str(tmp_path / "run")]) == 2
     assert "processes: expected the environment that torchrun makes" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_starts_from_given_weights(tmp_path, capsys):
+    model = small_cnn()
+    torch.save({"model": model.state_dict()}, tmp_path / "weights.pt")
+    line = [*GOOD, "--lr", "0", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*line, "--weights", str(tmp_path / "weights.pt")]) == 0
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
+    assert tuple(capsys.readouterr()) == ("", "")
+    # The run goes on from the same weights alone.
+    assert main([*line, "--resume"]) == 2
+    assert "--weights: expected " in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_for_more_epochs_keeps_its_milestones(tmp_path):
+    line = [*GOOD, "--preset", "paper", "--batch-size", "400", "--out", str(tmp_path)]
+    assert main([*line, "--epochs", "2"]) == 0
+    assert main([*line, "--epochs", "3", "--resume"]) == 0
+    rates = [json.loads(text)["learning_rate"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([0.05, 0.0158, 0.0158])
+    assert json.loads((tmp_path / "settings.json").read_text())["settings"]["milestones"] == [1]
+
+
+def test_a_run_that_diverges_leaves_its_last_good_epoch(tmp_path, capsys):
+    line = [*GOOD, "--schedule", "steps", "--epochs", "3", "--milestones", "1", "--factor", "1e30"]
+    assert main([*line, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"loco-ext: {tmp_path}: the run has diverged, the loss of epoch 2 is not finite")
+    assert "the checkpoint of epoch 1 is left" in said
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert [epoch["epoch"] for epoch in state["history"]] == [1]
+    assert all(value.isfinite().all() for value in state["model"].values())
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_json_is_the_last_epoch(tmp_path, capsys):
