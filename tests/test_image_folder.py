@@ -65,6 +65,11 @@ def test_what_cannot_be_read_is_named(folder, name, content, said):
         data.load("folder", folder)
 
 
+def test_images_that_do_not_fit_into_memory_are_refused(folder):
+    with pytest.raises(DataError, match=r"^image_size: expected one at which 4 images, .* got 1000000, which takes"):
+        data.load("folder", folder, 10**6)
+
+
 def test_a_folder_without_the_folders_is_named(tmp_path):
     with pytest.raises(DataError, match="expected the folders train and val, or train and test"):
         data.load("folder", tmp_path)

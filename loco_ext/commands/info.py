@@ -12,4 +12,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from loco_ext import info
 
-    info.main(as_json=arguments.json)
+    if arguments.json or not arguments.quiet:
+        info.main(as_json=arguments.json)

@@ -8,6 +8,7 @@ from PIL import Image, ImageOps
 
 from loco_ext.experiments.files import DataError
 from loco_ext.experiments.samples import Samples
+from loco_ext.nn.memory import free_memory
 from loco_ext.output import progress_bar
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -55,6 +56,12 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
     if missing or not files:
         empty = folder / classes[min(missing)] if missing else folder
         raise DataError(f"{empty}: expected images in it, found no {', '.join(SUFFIXES)}")
+    needed, free = 4 * len(files) * 3 * size**2, free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise DataError(
+            f"image_size: expected one at which {len(files)} images, padded and mirrored for crops and flips, fit into "
+            f"{free / 1e9:.1f} GB of memory, got {size}, which takes {needed / 1e9:.1f} GB"
+        )
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
     with progress_bar(len(files), f"reading {folder}", unit="image") as progress:
         for image, (path, _) in zip(images, files, strict=True):

@@ -1,5 +1,8 @@
 """The arithmetic of training steps: float32, or autocast with the scale of the loss that float16 needs."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,13 +25,13 @@ class Precision:
         if amp and not torch.amp.is_autocast_available(kind):
             raise SettingsError(f"amp: expected a device with autocast, got {kind}")
         self.amp, self.kind, self.dtype = amp, kind, torch.bfloat16
-        if kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if amp and kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             self.dtype = torch.float16
         self.scaler = torch.amp.GradScaler(kind, enabled=amp and self.dtype == torch.float16)
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         """A context for the forward pass."""
-        return torch.autocast(self.kind, self.dtype, enabled=self.amp)
+        return torch.autocast(self.kind, self.dtype) if self.amp else nullcontext()
 
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Backward and the optimizer's step, left out where float16's gradients overflow."""
