@@ -99,12 +99,8 @@ def run(
         _write(out / "settings.json", (json_text(record, indent=2) + "\n").encode())
 
     def save(epoch: Epoch) -> None:
-        if finite and not (math.isfinite(epoch.train_loss) and math.isfinite(epoch.test_loss)):
-            kept = f"the checkpoint of epoch {epoch.epoch - 1} is left" if history else "no epoch before it is left"
-            raise DivergedError(
-                f"{out}: the run has diverged, the loss of epoch {epoch.epoch} is not finite; {kept}. "
-                "A smaller learning rate may help"
-            )
+        if finite:
+            _check_finite(epoch, out)
         history.append(replace(epoch, measures=measure(epoch.epoch)))
         if processes.first:
             _save(out, settings, facts, parts, history)
@@ -174,6 +170,16 @@ def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[
     if not history or [epoch.epoch for epoch in history] != list(range(1, len(history) + 1)):
         raise SettingsError(f"{path}: not a checkpoint of such a run (its epochs are not 1, 2, ...)")
     return history
+
+
+def _check_finite(epoch: Epoch, out: Path) -> None:
+    if math.isfinite(epoch.train_loss) and math.isfinite(epoch.test_loss):
+        return
+    left = f"the checkpoint of epoch {epoch.epoch - 1} is left" if epoch.epoch > 1 else "there is no epoch before it"
+    raise DivergedError(
+        f"{out}: the run has diverged, the loss of epoch {epoch.epoch} is not finite; {left}. "
+        "A smaller learning rate may help"
+    )
 
 
 def _write_metrics(out: Path, history: list[Epoch]) -> None:

@@ -128,17 +128,7 @@ def train(
         after_epoch: called in every process with the figures of each epoch.
     """
     normalization = Normalization(data.train)
-    loader = Loader(
-        data.train,
-        normalization,
-        processes.device,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        augmented=settings.augment and data.augmented,
-        shuffled=settings.shuffle,
-        rank=processes.rank,
-        processes=processes.count,
-    )
+    loader = _loader(data, settings, processes, normalization)
     test = data.test.to(processes.device)
     term = penalty_term(settings, model, data)
     precision = precision or Precision(settings.amp, processes.device)
@@ -170,6 +160,20 @@ def train(
             )
             progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
             after_epoch(figures)
+
+
+def _loader(data: Dataset, settings: Settings, processes: Processes, normalization: Normalization) -> Loader:
+    return Loader(
+        data.train,
+        normalization,
+        processes.device,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        augmented=settings.augment and data.augmented,
+        shuffled=settings.shuffle,
+        rank=processes.rank,
+        processes=processes.count,
+    )
 
 
 @contextmanager
