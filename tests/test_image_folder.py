@@ -33,6 +33,7 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
     assert found.class_names == ("ant", "cat")
     assert found.train.labels.tolist() == [0, 0, 1, 1]
     assert found.test.labels.tolist() == [1]
+    assert found.test.images.unique().tolist() == [200]
     assert found.train.images.dtype == torch.uint8
     assert found.train.images[:, 0, 0, 0].tolist() == [20, 30, int(pixels[0, 0, 0]), 10]
     np.testing.assert_array_equal(found.train.images[2], pixels.transpose(2, 0, 1))
