@@ -46,10 +46,12 @@ $(VENV)/requirements: requirements-dev.txt
 	$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
 	  f'loco_ext needs Python 3.11 to 3.13, {v.major}.{v.minor} found: run make with PYTHON=python3.12, say')"
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned requirements, torch among them"
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
 $(VENV)/built: $(VENV)/requirements $(SOURCES)
+	@echo "Compiling the C++ library, which takes minutes"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 

@@ -7,6 +7,7 @@ the CUDA toolkit is installed, whether or not there is a GPU. TORCH_CUDA_ARCH_LI
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 
 from setuptools import setup
@@ -110,6 +111,17 @@ def cuda_extension() -> CUDAExtension:
     )
 
 
+class TimedBuild(BuildExtension.with_options(use_ninja=True)):
+    """Says what is compiled, and afterwards in how many seconds: the compiler says nothing for minutes."""
+
+    def build_extensions(self) -> None:
+        files, jobs = sum(len(extension.sources) for extension in self.extensions), os.environ["MAX_JOBS"]
+        print(f"loco_ext: compiling {files} files, {jobs} at a time; this takes minutes", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        super().build_extensions()
+        print(f"loco_ext: compiled in {time.monotonic() - start:.0f} seconds", file=sys.stderr, flush=True)
+
+
 os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
 
 extensions = [
@@ -123,4 +135,4 @@ extensions = [
 if wants_cuda():
     extensions.append(cuda_extension())
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)})
+setup(ext_modules=extensions, cmdclass={"build_ext": TimedBuild})

@@ -54,6 +54,16 @@ def wholes(text: str) -> tuple[int, ...]:
     return tuple(whole(part) for part in text.split(","))
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Texts separated by commas."""
+    return tuple(text.split(","))
+
+
+def name_or_none(text: str) -> str | None:
+    """None for ``none``."""
+    return None if text == "none" else text
+
+
 def device(text: str) -> str:
     """A torch device that is there and works."""
     import torch

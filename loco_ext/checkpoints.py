@@ -57,8 +57,9 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a state dict as safetensors, in one move."""
-    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    """Writes a state dict as safetensors, in one move; tied weights, which the format has no way to tell, twice."""
+    as_is = torch.contiguous_format
+    tensors = {name: value.detach().to("cpu", copy=True, memory_format=as_is) for name, value in weights.items()}
     content = safetensors.torch.save(tensors, {_CHECKSUM: _checksum(tensors)})
     with replacing(path) as temporary:
         temporary.write_bytes(content)

@@ -4,8 +4,11 @@ import json
 
 import image_files
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from loco_ext.cli import main
+from loco_ext.experiments.models import small_cnn
 
 GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
 
@@ -14,7 +17,7 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
     ("bad", "said"),
     [
         (["--model", "lenet"], "model: expected one of small, vgg13, mobilenet, resnet18"),
-        (["--dataset", "imagenet"], "data: expected one of digits, cifar10"),
+        (["--dataset", "imagenet"], "--dataset: expected one of digits, cifar10"),
         (["--preset", "fast"], "preset: expected one of paper, quick"),
         (["--optimizer", "lion"], "optimizer: expected one of sgd, adam, adamw"),
         (["--schedule", "linear"], "schedule: expected one of steps, cosine"),
@@ -22,11 +25,14 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
         (["--norm", "l1", "--optimizer", "adamw"], "norm: expected l2 for adamw"),
         (["--epochs", "0"], "--epochs: expected an integer from 1"),
         (["--epochs", "ten"], "--epochs: expected an integer from 1"),
-        (["--batch-size", "1"], "batch_size: expected at least 2"),
+        (["--batch-size", "1"], "--batch-size: expected at least 2"),
         (["--lr", "-1"], "--lr: expected a number, at least 0"),
         (["--lr", "nan"], "--lr: expected a number, at least 0"),
         (["--momentum", "x"], "--momentum: expected a number"),
-        (["--milestones", "3,2"], "milestones: expected ascending epochs"),
+        (["--momentum", "1"], "--momentum: expected less than 1, got 1.0"),
+        (["--image-size", "8"], "--image-size: expected none for digits"),
+        (["--weights", "nowhere.pt"], "--weights: nowhere.pt: "),
+        (["--milestones", "3,2"], "--milestones: expected ascending epochs"),
         (["--milestones", "3"], "milestones: expected none with the cosine schedule"),
         (["--schedule", "steps", "--milestones", "1,1", "--factor", "1e200"], "factor: expected one that leaves"),
         (["--locality", ""], "--locality: expected none, GAMMA,ETA or a file"),
@@ -37,7 +43,7 @@ GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick",
         (["--locality", "nowhere.json"], "--locality: expected none, GAMMA,ETA or a file"),
         (["--device", "cuda:99"], "--device: expected a device that torch can use here"),
         (["--model", "vgg13"], "vgg13 needs images of at least 32x32"),
-        (["--dataset", "cifar10"], "expected the folder that holds them"),
+        (["--dataset", "cifar10"], "--data: expected the folder that holds the files of the data set cifar10"),
         (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
         (["--penalty", "groups"], "penalty: expected one of rings, kernels, complexity"),
         (["--strength", "0.1"], "strength: expected 0 without a penalty"),
@@ -104,7 +110,7 @@ def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content)
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("none", None), ("0.5,2", [0.5, 2.0]), ("0.5,1,2", [0.5, 1.0, 2.0]), ("{}", {"3": [0.5, 2.0]})],
+    [("none", None), ("{}", {"3": [0.5, 2.0]})],
 )
 def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     path = tmp_path / "analysis.json"
@@ -112,12 +118,13 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
     options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
     options += ["--penalty", "rings", "--strength", "0.001", "--weighting", "scaled", "--kind", "full"]
-    options += ["--folded", "--solver", "subgradient", "--width", "1"]
+    options += ["--folded", "--solver", "subgradient", "--width", "1", "--amp"]
     assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
     assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
         "model": "small",
         "data": "digits",
+        "image_size": None,
         "epochs": 1,
         "batch_size": 50,
         "optimizer": "sgd",
@@ -139,14 +146,9 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "kind": "full",
         "folded": True,
         "solver": "subgradient",
+        "amp": True,
+        "weights": None,
     }
-
-
-def test_what_is_not_a_number_is_null_in_json(tmp_path, capsys):
-    assert main([*GOOD, "--epochs", "2", "--lr", "1e300", "--out", str(tmp_path / "run"), "--json"]) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1], parse_constant=pytest.fail)["train_loss"] is None
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["train_loss"] is None
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,40 @@ def test_an_environment_that_torchrun_does_not_make_is_named(tmp_path, capsys, m
     assert main([*GOOD, "--out", str(tmp_path / "run")]) == 2
     assert "processes: expected the environment that torchrun makes" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_starts_from_given_weights(tmp_path, capsys):
+    model = small_cnn()
+    torch.save({"model": model.state_dict()}, tmp_path / "weights.pt")
+    line = [*GOOD, "--lr", "0", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*line, "--weights", str(tmp_path / "weights.pt")]) == 0
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
+    assert tuple(capsys.readouterr()) == ("", "")
+    # The run goes on from the same weights alone.
+    assert main([*line, "--resume"]) == 2
+    assert "--weights: expected " in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_for_more_epochs_keeps_its_milestones(tmp_path):
+    line = [*GOOD, "--preset", "paper", "--batch-size", "400", "--out", str(tmp_path)]
+    assert main([*line, "--epochs", "2"]) == 0
+    assert main([*line, "--epochs", "3", "--resume"]) == 0
+    rates = [json.loads(text)["learning_rate"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([0.05, 0.0158, 0.0158])
+    assert json.loads((tmp_path / "settings.json").read_text())["settings"]["milestones"] == [1]
+
+
+def test_a_run_that_diverges_leaves_its_last_good_epoch(tmp_path, capsys):
+    line = [*GOOD, "--schedule", "steps", "--epochs", "3", "--milestones", "1", "--factor", "1e30"]
+    assert main([*line, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"loco-ext: {tmp_path}: the run has diverged, the loss of epoch 2 is not finite")
+    assert "the checkpoint of epoch 1 is left" in said
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert [epoch["epoch"] for epoch in state["history"]] == [1]
+    assert all(value.isfinite().all() for value in state["model"].values())
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_json_is_the_last_epoch(tmp_path, capsys):

@@ -213,7 +213,10 @@ def test_missing_libraries_are_named_with_the_extra(tmp_path, monkeypatch, capsy
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["demo", "--out", str(tmp_path / "runs")]) == 2
     error = capsys.readouterr().err
-    assert "needs scikit-learn, matplotlib, tqdm, rich: install them with `pip install loco_ext[demo]`" in error
+    assert (
+        'needs scikit-learn, matplotlib, tqdm, rich: install them with `pip install --no-build-isolation ".[demo]"`'
+        in error
+    )
     assert error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 

@@ -314,7 +314,7 @@ def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
         (["--method", "width", "--penalty", "rings"], "penalty: expected none with the method width"),
         (["--method", "width", "--widths", "0"], "width: expected 1, or more than 0"),
         (["--path", "round"], "path: expected one of dense, up, down"),
-        (["--batch-norm", "frozen"], "batch_norm: expected one of folded, scaled, live"),
+        (["--batch-norm", "frozen"], "--batch-norm: expected one of folded, scaled, live"),
         (["--points", "0"], "--points: expected an integer from 1"),
         (["--span", "0"], "span: expected more than 0"),
         (["--strengths", "1;2"], "--strengths: expected a number"),

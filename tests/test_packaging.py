@@ -1,6 +1,7 @@
 """Installing: wheel, source distribution, editable, and a source install that cannot see torch."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,16 @@ def test_pip_without_torch_passes_on_what_to_do(tmp_path):
     done = run(environment / "bin" / "python", "-m", "pip", "install", *OFFLINE, copy_of_sources(tmp_path), check=False)
     assert done.returncode != 0
     assert "pip install --no-build-isolation ." in done.stdout + done.stderr
+
+
+def test_the_build_says_what_it_compiles_and_how_long_it_took():
+    program = (
+        "import runpy, sys, torch.utils.cpp_extension as e; "
+        "e.BuildExtension.build_extensions = lambda self: None; "
+        "sys.argv = ['setup.py', '-q', 'build_ext']; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    said = run(sys.executable, "-c", program, cwd=ROOT).stderr
+    assert re.search(r"loco_ext: compiling \d+ files, \d+ at a time.*\nloco_ext: compiled in \d+ seconds\n", said)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from loco_ext import optim
 from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.experiments import data, run, settings
 from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train
@@ -68,6 +69,8 @@ def test_the_papers_schedule():
 def test_milestones_move_along_with_the_epochs_unless_given():
     assert from_preset("paper", model="small", data="digits", epochs=50).milestones == (14, 28, 38, 46, 49)
     assert from_preset("paper", model="small", data="digits", epochs=50, milestones=(7,)).milestones == (7,)
+    assert from_preset("paper", model="small", data="digits", epochs=5).milestones == (1, 3, 4)
+    assert from_preset("paper", model="small", data="digits", schedule="cosine").milestones == ()
 
 
 def test_the_cosine_falls_from_the_learning_rate_towards_zero():
@@ -291,7 +294,42 @@ def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
     assert [line["epoch"] for line in metrics[0]] == list(range(1, 13))
     # Nothing but a temporary file of the killed process may be left over.
     names = {path.name for path in cut.iterdir() if not path.name.startswith(".")}
-    assert names == {"settings.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors"}
+    assert names == {"settings.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors", "curves.png"}
+
+
+def test_a_run_may_go_on_for_more_epochs(tmp_path):
+    def steps(epochs, *milestones):
+        return quick(epochs=epochs, schedule="steps", milestones=milestones, factor=0.5)
+
+    whole = run.run(steps(3, 1, 2), digits(), tmp_path / "whole", CPU)
+    run.run(steps(2, 1), digits(), tmp_path / "longer", CPU)
+    for refused, said in ((steps(1), "^epochs: expected at least 2"), (steps(3, 2), "^milestones: expected ")):
+        with pytest.raises(SettingsError, match=said):
+            run.run(refused, digits(), tmp_path / "longer", CPU, resume=True)
+    longer = run.run(steps(3, 1, 2), digits(), tmp_path / "longer", CPU, resume=True)
+    assert figures(longer) == figures(whole)
+    assert json.loads((tmp_path / "longer" / "settings.json").read_text())["settings"]["epochs"] == 3
+
+
+def test_steps_under_autocast_compute_in_bfloat16_and_leave_float32():
+    seen = set()
+    model = make_model(quick(), digits())
+    model[0].register_forward_hook(lambda module, inputs, result: seen.add((module.training, result.dtype)))
+    history = []
+    setting = quick(epochs=1, amp=True)
+    train(model, make_optimizer(setting, model), digits(), setting, CPU, label="", after_epoch=history.append)
+    assert seen == {(True, torch.bfloat16), (False, torch.float32)}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert math.isfinite(history[0].train_loss)
+
+
+def test_float16_leaves_out_steps_whose_gradients_overflow():
+    precision = Precision(False, torch.device("cpu"))
+    precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    weight = nn.Parameter(torch.ones(1))
+    precision.step((8 * weight).sum(), torch.optim.SGD([weight], lr=0.1))
+    assert weight.item() == 1
+    assert precision.scaler.state_dict()["scale"] == 2.0**126
 
 
 def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
@@ -299,8 +337,10 @@ def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(SettingsError, match="holds a run already"):
         run.run(quick(epochs=1), digits(), tmp_path, CPU)
-    with pytest.raises(SettingsError, match="differs in epochs, seed"):
+    with pytest.raises(SettingsError, match=r"^seed: expected 0"):
         run.run(quick(epochs=2, seed=7), digits(), tmp_path, CPU, resume=True)
+    with pytest.raises(SettingsError, match="expected the dataset of its run"):
+        run.run(quick(epochs=1), digits(train=100), tmp_path, CPU, resume=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.checkpoints import DamagedFileError, load_weights
+from loco_ext.errors import UserError
 from loco_ext.input import open_regular
 
 # Where training scripts put the weights among other things.
@@ -19,7 +20,7 @@ _MOST_COPIES = 16
 _ANY_SIZE = 1 << 26
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError, ValueError):
     """A file that holds no weights that can be read; the text names it."""
 
 

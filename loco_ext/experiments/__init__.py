@@ -9,5 +9,6 @@ need(
         "matplotlib": "matplotlib",
         "tqdm": "tqdm",
         "rich": "rich",
+        "PIL": "pillow",
     },
 )

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from loco_ext import sparsity
-from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
-from loco_ext.experiments.data import CLASSES, Dataset
+from loco_ext.experiments.data import CLASSES, DATA, Dataset, load
+from loco_ext.experiments.files import DataError
 from loco_ext.experiments.loader import Normalization
-from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.models import MODELS, find_model, is_own, load_weights
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
@@ -49,11 +49,27 @@ class Compacted:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network, in eval mode, and the names of its kind and of its data."""
+    """A trained network, in eval mode, the names of its kind and of its data, and what its images are."""
 
     model: nn.Module
     name: str
     data: str
+    channels: int
+    size: int
+    classes: int
+
+    def load_data(self, folder: Path | None) -> Dataset | None:
+        """Its data set; None where its files are needed and no folder is named.
+
+        Raises:
+            DataError: files that cannot be read, or images of other classes.
+        """
+        if folder is None and self.data != "digits":
+            return None
+        dataset = load(self.data, folder, self.size)
+        if dataset.classes != self.classes:
+            raise DataError(f"folder: expected images of {self.classes} classes, found {dataset.classes} in {folder}")
+        return dataset
 
 
 def read_trained(path: Path, name: str | None = None, data: str | None = None) -> Trained:
@@ -63,17 +79,30 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None) -
         SettingsError: no such run, unknown or missing names, or weights of another network.
         CheckpointError: a file that holds no weights.
     """
+    settings: Mapping[str, Any] = {}
+    images: tuple[int, int, int] | None = None
     if path.is_dir():
-        settings = _settings(path / "settings.json")
-        name, data = name or settings.get("model"), data or settings.get("data")
+        settings, images = _recorded(path / "settings.json")
+        recorded = settings.get("model")
+        if name is None and isinstance(recorded, str) and is_own(recorded):
+            raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
+        name, data = name or recorded, data or settings.get("data")
         path = path / "model.safetensors"
-    if name not in MODELS:
-        raise SettingsError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
-    if data not in CLASSES:
+    if not isinstance(name, str) or not (is_own(name) or name in MODELS):
+        raise SettingsError(f"model: expected one of {', '.join(MODELS)}, or MODULE:FUNCTION, got {name!r}")
+    if images is None and data in IMAGES:
+        images = (*IMAGES[data], CLASSES[data])
+    if data not in DATA or images is None:
         raise SettingsError(f"data: expected one of {', '.join(CLASSES)}, got {data!r}")
-    model = MODELS[name].make(*_shape(name, data))
-    _load(model, read_checkpoint(path), path)
-    return Trained(model.eval(), name, data)
+    channels, size, classes = images
+    kind = find_model(name)
+    if size < kind.least_size:
+        least = kind.least_size
+        raise SettingsError(f"model: {name} needs images of at least {least}x{least} pixels, {data} has {size}x{size}")
+    width = {"width": settings["width"]} if kind.scalable and "width" in settings else {}
+    model = kind.make(channels, classes, size, **width)
+    load_weights(model, path)
+    return Trained(model.eval(), name, data, channels, size, classes)
 
 
 def compact(
@@ -92,9 +121,8 @@ def compact(
         cost, fold_norms: as for :func:`loco_ext.sparsity.compact`.
         dataset: whose test samples both networks are tried on; None: they are not.
     """
-    channels, size = IMAGES[trained.data]
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch_size, channels, size, size, generator=generator).to(device)
+    images = torch.randn(batch_size, trained.channels, trained.size, trained.size, generator=generator).to(device)
     model = trained.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     network, report = sparsity.compact(
         model, images.contiguous(memory_format=torch.channels_last), cost=cost, fold_norms=fold_norms
@@ -118,36 +146,20 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
     with owned(out):
         sparsity.save(compacted.network, out, compacted.report)
         if onnx:
-            channels, size = IMAGES[trained.data]
-            images = torch.zeros(2, channels, size, size, device=next(compacted.network.parameters()).device)
+            device = next(compacted.network.parameters()).device
+            images = torch.zeros(2, trained.channels, trained.size, trained.size, device=device)
             sparsity.export_onnx(compacted.network, images, out / "model.onnx")
         with replacing(out / "report.json") as path:
             path.write_text(json_text(record, indent=2) + "\n")
 
 
-def _shape(name: str, data: str) -> tuple[int, int, int]:
-    channels, size = IMAGES[data]
-    if size < MODELS[name].least_size:
-        least = MODELS[name].least_size
-        raise SettingsError(f"model: {name} needs images of at least {least}x{least} pixels, {data} has {size}x{size}")
-    return channels, CLASSES[data], size
-
-
-def _settings(path: Path) -> Mapping[str, Any]:
+def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int]]:
+    """The settings of a run, and channels, size and classes of its images."""
     try:
-        settings = json.loads(path.read_text())["settings"]
+        record = json.loads(path.read_text())
+        channels, size, classes = (int(record["dataset"][name]) for name in ("channels", "size", "classes"))
+        return {**record["settings"]}, (channels, size, classes)
     except FileNotFoundError:
         raise SettingsError(f"{path.parent}: expected the folder of a run, found no settings.json in it") from None
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{path}: expected the settings of a run") from error
-    if not isinstance(settings, Mapping):
-        raise SettingsError(f"{path}: expected the settings of a run")
-    return settings
-
-
-def _load(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        raise CheckpointError(f"{path}: weights of another network: {lines[-1].strip()}") from error

@@ -15,7 +15,6 @@ appendices A to C. The paper has no networks between the convolutional and the f
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from loco_ext.experiments.train import Epoch, evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.output import json_text, replacing
+from loco_ext.output import json_text, note, replacing
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # of the power iteration's residual
@@ -246,7 +245,7 @@ class _Experiment:
         batches = _Batches(self.some, self.normalization, self.settings.training.batch_size)
         found = {"gradient_norm": gradient_norm(model, cross_entropy, batches)}
         if self.settings.power_iterations:
-            print(f"{arm.label}: curvature", file=sys.stderr)
+            note(f"{arm.label}: curvature")
             limits: dict[str, Any] = {"iterations": self.settings.power_iterations, "tolerance": TOLERANCE}
             top = top_hessian_eigenvalue(model, cross_entropy, batches, **limits)
             found |= {"top_eigenvalue": top.value, "residual": top.residual, "iterations": top.iterations}
@@ -263,7 +262,7 @@ class _Experiment:
         options |= {"learning_rate": settings.branch_learning_rate, "stiffness": settings.stiffness}
         found = {}
         for method in METHODS:
-            print(f"{arm.label}: interpolation, {method}", file=sys.stderr)
+            note(f"{arm.label}: interpolation, {method}")
             path = interpolate(first, model, settings.interpolation_points, method, **options)
             found[method] = [{"alpha": alpha} | self.evaluate(point, self.some) for alpha, point in path]
         return found

@@ -1,12 +1,14 @@
 """What decides a run of the eFCN experiment."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from loco_ext import arguments
 from loco_ext.analysis.interpolation import STIFFNESS
 from loco_ext.experiments.settings import Settings, SettingsError, from_preset
+from loco_ext.options import Option
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; or a radius, as text
 SNAPSHOTS = 20
@@ -16,31 +18,60 @@ SNAPSHOTS = 20
 class EfcnSettings:
     """One convolutional network and what it is lifted to.
 
-    Args:
-        training: of the network. Lifted ones are trained by the same, but for epochs and learning rate.
-        switch_times: epochs after which it is lifted; ascending, 0 is its initialisation.
-        relaxations: "lcn": the weights are no longer shared; "2", say: locality is relaxed as well, by that many pixels
-            on each side; "full": no locality is left. The network itself, trained on in the same way, comes for free.
-        branch_epochs, branch_learning_rate: of lifted networks; the rate is the standard fully connected network's too.
-        fcn_epochs: of that one, whose shape is that of "full"; 0: there is none.
-        landscape_samples: training samples, the first so many, that gradients, curvatures and the training losses of
-            interpolations are measured on.
-        power_iterations: products with the Hessian, at most; 0: the curvature is not measured.
-        interpolation_points: on each path from the trained network to a lifted one; 0: there is none.
-        string_steps, stiffness: see :func:`loco_ext.analysis.interpolate`; the string's learning rate is the branches'.
+    ``training`` is that of the network; lifted ones are trained by the same, but for epochs and learning rate. The
+    network itself, trained on in the same way, comes for free.
     """
 
     training: Settings
-    switch_times: tuple[int, ...]
-    relaxations: tuple[str, ...] = (FULL,)
-    branch_epochs: int = 100
-    branch_learning_rate: float = 0.01
-    fcn_epochs: int = 100
-    landscape_samples: int = 1000
-    power_iterations: int = 50
-    interpolation_points: int = 11
-    string_steps: int = 100
-    stiffness: float = STIFFNESS
+    switch_times: Annotated[
+        tuple[int, ...],
+        Option(
+            "epochs after which the network is lifted, ascending; 0 is its initialisation: 0,3,10,30",
+            arguments.wholes,
+            flag="--switch",
+            metavar="EPOCHS",
+        ),
+    ]
+    relaxations: Annotated[
+        tuple[str, ...],
+        Option(
+            "lcn: weights are no longer shared; a number: receptive fields grow by as many pixels on each side as "
+            "well; full: no locality is left; or several of them: lcn,2,full",
+            arguments.names,
+            flag="--relax",
+            metavar="HOW",
+        ),
+    ] = (FULL,)
+    branch_epochs: Annotated[int, Option("of each lifted network", arguments.count)] = 100
+    branch_learning_rate: Annotated[
+        float, Option("of lifted networks, and of the fully connected one", arguments.number, flag="--branch-lr")
+    ] = 0.01
+    fcn_epochs: Annotated[
+        int,
+        Option(
+            "of the fully connected network from scratch, whose shape is that of full; 0: there is none",
+            arguments.whole,
+        ),
+    ] = 100
+    landscape_samples: Annotated[
+        int,
+        Option(
+            "the first so many training samples, that gradients, curvatures and interpolations are measured on",
+            arguments.count,
+        ),
+    ] = 1000
+    power_iterations: Annotated[
+        int, Option("products with the Hessian, at most; 0: the curvature is not measured", arguments.whole)
+    ] = 50
+    interpolation_points: Annotated[
+        int, Option("on each path from the trained network to a lifted one; 0: there is none", arguments.whole)
+    ] = 11
+    string_steps: Annotated[
+        int, Option("of the interpolation along a string, at the learning rate of lifted networks", arguments.whole)
+    ] = 100
+    stiffness: Annotated[
+        float, Option("of that string, below 0.5: how far points are drawn together", arguments.number)
+    ] = STIFFNESS
 
     def __post_init__(self) -> None:
         last, times = self.training.epochs, self.switch_times
@@ -106,6 +137,10 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # What a processor without a GPU does in an hour: weights are no longer shared, locality stays.
     "quick": (_TRAINING | {"epochs": 30}, _QUICK),
 }
+PRESETS_MEAN = (
+    "paper: d'Ascoli et al. 2019, section 4, on CIFAR-10; alexnet: their appendix B, on CIFAR-100; quick: an hour on a "
+    "CPU, weights are no longer shared and locality stays"
+)
 
 
 def efcn_preset(preset: str, **overrides: Any) -> EfcnSettings:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from loco_ext.errors import UserError
 from loco_ext.experiments.samples import Samples
 from loco_ext.input import open_regular
 
@@ -21,7 +22,7 @@ _PIXELS = 3 * 32 * 32
 _IDX_BYTES = 8  # the idx code of unsigned bytes
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """A data file that is missing, cut short or not what its name says; the text names it."""
 
 

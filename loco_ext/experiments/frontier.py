@@ -14,26 +14,27 @@ is "subgradient": the penalty is part of the loss, and what is not above tau is 
 is what both have to beat: the base architecture with all its layers made narrower by one factor.
 """
 
-import hashlib
 import itertools
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from loco_ext import sparsity
+from loco_ext import arguments, sparsity
 from loco_ext.experiments import figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
+from loco_ext.options import Option
 from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.frontier import PATHS, Frontier
 from loco_ext.sparsity.penalties import GroupPenalty
@@ -49,39 +50,49 @@ LATENCY_BATCH = 16
 class FrontierSettings:
     """One path, or one per width.
 
-    Args:
-        training: of each point; its strength and solver are not looked at, its width and penalty only where the method
-            is not "width".
-        method: one of METHODS.
-        dense_optimizer, dense_learning_rate, dense_epochs: of the training without a penalty that every path starts
-            from; the method "width" has no other, but for the refit.
-        refit_epochs: how long the compacted network of the last point is trained without the penalty, which not only
-            chooses weights but makes those that it leaves small. Points before are trained longer by what the path
-            still takes, so that all networks have had as many epochs. 0: none is.
-        points, span, strengths, path: as for :func:`loco_ext.sparsity.frontier`.
-        taus: of the method "subgradient".
-        widths: of the method "width".
-        batch_norm: "folded": batch normalisation goes into the convolutions before the path begins, so that the penalty
-            is one of the product of weights and scales (the draft, eqs. 30 and 31), which decides what the network
-            does. "scaled": it stays, and the penalty is one of that product all the same. "live": it stays, and a
-            penalty of the weights alone can shrink them without changing anything.
-        latency: networks are timed before and after compaction.
+    ``training`` is that of each point; its strength and solver are not looked at, its width and penalty only where the
+    method is not "width". By default the penalty is one of the product of weights and the scales of batch norms (the
+    draft, eqs. 30 and 31), which decides what the network does. A penalty not only chooses weights but makes those
+    smaller that it leaves, which the refit makes up for: points before the last are refitted longer by what the path
+    still takes, so that all networks have had as many epochs.
     """
 
     training: Settings
-    method: str = "prox"
+    method: Annotated[str, Option("prox, subgradient, the draft's own, or width, narrower networks")] = "prox"
     dense_optimizer: str = "sgd"
-    dense_learning_rate: float = 0.1
-    dense_epochs: int = 8
-    refit_epochs: int = 1
-    points: int = 15
-    span: float = 1e-4
-    strengths: tuple[float, ...] | None = None
-    path: str = "dense"
-    taus: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1)
-    widths: tuple[float, ...] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
-    batch_norm: str = "folded"
-    latency: bool = False
+    dense_learning_rate: Annotated[
+        float, Option("of the training without a penalty", arguments.number, flag="--dense-lr")
+    ] = 0.1
+    dense_epochs: Annotated[
+        int,
+        Option(
+            "of the training without a penalty that all points start from, the only one of the method width",
+            arguments.count,
+        ),
+    ] = 8
+    refit_epochs: Annotated[int, Option("of each compacted network without the penalty; 0: none", arguments.whole)] = 1
+    points: Annotated[int, Option("number of strengths", arguments.count)] = 15
+    span: Annotated[float, Option("smallest strength over the largest", arguments.number)] = 1e-4
+    strengths: Annotated[
+        tuple[float, ...] | None, Option("the strengths themselves", arguments.numbers, metavar="NUMBERS")
+    ] = None
+    path: Annotated[
+        str, Option("warm starts: dense, each from the dense network, up, from weak to strong, or down")
+    ] = "dense"
+    taus: Annotated[
+        tuple[float, ...], Option("thresholds of the method subgradient", arguments.numbers, metavar="NUMBERS")
+    ] = (1e-4, 1e-3, 1e-2, 1e-1)
+    widths: Annotated[
+        tuple[float, ...], Option("factors of the method width", arguments.numbers, metavar="NUMBERS")
+    ] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
+    batch_norm: Annotated[
+        str,
+        Option(
+            "folded: into the convolutions before the path begins; scaled: it stays, and weights are penalised times "
+            "its scale; live: it stays, and a penalty of the weights alone can shrink them without changing anything"
+        ),
+    ] = "folded"
+    latency: Annotated[bool, Option("time the networks before and after compaction", bool)] = False
 
     def __post_init__(self) -> None:
         for name, choices in (("method", METHODS), ("path", PATHS), ("batch_norm", BATCH_NORMS)):
@@ -218,8 +229,8 @@ class _Path:
 
     def train(self, model: nn.Module, setting: Settings, name: str) -> None:
         """The start names the folder and makes the seed: trainings that follow each other see other augmentations."""
-        digest = _digest(model)
-        folder, seed = self.out / "runs" / f"{digest}-{name}", int(digest[:8], 16)
+        start = digest(model)
+        folder, seed = self.out / "runs" / f"{start}-{name}", int(start[:8], 16)
         run.run(replace(setting, seed=seed), self.data, folder, self.processes, resume=True, model=model)
 
     def loss(self, model: nn.Module) -> Tensor:
@@ -291,14 +302,6 @@ def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 ]
             )
     return headers, cells
-
-
-def _digest(model: nn.Module) -> str:
-    """Names the weights that a training starts from."""
-    content = hashlib.sha256()
-    for value in model.state_dict().values():
-        content.update(value.detach().cpu().contiguous().numpy().tobytes())
-    return content.hexdigest()[:12]
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,14 +1,20 @@
-"""The networks that the experiments train, by name.
+"""The networks that the experiments train, by name, and their weights.
 
 Every convolution is followed by batch normalisation and ReLU, but for those of the eFCN paper, which have no
 normalisation.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
+from loco_ext.experiments.own_model import own_model
 
 
 def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequential:
@@ -223,6 +229,37 @@ MODELS = {
     "vanilla": Model(vanilla_cnn, 28),
     "alexnet": Model(alexnet, 28),
 }
+
+
+def is_own(name: str) -> bool:
+    """Whether the name is that of a function of the user's, MODULE:FUNCTION."""
+    return ":" in name
+
+
+def find_model(name: str) -> Model:
+    """The network of that name, one of MODELS or the user's own."""
+    return Model(partial(own_model, name), 1) if is_own(name) else MODELS[name]
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Gives ``model`` the weights of a file, see :func:`loco_ext.analysis.checkpoint.read_checkpoint`.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or whose names or shapes are those of another network.
+    """
+    try:
+        model.load_state_dict(read_checkpoint(path))
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise CheckpointError(f"{path}: weights of another network: {lines[-1].strip()}") from error
+
+
+def digest(model: nn.Module) -> str:
+    """A name for the weights of ``model``: 12 characters of their SHA-256."""
+    content = hashlib.sha256()
+    for value in model.state_dict().values():
+        content.update(value.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return content.hexdigest()[:12]
 
 
 def _after_poolings(size: int) -> int:

@@ -11,20 +11,24 @@ given the same number of processes and, on a CPU, of threads. On CUDA that holds
 deterministic; those of cuDNN are chosen so.
 """
 
+import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_checkpoint, save_checkpoint, save_weights
+from loco_ext.errors import UserError
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import Settings, SettingsError, differences
+from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing
@@ -32,6 +36,20 @@ from loco_ext.sparsity import zero_dead_kernels
 from loco_ext.version import __version__
 
 CHECKPOINT = "checkpoint.pt"
+
+
+class DivergedError(UserError, RuntimeError):
+    """A run whose loss is not finite any more; the text names its folder."""
+
+    exit_code = 1
+
+
+class Part(Protocol):
+    """What goes into a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 def run(
@@ -44,6 +62,8 @@ def run(
     model: nn.Module | None = None,
     label: str | None = None,
     measure: Callable[[int], dict[str, float | None]] = lambda epoch: {},
+    finite: bool = False,
+    after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> list[Epoch]:
     """Trains as the settings say, or goes on with the run in ``out``; returns the figures of all epochs.
 
@@ -55,27 +75,37 @@ def run(
         label: of the progress bar.
         measure: called after each epoch, counted from 1, before it counts as done; what it returns goes into the
             epoch's figures. A file that it writes is written once more if the run is killed before that.
+        finite: stop after an epoch whose loss is not finite, and leave the checkpoint of the epoch before.
+        after_epoch: called in the first process with the figures of each epoch, when it is saved.
 
     Raises:
+        DivergedError: a loss that is not finite.
         SettingsError: settings that do not fit the data or the model; a run in ``out`` already, without ``resume``; a
-            checkpoint that is damaged, of other settings, or has diverged before its last epoch.
+            checkpoint that is damaged, of other settings (there may be more epochs) or other data, or has diverged
+            before its last epoch.
         OSError: ``out`` cannot be written to, or another process does.
     """
     settings.check_data(data, processes.count)
     keep_freed_memory()
     model = (make_model(settings, data) if model is None else model).to(processes.device)
-    optimizer = make_optimizer(settings, model, data)
+    optimizer, precision = make_optimizer(settings, model, data), Precision(settings.amp, processes.device)
+    parts: dict[str, Part] = {"model": model, "optimizer": optimizer, "scaler": precision.scaler}
+    facts = {"processes": _describe(processes), "dataset": data.description}
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
     with owned(out) if processes.first else nullcontext():
-        history = _begin(out, settings, processes, model, optimizer, resume=resume)
+        history = _begin(out, settings, facts, parts, processes, resume=resume)
 
         def save(epoch: Epoch) -> None:
+            if finite:
+                _check_finite(epoch, out)
             history.append(replace(epoch, measures=measure(epoch.epoch)))
             if processes.first:
-                _save(out, settings, processes, model, optimizer, history)
+                _save(out, settings, facts, parts, history)
+                after_epoch(history[-1])
 
-        train(model, optimizer, data, settings, processes, label=label, start=len(history), after_epoch=save)
+        options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
+        train(model, optimizer, data, settings, processes, after_epoch=save, **options)
         if settings.folded:
             zero_dead_kernels(model)
         if processes.first:
@@ -94,69 +124,71 @@ def _describe(processes: Processes) -> dict[str, Any]:
     return {"count": processes.count, "device": processes.device.type}
 
 
+def recorded_milestones(out: Path) -> tuple[int, ...] | None:
+    """The milestones of the run in ``out``; None where there is none, or none that can be read."""
+    try:
+        return tuple(json.loads((out / "settings.json").read_text())["settings"]["milestones"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _begin(
     out: Path,
     settings: Settings,
+    facts: dict[str, Any],
+    parts: dict[str, Part],
     processes: Processes,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     *,
     resume: bool,
 ) -> list[Epoch]:
-    """Returns the epochs that are done, whose weights and states the model and the optimizer then have."""
+    """Returns the epochs that are done, whose states the parts then have, and records the settings."""
     path = out / CHECKPOINT
-    if path.exists():
-        if not resume:
-            raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
-        return _restore(path, settings, processes, model, optimizer)
+    if path.exists() and not resume:
+        raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
+    history = _restore(path, settings, facts, parts) if path.exists() else []
     if processes.first:
-        record = {"settings": asdict(settings), "processes": _describe(processes), "versions": versions()}
+        record = {"settings": asdict(settings), **facts, "versions": versions()}
         _write(out / "settings.json", json_text(record, indent=2) + "\n")
-    return []
+    return history
 
 
-def _save(
-    out: Path,
-    settings: Settings,
-    processes: Processes,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    history: list[Epoch],
-) -> None:
-    state = {
-        "settings": asdict(settings),
-        "processes": _describe(processes),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "history": [asdict(epoch) for epoch in history],
-    }
-    save_checkpoint(out / CHECKPOINT, state)
+def _save(out: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, Part], history: list[Epoch]) -> None:
+    states = {name: part.state_dict() for name, part in parts.items()}
+    epochs = [asdict(epoch) for epoch in history]
+    save_checkpoint(out / CHECKPOINT, {"settings": asdict(settings), **facts, **states, "history": epochs})
     _write_metrics(out, history)
 
 
-def _restore(
-    path: Path, settings: Settings, processes: Processes, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[Epoch]:
+def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[str, Part]) -> list[Epoch]:
     try:
         state: dict[str, Any] = load_checkpoint(path)
-        different = differences(settings, dict(state["settings"]))
-        ran_on = state["processes"]
         history = [Epoch(**epoch) for epoch in state["history"]]
+        check_same(settings, dict(state["settings"]), len(history), path)
+        for name, expected in facts.items():
+            if state[name] != expected:
+                raise SettingsError(f"{path}: expected the {name} of its run, {state[name]}, got {expected}")
         if len(history) < settings.epochs:
             check_finite(state["model"])
-        if not different:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except SettingsError:
+        raise
     except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
         reason = str(error) if isinstance(error, DamagedFileError) else type(error).__name__
         raise SettingsError(f"{path}: not a checkpoint of such a run ({reason})") from error
-    if different:
-        raise SettingsError(f"{path}: of a run that differs in {', '.join(different)}; resume it with its own settings")
-    if ran_on != _describe(processes):
-        raise SettingsError(f"{path}: of a run on {ran_on}, resumed on {_describe(processes)}: expected the same")
     if not history or [epoch.epoch for epoch in history] != list(range(1, len(history) + 1)):
         raise SettingsError(f"{path}: not a checkpoint of such a run (its epochs are not 1, 2, ...)")
     return history
+
+
+def _check_finite(epoch: Epoch, out: Path) -> None:
+    if math.isfinite(epoch.train_loss) and math.isfinite(epoch.test_loss):
+        return
+    left = f"the checkpoint of epoch {epoch.epoch - 1} is left" if epoch.epoch > 1 else "there is no epoch before it"
+    raise DivergedError(
+        f"{out}: the run has diverged, the loss of epoch {epoch.epoch} is not finite; {left}. "
+        "A smaller learning rate may help"
+    )
 
 
 def _write_metrics(out: Path, history: list[Epoch]) -> None:

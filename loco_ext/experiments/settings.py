@@ -3,10 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from loco_ext.experiments.data import CLASSES, Dataset
-from loco_ext.experiments.models import MODELS
+from loco_ext import arguments
+from loco_ext.errors import UserError
+from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
+from loco_ext.experiments.models import MODELS, find_model, is_own
+from loco_ext.options import Option
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.weightings import WEIGHTINGS
@@ -20,63 +24,83 @@ Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError, ValueError):
     """A setting that cannot be; the text names it."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run.
+    """One training run. The paper's lambda is half the weight decay."""
 
-    Args:
-        model, data: names, see MODELS and :func:`loco_ext.experiments.data.load`.
-        epochs: passes over the training samples.
-        batch_size: samples per step, over all processes.
-        optimizer: "sgd", "adam" or "adamw", ours.
-        learning_rate, momentum, weight_decay: momentum is SGD's; the paper's lambda is half the weight decay.
-        schedule: "steps" multiplies the learning rate by ``factor`` after each of ``milestones``, counted in epochs;
-            "cosine" lets it fall to 0.
-        locality: None; factors for all convolutions, (gamma, eta) or one per distance class; or factors by layer.
-        norm: "l2" or "l1", of the decay.
-        augment: crops and flips, where the data allow them.
-        shuffle: the samples in another order in every epoch.
-        seed: decides initial weights, order and augmentations, and what dropout takes away.
-        width: by which the numbers of channels are multiplied, of the models that can be scaled.
-        penalty: None, or of all convolutions "rings", "kernels", or "complexity", the multiply-adds of the whole
-            network (:func:`loco_ext.sparsity.complexity_penalties`); see :mod:`loco_ext.sparsity`.
-        strength, weighting, kind: of the penalty; kind is that of rings.
-        folded: the penalty is one of the kernels times the scales of the batch normalisations behind them; not with
-            "complexity".
-        solver: "prox" ends every step with the penalty's exact prox, "subgradient" adds its value to the loss.
-    """
-
-    model: str
-    data: str
-    epochs: int
-    batch_size: int
-    optimizer: str
-    learning_rate: float
-    momentum: float
-    weight_decay: float
-    schedule: str
-    milestones: tuple[int, ...]
-    factor: float
-    locality: Locality
-    norm: str
-    augment: bool
+    model: Annotated[
+        str,
+        Option(
+            f"{', '.join(MODELS)}; or a function of yours that returns a torch.nn.Module, as MODULE:FUNCTION, which is "
+            "called with num_classes if it takes that"
+        ),
+    ]
+    data: Annotated[
+        str,
+        Option(
+            f"{', '.join(CLASSES)}; or folder, images of your own: --data has train/CLASS/*.png, and val or test alike",
+            flag="--dataset",
+            metavar="NAME",
+        ),
+    ]
+    image_size: Annotated[
+        int | None,
+        Option(
+            "height and width that a folder's images are brought to, by resizing and a crop of the centre; none: 32",
+            arguments.count,
+            metavar="PIXELS",
+        ),
+    ]
+    epochs: Annotated[int, Option("passes over the training samples; milestones move along", arguments.count)]
+    batch_size: Annotated[int, Option("samples per step, over all processes", arguments.count)]
+    optimizer: Annotated[str, Option("sgd, adam or adamw")]
+    learning_rate: Annotated[float, Option("learning rate of the first epoch", arguments.number, flag="--lr")]
+    momentum: Annotated[float, Option("of SGD, less than 1", arguments.number)]
+    weight_decay: Annotated[float, Option("twice LOCO-REG's lambda", arguments.number)]
+    schedule: Annotated[
+        str, Option("steps: the learning rate falls after each milestone; cosine: it falls to 0 along a cosine")
+    ]
+    milestones: Annotated[
+        tuple[int, ...],
+        Option("epochs after which the learning rate falls: 70,140", arguments.epochs, metavar="EPOCHS"),
+    ]
+    factor: Annotated[float, Option("by which the learning rate is multiplied after a milestone", arguments.number)]
+    locality: Annotated[
+        Locality,
+        Option(
+            "none, GAMMA,ETA, one factor per distance class, or a file that analyze has written", arguments.locality
+        ),
+    ]
+    norm: Annotated[str, Option("l2 or l1, of the weight decay")]
+    augment: Annotated[bool, Option("random crops and flips, of all data but digits", bool)]
     shuffle: bool
-    seed: int
-    width: float
-    penalty: str | None
-    strength: float
-    weighting: str
-    kind: str
-    folded: bool
-    solver: str
+    seed: Annotated[int, Option("decides initial weights, order, augmentations and dropout", arguments.seed)]
+    width: Annotated[float, Option("factor of the numbers of channels, of resnet* and plain*", arguments.number)]
+    penalty: Annotated[
+        str | None, Option("none, rings, kernels or complexity, of all convolutions", arguments.name_or_none)
+    ]
+    strength: Annotated[float, Option("of the penalty, the draft's alpha", arguments.number)]
+    weighting: Annotated[str, Option("plain, normalized or scaled, of the penalty")]
+    kind: Annotated[str, Option("half or full rings")]
+    folded: Annotated[
+        bool, Option("penalise weights times the scale of the batch norm behind them; not with complexity", bool)
+    ]
+    solver: Annotated[str, Option("prox: exact zeros; subgradient: the penalty is part of the loss")]
+    amp: Annotated[
+        bool, Option("compute under autocast: in bfloat16; on GPUs without it in float16, with a GradScaler", bool)
+    ]
+    weights: str | None  # digest of the weights that training starts from; None: they are drawn
 
     def __post_init__(self) -> None:
-        _choice("model", self.model, tuple(MODELS))
-        _choice("data", self.data, tuple(CLASSES))
+        if not is_own(self.model):
+            _choice("model", self.model, tuple(MODELS))
+        _choice("data", self.data, DATA)
+        if self.image_size is not None and self.data != FOLDER:
+            raise SettingsError(f"image_size: expected none for {self.data}, got {self.image_size}")
         _choice("optimizer", self.optimizer, OPTIMIZERS)
         _choice("schedule", self.schedule, SCHEDULES)
         _choice("norm", self.norm, ("l2", "l1"))
@@ -90,8 +114,10 @@ class Settings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
+        if self.momentum >= 1:
+            raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
         self._check_penalty()
-        if self.width == 0 or (self.width != 1 and not MODELS[self.model].scalable):
+        if self.width == 0 or (self.width != 1 and not find_model(self.model).scalable):
             scalable = ", ".join(name for name, model in MODELS.items() if model.scalable)
             raise SettingsError(f"width: expected 1, or more than 0 for {scalable}; got {self.width} for {self.model}")
         if any(milestone < 1 for milestone in self.milestones) or list(self.milestones) != sorted(self.milestones):
@@ -117,8 +143,6 @@ class Settings:
         _choice("weighting", self.weighting, tuple(WEIGHTINGS))
         _choice("kind", self.kind, ("half", "full"))
         _choice("solver", self.solver, SOLVERS)
-        if self.penalty and self.solver == "prox" and self.optimizer == "sgd" and self.momentum >= 1:
-            raise SettingsError(f"momentum: expected less than 1 with a penalty, got {self.momentum}")
 
     def make_penalty(self) -> GroupPenalty | None:
         """The penalty of each convolution; None also where they differ from layer to layer."""
@@ -134,7 +158,7 @@ class Settings:
 
     def check_data(self, data: Dataset, processes: int = 1) -> None:
         """Raises SettingsError where the network or the batches do not fit the data."""
-        least = MODELS[self.model].least_size
+        least = find_model(self.model).least_size
         if data.size < least:
             raise SettingsError(
                 f"model: {self.model} needs images of at least {least}x{least} pixels, got {data.name}, "
@@ -151,7 +175,9 @@ class Settings:
 
 
 # LOCO-REG, section 7: the schedule of all its experiments; lambda = 0.0005 is a weight decay of 0.001.
-_PAPER: dict[str, Any] = {
+PAPER: dict[str, Any] = {
+    "data": FOLDER,
+    "image_size": None,
     "epochs": 250,
     "batch_size": 128,
     "optimizer": "sgd",
@@ -173,35 +199,64 @@ _PAPER: dict[str, Any] = {
     "kind": "half",
     "folded": False,
     "solver": "prox",
+    "amp": False,
+    "weights": None,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": _PAPER,
-    # What a processor without a GPU trains in minutes: few epochs, the learning rate falling to 0 over them.
-    "quick": _PAPER | {"epochs": 8, "schedule": "cosine", "milestones": ()},
+    "paper": PAPER,
+    "quick": PAPER | {"epochs": 8, "schedule": "cosine", "milestones": ()},
 }
+PRESETS_MEAN = (
+    "paper: LOCO-REG's schedule, section 7; quick: what a CPU trains in minutes, few epochs whose learning rate falls "
+    "to 0 along a cosine"
+)
 
 
 def from_preset(preset: str, **overrides: Any) -> Settings:
-    """A preset's settings, some replaced; None leaves the preset's. Milestones move along with a new number of epochs.
+    """A preset's settings, some replaced; None leaves the preset's.
+
+    Milestones move along with a new number of epochs; of those that then come at once one is left, and none after the
+    last epoch.
 
     Raises:
         SettingsError: an unknown preset, or settings that cannot be.
 
     >>> from_preset("paper", model="vgg13", data="cifar10", epochs=25).milestones
     (7, 14, 19, 23, 24)
+    >>> from_preset("paper", model="vgg13", data="cifar10", epochs=3).milestones
+    (1, 2)
     """
     _choice("preset", preset, tuple(PRESETS))
     given = {name: value for name, value in overrides.items() if value is not None}
     values = PRESETS[preset] | given
     if "epochs" in given and "milestones" not in given:
         whole = PRESETS[preset]["epochs"]
-        values["milestones"] = tuple(max(1, round(m * given["epochs"] / whole)) for m in values["milestones"])
+        moved = {max(1, round(m * given["epochs"] / whole)) for m in values["milestones"]}
+        values["milestones"] = tuple(sorted(m for m in moved if m < given["epochs"]))
+    if given.get("schedule") == "cosine" and "milestones" not in given:
+        values["milestones"] = ()
     return Settings(**values)
 
 
-def differences(settings: Settings, others: Mapping[str, Any]) -> list[str]:
-    """Names of the settings in which a run on record differs."""
-    return [field.name for field in fields(settings) if getattr(settings, field.name) != others.get(field.name)]
+def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
+    """Raises SettingsError where settings differ from those of the run that goes on.
+
+    There may be more epochs, and other milestones among those to come.
+
+    Args:
+        recorded: the settings of the run that ``path`` holds.
+        epochs: that are done.
+    """
+    names = [field.name for field in fields(settings) if field.name not in ("epochs", "milestones")]
+    different = [name for name in names if getattr(settings, name) != recorded.get(name)]
+    if settings.epochs < recorded["epochs"]:
+        raise SettingsError(f"epochs: expected at least {recorded['epochs']}, as the run in {path} has")
+    done = [tuple(m for m in milestones if m < epochs) for milestones in (settings.milestones, recorded["milestones"])]
+    if done[0] != done[1]:
+        different.append("milestones")
+    if different:
+        found = ", ".join(str(recorded.get(name)) for name in different)
+        raise SettingsError(f"{', '.join(different)}: expected {found}, as the run in {path} has; resume it with them")
 
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:

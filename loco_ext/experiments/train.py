@@ -4,23 +4,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from loco_ext import optim
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Loader, Normalization
-from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.models import find_model
+from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError
+from loco_ext.output import progress_bar
 from loco_ext.sparsity import Penalty, complexity_penalties, folded_penalties
 from loco_ext.sparsity.strengths import convolutions
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 EVALUATION_BATCH = 500
 
@@ -48,7 +52,7 @@ def make_model(settings: Settings, data: Dataset) -> nn.Module:
 
     The caller's random state is left alone.
     """
-    make, _, scalable = MODELS[settings.model]
+    make, _, scalable = find_model(settings.model)
     options = {"width": settings.width} if scalable else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(settings.seed)
@@ -111,6 +115,7 @@ def train(
     *,
     label: str,
     start: int = 0,
+    precision: Precision | None = None,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> None:
     """Trains ``model`` in place from epoch ``start``, counted from 0, to the last.
@@ -119,26 +124,18 @@ def train(
         model: maps images to logits; on the processes' device.
         optimizer: over the parameters of ``model``.
         label: stands in front of the progress bar, which goes to stderr.
+        precision: of the steps, with the state of a run that goes on; None: a new one, as the settings say.
         after_epoch: called in every process with the figures of each epoch.
     """
     normalization = Normalization(data.train)
-    loader = Loader(
-        data.train,
-        normalization,
-        processes.device,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        augmented=settings.augment and data.augmented,
-        shuffled=settings.shuffle,
-        rank=processes.rank,
-        processes=processes.count,
-    )
+    loader = _loader(data, settings, processes, normalization)
     test = data.test.to(processes.device)
     term = penalty_term(settings, model, data)
+    precision = precision or Precision(settings.amp, processes.device)
     steps = (settings.epochs - start) * len(loader)
     deterministic = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
     agreeing = _agreeing(model, optimizer, settings, processes)
-    with deterministic, agreeing, tqdm(total=steps, desc=label, unit="step", disable=not processes.first) as progress:
+    with deterministic, agreeing, progress_bar(steps, label, unit="step", shown=processes.first) as progress:
         for epoch in range(start, settings.epochs):
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_of(epoch)
@@ -146,7 +143,7 @@ def train(
             called = processes.wrap(model)
             begin = time.perf_counter()
             with _dropout_from(settings.seed, epoch, processes):
-                sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress, term)).tolist()
+                sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress, term, precision)).tolist()
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
             losses, correct, count = sums
@@ -163,6 +160,20 @@ def train(
             )
             progress.set_postfix_str(f"test accuracy {test_accuracy:.1%}", refresh=False)
             after_epoch(figures)
+
+
+def _loader(data: Dataset, settings: Settings, processes: Processes, normalization: Normalization) -> Loader:
+    return Loader(
+        data.train,
+        normalization,
+        processes.device,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        augmented=settings.augment and data.augmented,
+        shuffled=settings.shuffle,
+        rank=processes.rank,
+        processes=processes.count,
+    )
 
 
 @contextmanager
@@ -194,8 +205,9 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     loader: Loader,
     epoch: int,
-    progress: tqdm,
+    progress: "tqdm[Any]",
     term: Callable[[], Tensor] | None = None,
+    precision: Precision | None = None,
 ) -> Tensor:
     """One pass over the loader's batches; ``term`` is added to the loss that is minimised, not to the one returned.
 
@@ -204,14 +216,15 @@ def train_epoch(
         answers, and of samples.
     """
     model.train()
+    precision = precision or Precision(False, loader.device)
     losses, correct, counts = [], [], []
     for images, labels, share in loader.epoch(epoch):
         optimizer.zero_grad()
-        logits = model(images)
-        loss = cross_entropy(logits, labels)
+        with precision.autocast():
+            logits = model(images)
+            loss = cross_entropy(logits, labels)
         objective = loss * share if share != 1 else loss
-        (objective if term is None else objective + term()).backward()
-        optimizer.step()
+        precision.step(objective if term is None else objective + term(), optimizer)
         losses.append(loss.detach())
         correct.append((logits.detach().argmax(1) == labels).sum())
         counts.append(len(labels))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from loco_ext.extras import install_command
+
 
 def _load(name: str) -> tuple[ModuleType | None, str | None]:
     try:
@@ -100,14 +102,16 @@ def missing(family: str, name: str, device_type: str) -> str | None:
     if device_type not in KERNELS[family][name]:
         return f"{family} has no {name} kernel for {device_type} tensors"
     if name == "triton":
-        return None if _has_triton() else "triton is not installed; `pip install triton`"
+        command = install_command("triton")
+        return None if _has_triton() else f"triton is not installed: `{command}` in the folder of loco_ext's sources"
     if device_type == "cuda" and cuda_library_error is not None:
         return (
             f"the compiled CUDA library could not be loaded ({cuda_library_error}); build loco_ext where torch has "
             "CUDA and the CUDA toolkit is installed"
         )
     if library_error is not None:
-        return f"the compiled library could not be loaded ({library_error}); build it with `pip install .`"
+        command = "pip install --no-build-isolation ."
+        return f"the compiled library could not be loaded ({library_error}); build it with `{command}`"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from loco_ext.sparsity.compaction.unmix import unmix
 from loco_ext.sparsity.compaction.untraced import crop_modules
 from loco_ext.sparsity.computed import make_weights_plain
 
+_log = logging.getLogger(__name__)
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
 
 
@@ -221,6 +223,7 @@ def _select(
 
 
 def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
+    _log.info("timing %d versions of the network, %g seconds", len(networks), budget)
     return costs.latencies([partial(network, *inputs) for network in networks], _device(networks[0]), budget)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import statistics
@@ -32,6 +33,7 @@ from loco_ext.sparsity.compaction.convolution import (
 )
 from loco_ext.sparsity.compaction.fusion import NOTHING, append
 
+_log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # of turns; the state of the module random stays as it is
 VECTOR = 16  # channels that processors compute at once
 MULTIPLES = (1, VECTOR // 2, VECTOR)  # of channels, to which they may be filled up: memory is read in halves of vectors
@@ -139,9 +141,15 @@ def _times(
         x = _example(kind, convolution)
         inputs = (x, alone(convolution, ways[0], free)(x)) if convolution.then.sum else (x,)
         calls = [partial(_network(convolution, way, free), *inputs) for way in fresh.values()]
+        _log.info("timing %d ways to compute %s", len(calls), _description(convolution, x))
         times = [min(values) for values in _samples(calls, x.device, budget=0.02 * len(calls))]
         _MEASURED.update(zip(fresh, times, strict=True))
     return [_MEASURED[name] for name in names]
+
+
+def _description(convolution: Convolution, x: Tensor) -> str:
+    kernel = "x".join(map(str, convolution.weight.shape[2:]))
+    return f"{len(convolution.weight)} kernels of {kernel} on inputs of {'x'.join(map(str, x.shape))}"
 
 
 def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.GraphModule:

@@ -1,0 +1,16 @@
+"""``loco-ext info``."""
+
+import argparse
+
+DESCRIPTION = "Shows versions, which libraries are loaded or why not, and the backend of every operation."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from loco_ext import info
+
+    if arguments.json or not arguments.quiet:
+        info.main(as_json=arguments.json)

@@ -1,0 +1,27 @@
+"""The curves of a training run: losses and accuracies by epoch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from loco_ext.experiments.figures import write
+from loco_ext.experiments.train import Epoch
+
+
+def save(history: Sequence[Epoch], path: Path) -> None:
+    """Writes a PNG: training and test loss, and training and test accuracy, after each epoch."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    epochs = [epoch.epoch for epoch in history]
+    for axes, what in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        for samples in ("train", "test"):
+            axes.plot(epochs, [getattr(epoch, f"{samples}_{what}") for epoch in history], marker=".", label=samples)
+        axes.set(xlabel="epoch", title=what)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        if what == "accuracy":
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+    write(figure, path)

@@ -1,0 +1,83 @@
+"""Images of the user's own, in folders named by their classes."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from loco_ext.experiments.files import DataError
+from loco_ext.experiments.samples import Samples
+from loco_ext.nn.memory import free_memory
+from loco_ext.output import progress_bar
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+TESTS = ("val", "test")  # where the samples to test on are; the first of them that is there
+
+
+def image_folder(folder: Path, size: int) -> tuple[Samples, Samples, tuple[str, ...]]:
+    """Reads ``train/CLASS/*.png`` and ``val/CLASS/*.png`` or, where there is no ``val``, ``test/CLASS/*.png``.
+
+    Args:
+        folder: holds these folders. Files of other suffixes than SUFFIXES, and hidden ones, are left out.
+        size: images are resized so that their shorter side has ``size`` pixels, and cropped around their centre.
+
+    Returns:
+        ``(train, test, classes)``: uint8 images of 3xsizexsize, red, green and blue; labels are places in ``classes``,
+        the sorted names of the folders in ``train``.
+
+    Raises:
+        DataError: naming the folder or the file.
+    """
+    train = folder / "train"
+    test = next((folder / name for name in TESTS if (folder / name).is_dir()), None)
+    if not train.is_dir() or test is None:
+        raise DataError(f"{folder}: expected the folders train and val, or train and test, with one for each class")
+    classes = tuple(_classes(train))
+    if len(classes) < 2:
+        raise DataError(f"{train}: expected a folder for each of at least two classes, found {len(classes)}")
+    unknown = sorted(set(_classes(test)) - set(classes))
+    if unknown:
+        raise DataError(f"{test / unknown[0]}: expected a class that is in {train} too")
+    return _samples(train, classes, size), _samples(test, classes, size), classes
+
+
+def _classes(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from error
+
+
+def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
+    files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).rglob("*"))]
+    files = [(path, label) for path, label in files if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
+    missing = set(range(len(classes))) - {label for _, label in files} if folder.name == "train" else set()
+    if missing or not files:
+        empty = folder / classes[min(missing)] if missing else folder
+        raise DataError(f"{empty}: expected images in it, found no {', '.join(SUFFIXES)}")
+    needed, free = 4 * len(files) * 3 * size**2, free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise DataError(
+            f"image_size: expected one at which {len(files)} images, padded and mirrored for crops and flips, fit into "
+            f"{free / 1e9:.1f} GB of memory, got {size}, which takes {needed / 1e9:.1f} GB"
+        )
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
+    with progress_bar(len(files), f"reading {folder}", unit="image") as progress:
+        for image, (path, _) in zip(images, files, strict=True):
+            image.copy_(torch.from_numpy(_read(path, size)).permute(2, 0, 1))
+            progress.update()
+    return Samples(images, torch.tensor([label for _, label in files]))
+
+
+def _read(path: Path, size: int) -> np.ndarray:
+    """The pixels of one image, uint8 ``(size, size, 3)``, the right way up."""
+    try:
+        with Image.open(path) as image:
+            mode = image.mode
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # a damaged file makes Pillow fail in any way
+        raise DataError(f"{path}: cannot be read as an image: {error}") from error
+    if mode[0] in "IF":
+        raise DataError(f"{path}: expected an image of 8 bits a channel, got Pillow's mode {mode!r}")
+    return np.array(ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR))

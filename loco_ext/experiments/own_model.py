@@ -1,0 +1,70 @@
+"""A network that a function of the user's makes."""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from loco_ext.errors import UserError
+
+
+class ModelError(UserError, ValueError):
+    """A function that gives no network that fits; the text names it."""
+
+
+def own_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
+    """Returns the network that a function makes, once it has given logits for two images.
+
+    Args:
+        name: ``MODULE:FUNCTION``; modules in the working directory are found too. The function is called with
+            ``num_classes`` if it takes that.
+        channels, size: of the images, ``(N, channels, size, size)``.
+        classes: of the logits, ``(N, classes)``.
+
+    Raises:
+        ModelError: no such function, one that fails, or a result that is not such a network.
+    """
+    make = _find(name)
+    parameters = inspect.signature(make).parameters
+    takes = "num_classes" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    model = _try(name, lambda: make(num_classes=classes) if takes else make())
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model: expected a torch.nn.Module from {name}, got {type(model).__name__}")
+    with torch.no_grad():
+        logits = _try(name, lambda: model.eval()(torch.zeros(2, channels, size, size)))
+    found = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if found != (2, classes):
+        raise ModelError(
+            f"model: expected logits of shape {(2, classes)} from {name} for two images of {channels}x{size}x{size}, "
+            f"got {found}"
+        )
+    return model.train()
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found = _try(name, lambda: importlib.import_module(module))
+    for part in function.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ModelError(f"model: expected MODULE:FUNCTION, found no function {function!r} in {module}")
+    return found
+
+
+def _try(name: str, call: Callable[[], Any]) -> Any:
+    """What the call returns; whatever the user's code raises becomes a ModelError that tells the line."""
+    try:
+        return call()
+    except Exception as error:
+        what = (str(error).splitlines() or [""])[0]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)[2:] if frame.filename[0] != "<"]
+        place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+        raise ModelError(f"model: {name} failed: {type(error).__name__}: {what}{place}") from error

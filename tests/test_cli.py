@@ -1,0 +1,78 @@
+"""What all commands share: exit codes, options by their names, what is printed where, and what is imported when."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from loco_ext import commands, output
+from loco_ext.cli import main
+
+VERSION = """
+import sys
+from loco_ext.cli import main
+try:
+    main(["--version"])
+except SystemExit as stop:
+    assert stop.code == 0
+assert "torch" not in sys.modules
+"""
+PRINTS = """
+import sys
+from loco_ext import cli, commands
+commands.run = lambda argv: print("text") or 0
+sys.exit(cli.main())
+"""
+
+
+def test_the_version_is_printed_without_importing_torch():
+    done = subprocess.run([sys.executable, "-c", VERSION], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("loco-ext 0.1.0\n", "")
+
+
+@pytest.mark.parametrize("output", ["closed pipe", "/dev/full"])
+def test_an_output_that_nobody_takes_is_no_traceback(output):
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = "loco-ext: the output cannot be written: No space left on device\n"
+    code, said = (141, "") if output == "closed pipe" else (1, full)
+    with open(writer if output == "closed pipe" else output, "w") as file:
+        done = subprocess.run([sys.executable, "-c", PRINTS], stdout=file, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run", interrupted)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "loco-ext: interrupted\n"
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert output.shows_progress()
+    with output.quiet():
+        assert not output.shows_progress()
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert not output.shows_progress()
+    monkeypatch.delenv("TQDM_DISABLE")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert not output.shows_progress()
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("train", "training samples; milestones move along (paper: 250, quick: 8)"),
+        ("frontier", "learning rate of the first epoch (default: 0.02)"),
+        ("efcn", "cifar100, fashion-mnist; or folder, images of your own: --data has"),
+    ],
+)
+def test_the_help_tells_defaults(capsys, command, told):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert told in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,78 @@
+"""Images of the user's own: which files are read, as which pixels, and what is said of those that cannot be."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from loco_ext.experiments import data
+from loco_ext.experiments.data import DataError
+
+
+def write(path, pixels):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of two images each to train on, 4x4, of one grey each; one to test on."""
+    for number, name in enumerate(["train/cat/a.png", "train/cat/deep/b.png", "train/ant/c.png", "train/ant/d.PNG"]):
+        write(tmp_path / name, np.full((4, 4, 3), 10 * number, np.uint8))
+    write(tmp_path / "val" / "cat" / "e.png", np.full((4, 4, 3), 200, np.uint8))
+    return tmp_path
+
+
+def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
+    write(folder / "train" / "cat" / "a.png", pixels)
+    (folder / "train" / "cat" / ".hidden.png").write_text("")
+    (folder / "train" / "cat" / "notes.txt").write_text("")
+    write(folder / "test" / "cat" / "f.png", pixels)  # val comes first
+    found = data.load("folder", folder, 4)
+    assert found.class_names == ("ant", "cat")
+    assert found.train.labels.tolist() == [0, 0, 1, 1]
+    assert found.test.labels.tolist() == [1]
+    assert found.test.images.unique().tolist() == [200]
+    assert found.train.images.dtype == torch.uint8
+    assert found.train.images[:, 0, 0, 0].tolist() == [20, 30, int(pixels[0, 0, 0]), 10]
+    np.testing.assert_array_equal(found.train.images[2], pixels.transpose(2, 0, 1))
+    assert found.description["digest"] != data.load("folder", folder, 2).description["digest"]
+
+
+def test_other_images_are_resized_and_cropped_around_their_centre(folder):
+    wide = np.zeros((8, 16), np.uint8)  # grey: three equal channels
+    wide[:, 2:14] = 255  # the crop, and what bilinear resizing reads beside it
+    write(folder / "val" / "cat" / "e.png", wide)
+    image = data.load("folder", folder, 4).test.images[0]
+    assert torch.equal(image, torch.full((3, 4, 4), 255, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("train/cat/a.png", b"no image", r"train/cat/a\.png: cannot be read as an image"),
+        ("train/cat/a.png", np.zeros((4, 4), np.uint16), r"train/cat/a\.png: expected an image of 8 bits"),
+        ("val/dog/e.png", np.zeros((4, 4), np.uint8), "val/dog: expected a class that is in .*train too"),
+        ("train/dog/e.txt", b"", "train/dog: expected images in it"),
+    ],
+    ids=["damaged", "16 bits", "unknown class", "empty class"],
+)
+def test_what_cannot_be_read_is_named(folder, name, content, said):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content) if isinstance(content, bytes) else write(path, content)
+    with pytest.raises(DataError, match=said):
+        data.load("folder", folder)
+
+
+def test_images_that_do_not_fit_into_memory_are_refused(folder):
+    with pytest.raises(DataError, match=r"^image_size: expected one at which 4 images, .* got 1000000, which takes"):
+        data.load("folder", folder, 10**6)
+
+
+def test_a_folder_without_the_folders_is_named(tmp_path):
+    with pytest.raises(DataError, match="expected the folders train and val, or train and test"):
+        data.load("folder", tmp_path)
+    with pytest.raises(DataError, match=r"^folder: expected the folder that holds the files"):
+        data.load("folder", None)
