@@ -305,16 +305,17 @@ def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
 
 def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
     options = [*TINY, "--switch", "1", "--relax", "lcn", "--fcn-epochs", "0", "--epochs", "1", "--branch-epochs", "1"]
-    options += ["--power-iterations", "0", "--interpolation-points", "0", "--lr", "1e30", "--out", str(tmp_path)]
-    assert main(["efcn", *options]) == 0  # such a learning rate leaves nothing finite
-    record = json.loads((tmp_path / "efcn.json").read_text(), parse_constant=pytest.fail)
+    options += ["--power-iterations", "0", "--interpolation-points", "0", "--out"]
+    assert main(["efcn", *options, str(tmp_path / "run")]) == 0
+    record = json.loads((tmp_path / "run" / "efcn.json").read_text(), parse_constant=pytest.fail)
     assert record["fcn"] is None
-    assert record["cnn"]["epochs"][-1]["test_loss"] is None
-    assert record["branches"][1]["before"] == {"gradient_norm": None}
+    assert list(record["branches"][1]["before"]) == ["gradient_norm"]
     assert record["branches"][1]["interpolations"] == {}
     figures = {"dynamics", "landscape", "deviations", "filters", "corners"}
-    assert {path.stem for path in tmp_path.glob("*.png")} == figures
+    assert {path.stem for path in tmp_path.glob("run/*.png")} == figures
     assert "efcn.json and figures are in" in capsys.readouterr().out
+    assert main(["efcn", *options, str(tmp_path / "diverged"), "--lr", "1e30"]) == 2
+    assert "weights-001.safetensors: not the weights of this network (NaN or inf" in capsys.readouterr().err
 
 
 def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys):
