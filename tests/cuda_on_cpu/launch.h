@@ -59,9 +59,16 @@ struct SharedMemory {
     if (size > 0) std::memset(begin, 0xff, size);
   }
 
-  // At least what the last block has written to.
+  // At least what the last block has written to. Long stretches are mostly untouched.
   int64_t used() const {
-    return static_cast<int64_t>(size) - std::count(begin, begin + size, static_cast<unsigned char>(0xff));
+    static const std::vector<unsigned char> untouched(256, 0xff);
+    int64_t bytes = 0;
+    for (size_t at = 0; at < size; at += untouched.size()) {
+      const size_t length = std::min(untouched.size(), size - at);
+      if (std::memcmp(begin + at, untouched.data(), length) == 0) continue;
+      bytes += length - std::count(begin + at, begin + at + length, untouched[0]);
+    }
+    return bytes;
   }
 };
 
