@@ -1,7 +1,8 @@
 """Fixtures for all tests."""
 
+import contextlib
 import gc
-import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,11 +56,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes of one run share the objects of what they compile for the CPU."""
-    folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
-    folder.mkdir(exist_ok=True)
+def _objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes and runs share the objects of what they compile for the CPU; those unused for a week are deleted."""
+    cache = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
+    folder = cache.mkdir("objects") if cache else tmp_path_factory.mktemp("objects")
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - file.stat().st_mtime > 7 * 24 * 3600:
+                file.unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_ON_CPU_OBJECTS", str(folder))
         yield

@@ -34,7 +34,7 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "foreach": {"fused": False, "foreach": True, "differentiable": False},
     "differentiable": {"fused": False, "foreach": False, "differentiable": True},
 }
-KERNELS = ("default", "fused")
+KERNELS = ("default", "fused")  # of the CPU, and the GPU's compiled for it; the others run none of either
 TORCHS_OWN = ("foreach", "differentiable")
 FOR_LOOP = {"foreach": False, "fused": False}
 NO_TENSOR_LR = "torch's foreach Adam takes a Tensor lr only where it is capturable"
@@ -79,7 +79,7 @@ def _inputs(name: str, dtype: torch.dtype) -> list[Any]:
 
 
 def cases(*implementations: str, dtype: torch.dtype = torch.float32, **unsuited: str) -> Any:
-    """Parametrizes ``case``; ``unsuited`` maps an implementation to the reason why the check skips it."""
+    """Parametrizes ``native`` and ``case``; ``unsuited`` maps an implementation to the reason why it is skipped."""
     parameters = []
     for name in OURS:
         for item in _inputs(name, dtype):
@@ -90,8 +90,9 @@ def cases(*implementations: str, dtype: torch.dtype = torch.float32, **unsuited:
                     reason = NO_TENSOR_LR
                 marks = [pytest.mark.skip(reason=reason)] if reason else []
                 label = f"{name}-{item.desc}-{implementation}".replace(" ", "_")
-                parameters.append(pytest.param(case, marks=marks, id=label))
-    return pytest.mark.parametrize("case", parameters)
+                libraries = ("cpu", "cuda_on_cpu") if implementation in KERNELS else ("cpu",)
+                parameters += [pytest.param(name, case, marks=marks, id=f"{name}-{label}") for name in libraries]
+    return pytest.mark.parametrize(("native", "case"), parameters, indirect=["native"])
 
 
 def capturable_cases() -> list[Any]:

@@ -94,4 +94,4 @@ def test_planted_mistakes_fit_the_sources(name: str, right: str, wrong: str) -> 
 def test_planted_mistakes_are_found(name: str, right: str, wrong: str, tmp_path: Path) -> None:
     csrc = build.with_mistake(tmp_path, f"optim_step/{name}", right, wrong)
     program = compile_check(tmp_path / "check", csrc, flags=["-O1", "-fsanitize=address"])
-    assert build.is_found(program, 200, ("forward", "reverse"))
+    assert build.is_found(program, None, 200, ("forward", "reverse"))

@@ -4,6 +4,7 @@ sanitizers against the CPU's kernels, with memory of exactly its own for every t
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from loco_ext import backend, geometry, ops
 from loco_ext.reference import ring_prox as reference
 
 SOURCES = [
-    *(build.CSRC / "ring_prox" / name for name in ("cuda.cu", "gpu_table.cpp", "kernel.cpp", "rows.cpp")),
-    build.CSRC / "common" / "cuda_upload.cu",
+    *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "kernel.cpp", "rows.cpp")),
+    "common/cuda_upload.cu",
 ]
 CHECK = build.HERE / "check_ring_prox.cpp"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -249,10 +250,13 @@ def test_wrong_arguments_are_refused_before_anything_runs():
             call()
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sanitized"])
+def compile_check(out: Path, csrc: Path = build.CSRC, **options: Any) -> Path:
+    return build.compile_program([*(csrc / name for name in SOURCES), CHECK], out, csrc=csrc, **options)
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("sanitized", marks=pytest.mark.slow)])
 def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
-    name = f"check_ring_prox_{'sanitized' if request.param else 'plain'}"
-    return build.compile_program([*SOURCES, CHECK], compiled / name, sanitize=request.param)
+    return compile_check(compiled / f"check_ring_prox_{request.param}", sanitize=request.param == "sanitized")
 
 
 def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
@@ -271,29 +275,68 @@ def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# By name: the file, what is right in it, and the same with the mistake where MISTAKE is true.
 MISTAKES = {
-    "tail": ("gpu_rings.h", "tail + k - head;", "tail + k - head + 1;"),
-    "turn": ("gpu_solve.h", "turn_ ^= 1;", ""),  # the next sum overwrites the last one's parts
-    "kernel": ("gpu_kernel.h", "weights.kernel_stride * element_size", "element_size"),
-    "scale": ("gpu_solve.h", "exponent > 1020 ? -1020 : -exponent", "exponent > 1020 ? -1020 : exponent"),
-    "staged": ("gpu_kernel.h", "ordered_.metrics);\n      __syncthreads();", "ordered_.metrics);"),
-    "order": ("gpu_table.cpp", "shape.ring_of_tap[a] < shape.ring_of_tap[b]", "a < b"),
-    "ring": ("gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring > 0 ? ring - 1 : 0;"),
-    "caps": ("gpu_solve.h", "__syncthreads();  // caps have been written", ""),
-    "factors": ("gpu_solve.h", "penalty, factors);\n    }\n    __syncthreads();", "penalty, factors);\n    }"),
-    "first": ("gpu_solve.h", "const bool alone = ring < first ||", "const bool alone ="),
+    "tail": ("ring_prox/gpu_rings.h", "tail + k - head;", "tail + k - head + MISTAKE;"),
+    # The next sum overwrites the last one's parts.
+    "turn": ("ring_prox/gpu_solve.h", "turn_ ^= 1;", "turn_ ^= !MISTAKE;"),
+    "kernel": (
+        "ring_prox/gpu_kernel.h",
+        "weights.kernel_stride * element_size",
+        "(MISTAKE ? 1 : weights.kernel_stride) * element_size",
+    ),
+    "scale": (
+        "ring_prox/gpu_solve.h",
+        "exponent > 1020 ? -1020 : -exponent",
+        "exponent > 1020 ? -1020 : MISTAKE ? exponent : -exponent",
+    ),
+    "staged": (
+        "ring_prox/gpu_kernel.h",
+        "ordered_.metrics);\n      __syncthreads();",
+        "ordered_.metrics);\n      if (!MISTAKE) __syncthreads();",
+    ),
+    "order": (
+        "ring_prox/gpu_table.cpp",
+        "shape.ring_of_tap[a] < shape.ring_of_tap[b]",
+        "MISTAKE ? a < b : shape.ring_of_tap[a] < shape.ring_of_tap[b]",
+    ),
+    "ring": ("ring_prox/gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring - (MISTAKE && ring > 0);"),
+    "caps": (
+        "ring_prox/gpu_solve.h",
+        "__syncthreads();  // caps have been written",
+        "if (!MISTAKE) __syncthreads();  // caps have been written",
+    ),
+    "factors": (
+        "ring_prox/gpu_solve.h",
+        "penalty, factors);\n    }\n    __syncthreads();",
+        "penalty, factors);\n    }\n    if (!MISTAKE) __syncthreads();",
+    ),
+    "first": (
+        "ring_prox/gpu_solve.h",
+        "const bool alone = ring < first ||",
+        "const bool alone = (!MISTAKE && ring < first) ||",
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
-def test_planted_mistakes_fit_the_sources(name: str, right: str, wrong: str) -> None:
-    build.planted((build.CSRC / "ring_prox" / name).read_text(), right, wrong)
+@pytest.mark.parametrize(("name", "right"), [mistake[:2] for mistake in MISTAKES.values()], ids=MISTAKES)
+def test_planted_mistakes_fit_the_sources(name: str, right: str) -> None:
+    build.planted((build.CSRC / name).read_text(), right, "")
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The check of sources in which all mistakes are planted."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    return compile_check(folder / "check", build.with_mistakes(folder, MISTAKES.values()), flags=["-O1"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES.values(), ids=MISTAKES)
-def test_planted_mistakes_are_found(name: str, right: str, wrong: str, tmp_path: Path) -> None:
-    csrc = build.with_mistake(tmp_path, f"ring_prox/{name}", right, wrong)
-    sources = [*(csrc / source.relative_to(build.CSRC) for source in SOURCES), CHECK]
-    program = build.compile_program(sources, tmp_path / "check", csrc=csrc, flags=["-O1", "-Wno-unused"])
-    assert build.is_found(program, 60, ("forward", "eager"))
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=MISTAKES)
+def test_planted_mistakes_are_found(mistaken: Path, number: int) -> None:
+    assert build.is_found(mistaken, number, 60, ("forward", "eager"))
+
+
+@pytest.mark.slow
+def test_nothing_is_found_where_no_mistake_is_made(mistaken: Path) -> None:
+    assert not build.is_found(mistaken, None, 60, ("forward", "eager"))

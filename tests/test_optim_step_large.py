@@ -64,6 +64,12 @@ class Region:
         ctypes.CDLL(None).munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size))
 
 
+@pytest.fixture(autouse=True)
+def _last_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernels on the CPU, which take minutes for so many elements, step those of the last blocks alone."""
+    monkeypatch.setenv("CUDA_ON_CPU_LAST_BLOCKS", "8")
+
+
 @pytest.fixture
 def large(request: pytest.FixtureRequest) -> Iterator[tuple[Tensor, Tensor]]:
     """A parameter and its gradient of the dtype and, if not BULK, the number of elements asked for."""

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -52,7 +53,8 @@ struct Meeting {
 
   bool same_place(const Meeting& other) const {
     return line == other.line && mask == other.mask && whole_block == other.whole_block &&
-           std::strcmp(call, other.call) == 0 && std::strcmp(file, other.file) == 0;
+           (call == other.call || std::strcmp(call, other.call) == 0) &&
+           (file == other.file || std::strcmp(file, other.file) == 0);
   }
 };
 
@@ -197,8 +199,13 @@ class Block {
   void try_warp(int waiting) {
     const Meeting& meeting = threads_[waiting].at;
     const int first = waiting / warpSize * warpSize;
+    const int lanes = std::min(warpSize, size() - first);
+    // Mostly some are on their way yet.
+    for (int lane = 0; lane < lanes; ++lane) {
+      if ((meeting.mask >> lane & 1) && threads_[first + lane].state == State::ready) return;
+    }
     uint32_t present = 0, votes = 0;
-    for (int lane = 0; lane < warpSize && first + lane < size(); ++lane) {
+    for (int lane = 0; lane < lanes; ++lane) {
       const Thread& thread = threads_[first + lane];
       if (!(meeting.mask >> lane & 1) || thread.state == State::returned) continue;
       if (thread.state != State::waiting || !thread.at.same_place(meeting)) return;

@@ -141,7 +141,7 @@ def compile_program(
     objects = {}
     for source in sources:
         text = _run(command([source], Path("-"), flags=[*flags, "-E", "-P"]))
-        of = sha256(repr((text, sanitize, shared, flags)).encode()).hexdigest()
+        of = sha256(repr((text, sanitize, shared, flags, _compiler())).encode()).hexdigest()
         made = objects_folder() / f"{of}.o"
         objects[made] = command([source], _part(made), flags=[*flags, "-c"])
     # First what no other process compiles; then, when it has, what it did.
@@ -152,8 +152,13 @@ def compile_program(
     return out
 
 
+@cache
+def _compiler() -> str:
+    return _run(["g++", "--version"])
+
+
 def objects_folder() -> Path:
-    """Where objects lie: a folder that ends with this process, or one that the tests' processes share."""
+    """Where objects lie: a folder that ends with this process, or one that the tests' runs share."""
     return Path(os.environ.get("CUDA_ON_CPU_OBJECTS") or _own_folder().name)
 
 
@@ -172,6 +177,7 @@ def _make(made: Path, making: Sequence[str], wait: bool) -> None:
         if not made.exists():
             _run(making)
             _part(made).rename(made)
+        made.touch()
 
 
 def _part(made: Path) -> Path:
@@ -192,20 +198,41 @@ def with_mistake(folder: Path, name: str, right: str, wrong: str) -> Path:
     return copy
 
 
+def with_mistakes(folder: Path, mistakes: Iterable[tuple[str, str, str]]) -> Path:
+    """A copy of csrc in the folder, in which one of the mistakes is made: the one whose number CUDA_ON_CPU_MISTAKE is.
+
+    mistakes: for each the file's name, what is right in it, and the same with the mistake where MISTAKE is true.
+    """
+    copy = Path(shutil.copytree(CSRC, folder / "csrc"))
+    for number, (name, right, wrong) in enumerate(mistakes):
+        switched = wrong.replace("MISTAKE", f"(cuda_on_cpu::mistake == {number})")
+        (copy / name).write_text(planted((copy / name).read_text(), right, switched))
+    return copy
+
+
 def planted(text: str, right: str, wrong: str) -> str:
-    """The text with what is right in it, which it must hold once, made wrong."""
+    """The text with what is right in it, which it must hold once, replaced."""
     assert text.count(right) == 1, f"expected once in the source: {right}"
     return text.replace(right, wrong)
 
 
 def run_program(
-    program: Path | str, *arguments: object, order: str = "forward", preload: str = "", timeout: float = 600
+    program: Path | str,
+    *arguments: object,
+    order: str = "forward",
+    mistake: int | None = None,
+    preload: str = "",
+    timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program; its threads and blocks in the given order. preload: see ``sanitizer_to_preload``."""
+    """Runs a program; its threads and blocks in the given order.
+
+    mistake: see ``with_mistakes``. preload: see ``sanitizer_to_preload``.
+    """
     environment = {
         **os.environ,
         **({"LD_PRELOAD": preload} if preload else {}),
         "CUDA_ON_CPU_ORDER": order,
+        **({} if mistake is None else {"CUDA_ON_CPU_MISTAKE": str(mistake)}),
         # Looking for leaks needs rights that containers lack.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -215,11 +242,11 @@ def run_program(
     )
 
 
-def is_found(program: Path, count: int, orders: Iterable[str]) -> bool:
-    """Whether random calls fail in one of the orders, or give something else in another."""
+def is_found(program: Path, mistake: int | None, count: int, orders: Iterable[str]) -> bool:
+    """Whether random calls with a mistake fail in one of the orders, or give something else in another."""
     outputs = set()
     for order in orders:
-        done = run_program(program, 0, count, order=order)
+        done = run_program(program, 0, count, order=order, mistake=mistake)
         if done.returncode:
             return True
         outputs.add(done.stdout)

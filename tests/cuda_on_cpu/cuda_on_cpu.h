@@ -6,8 +6,9 @@
 // Blocks run one after another. A block's threads are fibers (fiber.h): each runs until it waits at a barrier or a warp
 // collective (block.h), then the next one does. In which order is chosen by
 // CUDA_ON_CPU_ORDER=forward|reverse|eager|SEED or set_order() (launch.h), so that a missing barrier shows in one of
-// them. Reported with a message and abort(): barriers and collectives that can never be left, lanes that are missing
-// from their own mask, more than 48 KB of shared memory. Launches that a GPU refuses set cudaErrorInvalidConfiguration.
+// them. CUDA_ON_CPU_LAST_BLOCKS=N lets only the last N blocks of every grid run. Reported with a message and abort():
+// barriers and collectives that can never be left, lanes that are missing from their own mask, more than 48 KB of
+// shared memory. Launches that a GPU refuses set cudaErrorInvalidConfiguration.
 //
 // Not seen: lost updates of plain increments (threads only change places where they wait), weak memory ordering.
 // Static __shared__ variables hold NaN patterns when a block begins; under AddressSanitizer they have its redzones
@@ -15,6 +16,8 @@
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <cstdlib>
 
 // After CUDA's headers, which define most of these as nothing for other compilers.
 #undef __shared__
@@ -32,3 +35,10 @@
 #include "launch.h"
 #include "runtime.h"
 #include "warp.h"
+
+namespace cuda_on_cpu {
+
+// The number of the planted mistake that this run makes (see build.with_mistakes), or -1.
+inline const int mistake = std::getenv("CUDA_ON_CPU_MISTAKE") ? std::atoi(std::getenv("CUDA_ON_CPU_MISTAKE")) : -1;
+
+}  // namespace cuda_on_cpu
