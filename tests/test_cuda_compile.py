@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import include_paths
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
 GLUE.append(CSRC / "common" / "device.cpp")
-OTHER_TARGETS = ["80", "100", "120"]
+TARGETS = ["80", "90", "100", "120"]
 
 
 def name_of(path):
@@ -22,43 +22,30 @@ def name_of(path):
 
 
 @pytest.fixture(scope="module")
-def compiled_for_90(tmp_path_factory):
-    """By name of a source: what ptxas reports and the instructions of kernels, both of one compilation."""
+def instructions_for_90(tmp_path_factory):
+    """By name of a source: the instructions of its kernels."""
 
     @cache
     def compiled(name):
-        folder = tmp_path_factory.mktemp("kept")
-        flags = ["--keep", "--keep-dir", str(folder)]
-        report = ptxas.compile_cubin(need_nvcc(), CSRC / name, ["90"], folder / "kernels.fatbin", [CSRC], flags)
-        (kept,) = folder.glob("*.ptx")
-        return report, ptx.parse(kept.read_text())
+        out = tmp_path_factory.mktemp("kept") / "kernels.ptx"
+        return ptx.parse(ptxas.compile_ptx(need_nvcc(), CSRC / name, "90", out, [CSRC]))
 
     return compiled
 
 
-def assert_within_budget(source, targets, report):
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_kernels_keep_their_budgets(source, tmp_path):
     """The budget of NAME.cu stands in NAME_budget.json beside it."""
     budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
+    report = ptxas.compile_cubin(need_nvcc(), source, TARGETS, tmp_path / "kernels.fatbin", [CSRC])
     usages = ptxas.parse(report)
-    assert {usage.target for usage in usages} == {f"sm_{target}" for target in targets}
-    found = ptxas.complaints(usages, budget)
-    assert not found, "\n".join(found)
-    unused = [key for key in budget if not any(key in usage.kernel for usage in usages)]
-    assert not unused, f"budgets of no kernel: {unused}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_kernels_keep_their_budgets(source, compiled_for_90):
-    report, _ = compiled_for_90(name_of(source))
-    assert_within_budget(source, ["90"], report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_kernels_keep_their_budgets_on_other_targets(source, tmp_path):
-    report = ptxas.compile_cubin(need_nvcc(), source, OTHER_TARGETS, tmp_path / "kernels.fatbin", [CSRC])
-    assert_within_budget(source, OTHER_TARGETS, report)
+    for target in TARGETS:
+        of_target = [usage for usage in usages if usage.target == f"sm_{target}"]
+        found = ptxas.complaints(of_target, budget)
+        assert not found, "\n".join(found)
+        unused = [key for key in budget if not any(key in usage.kernel for usage in of_target)]
+        assert not unused, f"budgets of no kernel for {target}: {unused}"
 
 
 @pytest.mark.parametrize("source", GLUE, ids=name_of)
@@ -142,9 +129,8 @@ FUSED = {"Sgd": 4, "Adam": 3}
 
 
 @pytest.fixture(scope="module")
-def kernels(compiled_for_90):
-    _, instructions = compiled_for_90("optim_step/cuda.cu")
-    return instructions
+def kernels(instructions_for_90):
+    return instructions_for_90("optim_step/cuda.cu")
 
 
 def kernels_named(kernels, name):
@@ -195,9 +181,8 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
 
 
 @pytest.fixture(scope="module")
-def prox_kernels(compiled_for_90):
-    _, instructions = compiled_for_90("optim_step/cuda_prox.cu")
-    return instructions
+def prox_kernels(instructions_for_90):
+    return instructions_for_90("optim_step/cuda_prox.cu")
 
 
 # Vectors of a step's operands by the type of its arithmetic, and how many elements of each go through a loop at a time:
@@ -225,8 +210,8 @@ def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does
         assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
 
 
-def test_payload_is_read_where_it_was_passed(compiled_for_90):
-    _, kernels = compiled_for_90("common/cuda_upload.cu")
+def test_payload_is_read_where_it_was_passed(instructions_for_90):
+    kernels = instructions_for_90("common/cuda_upload.cu")
     for kernel, instructions in kernels_named(kernels, "write_payload<").items():
         assert "ld.param.v4.u32" in instructions, kernel
         assert ptx.wide(instructions, "st") > 0, kernel
@@ -234,9 +219,8 @@ def test_payload_is_read_where_it_was_passed(compiled_for_90):
 
 
 @pytest.fixture(scope="module")
-def ring_kernels(compiled_for_90):
-    _, instructions = compiled_for_90("ring_prox/cuda.cu")
-    return instructions
+def ring_kernels(instructions_for_90):
+    return instructions_for_90("ring_prox/cuda.cu")
 
 
 def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):

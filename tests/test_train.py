@@ -262,6 +262,7 @@ def command(*arguments):
     return [sys.executable, "-m", "loco_ext.cli", "train", "--model", "small", "--dataset", "digits", *arguments]
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
     options = ("--preset", "quick", "--lr", "0.05", "--epochs", "12", "--batch-size", "32")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

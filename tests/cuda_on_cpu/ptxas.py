@@ -26,14 +26,20 @@ class Usage:
     shared_bytes: int
 
 
-def compile_cubin(
-    nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path], flags: Sequence[str] = ()
-) -> str:
+def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path]) -> str:
     """Compiles a source for all targets (``"80"``, ``"90"``, ...) at once; returns what ptxas reported."""
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
-    folders = [f"-I{folder}" for folder in include]
-    flags = [*FLAGS, "-Xptxas", "-v", "--threads", "0", *flags]
-    command = [nvcc, *flags, *codes, *folders, "--fatbin", str(source), "-o", str(out)]
+    return _compile([nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, "--fatbin"], source, out, include)
+
+
+def compile_ptx(nvcc: str, source: Path, target: str, out: Path, include: Sequence[Path]) -> str:
+    """Compiles a source for a target, up to what ptxas would get; returns that."""
+    _compile([nvcc, *FLAGS, f"-arch=compute_{target}", "--ptx"], source, out, include)
+    return out.read_text()
+
+
+def _compile(command: Sequence[str], source: Path, out: Path, include: Sequence[Path]) -> str:
+    command = [*command, *(f"-I{folder}" for folder in include), str(source), "-o", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
