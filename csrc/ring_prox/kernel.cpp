@@ -292,6 +292,7 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
   constexpr double kRoughly = 1e-6;   // how far sums of floats are off
   constexpr double kVanished = 1e25;  // to a part as small as that no rounding lets a kernel shrink without vanishing
   const int rings = shape_.rings;
+  if (first == rings) return;  // all vanish
   double c0[kMaxRings], derivatives[kMaxRings];
   if (!moderate_) {
     DirectSums sums{*this};

@@ -191,13 +191,6 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def with_mistake(folder: Path, name: str, right: str, wrong: str) -> Path:
-    """A copy of csrc in the folder, in one file of which the right text has become the wrong one."""
-    copy = Path(shutil.copytree(CSRC, folder / "csrc"))
-    (copy / name).write_text(planted((copy / name).read_text(), right, wrong))
-    return copy
-
-
 def with_mistakes(folder: Path, mistakes: Iterable[tuple[str, str, str]]) -> Path:
     """A copy of csrc in the folder, in which one of the mistakes is made: the one whose number CUDA_ON_CPU_MISTAKE is.
 

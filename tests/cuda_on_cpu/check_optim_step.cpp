@@ -202,6 +202,7 @@ void add_tensor(Random& random, const Settings& s, int64_t groups, Twins& twins)
   static const int64_t sizes[] = {1, 1, 2, 3, 5, 9, 16, 33, 100};
   Shape shape;
   for (int64_t& size : shape.sizes) size = sizes[below(random, 9)];
+  if (shape.numel() > 4 * kChunk) shape.sizes[0] = 1 + below(random, 3);
   if (chance(random, 12)) shape.sizes[1] = 0;
   if (chance(random, 12)) shape = {{1, 1, 8192 + below(random, 9000)}};
   if (chance(random, 12)) shape = {{2, 9, 1150}};  // with a penalty more than shared memory holds
