@@ -1,19 +1,20 @@
 """Locality as something you can turn, for people who train convolutional networks."""
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loco_ext.version import __version__
 
 if TYPE_CHECKING:
-    from loco_ext import analysis, geometry, nn, ops, optim, sparsity
-    from loco_ext.ops import backend
+    from loco_ext import analysis
 
 __all__ = ["__version__", "analysis", "backend", "geometry", "nn", "ops", "optim", "sparsity"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a part when it is first asked for: torch takes seconds, and the command line's help needs none of it."""
+    """Import a part when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "backend":
@@ -23,3 +24,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _is_command() -> bool:
+    """Whether this process is the command line, which imports what it needs: torch takes seconds, and help needs none
+    of it, and an interrupt is to be caught from the first moment on."""
+    return Path(sys.argv[0]).stem == "loco-ext" or sys.orig_argv[1:3] == ["-m", "loco_ext.cli"]
+
+
+if not _is_command():
+    from loco_ext import geometry, nn, ops, optim, sparsity
+    from loco_ext.ops import backend

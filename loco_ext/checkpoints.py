@@ -52,7 +52,7 @@ def load_checkpoint(path: Path) -> Any:
     with open_regular(path) as file:
         content = file.read()
     if content[-_DIGITS:] != sha256(content[:-_DIGITS]).hexdigest().encode():
-        raise DamagedFileError("changed since it was written, or of another kind")
+        raise DamagedFileError("changed since it was written, of another kind, or of a version without checksums")
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 

@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return commands.run(argv)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it is None where the process was started without one
+                sys.stdout.flush()
     except KeyboardInterrupt:
         if argv is None:
             _ignore_interrupts()
@@ -41,7 +42,8 @@ def _drop_output() -> None:
     """Send what is still to be written to stdout nowhere: the interpreter would report that it cannot be written."""
     import os
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,7 +88,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def remove_leftovers(folder: Path) -> None:
     """Removes the temporary files of processes that were killed; nobody else may be writing to ``folder``."""
     for path in folder.glob(".*.part"):
-        path.unlink(missing_ok=True)
+        if re.fullmatch(r"\..+\.\d+\.part", path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def one_line(text: str, longest: int | None = None) -> str:

@@ -11,9 +11,10 @@ from loco_ext.cli import main
 
 VERSION = """
 import sys
+sys.argv = ["bin/loco-ext", "--version"]
 from loco_ext.cli import main
 try:
-    main(["--version"])
+    main()
 except SystemExit as stop:
     assert stop.code == 0
 assert "torch" not in sys.modules
@@ -29,6 +30,12 @@ sys.exit(cli.main())
 def test_the_version_is_printed_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", VERSION], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("loco-ext 0.1.0\n", "")
+
+
+def test_a_process_without_an_output_ends_well(monkeypatch):
+    monkeypatch.setattr(commands, "run", lambda argv: 0)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info"]) == 0
 
 
 @pytest.mark.parametrize("output", ["closed pipe", "/dev/full"])

@@ -106,3 +106,21 @@ def test_a_penalty_of_a_pruned_weight_leads_to_the_minimum_of_what_is_left():
     expected = sparsity.RingPenalty(0.5).prox(target * mask, 1.0)
     assert (expected == 0).any()
     torch.testing.assert_close(weight_of(model), expected)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weight_that_is_a_buffer_is_nothing_to_train():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3))
+    weight = model[0].weight.detach()
+    del model[0].weight
+    model[0].register_buffer("weight", weight)
+    (convolutions, _) = optim.parameter_groups(model, 0.1, LOCALITY, penalty=PENALTY)
+    assert convolutions["params"] == [model[1].weight]
+
+
+def test_computed_weights_that_nothing_acts_on_are_grouped_as_any_other():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(2, 4, 3)), nn.Conv2d(4, 2, 3))
+    original = model[0].parametrizations.weight.original1
+    plain, local = optim.parameter_groups(model, 0.1), optim.parameter_groups(model, 0.1, LOCALITY)
+    assert [original in set(group["params"]) for group in plain] == [False, True, False]
+    assert [original in set(group["params"]) for group in local] == [True, False, False]

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ def test_what_torch_takes_is_taken():
     one, half = torch.tensor(1.0), torch.tensor([0.5])
     make(optim.SGD, lr=half, momentum=1.5, dampening=-1, weight_decay=one)
     make(optim.Adam, lr=one, betas=(torch.tensor(0.5), half), eps=0, weight_decay=1)
+    make(optim.Adam, lr=np.array(0.1), betas=np.array([0.9, 0.99]), eps=np.float32(1e-8), weight_decay=False)
     with pytest.raises(ValueError, match="Nesterov"):
         make(optim.SGD, nesterov=True)
 
@@ -73,3 +75,7 @@ def test_a_decay_that_acts_somewhere_is_no_warning():
     optim.SGD([{"params": [bias], "weight_decay": 0}, {"params": [kernel]}], 0.1, weight_decay=0.1, locality=LOCALITY)
     optim.SGD([kernel], 0.1, weight_decay=torch.tensor(0.0), locality=LOCALITY)
     optim.SGD([kernel], 0.1)
+    # Groups that repeat the options of others: of an optimizer, or as ZeroRedundancyOptimizer adds them.
+    own = {"weight_decay": 0.1, "locality": LOCALITY}
+    optim.SGD([{"params": [kernel], **own}, {"params": [bias], **own, "weight_decay": 0.0}], 0.1)
+    optim.SGD([{"params": [kernel], **own}], 0.1).add_param_group({"params": [bias], **own, "weight_decay": 0.0})

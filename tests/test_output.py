@@ -46,10 +46,12 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed_and_other_files_are_not(tmp_path):
-    for name in (".checkpoint.pt.123.part", "notes.part", ".hidden"):
+    others = [".film.mkv.part", ".hidden", "notes.part"]
+    for name in (".checkpoint.pt.123.part", *others):
         (tmp_path / name).write_text("")
+    (tmp_path / ".folder.1.part").mkdir()
     remove_leftovers(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".hidden", "notes.part"]
+    assert sorted(os.listdir(tmp_path)) == [".film.mkv.part", ".folder.1.part", ".hidden", "notes.part"]
 
 
 def test_what_is_not_finite_is_null_at_any_depth():

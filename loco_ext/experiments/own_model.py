@@ -63,7 +63,7 @@ def _try(name: str, call: Callable[[], Any]) -> Any:
     """What the call returns; whatever the user's code raises becomes a ModelError that tells the line."""
     try:
         return call()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = (str(error).splitlines() or [""])[0]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[2:] if frame.filename[0] != "<"]
         place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""

@@ -75,12 +75,14 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _warned = False  # of kernels of an even size
+    _is_made = False  # __init__ has been left
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
     def _finish_init(self) -> None:
         """To be called last in ``__init__``, when torch's own has seen all groups."""
         self._refresh()
-        self._warn_if_idle(self.defaults, self.param_groups)
+        self._warn_if_idle(self.param_groups)
+        self._is_made = True
 
     def _own_arguments(self, **arguments: object) -> None:
         """To be called first in ``__init__``: ``add_param_group`` runs inside torch's own and needs these defaults."""
@@ -95,7 +97,6 @@ class LocalityOptimizer(Optimizer):
         own = self.__dict__.pop("_own_defaults", None)
         if own is not None:
             self.defaults.update(own)
-        named = dict(param_group) if isinstance(param_group, dict) else {}
         super().add_param_group(param_group)
         try:
             check_hyper(self.param_groups[-1])
@@ -104,15 +105,26 @@ class LocalityOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._refresh()
-        self._warn_if_idle(named, self.param_groups[-1:])
+        if self._is_made:
+            self._warn_if_idle(self.param_groups[-1:])
 
-    def _warn_if_idle(self, options: Group, groups: list[Group]) -> None:
-        """Warns of options that say how to decay, where there is nothing to decay in the groups that they are for."""
-        idle = [name for name in ("locality", "norm") if _says_how(options.get(name))]
-        if idle and all(is_zero(group["weight_decay"]) for group in groups):
+    def _warn_if_idle(self, added: list[Group]) -> None:
+        """Warns of options of groups that say how to decay, where they act on nothing, neither there nor elsewhere.
+
+        Groups often repeat options of others, such as the locality of weights that decay in the group of their biases.
+        """
+        idle = []
+        for name in ("locality", "norm"):
+            decays = [group["weight_decay"] for group in self.param_groups if _says_how(group[name])]
+            if any(_says_how(group[name]) for group in added) and all(map(is_zero, decays)):
+                idle.append(name)
+        if idle:
             warn_caller(f"{', '.join(idle)}: expected a weight_decay above 0 to act on, got 0, so that nothing decays")
-        params = [param for group in groups for param in group["params"]]
-        if isinstance(options.get("locality"), tuple) and params and not any(map(looks_like_convolution, params)):
+        if not any(isinstance(group["locality"], tuple) for group in added):
+            return
+        local = [group["params"] for group in self.param_groups if isinstance(group["locality"], tuple)]
+        params = [param for each in local for param in each]
+        if params and not any(map(looks_like_convolution, params)):
             shapes = [tuple(param.shape) for param in params[:4]]
             warn_caller(f"locality: expected a convolution's weight among the parameters, got none in {shapes}")
 

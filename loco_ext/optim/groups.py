@@ -79,8 +79,9 @@ def parameter_groups(
     convolutions: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
+    untouched = _untouched(layers, factors_of, penalty_of)
     for module, name, parameter in _owned_parameters(model):
-        if id(parameter) in factors_of:
+        if id(parameter) in factors_of and id(parameter) not in untouched:
             convolutions.append(parameter)
         elif isinstance(module, _NORMS) or parameter.dim() < 2 or "bias" in name:
             plain.append(parameter)
@@ -129,6 +130,14 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     return layers
 
 
+def _untouched(
+    layers: dict[str, _Layer], factors_of: Mapping[int, Factors | None], penalty_of: Mapping[int, Any]
+) -> set[int]:
+    """The parameters, by id, of computed weights that nothing acts on: they are as any other parameter."""
+    kernels = {id(layer.kernels) for layer in layers.values() if layer.how is not None}
+    return {key for key in kernels if factors_of.get(key) is None and penalty_of.get(key) is None}
+
+
 def _factors_of(
     layers: dict[str, _Layer], locality: Factors | None, per_layer: Mapping[str, Factors | None]
 ) -> dict[int, Factors | None]:
@@ -144,7 +153,8 @@ def _factors_of(
     if locality is not None:
         if not layers:
             warn_caller("locality: expected a model with convolutions, got one without, so that all decay is uniform")
-        if unreached := [name for name, layer in layers.items() if layer.kernels is None and name not in per_layer]:
+        computed_otherwise = [name for name, layer in layers.items() if layer.how and layer.kernels is None]
+        if unreached := [name for name in computed_otherwise if name not in per_layer]:
             warn_caller(
                 f"locality: expected weights that are parameters, or computed tap by tap from one, got {unreached}, "
                 f"computed by {', '.join(sorted({_by(layers[name]) for name in unreached}))}: their decay is uniform, "

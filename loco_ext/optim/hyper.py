@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 _AT_LEAST_ZERO = ("lr", "momentum", "weight_decay", "eps")
@@ -15,7 +16,7 @@ _AT_LEAST_ZERO = ("lr", "momentum", "weight_decay", "eps")
 def check_hyper(options: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError where one of a group's hyper-parameters, of those that are there, is unusable.
 
-    Tensors of one element are numbers, as in torch.optim.
+    Tensors and arrays of one element are numbers, as in torch.optim.
     """
     for name in _AT_LEAST_ZERO:
         if name in options and not 0 <= _number(name, options[name]) < math.inf:
@@ -32,20 +33,22 @@ def is_zero(weight_decay: float | Tensor) -> bool:
 
 
 def _check_betas(betas: Any) -> None:
-    if not isinstance(betas, tuple | list):
-        raise TypeError(f"betas: expected a pair of numbers, got {betas!r}")
-    if len(betas) != 2:
-        raise ValueError(f"betas: expected a pair of numbers, got {len(betas)} of them: {betas!r}")
-    for i, beta in enumerate(betas):
+    try:
+        pair = tuple(betas)
+    except TypeError:
+        raise TypeError(f"betas: expected a pair of numbers, got {betas!r}") from None
+    if len(pair) != 2:
+        raise ValueError(f"betas: expected a pair of numbers, got {len(pair)} of them: {betas!r}")
+    for i, beta in enumerate(pair):
         if not 0 <= _number(f"betas[{i}]", beta) < 1:
             raise ValueError(f"betas[{i}]: expected a number of at least 0 and less than 1, got {beta!r}")
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
+    if isinstance(value, Tensor | np.ndarray):
+        if math.prod(value.shape) != 1:
             raise ValueError(f"{name}: expected a number, got a tensor of shape {tuple(value.shape)}")
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if value is True or not isinstance(value, Real):  # False is 0, as in torch.optim
         raise TypeError(f"{name}: expected a number, got {value!r}")
     return float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def check_states(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> Non
 
 def _check_step(name: str, step: Any) -> None:
     expected = f"{name}: expected a finite number of at least 0"
-    if not isinstance(step, Tensor | int | float):
+    if not isinstance(step, Tensor | Real):
         raise TypeError(f"{expected}, got {type(step).__name__}")
     if isinstance(step, Tensor):
         if step.numel() != 1 or step.is_complex() or step.is_meta:

@@ -33,7 +33,7 @@ class Computed:
 
 
 def computed(module: nn.Module, name: str = "weight") -> Computed | None:
-    """How the module computes the tensor of this name; None where it is a parameter, or there is no such tensor."""
+    """How the module computes the tensor of this name; None where it is a parameter or a buffer, or is not there."""
     parameters: dict[str, Any] = module._parameters
     if name in parameters:
         return None
@@ -46,7 +46,8 @@ def computed(module: nn.Module, name: str = "weight") -> Computed | None:
         return Computed("SpectralNorm", parameters.get(f"{name}_orig"))
     if isinstance(hook, WeightNorm):
         return Computed("WeightNorm", parameters.get(f"{name}_v") if _keeps_taps(hook) else None)
-    return Computed("code of its own", None) if hasattr(module, name) else None
+    stored = name in module._buffers or getattr(module, name, None) is None
+    return None if stored else Computed("code of its own", None)
 
 
 @torch.no_grad()
