@@ -24,7 +24,7 @@ def _moments(amsgrad: bool) -> tuple[str, ...]:
 
 
 class _FusedAdam(LocalityOptimizer):
-    """The step that Adam and AdamW share."""
+    """The fused step shared by Adam and AdamW."""
 
     _operator = "optim_step_adam"
 
@@ -63,16 +63,16 @@ class _FusedAdam(LocalityOptimizer):
             self._bring_steps(params, batch)
 
     def _bring_steps(self, params: list[Tensor], batch: Batch) -> None:
-        """Moves the group's step counts, the last of the batch, to the GPU: checkpoints may bring them on the CPU."""
+        """Move the group's step counts, the batch's last entries, to the GPU: a checkpoint may hold them on the CPU."""
         check_states(params[0])
         base = len(batch.steps) - len(params)
         for i, param in enumerate(params, start=base):
             batch.steps[i] = batch.steps[i].to(param.device)
             batch.created.append((param, "step", batch.steps[i]))
 
-    @torch.inference_mode(False)  # later steps may be outside
+    @torch.inference_mode(False)  # later steps may run outside inference mode
     def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
-        """The parameter's state with what it lacks; new tensors are kept only if the step succeeds."""
+        """Return the parameter's state, completed; new tensors are kept only if the step succeeds."""
         state = self.state.get(param, {})
         made = {key: self._new_state(param, group) for key in keys if key not in state}
         if "step" not in state:
@@ -137,13 +137,13 @@ class Adam(_FusedAdam, torch.optim.Adam):
     """torch.optim.Adam in one fused call for all parameters, with weight decay that may depend on the tap.
 
     Decay is coupled: ``weight_decay * map * w`` is added to the gradient, as in the paper's loss. A ``penalty`` is
-    proximal in Adam's own metric ``(sqrt(v_hat) + eps) / lr``, and so leads to the same minimum. ``locality``,
-    ``norm``, ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for
-    :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
+    applied as a prox in Adam's own metric ``(sqrt(v_hat) + eps) / lr``, and so leads to the same minimum as with SGD.
+    ``locality``, ``norm``, ``state_dtype``, ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are
+    as for :class:`loco_ext.optim.SGD`; all other arguments are torch.optim.Adam's.
 
     .. warning::
-        As in :class:`loco_ext.optim.SGD`, a penalty alone and a bare list of parameters take the weight of a
-        ConvTranspose, whose kernels lie along another axis, for a convolution's; use :func:`parameter_groups`.
+        As in :class:`loco_ext.optim.SGD`, a single penalty with a bare list of parameters mistakes the weight of a
+        ConvTranspose, whose filters lie along another axis, for a convolution's; use :func:`parameter_groups`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -206,14 +206,14 @@ class Adam(_FusedAdam, torch.optim.Adam):
 class AdamW(_FusedAdam, torch.optim.AdamW):
     """torch.optim.AdamW in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``, which is not part of the objective
-    that a ``penalty`` (see :class:`Adam`) leads to the minimum of. ``locality``, ``state_dtype``,
-    ``stochastic_rounding``, ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all
-    other arguments are torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
+    Decay is decoupled: weights are multiplied by ``1 - lr * weight_decay * map``. That is not part of the objective
+    whose minimum a ``penalty`` (see :class:`Adam`) leads to. ``locality``, ``state_dtype``, ``stochastic_rounding``,
+    ``fused``, ``foreach`` and ``differentiable`` are as for :class:`loco_ext.optim.SGD`; all other arguments are
+    torch.optim.AdamW's. L1 decay is coupled by nature and needs Adam or SGD.
 
     .. warning::
-        As in :class:`loco_ext.optim.SGD`, a penalty alone and a bare list of parameters take the weight of a
-        ConvTranspose, whose kernels lie along another axis, for a convolution's; use :func:`parameter_groups`.
+        As in :class:`loco_ext.optim.SGD`, a single penalty with a bare list of parameters mistakes the weight of a
+        ConvTranspose, whose filters lie along another axis, for a convolution's; use :func:`parameter_groups`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

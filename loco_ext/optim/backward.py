@@ -1,4 +1,4 @@
-"""Steps inside of backward, so that the gradients of a locally connected layer's blocks are never there as a whole."""
+"""Optimizer steps inside backward, so that the full gradient of a locally connected layer's blocks never exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loco_ext.optim.plan import Batch, Group, Plan, Rule
 
 
 class StepsInBackward:
-    """What :func:`step_in_backward` has set up, until it is removed."""
+    """Handle of :func:`step_in_backward`, which stays in effect until ``remove()`` is called."""
 
     def __init__(self, optimizer: LocalityOptimizer, layers: list[LocallyConnectedNd]) -> None:
         self._optimizer, self._layers = optimizer, layers
@@ -24,7 +24,7 @@ class StepsInBackward:
         optimizer._refresh()
 
     def remove(self) -> None:
-        """From now on the layers have gradients again, and ``optimizer.step()`` steps them."""
+        """End stepping in backward: the layers have gradients again, and ``optimizer.step()`` steps them."""
         ended = {id(layer._backward_step.values) for layer in self._layers}
         for layer in self._layers:
             layer._backward_step = None
@@ -35,34 +35,36 @@ class StepsInBackward:
 
 
 def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInBackward:
-    """From now on ``backward()`` itself steps the blocks of the model's locally connected layers.
+    """Make ``backward()`` itself step the blocks of the model's locally connected layers from now on.
 
     Each layer's ``values`` are stepped as soon as backward has passed it, in parts: a part's gradient is computed, used
-    and forgotten, and ``values.grad`` stays None. That saves the memory of all these gradients, as much as the weights
-    themselves take, which fully grown layers make most of a model. The weights become what ``optimizer.step()`` would
+    and freed, and ``values.grad`` stays None. That saves the memory of all these gradients, which is as much as the
+    weights themselves take; fully grown layers are most of a model. The weights become what ``optimizer.step()`` would
     have made of them, bit for bit, with the group's options of that moment, decay maps and states;
     ``optimizer.step()`` steps everything else as before.
 
-    Every ``backward()`` that reaches the weights is then a step: gradients are not accumulated over several, clipped,
-    scaled or handed to hooks of ``values``. The loss must depend on ``values`` by their layer alone, used once in a
-    forward, in no more than one reentrant checkpoint. A side stream must have ended before ``values`` are used again.
+    Every ``backward()`` that reaches the weights is then a step: gradients cannot be accumulated over several calls,
+    clipped, scaled or passed to hooks of ``values``. The loss must depend on ``values`` through their layer alone, used
+    once in a forward, in at most one reentrant checkpoint. A side stream must have ended before ``values`` are used
+    again.
 
     Args:
         optimizer: an SGD, Adam or AdamW of this package that has the ``values`` of these layers, without ``penalty``,
             ``stochastic_rounding``, ``foreach`` and ``differentiable``.
-        model: a module with locally connected layers. Deep copies of it have gradients.
+        model: a module with locally connected layers. Its deep copies have ordinary gradients.
 
     Returns:
-        What ends it by its ``remove()``.
+        A handle whose ``remove()`` ends stepping in backward.
 
     Raises:
-        TypeError: another optimizer; no module; ``values`` that are not an ordinary parameter, such as sharded ones.
-        ValueError: no such layer; one whose ``values`` the optimizer does not have, or that steps in backward already;
-            options of the group as above.
-        RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients), in
-            a layer's second use, or with states of another size; in ``optimizer.step()``, with a GradScaler, or where
-            ``values`` have got a gradient otherwise: then backward has stepped them already; in a forward that
-            torch.compile traces whole.
+        TypeError: ``optimizer`` is another one; ``model`` is no module; ``values`` are not an ordinary parameter, such
+            as sharded ones.
+        ValueError: the model has no such layer, or one whose ``values`` the optimizer lacks or that steps in backward
+            already; the group has one of the options excluded above.
+        RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients), at
+            a layer's second use, or with states of another size; in ``optimizer.step()``, with a GradScaler, or if
+            ``values`` have also got a gradient by another path, as backward has stepped them already; in a forward
+            that torch.compile traces whole.
 
     Example:
         >>> import torch
@@ -103,16 +105,16 @@ class _BackwardStep:
         self._last_pass = -1
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()  # a copied or loaded layer has gradients
+        return type(None), ()  # a copied or loaded layer has ordinary gradients
 
     def of(self, values: Tensor) -> _BackwardStep | None:
-        """Itself, if these are the values that it steps, not others in their place."""
+        """Return self if these are the values that it steps, None if others have taken their place."""
         return self if values is self.values else None
 
     @torch.no_grad()
     def __call__(self, parts: Iterator[tuple[slice, Tensor]]) -> None:
         optimizer, values = self._optimizer, self.values
-        # What autograd's engine tells alone: whether this pass, of such a number, is to give values a gradient.
+        # Only autograd's engine knows whether this pass, identified by its task id, will give values a gradient.
         if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(values).node):
             return
         number = torch._C._current_graph_task_id()
@@ -134,7 +136,7 @@ def _step(optimizer: LocalityOptimizer, rule: Rule, whole: Batch, parts: Iterato
         part = _part(whole, blocks, gradient)
         optimizer._launch_in_backend(rule, part)
         counted = part.steps
-        del part, gradient  # before the next is computed
+        del part, gradient  # frees them before the next part's are computed
     for count, new in zip(whole.steps, counted, strict=True):
         count.copy_(new)
     for param, key, tensor in whole.created:
@@ -148,7 +150,7 @@ def _processes() -> int:
 
 
 def _place(optimizer: LocalityOptimizer, values: Tensor) -> tuple[Group, Plan, int]:
-    """The group that has a parameter, and where."""
+    """Return the group that has a parameter, its plan and the parameter's index."""
     for group, plan in zip(optimizer.param_groups, optimizer._current_plans(), strict=True):
         for index, param in enumerate(plan.params):
             if param is values:
@@ -165,7 +167,7 @@ def _check_group(group: Group) -> None:
 
 
 def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -> Batch:
-    """The operator's arguments for all blocks, but for the gradient."""
+    """Return the operator's arguments for all blocks, except the gradient."""
     values = plan.params[index]
     lr = device_lr(group, values.device)
     decay_map = plan.map_of(index)
@@ -182,13 +184,13 @@ def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -
 
 
 def _part(whole: Batch, blocks: slice, gradient: Tensor) -> Batch:
-    """The operator's arguments for some of the blocks."""
+    """Return the operator's arguments for a slice of the blocks."""
     count = len(whole.params[0])
     return Batch(
         params=[whole.params[0][blocks]],
         grads=[gradient],
         states=[[state[blocks] for state in states] for states in whole.states],
-        steps=[step.clone() for step in whole.steps],  # the operator counts each part
+        steps=[step.clone() for step in whole.steps],  # each operator call increments the count of its own part
         first=list(whole.first),
         group_index=whole.group_index,
         rows=whole.rows,

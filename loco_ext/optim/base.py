@@ -1,8 +1,8 @@
-"""What SGD, Adam and AdamW share: group options, checkpoints, and gathering parameters for the fused step.
+"""The code shared by SGD, Adam and AdamW: group options, checkpoints, and gathering parameters for the fused step.
 
 A step collects the parameters of all groups into batches of one rule each (usually one batch) and makes one operator
-call per batch. Groups with ``foreach=True`` or ``differentiable=True`` go through torch's own functions, the decay map
-applied beforehand.
+call per batch. Groups with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the
+decay map has been applied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loco_ext.optim.penalty import as_plain, from_plain
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
 from loco_ext.optim.warning import warn_caller
 
-# Our own group keys with their defaults. rounding_step counts the steps of stochastic rounding.
+# The group keys that this package adds, with their defaults. rounding_step counts the steps of stochastic rounding.
 OWN_DEFAULTS: Group = {
     "locality": None,
     "norm": "l2",
@@ -35,65 +35,65 @@ OWN_DEFAULTS: Group = {
     "stochastic_rounding": None,
     "rounding_step": 0,
 }
-# Choices of an implementation, which a checkpoint of torch.optim does not carry over.
+# Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
 
 
 def uses_torch(group: Group) -> bool:
-    """Whether the group asks for torch's own implementation."""
+    """Return whether the group asks for torch's own implementation."""
     return bool(group["foreach"] or group["differentiable"])
 
 
 def uses_kernels(group: Group, param: Tensor) -> bool:
-    """Whether the group's step on this parameter runs in kernels of a GPU, which read step counts there."""
+    """Return whether GPU kernels step this parameter; they read its step count on the GPU."""
     return param.is_cuda and group["fused"] is not False and not uses_torch(group)
 
 
 def device_lr(group: Group, device: torch.device) -> Tensor | None:
-    """The group's learning rate if it is a tensor that the parameters' device reads itself."""
+    """Return the group's learning rate if it is a tensor that the parameters' device reads itself, else None."""
     lr = group["lr"]
     return lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu and device.type != "cpu" else None
 
 
 def as_hyper(rows: list[list[float]]) -> Tensor:
-    """Rows of hyper-parameters as the operators take them."""
+    """Return the rows of hyper-parameters as the operators take them: a float64 CPU tensor."""
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
 def as_step(count: Tensor) -> Tensor:
-    """A step count of any dtype in one that the operators take."""
+    """Return a step count of any dtype in a dtype that the operators take: float32 or float64."""
     return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
 
 
 def _says_how(option: Any) -> bool:
-    """Whether a locality or a norm is given, and is not the default."""
+    """Return whether a locality or a norm is given and differs from the default."""
     return any(entry is not None for entry in option) if isinstance(option, list) else option not in (None, "l2")
 
 
 class LocalityOptimizer(Optimizer):
-    """Mixed into torch.optim's classes, in front of them."""
+    """Mixin that stands in front of a torch.optim class among the bases."""
 
     _plans: list[Plan]
-    _warned = False  # of kernels of an even size
-    _is_made = False  # __init__ has been left
+    _warned = False  # whether the warning about kernels of an even size has been given
+    _is_made = False  # whether __init__ has returned
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
     def _finish_init(self) -> None:
-        """To be called last in ``__init__``, when torch's own has seen all groups."""
+        """Finish construction; call it last in ``__init__``, when torch's own has seen all groups."""
         self._refresh()
         self._warn_if_idle(self.param_groups)
         self._is_made = True
 
     def _own_arguments(self, **arguments: object) -> None:
-        """To be called first in ``__init__``: ``add_param_group`` runs inside torch's own and needs these defaults."""
+        """Set the defaults that ``add_param_group``, which torch's own ``__init__`` runs, needs; call it first."""
         self._own_defaults: Group = {**OWN_DEFAULTS, **arguments}
 
     def _refresh(self) -> None:
         self._plans = []
 
-    @torch._disable_dynamo  # as torch.optim's
+    @torch._disable_dynamo  # as torch.optim's method is
     def add_param_group(self, param_group: Group) -> None:
-        """Adds a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
+        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
         own = self.__dict__.pop("_own_defaults", None)
         if own is not None:
             self.defaults.update(own)
@@ -109,9 +109,9 @@ class LocalityOptimizer(Optimizer):
             self._warn_if_idle(self.param_groups[-1:])
 
     def _warn_if_idle(self, added: list[Group]) -> None:
-        """Warns of options of groups that say how to decay, where they act on nothing, neither there nor elsewhere.
+        """Warn of decay options (locality, norm) that act on nothing, neither in the added groups nor in any other.
 
-        Groups often repeat options of others, such as the locality of weights that decay in the group of their biases.
+        Groups often repeat the options of others: a group of biases may have the locality of the weights, which decay.
         """
         idle = []
         for name in ("locality", "norm"):
@@ -130,20 +130,20 @@ class LocalityOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether GradScaler is to hand grad_scale and found_inf to step(), rather than to unscale and to skip itself.
+        """Whether GradScaler passes grad_scale and found_inf to step() instead of unscaling and skipping itself.
 
-        As torch.optim's, with ``fused=True`` alone: gradients can then not be clipped between the two. torch's own
-        functions cannot take a scale. Where backward steps, step() is to see that there is a scaler.
+        As in torch.optim, only with ``fused=True``: gradients can then not be clipped between unscaling and the step.
+        torch's own functions cannot take a scale. With step_in_backward, step() has to learn that there is a scaler.
         """
         fused = all(group["fused"] and not uses_torch(group) for group in self.param_groups)
         return fused or bool(self._stepped_in_backward)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """torch.optim's classes set it where ``fused=True``; ours follows the groups."""
+        """Ignore the assignment that torch.optim's classes make for ``fused=True``; ours follows the groups."""
 
     def _check_group(self, group: Group) -> Plan:
-        """Checks the options of ours, and makes the group's plan."""
+        """Check the options that this package adds, and return the group's plan."""
         group["locality"] = as_tuples(group["locality"])
         if group["norm"] not in ("l2", "l1"):
             raise ValueError(f"norm: expected 'l2' or 'l1', got {group['norm']!r}")
@@ -168,8 +168,8 @@ class LocalityOptimizer(Optimizer):
         return plan
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step; ``closure``, if given, reevaluates the model and its loss is returned."""
-        # A compiler gains nothing from the step, one operator call that it is; asking here is cheaper than a wrapper.
+        """Make one optimization step; ``closure``, if given, reevaluates the model, and its loss is returned."""
+        # The step is one operator call, from which a compiler gains nothing; asking here is cheaper than a wrapper.
         return self._step_uncompiled(closure) if torch.compiler.is_compiling() else self._step(closure)
 
     @torch._disable_dynamo
@@ -191,7 +191,7 @@ class LocalityOptimizer(Optimizer):
         return loss
 
     def _check_stepped(self, found_inf: Tensor | None) -> None:
-        """Raises where backward has stepped values by what was no whole gradient of theirs."""
+        """Raise if backward has stepped values by a gradient that was scaled or incomplete."""
         if found_inf is not None:
             raise RuntimeError("step_in_backward: expected gradients without a GradScaler's factor, got a step of one")
         if any(values.grad is not None for values in self._stepped_in_backward):
@@ -218,7 +218,7 @@ class LocalityOptimizer(Optimizer):
         if self._nothing_may_change(batches):
             return
         if len(batches) + len(by_torch) > 1:
-            # All batches are checked before the first is stepped; found_inf makes a step of nothing but its checks.
+            # All batches are checked before the first is stepped; with found_inf set, a step only makes its checks.
             for rule, batch in batches.items():
                 self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
@@ -230,7 +230,7 @@ class LocalityOptimizer(Optimizer):
                 self.state[param][key] = tensor
 
     def _collect(self, plans: list[Plan]) -> dict[Rule, Batch]:
-        """The parameters of all groups that our own step serves, in batches of one rule each."""
+        """Return the parameters of all groups that the fused step serves, batched by rule."""
         batches: dict[Rule, Batch] = {}
         ordinal = 0
         for group, plan in zip(self.param_groups, plans, strict=True):
@@ -244,7 +244,7 @@ class LocalityOptimizer(Optimizer):
         return batches
 
     def _nothing_may_change(self, batches: dict[Rule, Batch]) -> bool:
-        """Whether found_inf is set, asked of a GPU only where buffers are to be written that hold nothing yet."""
+        """Return whether found_inf is set; read it from a GPU only if uninitialised buffers would be written."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None or not any(any(batch.first) for batch in batches.values()):
             return False
@@ -264,15 +264,15 @@ class LocalityOptimizer(Optimizer):
         return plans
 
     def _state_dtype(self, param: Tensor, group: Group) -> torch.dtype:
-        """float32 by option for the states of bfloat16 and float16 parameters, else the parameter's."""
+        """Return float32 for the states of bfloat16 and float16 parameters if the group asks, else param's dtype."""
         return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
 
-    @torch.inference_mode(False)  # later steps may be outside, as for all states
+    @torch.inference_mode(False)  # later steps may run outside inference mode, so no state may be an inference tensor
     def _new_state(self, param: Tensor, group: Group) -> Tensor:
         return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
 
     def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
-        """The keyword arguments that all operators of the family take."""
+        """Return the keyword arguments that all operators of the family take."""
         return {
             "group_index": batch.group_index,
             "maps": batch.maps,
@@ -288,44 +288,44 @@ class LocalityOptimizer(Optimizer):
         }
 
     def _found_inf(self, batch: Batch, found_inf: Tensor | None) -> Tensor | None:
-        """What the operator is told: found_inf, or what GradScaler has said."""
+        """Return the operator's found_inf: the given tensor, or the one that GradScaler has set."""
         return batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf
 
     def _rule(self, group: Group, device: str) -> Rule:
         return rule_of(group, device, self._kind(group))
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
-        """What the class distinguishes among its rules."""
+        """Return the flags by which the class tells its rules apart."""
         raise NotImplementedError
 
-    _operator: str  # its name
+    _operator: str  # the name of its operator in loco_ext.ops
 
     def _denominator(self, group: Group, param: Tensor) -> Tensor | None:
-        """What the last step of the parameter divided by, ``lr * metric`` of a prox; None: it divided by nothing."""
+        """Return the divisor of the parameter's last step, ``lr * metric`` of a prox, or None if there was none."""
         raise NotImplementedError
 
     def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        """What of the operator's arguments decides about the prox, for one parameter."""
+        """Return the operator arguments that decide about the prox of one parameter."""
         raise NotImplementedError
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
-        """The group's row of hyper; its learning rate is not looked at if the device reads it from ``lr``."""
+        """Return the group's row of ``hyper``; its learning rate is not read if the device reads it from ``lr``."""
         raise NotImplementedError
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
-        """Adds the states of the group's parameters to the batch, made for this step where there are none."""
+        """Add the states of the group's parameters to the batch; missing ones are created for this step."""
         raise NotImplementedError
 
     def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        """Makes the operator call; with found_inf set it checks and changes nothing."""
+        """Make the operator call; with found_inf set it checks and changes nothing."""
         raise NotImplementedError
 
     def _step_with_torch(self, group: Group, plan: Plan) -> None:
-        """Steps the group by torch's own functions."""
+        """Step the group by torch's own functions."""
         raise NotImplementedError
 
     def _shrink(self, group: Group, plan: Plan) -> None:
-        """Ends a step made by torch's own functions with the prox of the group's penalties."""
+        """Apply the prox of the group's penalties after a step by torch's own functions."""
         if plan.penalties and not plan.plain:
             raise NotImplementedError("penalty: expected foreach=False or None for DTensor parameters")
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
@@ -338,7 +338,7 @@ class LocalityOptimizer(Optimizer):
             param.copy_(shrink(self._operator, arguments, 0, param))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's; penalties are tuples of class name and settings, so that no code is needed to load them."""
+        """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
         state = super().state_dict()
         for group in state["param_groups"]:
             group["penalty"] = as_plain(group["penalty"])
@@ -346,13 +346,13 @@ class LocalityOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of ours or of the torch.optim class of the same name.
+        """Load a checkpoint of this class or of the torch.optim class of the same name.
 
         Group keys that the checkpoint lacks keep their present values; a torch.optim checkpoint also leaves ``foreach``
         and ``fused`` alone. States take the dtype that the group asks for and the strides of their parameters.
 
         Raises:
-            TypeError, ValueError: naming a state that does not fit its parameter; nothing has been changed.
+            TypeError, ValueError: naming a state that does not fit its parameter; nothing has been changed then.
         """
 
         def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
@@ -382,7 +382,7 @@ class LocalityOptimizer(Optimizer):
         self._refresh()
 
     def _restore_states(self, loaded: dict[str, Any]) -> None:
-        """Gives states the dtype and strides they should have; torch casts to the parameter's dtype, strides aside."""
+        """Give states their dtype and strides back: torch casts to the parameter's dtype and ignores strides."""
         for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in loaded["state"].get(key, {}).items():

@@ -1,4 +1,4 @@
-"""What a CUDA graph must not capture."""
+"""Checks against capturing in a CUDA graph a step that would not replay correctly."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from loco_ext.optim.plan import Batch, Rule
 
 
 def is_captured(param: Tensor) -> bool:
-    """Whether a CUDA graph captures what is done to the parameter now."""
+    """Return whether a CUDA graph is capturing the current stream of the parameter's device."""
     return param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_states(param: Tensor) -> None:
-    """Raises where states are about to be made or moved, which every replay of a graph would do anew.
+    """Raise if states are about to be created or moved under capture: every replay of the graph would do so again.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, and the optimizer has not stepped the parameter before.
@@ -24,11 +24,11 @@ def check_states(param: Tensor) -> None:
 
 
 def check_capture(rule: Rule, batch: Batch) -> None:
-    """Raises if a CUDA graph is being captured that would not replay this step as it is meant.
+    """Raise if a CUDA graph is being captured that would not replay this step as intended.
 
     Raises:
-        RuntimeError: see :func:`check_states`; or the rule rounds stochastically, where every replay would draw the
-            same numbers.
+        RuntimeError: see :func:`check_states`; or the rule rounds stochastically, as every replay would draw the same
+            numbers.
     """
     if batch.created:
         check_states(batch.params[0])

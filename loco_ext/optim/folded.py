@@ -1,10 +1,10 @@
-"""Penalties of folded kernels: what the optimizers do around a step for a convolution's weight and its norm's.
+"""FoldedPenalty in the optimizers: what they add to a step of a convolution's weight and of its norm's weight.
 
-:class:`loco_ext.sparsity.FoldedPenalty` says what is minimised. Its pulls on the norm's weight and on the direction of
-kernels are proxes after the step, each with the step size or metric of its parameter. The second keeps the norm
-of kernels by scaling them back. In Adam's metric that alone would lead to another minimum: there the part of the pull
-that points along the kernel, outwards, which is smooth, joins the gradient, so that nothing is left to scale back where
-the minimum is reached.
+:class:`loco_ext.sparsity.FoldedPenalty` states what is minimised. Its pulls on the norm's weight and on the direction
+of the filters are proxes after the step, each with the step size or metric of its parameter. The second pull keeps the
+filters' norms by scaling them back. In Adam's metric that alone would lead to another minimum. There the part of the
+pull that points outwards along the filter, which is smooth, joins the gradient instead, so that nothing is left to
+scale back at the minimum.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Optimizer(Protocol):
 
 @contextmanager
 def folded_steps(optimizer: _Optimizer, plans: list[Plan]) -> Iterator[None]:
-    """A context in which the optimizer makes its step without these penalties, which are applied at its end.
+    """Return a context in which the optimizer steps without these penalties; they are applied at its end.
 
     Raises:
-        ValueError: a norm's weight is not stepped by this optimizer. Nothing has changed then, nor in what follows.
-        NotImplementedError: sharded parameters; stochastic rounding.
+        ValueError: a norm's weight is not stepped by this optimizer. Nothing has changed then.
+        NotImplementedError: parameters are sharded, or rounding is stochastic.
     """
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     steps = [_FoldedStep(optimizer, group_of, *entry) for plan in plans for entry in plan.folded]
@@ -49,14 +49,14 @@ def folded_steps(optimizer: _Optimizer, plans: list[Plan]) -> Iterator[None]:
         for weight, grad in gradients:
             if grad is not weight.grad and grad is not None:
                 weight.grad = grad
-                if scale is not None:  # a step leaves gradients without their factor
+                if scale is not None:  # the fused step divides gradients by their scale, in memory too
                     grad.copy_(_unless(found_inf, grad / scale.to(grad), grad))
     for step in steps:
         step.end(found_inf)
 
 
 class _FoldedStep:
-    """One step of a convolution's weight and of the weight of its norm."""
+    """One step of a convolution's weight and of its norm's weight."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _FoldedStep:
                 )
 
     def begin(self, scale: Tensor | None) -> None:
-        """Reads what the penalty depends on before the step. scale: what gradients are multiplied by."""
+        """Read what the penalty depends on before the step. ``scale``: the factor that gradients carry, or None."""
         if not self.turns:
             return
         penalty, weight = self.penalty, self.weight.detach()
@@ -113,9 +113,9 @@ class _FoldedStep:
         self.weight.grad = grad + (column * weight).to(grad.dtype)
 
     def end(self, found_inf: Tensor | None) -> None:
-        """Shrinks both factors by what the step has moved them with."""
+        """Shrink both factors by the step sizes or metrics that the step has used."""
         if found_inf is not None and not self._has_states():
-            return  # nothing was stepped, not even states were made
+            return  # the step was skipped: not even states were created
         penalty, weight, gamma = self.penalty, self.weight.detach(), self.gamma.detach()
         wide = weight.to(arithmetic_dtype(weight))
         if self.turns:
@@ -135,7 +135,7 @@ class _FoldedStep:
         return all("betas" not in group or p.grad is None or state.get(p) for group, p in stepped)
 
     def _size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
-        """The step size, and what the step divided by."""
+        """Return the step size, and the step's divisor or None."""
         lr = group["lr"]
         lr = lr.to(param.device, torch.float64) if isinstance(lr, Tensor) else lr
         momentum = group.get("momentum", 0)
@@ -144,5 +144,5 @@ class _FoldedStep:
 
 
 def _unless(found_inf: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    """What a parameter becomes unless GradScaler has found infinite gradients."""
+    """Return ``new``, or ``old`` in its dtype if GradScaler has found infinite gradients."""
     return new if found_inf is None else torch.where(found_inf.to(new.device) == 0, new, old.to(new.dtype))

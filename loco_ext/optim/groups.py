@@ -31,36 +31,37 @@ def parameter_groups(
     penalty: Penalty | Mapping[str, Penalty | None] | None = None,
     per_layer: Mapping[str, Factors | None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: convolution weights, other decayed weights, and what is not decayed.
+    """Return parameter groups for an optimizer: convolution weights, other decayed weights, and undecayed parameters.
 
-    Convolution weights (of Conv and ConvTranspose modules) get ``locality``, each layer named in ``per_layer`` its
-    own entry instead; those of Conv modules, 1x1 convolutions included, get ``penalty``; all share one group. The
-    blocks of locally connected layers are convolution weights, too: their decay depends on how far a block lies from
-    the middle of its output pixel's receptive field (:func:`loco_ext.geometry.block_decay_map`), after growth
-    and pruning as well. Biases, the parameters of normalisation layers and other vectors are not decayed. Everything
-    else is decayed uniformly, position embeddings of whatever shape included. Shared parameters appear once, with the
-    entry of the first module that has one; empty groups are left out.
+    Convolution weights (of Conv and ConvTranspose modules) get ``locality``, but each layer named in ``per_layer`` gets
+    its own entry; those of Conv modules, 1x1 convolutions included, get ``penalty``; all share one group. The blocks of
+    locally connected layers are convolution weights, too: their decay depends on how far a block lies from the middle
+    of its output pixel's receptive field (:func:`loco_ext.geometry.block_decay_map`), also after growth and pruning.
+    Biases, the parameters of normalisation layers and other vectors are not decayed. Everything else is decayed
+    uniformly, including position embeddings of any shape. A shared parameter appears once, with the entry of the first
+    module that has one; empty groups are left out.
 
-    Where torch's weight_norm, spectral_norm or prune compute a convolution's weight, the parameter with its kernels has
-    the ``locality``: the direction, the weight before it is scaled, or before it is masked. Ahead of a scale, as ahead
-    of batch norm, decay acts on the ratios of taps alone. Pruned weights take a ``penalty``, whose minimum has zeros
-    where the mask has some; for what a scale follows there is no such minimum.
+    If torch's weight_norm, spectral_norm or prune compute a convolution's weight, the parameter with its filters gets
+    the ``locality``: the direction, the weight before scaling, or the weight before masking. If a scale follows, as
+    before batch norm, decay acts on the ratios of taps alone. Pruned weights take a ``penalty``: its minimum has zeros
+    where the mask has some. Weights that are scaled afterwards take none, as there is no such minimum.
 
     Args:
         model: its parameters may be frozen, so that they can be unfrozen later.
-        weight_decay: of the first two groups, torch's convention (the paper's lambda times 2), finite and at least 0.
+        weight_decay: of the first two groups, in torch's convention (the paper's lambda times 2), finite, at least 0.
         locality: None, ``(gamma, eta)`` or one factor per distance class.
-        penalty: None, or of every Conv module's weight, or module names to penalties, others having none (as from
-            :func:`loco_ext.sparsity.folded_penalties`). The kernels of a ConvTranspose lie along another axis.
-        per_layer: module name, as in ``model.named_modules()``, to such an entry.
+        penalty: None, one penalty for every Conv module's weight, or a mapping of module names to penalties, in which
+            the others have none (as from :func:`loco_ext.sparsity.folded_penalties`). A ConvTranspose takes none: its
+            filters lie along another axis.
+        per_layer: module names, as in ``model.named_modules()``, mapped to such a locality.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came; also if ``per_layer`` or
-            ``penalty`` names no convolution of the model, or one whose weight is computed so that it cannot act on it,
-            or a lazy module has not run yet.
+            ``penalty`` names no convolution of the model, or one whose weight is computed in a way that keeps it from
+            acting, or if a lazy module has not run yet.
 
     Warns:
-        UserWarning: a ``locality`` without weight decay or without a convolution; convolutions that it cannot act on.
+        UserWarning: a ``locality`` without weight decay or without a convolution, or one that cannot act on some.
 
     Example:
         >>> from torch import nn
@@ -103,9 +104,9 @@ class _Layer:
     """A convolution or a locally connected layer.
 
     Attributes:
-        kernels: the parameter that has its kernels, tap by tap, or its blocks; None: no parameter has.
-        how: its weight is computed; None: the weight is a parameter.
-        may_have_penalty: kernels lie along the first axis of its weight, or it has blocks.
+        kernels: the parameter that has its filters, tap by tap, or its blocks; None if no parameter has.
+        how: how its weight is computed; None if the weight is a parameter.
+        may_have_penalty: whether filters lie along the first axis of its weight, or it has blocks.
     """
 
     kernels: nn.Parameter | None
@@ -114,14 +115,14 @@ class _Layer:
 
 
 def _layers(model: nn.Module) -> dict[str, _Layer]:
-    """Return each layer by name, by all its names where it has several; marks the blocks of locally connected ones."""
+    """Return each layer under all of its names; also mark the blocks of locally connected layers."""
     layers: dict[str, _Layer] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LocallyConnectedNd):
             how = computed(module, "values")
             values = module.values if how is None else how.kernels if how.masked else None
             if values is not None:
-                mark_blocks(values, module.pattern)  # one that has come in place of the layer's, such as a sharded one
+                mark_blocks(values, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
             layers[name] = _Layer(values, how, True)
         elif isinstance(module, _ConvNd):
             how = computed(module)
@@ -133,7 +134,7 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
 def _untouched(
     layers: dict[str, _Layer], factors_of: Mapping[int, Factors | None], penalty_of: Mapping[int, Any]
 ) -> set[int]:
-    """The parameters, by id, of computed weights that nothing acts on: they are as any other parameter."""
+    """Return the ids of parameters behind computed weights that nothing acts on; they are treated like any other."""
     kernels = {id(layer.kernels) for layer in layers.values() if layer.how is not None}
     return {key for key in kernels if factors_of.get(key) is None and penalty_of.get(key) is None}
 
@@ -141,7 +142,7 @@ def _untouched(
 def _factors_of(
     layers: dict[str, _Layer], locality: Factors | None, per_layer: Mapping[str, Factors | None]
 ) -> dict[int, Factors | None]:
-    """The factors of each layer's kernels, by the parameter's id."""
+    """Return the factors of each layer, by the id of the parameter with its filters."""
     if unknown := sorted(set(per_layer) - set(layers)):
         raise ValueError(f"per_layer: expected names of convolutions of the model, got {unknown}")
     for name, factors in per_layer.items():
@@ -166,7 +167,7 @@ def _factors_of(
 def _penalty_of(
     layers: dict[str, _Layer], penalty: Penalty | Mapping[str, Penalty | None] | None
 ) -> dict[int, Penalty | None]:
-    """The penalty of each layer's kernels, by the parameter's id."""
+    """Return the penalty of each layer, by the id of the parameter with its filters."""
     able = {name: layer for name, layer in layers.items() if layer.may_have_penalty}
     if not isinstance(penalty, Mapping):
         check_penalty("penalty", penalty)
@@ -187,10 +188,10 @@ def _penalty_of(
 
 
 def _has_minimum(layer: _Layer, penalty: Penalty) -> bool:
-    """Whether the penalty of the layer's parameter is least where that of its weight is.
+    """Return whether the penalty of the layer's parameter is least where that of its computed weight is.
 
-    That of elements that are masked is least at zero, and then the others'. A :class:`FoldedPenalty` keeps the norm of
-    what it is given, masked elements included, and so would let these grow.
+    Masked elements are zero at the parameter's minimum, and the others then agree. A :class:`FoldedPenalty` keeps the
+    norm of its parameter, masked elements included, and would let these grow.
     """
     if layer.how is None:
         return True
@@ -203,7 +204,7 @@ _Entry = TypeVar("_Entry")
 def _by_parameter(
     layers: dict[str, _Layer], entries: Mapping[str, _Entry | None], default: _Entry | None
 ) -> dict[int, _Entry | None]:
-    """The entry of each layer's kernels, by the parameter's id: of several layers with one, the first that is named."""
+    """Return each layer's entry, by the id of its parameter; of several layers that share one, the first named wins."""
     named = {id(layer.kernels): entries[name] for name, layer in reversed(layers.items()) if name in entries}
     kernels = [layer.kernels for layer in layers.values() if layer.kernels is not None]
     return {id(parameter): named.get(id(parameter), default) for parameter in kernels}
@@ -225,7 +226,7 @@ def _check_arguments(model: object, weight_decay: object, locality: object, per_
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Each parameter once, with the first module that has it and its name there."""
+    """Yield each parameter once, with the first module that has it and its name there."""
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

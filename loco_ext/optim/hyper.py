@@ -1,4 +1,4 @@
-"""Checks of the hyper-parameters that torch.optim takes, most of which it does not look at, or not in all groups."""
+"""Checks of hyper-parameters, most of which torch.optim does not check, or not in all groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _AT_LEAST_ZERO = ("lr", "momentum", "weight_decay", "eps")
 
 
 def check_hyper(options: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError where one of a group's hyper-parameters, of those that are there, is unusable.
+    """Raise TypeError or ValueError if a hyper-parameter among ``options`` is unusable; missing ones are skipped.
 
-    Tensors and arrays of one element are numbers, as in torch.optim.
+    Tensors and arrays of one element count as numbers, as in torch.optim.
     """
     for name in _AT_LEAST_ZERO:
         if name in options and not 0 <= _number(name, options[name]) < math.inf:
@@ -28,7 +28,7 @@ def check_hyper(options: Mapping[str, Any]) -> None:
 
 
 def is_zero(weight_decay: float | Tensor) -> bool:
-    """Whether a weight decay is 0 and stays so: a tensor can be changed in place."""
+    """Return whether a weight decay is 0 for good; a tensor never is, as it can be changed in place."""
     return not isinstance(weight_decay, Tensor) and weight_decay == 0
 
 

@@ -1,4 +1,4 @@
-"""Checks of the states in a state dict, before an optimizer takes them over."""
+"""Checks of the states in a state dict, before an optimizer loads them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def check_states(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> None:
-    """Raises where a state does not fit its parameter; groups that do not fit are left to torch.
+    """Raise if a state does not fit its parameter; groups that do not fit are left to torch.
 
-    NaN and infinities are taken, as torch.optim takes them: a training that has diverged saves them.
+    NaN and infinities are accepted, as in torch.optim: a diverged training saves them.
 
     Args:
         groups: the optimizer's ``param_groups``.
-        loaded: what ``load_state_dict`` was given.
+        loaded: the state dict that ``load_state_dict`` was given.
 
     Raises:
         TypeError, ValueError: naming the state, what was expected and what came.
@@ -48,7 +48,7 @@ def _check_step(name: str, step: Any) -> None:
     if isinstance(step, Tensor):
         if step.numel() != 1 or step.is_complex() or step.is_meta:
             raise ValueError(f"{expected}, got a tensor of {step.dtype}, shape {tuple(step.shape)} on {step.device}")
-        if type(step) is not Tensor:  # a DTensor's or a fake tensor's value may be somewhere else, or nowhere
+        if type(step) is not Tensor:  # the value of a DTensor or a fake tensor may be elsewhere, or not exist
             return
     count = float(step)
     if not (math.isfinite(count) and count >= 0):

@@ -1,4 +1,4 @@
-"""From the ``locality`` of a parameter group to one decay map per parameter."""
+"""Conversion of a parameter group's ``locality`` to one decay map per parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST_GUESSED_KERNEL = 15
 
 
 def as_tuples(locality: Any) -> Any:
-    """A locality as JSON and distributed checkpoints give it back, tuples turned to lists, as it was."""
+    """Return a locality with the tuples that JSON and distributed checkpoints have turned into lists."""
     if not isinstance(locality, list):
         return locality
     if locality and all(isinstance(factor, Real) for factor in locality):
@@ -30,7 +30,7 @@ def as_tuples(locality: Any) -> Any:
 
 
 def check_locality(locality: object, count: int) -> None:
-    """Raises TypeError or ValueError unless ``locality`` suits a group of ``count`` parameters."""
+    """Raise TypeError or ValueError unless ``locality`` suits a group of ``count`` parameters."""
     if isinstance(locality, list):
         if len(locality) != count:
             raise ValueError(f"locality: expected a list of {count} entries, one per parameter, got {len(locality)}")
@@ -41,7 +41,7 @@ def check_locality(locality: object, count: int) -> None:
 
 
 def check_factors(name: str, factors: object) -> None:
-    """Raises TypeError or ValueError unless these are the factors of a parameter, or None."""
+    """Raise TypeError or ValueError unless ``factors`` are the factors of one parameter, or None."""
     if factors is None:
         return
     if not isinstance(factors, tuple) or not all(isinstance(f, Real) and not isinstance(f, bool) for f in factors):
@@ -53,7 +53,7 @@ def check_factors(name: str, factors: object) -> None:
 
 
 def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | None]:
-    """Return one float64 decay map (or None: uniform) per parameter; equal kernels share one.
+    """Return one float64 decay map per parameter, or None for uniform decay; equal kernels share a map.
 
     A tuple applies to the parameters that look like convolution weights: 3 to 5 dimensions, odd spatial sizes up to 15,
     more than one tap; and to the blocks of locally connected layers. A list names each parameter's factors, so that any
@@ -76,13 +76,13 @@ def decay_maps(params: Sequence[Tensor], locality: Locality) -> list[Tensor | No
 
 
 def even_kernels(params: Sequence[Tensor], locality: Locality) -> list[tuple[int, ...]]:
-    """The shapes of the parameters that ``locality`` means but cannot reach."""
+    """Return the shapes of the parameters that ``locality`` addresses but cannot act on, as their kernels are even."""
     entries = zip(params, _entries(params, locality), strict=True)
     return [tuple(param.shape) for param, factors in entries if factors is not None and has_even_kernel(param)]
 
 
 def has_even_kernel(param: Tensor) -> bool:
-    """Whether a kernel has no centre tap."""
+    """Return whether the kernel has no centre tap, because one of its sizes is even."""
     return any(size % 2 == 0 for size in _kernel_size(param))
 
 
@@ -106,7 +106,7 @@ def _entries(params: Sequence[Tensor], locality: Locality) -> Sequence[Factors |
 
 
 def looks_like_convolution(param: Tensor) -> bool:
-    """Whether a bare parameter counts as a convolution weight, one of an even kernel size included."""
+    """Return whether a parameter counts as a convolution weight judging by its shape; even kernel sizes count too."""
     if pattern_of(param) is not None:
         return True
     if not 3 <= param.dim() <= 5:
@@ -122,7 +122,7 @@ def _map_of_blocks(pattern: BlockPattern, factors: Factors) -> Tensor | None:
 
 
 def _map(kernel_size: tuple[int, ...], factors: Factors) -> Tensor | None:
-    # All ones, or a single tap: uniform decay, exactly.
+    # Factors of 1, or a single tap, mean exactly uniform decay.
     if math.prod(kernel_size) == 1 or set(factors) == {1}:
         return None
     return geometry.decay_map(kernel_size, factors)

@@ -1,4 +1,4 @@
-"""From the ``penalty`` of a parameter group to what the step takes for each parameter."""
+"""Conversion of a parameter group's ``penalty`` to the penalties that the step takes for each parameter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from loco_ext.optim.locality import looks_like_convolution
 from loco_ext.sparsity.complexity import ComplexityPenalty, Penalty
 from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, RingPenalty
 
-# A convolution's weight, its penalty, and that one's weights of groups on the device.
+# (a convolution's weight, its penalty, the penalty's weights of groups on the weight's device)
 Folded: TypeAlias = tuple[Tensor, FoldedPenalty, Tensor]
 _CLASSES = {"RingPenalty": RingPenalty, "KernelPenalty": KernelPenalty}
 
 
 def as_plain(penalty: Any) -> Any:
-    """A group's penalty as a checkpoint holds it: tuples of a class name and its settings, which are no code. The batch
-    norm of a FoldedPenalty and the model of a ComplexityPenalty are left out."""
+    """Return a group's penalty as checkpoints store it: tuples of class name and settings, loadable without code.
+
+    The batch norm of a FoldedPenalty and the model of a ComplexityPenalty are left out.
+    """
     if isinstance(penalty, list):
         return [as_plain(entry) for entry in penalty]
     if isinstance(penalty, FoldedPenalty):
@@ -31,14 +33,15 @@ def as_plain(penalty: Any) -> Any:
 
 
 def from_plain(penalty: Any, present: Any = None) -> Any:
-    """The penalty that :func:`as_plain` was given; tuples may have become lists.
+    """Return the penalty that :func:`as_plain` was given; tuples may have become lists.
 
     Args:
-        penalty: plain, or already a penalty.
-        present: the group's until now, whose batch norms and models FoldedPenalty and ComplexityPenalty take over.
+        penalty: the plain form, or already a penalty.
+        present: the group's penalty so far, which supplies the batch norms of FoldedPenalty entries and the models of
+            ComplexityPenalty entries.
 
     Raises:
-        ValueError: one of these has none of its kind at its place in ``present``.
+        ValueError: ``present`` has no penalty of the same kind in the place of such an entry.
     """
     if not isinstance(penalty, list | tuple):
         return penalty
@@ -78,14 +81,16 @@ def _of_model(rings: Any, present: Any) -> ComplexityPenalty:
 def step_penalties(
     params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
 ) -> tuple[list[OfStep | None], list[Folded]]:
-    """What the operators take for each parameter, None without a penalty, empty where they take none; and the
-    parameters with a FoldedPenalty, which the optimizers themselves apply after the step.
+    """Return the penalties that the operators take, and the parameters with a FoldedPenalty.
 
-    A penalty alone applies to the parameters that look like convolution weights, as a locality does; a list names each
-    parameter's own.
+    The first list has an entry for each parameter, None for those without a penalty, and is empty if no parameter has
+    one. The optimizers themselves apply a FoldedPenalty after the step.
+
+    A single penalty applies to the parameters that look like convolution weights, as a locality does; a list gives each
+    parameter its own.
 
     Raises:
-        TypeError, ValueError: ``penalty`` is no such thing, fits no parameter, or not the one that it is given for.
+        TypeError, ValueError: ``penalty`` is neither, fits no parameter, or an entry does not fit its parameter.
     """
     if penalty is None:
         return [], []
@@ -120,6 +125,6 @@ def _entries(params: Sequence[Tensor], penalty: Any) -> Sequence[Penalty | None]
 
 
 def check_penalty(name: str, penalty: object) -> None:
-    """Raises TypeError unless this is a penalty or None."""
+    """Raise TypeError unless ``penalty`` is a penalty or None."""
     if penalty is not None and not isinstance(penalty, Penalty):
         raise TypeError(f"{name}: expected None, a RingPenalty or another of loco_ext.sparsity, got {penalty!r}")

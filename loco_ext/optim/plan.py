@@ -1,4 +1,4 @@
-"""Gathering the parameters of a step: plans of groups, their selection by gradient, batches of operator calls."""
+"""Gathering the parameters of a step: plans of groups, selections by gradient and device, batches of operator calls."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Group = dict[str, Any]
 
 
 def same_objects(a: Collection[object], b: Collection[object]) -> bool:
-    """Whether the two hold the very same objects in the same order."""
+    """Return whether both hold the very same objects in the same order."""
     return len(a) == len(b) and all(map(is_, a, b))
 
 
 def same_values(a: Collection[object], b: Collection[object]) -> bool:
-    """Whether the two hold equal shapes, or the very same patterns, in the same order."""
+    """Return whether both hold equal shapes, or the very same patterns, in the same order."""
     return len(a) == len(b) and all(x is y or (isinstance(x, torch.Size) and x == y) for x, y in zip(a, b, strict=True))
 
 
@@ -39,34 +39,34 @@ _OPTIONS = (
 
 
 def _options_of(group: Group) -> list[object]:
-    """Copies, for lists may be changed in place."""
+    """Return the values of ``_OPTIONS``, with copies of lists, as those may be changed in place."""
     options = [group.get(key) for key in _OPTIONS]
     return [list(option) if isinstance(option, list) else option for option in options]
 
 
 def _kernels_of(group: Group) -> tuple[list[object], list[object]]:
-    """Shapes and block patterns of the parameters, where maps or penalties may depend on them."""
+    """Return the parameters' shapes and block patterns if maps or penalties may depend on them, else empty lists."""
     if group["locality"] is None and group["penalty"] is None:
         return [], []
     return [p.shape for p in group["params"]], [pattern_of(p) for p in group["params"]]
 
 
 def _fake_mode() -> Any:
-    """The FakeTensorMode that is active, which makes every new tensor one of its own; None: none is."""
+    """Return the active FakeTensorMode, under which every new tensor is a fake one, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 @dataclass
 class Plan:
-    """The decay maps and penalties of a group's parameters, kept while the group stays as it is."""
+    """The decay maps and penalties of a group's parameters, cached while the group stays as it is."""
 
     params: list[Tensor]
     options: list[object]
     kernels: tuple[list[object], list[object]]
-    maps: list[Tensor]  # each once
-    map_index: list[int]  # of each parameter's map, -1: uniform
-    penalties: list[OfStep | None]  # of each parameter, those of folded kernels left out; empty: none has one
-    folded: list[Folded]  # what has a FoldedPenalty
+    maps: list[Tensor]  # without duplicates
+    map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
+    penalties: list[OfStep | None]  # for each parameter, without FoldedPenalty; empty if no parameter has one
+    folded: list[Folded]  # the parameters with a FoldedPenalty
     plain: bool  # no parameter is of a tensor subclass such as DTensor
     fake_mode: object
 
@@ -74,19 +74,19 @@ class Plan:
         self.preparations = [penalty.prepare for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
     def fits(self, group: Group) -> bool:
-        """Whether nothing that this plan was made from has changed."""
+        """Return whether the plan is still valid: nothing that it was made from has changed."""
         same = self.fake_mode is _fake_mode() and _options_of(group) == self.options
         same = same and same_objects(group["params"], self.params)
         return same and all(map(same_values, _kernels_of(group), self.kernels))
 
     def map_of(self, index: int) -> Tensor | None:
-        """The decay map of a parameter, None: uniform."""
+        """Return the decay map of a parameter, None for uniform decay."""
         return self.maps[self.map_index[index]] if self.map_index[index] >= 0 else None
 
 
-@torch.inference_mode(False)  # its tensors are to serve outside as well
+@torch.inference_mode(False)  # the maps are also used outside inference mode
 def make_plan(group: Group) -> Plan:
-    """Checks the group's locality and penalty and makes its decay maps."""
+    """Check the group's locality and penalty, and return its plan with the decay maps."""
     params, locality, penalty = group["params"], group["locality"], group["penalty"]
     check_locality(locality, len(params))
     fake_mode = _fake_mode()
@@ -117,11 +117,11 @@ class Selection:
     grads: list[Tensor]
     map_index: list[int]
     penalties: list[OfStep | None]
-    offsets: Sequence[int]  # within the group
+    offsets: Sequence[int]  # indices of the parameters within the group
 
 
 def resolve_negated_grads(params: list[Tensor]) -> None:
-    """Computes gradients that are negated lazily, which operators on lists that may be written do not take."""
+    """Materialise lazily negated gradients: operators on mutable lists do not accept them."""
     grads = [p.grad for p in params]
     if any([g is not None and g.is_neg() for g in grads]):
         for param, grad in zip(params, grads, strict=True):
@@ -129,7 +129,7 @@ def resolve_negated_grads(params: list[Tensor]) -> None:
 
 
 def select(plan: Plan) -> list[Selection]:
-    """What is to be stepped of a group, by device. In the common case that is all of it."""
+    """Return the parameters of a group that have gradients, by device; commonly that is one selection of them all."""
     grads = [p.grad for p in plan.params]
     present = [g for g in grads if g is not None]
     if present and len(present) == len(grads) and (device := _only_device(plan.params)) is not None:
@@ -148,7 +148,7 @@ def select(plan: Plan) -> list[Selection]:
 
 
 def _only_device(params: list[Tensor]) -> str | None:
-    """The device of all of them; None if there are several."""
+    """Return the device of all parameters, None if there are several."""
     if all([p.is_cpu for p in params]):
         return "cpu"
     devices = {p.device for p in params}
@@ -157,7 +157,7 @@ def _only_device(params: list[Tensor]) -> str | None:
 
 @dataclass
 class Batch:
-    """The arguments of one operator call: lists that run parallel to params."""
+    """The arguments of one operator call, as lists parallel to params."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -166,18 +166,18 @@ class Batch:
     first: list[int] = field(default_factory=list)
     group_index: list[int] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
-    # Of each group: its learning rate as a tensor that the device reads; None: the row has it.
+    # For each group: its learning rate as a tensor that the device reads; None if the row has it.
     lrs: list[Tensor | None] = field(default_factory=list)
     maps: list[Tensor] = field(default_factory=list)
     map_index: list[int] = field(default_factory=list)
-    penalties: list[OfStep | None] = field(default_factory=list)  # or empty
+    penalties: list[OfStep | None] = field(default_factory=list)  # empty if no parameter has one
     ordinals: list[int] = field(default_factory=list)
-    # States made for this step: (parameter, key, tensor), kept once the operator has returned.
+    # (parameter, key, tensor) of the states created for this step; stored once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
 
     def add(self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None) -> None:
-        """Adds a group's selected parameters; ordinal is that of the group's first parameter, if it is wanted."""
+        """Add a group's selected parameters; ``ordinal`` is that of the group's first parameter, None if not needed."""
         self.plain &= plan.plain
         if selection.penalties or self.penalties:
             self.penalties += [None] * (len(self.params) - len(self.penalties))
@@ -194,7 +194,7 @@ class Batch:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
 
     def lr_arguments(self) -> dict[str, Any]:
-        """Learning rates that are tensors of the device, as the operators take them."""
+        """Return the arguments for learning rates that are tensors on the device; empty if there are none."""
         tensors = [lr for lr in self.lrs if lr is not None]
         if not tensors:
             return {}
@@ -202,11 +202,11 @@ class Batch:
         return {"lrs": tensors, "lr_index": [-1 if lr is None else next(places) for lr in self.lrs]}
 
     def on_device(self, scalar: Tensor | None) -> Tensor | None:
-        """The scalar where the parameters are."""
+        """Return the scalar on the parameters' device."""
         return None if scalar is None else scalar.to(self.params[0].device)
 
     def localize(self) -> None:
-        """Replaces DTensors by their local shards, which the step updates in place."""
+        """Replace DTensors by their local shards, which the step updates in place."""
         if not self.plain:
             maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
             penalties = self.penalties or [None] * len(self.params)
@@ -214,11 +214,11 @@ class Batch:
 
 
 class Rule(NamedTuple):
-    """Groups alike in these share an operator call."""
+    """The properties that groups must share to be stepped by one operator call."""
 
     device: str
     reference: bool
-    kind: tuple[bool, bool]  # what else the optimizer class distinguishes
+    kind: tuple[bool, bool]  # the flags by which the optimizer class tells its rules apart
     maximize: bool
     l1: bool
     seed: int | None
@@ -226,7 +226,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(group: Group, device: str, kind: tuple[bool, bool]) -> Rule:
-    """The rule by which a group's parameters on one device are stepped."""
+    """Return the rule that steps a group's parameters on one device."""
     return Rule(
         device,
         group["fused"] is False,

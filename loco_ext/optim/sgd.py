@@ -21,31 +21,32 @@ from loco_ext.sparsity import Penalty
 class SGD(LocalityOptimizer, torch.optim.SGD):
     """torch.optim.SGD in one fused call for all parameters, with weight decay that may depend on the tap.
 
-    Without ``locality`` it is torch's optimizer: same arguments, same results, same checkpoints. With it, the decay of
-    a convolution's weights is multiplied by a map over the kernel's taps, of mean 1 (LOCO-REG, section 6, eq. 6.1).
-    The paper's loss ``lambda*w^2`` has the gradient ``2*lambda*w``: torch's ``weight_decay`` is ``2*lambda``.
+    Without ``locality`` it is torch's optimizer: same arguments, same results, same checkpoints. With ``locality``, the
+    decay of a convolution's weights is multiplied by a map over the kernel's taps, of mean 1 (LOCO-REG, section 6,
+    eq. 6.1). The paper's loss ``lambda*w^2`` has the gradient ``2*lambda*w``: torch's ``weight_decay`` is ``2*lambda``.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
-        foreach: True takes torch's foreach path, the map applied beforehand.
+        foreach: True takes torch's foreach path, after the map has been applied.
         differentiable: True takes torch's differentiable path, likewise.
-        fused: None or True: our kernels; with True they also unscale gradients for GradScaler. False: the PyTorch
-            reference.
+        fused: None or True takes this package's kernels; with True they also unscale gradients for GradScaler. False
+            takes the PyTorch reference.
         locality: None, ``(gamma, eta)``, one factor per distance class (a tuple), or a list with one such entry per
             parameter of the group. A tuple applies to parameters of 3 to 5 dimensions with odd spatial sizes up to 15
             and more than one tap; :func:`parameter_groups` finds convolutions by module type instead.
         penalty: None, a :class:`loco_ext.sparsity.RingPenalty`, ``KernelPenalty`` or ``FoldedPenalty``, or a list with
-            one such entry per parameter; a penalty alone applies to the same parameters as a tuple ``locality``. Its
-            exact prox ends every step, so that rings and kernels become exactly zero. Its strength is measured against
-            the loss: the thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
+            one such entry per parameter; a single penalty applies to the same parameters as a tuple ``locality``. Its
+            exact prox ends every step, so that rings and filters become exactly zero. Its strength is relative to the
+            loss: the thresholds are ``lr * strength * (1 - dampening) / (1 - momentum)``.
         norm: ``"l2"``, or ``"l1"`` for a decay of constant size (gradient ``weight_decay * map * sign(w)``).
         state_dtype: ``torch.float32`` keeps the states of bfloat16 and float16 parameters in float32.
         stochastic_rounding: a seed; bfloat16 parameters and states are then rounded stochastically.
 
     .. warning::
-        In a bare list of parameters nothing tells the weight of a ConvTranspose from that of a convolution: a penalty
-        alone would take the slices along its first axis, the input channels, for kernels, which lie along the second.
-        :func:`parameter_groups` gives it none, and refuses one for what torch's weight_norm or spectral_norm scale.
+        In a bare list of parameters nothing tells the weight of a ConvTranspose from that of a convolution: a single
+        penalty would take the slices along its first axis, the input channels, for filters, which lie along the second.
+        :func:`parameter_groups` gives it none, and refuses a penalty for weights that torch's weight_norm or
+        spectral_norm scale.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

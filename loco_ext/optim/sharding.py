@@ -1,6 +1,6 @@
 """Stepping DTensor parameters (FSDP2, tensor parallelism) shard by shard.
 
-The update of a weight needs nothing but its own gradient and states, so each rank steps its local tensors.
+The update of a weight needs only its own gradient and states, so each rank steps its local tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def local_tensors(
     maps: Sequence[Tensor | None],
     penalties: Sequence[OfStep | None],
 ) -> None:
-    """Replaces DTensors in the lists by their local shards; gradients are brought to their parameter's placement first.
+    """Replace DTensors in the lists by their local shards; gradients take their parameter's placement first.
 
     Raises:
-        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel or its blocks, or
-            one with a penalty along anything but its output channels, or at all if that is for all kernels of a layer
-            together.
+        NotImplementedError: if a parameter with a decay map is sharded along an axis of its kernel or its blocks, if
+            one with a penalty is sharded along any axis but its output channels, or if one with a penalty on all
+            filters of a layer together is sharded at all.
     """
     from torch.distributed.tensor import DTensor
 
@@ -43,7 +43,7 @@ def local_tensors(
 
 
 def replicated_maps(param: Tensor) -> AbstractContextManager[Any]:
-    """A context in which a DTensor parameter may be combined with plain tensors, every rank having all of those."""
+    """Return a context in which a DTensor parameter may be combined with plain tensors, which every rank has whole."""
     if type(param) in (Tensor, Parameter):
         return nullcontext()
     from torch.distributed.tensor.experimental import implicit_replication
@@ -66,7 +66,7 @@ def _check_map(index: int, param: Any, decay_map: Tensor | None) -> None:
 
     if decay_map is None:
         return
-    missing = param.dim() - decay_map.dim()  # axes that the map lacks; it is the same along those of size 1 as well
+    missing = param.dim() - decay_map.dim()  # leading axes that the map lacks; it broadcasts along axes of size 1, too
     for placement in param.placements:
         axis = placement.dim % param.dim() - missing if isinstance(placement, Shard) else -1
         if axis >= 0 and decay_map.shape[axis] > 1:

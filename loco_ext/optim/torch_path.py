@@ -1,4 +1,4 @@
-"""Preparing a group for torch's own optimizer functions, which know no decay map and no L1 decay."""
+"""Preparation of a group for torch's own optimizer functions, which have no decay map and no L1 decay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loco_ext.optim.sharding import replicated_maps
 
 @dataclass
 class Part:
-    """Parameters (by index) that torch's function may take in one call with these arguments."""
+    """Parameters, by index, that torch's function can take in one call with these arguments."""
 
     indices: list[int]
     grads: list[Tensor]
@@ -24,7 +24,7 @@ class Part:
 
 
 def split_by_decay(group: Group, plan: Plan, params: list[Tensor], grads: list[Tensor]) -> Iterator[Part]:
-    """Yields the parameters that torch can decay itself, then those whose decay is applied here and now."""
+    """Yield the parameters that torch can decay itself, then those whose decay is applied here."""
     maps = [plan.map_of(i) for i, p in enumerate(plan.params) if p.grad is not None]
     l1 = group["norm"] == "l1"
     by_hand = [i for i, m in enumerate(maps) if (m is not None or l1) and _nonzero(group["weight_decay"])]
@@ -41,7 +41,7 @@ def _nonzero(weight_decay: float | Tensor) -> bool:
 
 
 def _decay(group: Group, param: Tensor, grad: Tensor, decay_map: Tensor | None, l1: bool) -> Tensor:
-    """The gradient to be descended; decoupled decay changes the parameter itself."""
+    """Return the gradient with its decay; decoupled decay changes the parameter itself instead."""
     if grad.is_sparse:
         raise TypeError(f"locality, norm: expected a dense gradient for shape {tuple(param.shape)}, got a sparse one")
     grad = -grad if group["maximize"] else grad

@@ -1,4 +1,4 @@
-"""Warnings that name the line which calls this package, however deep inside of it or of torch they are given."""
+"""Warnings attributed to the line that calls this package, from any depth inside this package or torch."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ _INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Pa
 
 
 def warn_caller(message: str) -> None:
-    """Gives a UserWarning at the innermost line that is neither this package's nor torch's."""
+    """Issue a UserWarning at the innermost line that belongs neither to this package nor to torch."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1
