@@ -1,4 +1,4 @@
-"""Operators, one file per family: argument checks, the choice of a backend, and what torch must know of each."""
+"""The operators, one file per family: argument checks, the choice of a backend, and their registration with torch."""
 
 from loco_ext.ops.backends import backend
 from loco_ext.ops.block_sparse import Consume, block_sparse_matmul

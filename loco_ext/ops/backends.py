@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: chosen by device, or forced by :func:`backend`."""
+"""The choice of an operator's implementation: by device, or forced by :func:`backend`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _load(name: str) -> tuple[ModuleType | None, str | None]:
         return None, str(error)
 
 
-# The compiled libraries, or why there is none. The first defines all operators, for CPU tensors.
+# Each compiled library, or the reason for its absence. The first defines all operators, for CPU tensors.
 library, library_error = _load("loco_ext._C")
 cuda_library, cuda_library_error = _load("loco_ext._C_cuda") if library else (None, library_error)
 
 NAMES = ("reference", "native", "triton")
-# Device types that each family's kernels serve; the reference serves all.
+# The device types that each family's kernels support; the reference supports all.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "optim_step": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
     "ring_prox": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
@@ -49,10 +49,10 @@ _choice = _Choice()
 
 
 def check_one_device(**tensors: torch.Tensor | None) -> None:
-    """For fake implementations, which run as soon as one operand has no memory: its results must not be another's.
+    """Raise unless all tensors are on one device; for fake implementations, which run once any operand has no memory.
 
     Raises:
-        TypeError: the tensors, by the names of an operator's arguments, are not all on one device.
+        TypeError: the tensors, given by the names of an operator's arguments, are not all on one device.
     """
     given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     (first, device), *others = given.items()
@@ -63,7 +63,7 @@ def check_one_device(**tensors: torch.Tensor | None) -> None:
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Forces one backend for every operator that this thread calls inside.
+    """Force one backend for every operator that this thread calls inside the context.
 
     Args:
         name: ``"reference"`` (plain PyTorch), ``"native"`` (the compiled libraries) or ``"triton"``.
@@ -91,12 +91,12 @@ def backend(name: str) -> Iterator[None]:
 
 
 def operators() -> Any:
-    """The compiled operators."""
+    """Return the namespace of the compiled operators."""
     return torch.ops.loco_ext
 
 
 def missing(family: str, name: str, device_type: str) -> str | None:
-    """Why backend ``name`` cannot run ``family`` on a device type, or None if it can."""
+    """Return why backend ``name`` cannot run ``family`` on a device type, or None if it can."""
     if name == "reference":
         return None
     if device_type not in KERNELS[family][name]:
@@ -121,7 +121,7 @@ def _has_triton() -> bool:
 
 
 def choose(family: str, device: torch.device) -> str:
-    """The backend that runs ``family`` on ``device``: the forced one, else the first that can."""
+    """Return the backend that runs ``family`` on ``device``: the forced one, else the first that can."""
     forced = _choice.forced
     if forced is not None:
         if reason := missing(family, forced, device.type):

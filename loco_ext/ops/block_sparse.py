@@ -24,11 +24,12 @@ from loco_ext.ops import backends, transforms
 from loco_ext.ops.checks import DTYPES
 from loco_ext.reference import block_sparse as _reference
 
-# Called once in a backward pass with parts of the gradient of values: (blocks, gradient of values[blocks]).
+# Called once in a backward pass with an iterator over parts of the gradient of values: (blocks, gradient of
+# values[blocks]).
 Consume = Callable[[Iterator[tuple[slice, Tensor]]], None]
 
 _FAMILY = "block_sparse"
-_CPU_PART, _GPU_PART = 2**21, 2**24  # numbers in a part of a gradient that is consumed: little memory, yet much work
+_CPU_PART, _GPU_PART = 2**21, 2**24  # elements of a part of a consumed gradient: little memory, yet enough work
 
 
 def block_sparse_matmul(
@@ -39,34 +40,34 @@ def block_sparse_matmul(
     *,
     consume: Consume | None = None,
 ) -> Tensor:
-    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``, by groups.
+    """Return ``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``, by groups.
 
-    Differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and ``values`` are
-    kept for that. Sums of half precision are in float32. The number of threads changes no bit of any result. Under
-    autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs float32 is multiplied in TF32 where
-    ``torch.backends.cuda.matmul`` allows that.
+    The result is differentiable any number of times in ``x``, ``values`` and ``bias``; of the tensors only ``x`` and
+    ``values`` are saved for that. Half precision is summed in float32. Results are bitwise independent of the number of
+    threads. Under autocast it computes in autocast's dtype, as ``torch.matmul`` does; on GPUs float32 is multiplied in
+    TF32 if ``torch.backends.cuda.matmul`` allows that.
 
     ``x.permute(0, 2, 3, 1).flatten(1, 2)`` of an image batch in ``channels_last`` costs no copy; activations whose
-    channels do not lie side by side are copied once in each pass. Where blocks have one element (depthwise), the
-    forward pass on a CPU also reads images whose pixels lie side by side, NCHW, as they are.
+    channels are not adjacent in memory are copied once in each pass. If blocks have one element (depthwise), the
+    forward pass on a CPU also reads NCHW images, whose pixels are adjacent, in place.
 
     Args:
         x: ``(N, n_in, C_in)``, float32, float64, bfloat16 or float16, of any strides.
         values: ``(nnz, groups, C_in / groups, C_out / groups)``, a block for each pair of the pattern.
-        pattern: on the device of ``x``.
+        pattern: a BlockPattern on the device of ``x``.
         bias: ``(n_out, C_out)``.
-        consume: takes the gradient of ``values`` in their place, which get none: called by backward, once, with an
-            iterator over pairs of a slice of the blocks and the gradient of these, which it computes on the way. All
-            else of the pass is done by then, so that it may change ``values``.
+        consume: receives the gradient of ``values``, which then get none. Backward calls it once with an iterator over
+            pairs of a slice of the blocks and their gradient, which it computes on the way. All else of the pass is
+            done by then, so that ``consume`` may change ``values``.
 
     Returns:
         ``(N, n_out, C_out)``, contiguous.
 
     Raises:
-        TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; no BlockPattern; a
-            ``consume`` that cannot be called.
+        TypeError: a wrong dtype, layout or device, or operands that differ in dtype or device; ``pattern`` is no
+            BlockPattern; ``consume`` cannot be called.
         ValueError: shapes that do not match each other or the pattern.
-        RuntimeError: with ``consume`` in what torch.compile traces, and in backward with ``create_graph``.
+        RuntimeError: with ``consume``, in code that torch.compile traces, and in backward with ``create_graph``.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 2.
@@ -97,7 +98,7 @@ def block_sparse_matmul(
 
 
 class TracerWarningsIgnored(warnings.catch_warnings):
-    """A context for decisions that torch.jit.trace may record as they are: they hold for every batch size."""
+    """A context for decisions that torch.jit.trace may record as constants, as they hold for every batch size."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -115,7 +116,7 @@ class _Consumer(NamedTuple):
     pattern: BlockPattern
 
     def take(self, x: Tensor, grad: Tensor, values: Tensor) -> None:
-        """Gives away the gradient of values."""
+        """Pass the gradient of values to ``consume``."""
         if torch.is_grad_enabled():
             raise RuntimeError("consume: expected a backward without create_graph, as the gradient is not kept")
         self.consume(self._parts(_adjacent(x), grad, values))
@@ -138,9 +139,9 @@ class _Consumer(NamedTuple):
 
 
 def _differentiable(function: Any, *arguments: Any) -> Tensor:
-    """Return what ``function.apply`` returns, without the way through autograd where that has nothing to do.
+    """Return what ``function.apply`` returns, bypassing autograd if it has nothing to record.
 
-    It takes longer than the product of a small layer.
+    Going through autograd takes longer than the product of a small layer.
     """
     if transforms.are_active():
         return _TRANSFORMABLE[function].apply(*arguments)
@@ -152,12 +153,12 @@ def _differentiable(function: Any, *arguments: Any) -> Tensor:
 # Each product is bilinear in its first two arguments; its last five are the tensors of a pattern: by output pixel,
 # (crow_indices, col_indices), and by input pixel, (crow_indices, rows, blocks).
 #
-# For forward-mode derivatives and torch.func each has a subclass: torch.compile takes no function that has a ``jvp``,
-# and with a ``setup_context`` ``apply`` binds its arguments by their signature, in several times its own time.
+# Each has a subclass for forward-mode derivatives and torch.func: torch.compile accepts no function with a ``jvp``,
+# and with a ``setup_context``, ``apply`` binds its arguments by their signature, which multiplies the time it takes.
 
 
 def _save(ctx: Any, arguments: tuple[Any, ...]) -> None:
-    """Keep what the derivatives of a product need."""
+    """Save the tensors and options that the derivatives of a product need."""
     ctx.save_for_backward(*arguments[:2], *arguments[-5:])
     ctx.other = arguments[2:-5]
 
@@ -165,7 +166,7 @@ def _save(ctx: Any, arguments: tuple[Any, ...]) -> None:
 def _save_for_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _save(ctx, inputs)
     ctx.save_for_forward(*inputs[:2], *inputs[-5:])
-    ctx.set_materialize_grads(False)  # a product with a tangent of zeros takes as long as any
+    ctx.set_materialize_grads(False)  # a product with a tangent of zeros takes as long as any other
 
 
 class _Matmul(torch.autograd.Function):
@@ -337,7 +338,7 @@ _TRANSFORMABLE: dict[Any, Any] = {
 
 
 def _into_channels(activations: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return what vmap goes over as further groups of channels."""
+    """Return the activations with the dimension that vmap iterates over as further groups of channels."""
     every = activations.unsqueeze(2).expand(-1, -1, size, -1) if dim is None else activations.movedim(dim, 2)
     return every.flatten(2)
 
@@ -345,9 +346,9 @@ def _into_channels(activations: Tensor, dim: int | None, size: int) -> Tensor:
 def _one_by_one(
     info: Any, in_dims: tuple[Any, ...], function: Callable[..., Tensor], *arguments: Any
 ) -> tuple[Tensor, int]:
-    """Return a product for each block of weights that vmap goes over.
+    """Return the stacked products for each element of the dimension that vmap iterates over.
 
-    One product of more groups would copy the weights, which are most of what a layer reads.
+    One product with more groups would copy the weights, which are most of what a layer reads.
     """
     parts = [
         [argument] * info.batch_size if dim is None else argument.unbind(dim)
@@ -378,18 +379,18 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def _adjacent(activations: Tensor) -> Tensor:
-    """The channels of each pixel side by side, by a copy where they are not."""
+    """Return the activations with the channels of each pixel adjacent in memory, copied if they are not."""
     if activations.stride(2) == 1 or activations.shape[2] <= 1:
         return activations
     recorded = transforms.are_active() or (torch.is_grad_enabled() and activations.requires_grad)
     if recorded or backends.choose(_FAMILY, activations.device) != "native":
-        # contiguous() leaves an empty batch as it is
+        # contiguous() would leave an empty batch as it is
         return activations.clone(memory_format=torch.contiguous_format)
     return backends.operators().block_sparse_by_pixel(activations)
 
 
 def _reads_by_channel(x: Tensor, values: Tensor) -> bool:
-    """Whether the kernels take images whose pixels lie side by side as they are."""
+    """Return whether the kernels can read images whose pixels are adjacent in memory (NCHW) without a copy."""
     return values.shape[2:] == (1, 1) and x.stride(1) == 1 and backends.choose(_FAMILY, x.device) == "native"
 
 
@@ -398,7 +399,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _autocast(*tensors: Any) -> Any:
-    """As torch.matmul's autocast rule has it: all but float64 in autocast's dtype."""
+    """Return the tensors cast as torch.matmul's autocast rule does: all but float64 to autocast's dtype."""
     device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -442,7 +443,7 @@ def _check_consume(consume: Any) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = None) -> tuple[int, ...]:
-    """The sizes of a tensor that may take part, of as many dimensions as ``shape`` lists."""
+    """Return the sizes of a tensor after checking it; it must have as many dimensions as ``shape`` lists."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -459,8 +460,8 @@ def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = N
     return sizes
 
 
-# What torch.jit.trace records in place of autograd functions, which TorchScript cannot save: one operator that can be
-# differentiated as these can.
+# torch.jit.trace records this operator in place of autograd functions, which TorchScript cannot save; it is
+# differentiable as they are.
 _TRACED = torch.library.Library("loco_ext", "FRAGMENT")
 _TRACED.define("block_sparse_traced(Tensor x, Tensor values, Tensor? bias, Tensor[] pattern) -> Tensor")
 
@@ -471,12 +472,12 @@ def _(x: Tensor, values: Tensor, bias: Tensor | None, pattern: Sequence[Tensor])
 
 
 if backends.library is not None:
-    # The library defines the operators, which torch.compile knows; on GPUs they are Triton's.
+    # The library defines the operators, which torch.compile knows; on GPUs their implementation is Triton's.
     for _name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
         torch.library.impl(f"loco_ext::{_name}", "cuda", partial(_run_triton, _name))
 
-    # For exporters to what has no operators of ours, such as ONNX: graphs of few nodes. torch.compile also asks it
-    # for shapes and strides where sizes are symbols.
+    # For exporters to formats without these operators, such as ONNX: graphs of few nodes. torch.compile also runs it to
+    # get shapes and strides if sizes are symbolic.
     @register_decomposition(torch.ops.loco_ext.block_sparse_matmul.default)
     def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
         blocks = len(col_indices)

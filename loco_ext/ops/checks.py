@@ -1,4 +1,4 @@
-"""Argument checks of the optimizer step, with typed errors that name the argument, the expectation and what came."""
+"""Argument checks of the optimizer step; their errors name the argument, the expectation and the value received."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loco_ext.ops.penalties import StepPenalty
 from loco_ext.reference.optim_step import ADAM_COLUMNS, SGD_COLUMNS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# The operators' arguments in order.
+# The arguments of each operator, in order.
 ARGUMENTS = {
     "optim_step_sgd": (
         *("params", "grads", "momentum_buffers", "first", "group_index", "hyper"),
@@ -31,9 +31,9 @@ _STATES = ("momentum_buffers", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
 def check_step(name: str, arguments: tuple[Any, ...], by_kernels: bool = True) -> None:
-    """Raises TypeError or ValueError if the operator ``name`` cannot take ``arguments``.
+    """Raise TypeError or ValueError if the operator ``name`` cannot take ``arguments``.
 
-    Kernels read scalars on the parameters' device; the reference, ``by_kernels=False``, takes them from anywhere.
+    Kernels read scalars on the parameters' device; the reference, ``by_kernels=False``, reads them from any device.
     """
     named = dict(zip(ARGUMENTS[name], arguments, strict=True))
     params = named["params"]

@@ -1,4 +1,4 @@
-"""What the kernels of a layer share where the square of their sum is a penalty, in torch's operators alone."""
+"""Penalties on the square of a sum over all filters of a layer: the factor they share, in torch's operators alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ROUNDS = 80  # where nobody looks
+ROUNDS = 80  # a fixed count if the host must not wait: checking for convergence would need a sync
 MOST_ROUNDS = 200
 FAR = 64
 
@@ -17,20 +17,22 @@ RingNorms = Callable[[Tensor, Sequence[int], int], Tensor]
 
 
 def group_norms_by(ring_norms: RingNorms, weight: Tensor, rings: Sequence[int], count: int, linf: bool) -> Tensor:
-    """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``; the host looks at no
-    number of the device."""
+    """Return ``||k(G_n)||`` of each group of each filter: float64, differentiable, ``(C_out, groups)``.
+
+    The host reads no value from the device.
+    """
     if linf:
         return _largest_in_groups(weight, rings, count)
     norms = ring_norms(weight, rings, count).double()
     inside = torch.ones(count, count, dtype=torch.bool, device=weight.device).tril()
-    scale = power_of_two(norms.detach().amax(1))[:, None]  # of each kernel, so that squares stay within float64
+    scale = power_of_two(norms.detach().amax(1))[:, None]  # one per filter, so that squares stay within float64
     return torch.linalg.vector_norm((norms * scale)[:, None, :].where(inside, 0.0), dim=2) / scale
 
 
 def power_of_two(sizes: Tensor) -> Tensor:
-    """What brings each size near 1, float64; 1 for 0, infinity and NaN."""
+    """Return the power of two, float64, that brings each size near 1; 1 for 0, infinity and NaN."""
     near = sizes.double().clamp(2.0**-1021, 2.0**1019).where(sizes.isfinite() & (sizes > 0), 0.5)
-    return torch.frexp(near).mantissa / near  # not by the exponent: inductor's code with it does not compile
+    return torch.frexp(near).mantissa / near  # inductor's code for ldexp with frexp's exponent does not compile
 
 
 def _largest_in_groups(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
@@ -49,14 +51,14 @@ def shared_factor(
     plain: bool,
     waits: bool,
 ) -> Tensor:
-    """``f`` by which the prox of a penalty that couples kernels is that of one that does not: with ``t + f q``.
+    """Return ``f`` for which the coupled penalty's prox is that of the uncoupled one with thresholds ``t + f q``.
 
     Args:
-        prox: of the weights with thresholds ``t + f q``, given ``f``, a float64 scalar on the weights' device.
-        norms_of: the groups' norms of such weights, float64 ``(C_out, groups)``.
-        weight: in the type that arithmetic is done in.
-        q: on the weights' device, ``(C_out, groups)``.
-        plain: norms are Euclidean, there is no metric, and t is 0.
+        prox: returns the weights shrunk by thresholds ``t + f q``, given ``f``, a float64 scalar on their device.
+        norms_of: returns the groups' norms of such weights, float64 ``(C_out, groups)``.
+        weight: the weights in the compute dtype.
+        q: float64 ``(C_out, groups)``, on the weights' device.
+        plain: whether norms are Euclidean, there is no metric, and t is 0.
         waits: as for :func:`factor_of_sums`.
     """
     if plain and q.shape[1] == 1:
@@ -65,13 +67,13 @@ def shared_factor(
 
 
 def layer_sum(norms: Tensor, q: Tensor) -> Tensor:
-    """``sum of q_n ||k(G_n)||`` over all kernels that have such norms: NaN and infinity have no part in it."""
+    """Return ``sum of q_n ||k(G_n)||`` over the filters where it is finite; the others do not count."""
     of_kernels = torch.where(q == 0, 0.0, q * norms).sum(1)
     return torch.where(of_kernels.isfinite(), of_kernels, 0.0).sum()
 
 
 def factor_of_norms(norms: Tensor, q: Tensor) -> Tensor:
-    """``f = 2 sum_j q_j max(n_j - q_j f, 0)``, of kernels that are one group each: those with ``n_j / q_j > f`` remain.
+    """Solve ``f = 2 sum_j q_j max(n_j - q_j f, 0)`` for filters of one group each: those with ``n_j / q_j > f`` remain.
 
     Args:
         norms, q: float64 ``(C_out,)``.
@@ -86,13 +88,14 @@ def factor_of_norms(norms: Tensor, q: Tensor) -> Tensor:
 
 
 def factor_of_sums(sum_at: Callable[[Tensor], Tensor], like: Tensor, waits: bool) -> Tensor:
-    """``f = 2 sum_at(f)`` by false position, an end that stays twice counting for half (Illinois); in the middle where
-    rounding leaves no such place; by a large step down where it is far below.
+    """Solve ``f = 2 sum_at(f)`` by false position with the Illinois rule: an end kept twice has its value halved.
+
+    If rounding leaves no such point between the ends, it bisects; if the root is far below, it takes a large step down.
 
     Args:
-        sum_at: the layer's sum once its kernels are shrunk by thresholds ``t + f q``; falls.
-        like: the weights, in the type that arithmetic is done in.
-        waits: whether the host may look at numbers of the device, to see when no more rounds are needed.
+        sum_at: the layer's sum after its filters are shrunk by thresholds ``t + f q``; a decreasing function of f.
+        like: the weights, in the compute dtype.
+        waits: whether the host may read values from the device, to stop once no more rounds are needed.
     """
     precision = torch.finfo(like.dtype).eps
     lower = best = torch.zeros((), dtype=torch.float64, device=like.device)
@@ -106,7 +109,7 @@ def factor_of_sums(sum_at: Callable[[Tensor], Tensor], like: Tensor, waits: bool
         if waits and not lower < at < upper:
             break
         excess = 2 * sum_at(at) - at
-        better = (excess.abs() < least) & (at + excess > 0)  # not all groups vanish
+        better = (excess.abs() < least) & (at + excess > 0)  # at + excess is 0 if all groups vanish
         best, least = torch.where(better, at, best), torch.where(better, excess.abs(), least)
         if waits and bool(least <= precision * best):
             break

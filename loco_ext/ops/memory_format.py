@@ -1,4 +1,4 @@
-"""Where channels lie in memory."""
+"""Detection of the channels_last memory format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether the channels of each pixel lie next to each other, and pixels do not.
+    """Return whether the channels of each pixel are adjacent in memory, and pixels are not.
 
-    Where sizes of 1 leave that open, strides tell, as they do for torch's convolutions: images of a single channel, or
-    of a single pixel, are channels_last where ``x.to(memory_format=torch.channels_last)`` has made them so.
+    If sizes of 1 leave that open, strides decide, as for torch's convolutions: images of a single channel or a single
+    pixel are channels_last if ``x.to(memory_format=torch.channels_last)`` has made them so.
     """
     if x.dim() not in FORMATS or not x.is_contiguous(memory_format=FORMATS[x.dim()]):
         return False
@@ -22,7 +22,7 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def suggests_channels_last(x: Tensor) -> bool:
-    """Whether torch's convolutions make their output of x channels_last: by strides alone, of slices as of wholes."""
+    """Return whether torch's convolutions give a channels_last output for x, which they decide by strides alone."""
     sizes, strides = x.shape, x.stride()
     if len(sizes) not in FORMATS or strides[1] == 0:
         return False

@@ -1,4 +1,4 @@
-"""Convolution by kernels of different sizes, in one pass over the images: what compacted networks consist of."""
+"""Convolution with filters of different sizes in one pass over the images, for compacted networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loco_ext.reference import mixed_conv as _reference
 Pads = tuple[int, int, int, int]
 
 _FAMILY = "mixed_conv"
-DTYPES = (torch.float32, torch.float64)  # of the CPU's kernels; the reference takes all
+DTYPES = (torch.float32, torch.float64)  # supported by the CPU kernels; the reference supports all
 
 
 def mixed_conv2d(
@@ -32,34 +32,34 @@ def mixed_conv2d(
     add: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """A 2-d convolution in parts: the kernels of each part have a size and a padding of their own.
+    """Return a 2-d convolution in parts; the filters of each part have a size and a padding of their own.
 
-    Where nothing is differentiated, kernels for the CPU compute all parts at once, each kernel with its own taps alone,
-    in the time that its multiply-adds take, however few kernels there are. The number of threads changes no bit. Else,
-    and under autocast, ``torch.compile`` and ``torch.export``, each part is one of torch's convolutions; the result can
-    be differentiated as these can. torch.fx sees one call.
+    If nothing is differentiated, CPU kernels compute all parts at once, each filter with its own taps alone, in the
+    time that its MACs take, however few filters there are. Results are bitwise independent of the number of threads.
+    Otherwise, and under autocast, ``torch.compile`` and ``torch.export``, each part is one of torch's convolutions, and
+    the result is differentiable as these are. torch.fx records one call.
 
     Args:
-        x: ``(N, C_in, H, W)``, or one image, ``(C_in, H, W)``; kernels for the CPU take float32 and float64.
-        weights: of each part, ``(kernels, C_in, height, width)``.
-        biases: of each part, ``(kernels,)``; or none at all.
-        pads: of each part: rows of zeros above and below the image, columns left and right of it; where a number is
-            negative, so many of the image's own are not read. The results of all parts are of one size.
-        order: int64, ``(C_out,)``: the kernel of each channel of the result, counted over all parts; None: as they
-            come.
+        x: ``(N, C_in, H, W)``, or one image, ``(C_in, H, W)``; the CPU kernels take float32 and float64.
+        weights: one tensor per part, ``(filters, C_in, height, width)``.
+        biases: one tensor per part, ``(filters,)``; or empty for no biases.
+        pads: for each part, the rows of zeros above and below the image and the columns left and right of it; a
+            negative number crops so many of the image's own. The results of all parts must have the same size.
+        order: int64, ``(C_out,)``: for each channel of the result, the index of its filter counted over all parts; None
+            keeps the order of the parts.
         stride, dilation: along height and width.
-        add: what is added to the result, as by ``torch.add``; kernels for the CPU do so where it has the result's shape
-            and dtype.
-        relu: of the result, or of the sum.
+        add: a tensor added to the result, as by ``torch.add``; the CPU kernels fuse it if it has the result's shape and
+            dtype.
+        relu: whether ReLU is applied to the result, or to the sum.
 
     Returns:
-        ``(N, C_out, H_out, W_out)``, or ``(C_out, H_out, W_out)`` of one image, in the memory format of ``x``; with
-        ``add`` of another shape or dtype what ``torch.add`` makes of it.
+        ``(N, C_out, H_out, W_out)``, or ``(C_out, H_out, W_out)`` for one image, in the memory format of ``x``; with
+        ``add`` of another shape or dtype, as ``torch.add`` returns it.
 
     Raises:
-        TypeError: a tensor that is none, or of another device than ``x``, or but for ``add`` of another dtype.
+        TypeError: an argument is not a tensor, or on another device than ``x``, or (except ``add``) of another dtype.
         ValueError: shapes, pads, strides or dilations that do not fit.
-        RuntimeError: an order on the CPU that names a kernel twice.
+        RuntimeError: an ``order`` on the CPU that contains a filter twice.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", section 3.2.
@@ -85,11 +85,11 @@ def mixed_conv2d(
         try:
             return _native(*arguments, relu)
         except (RuntimeError, TypeError, ValueError):
-            shape = _check(*arguments)  # when the operator has refused it: to check first would slow small layers down
+            shape = _check(*arguments)  # only after the operator has refused: checking first would slow small layers
             if add is None or (add.shape == shape and add.dtype == x.dtype):
                 raise
     _check(*arguments)
-    if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # a GPU's host does not wait
+    if order is not None and order.is_cpu and not torch.compiler.is_compiling():  # on a GPU the check would need a sync
         _check_once_each(order)
     return _reference.mixed_conv2d(x, list(weights), list(biases), _flat(pads), *arguments[4:], relu)
 
@@ -105,7 +105,7 @@ def _of_one_image(
     add: Tensor | None,
     relu: bool,
 ) -> Tensor:
-    """The result without a batch, unless ``add`` has one."""
+    """Return the result without a batch dimension, unless ``add`` has one."""
     batched = isinstance(add, Tensor) and add.dim() > 3
     if isinstance(add, Tensor) and add.dim() == 3:
         add = add[None]
@@ -138,7 +138,7 @@ def _flat(pads: Sequence[Pads]) -> list[int]:
 
 
 def _takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels compute with these tensors, which nothing is to be differentiated by."""
+    """Return whether the CPU kernels can compute with these tensors, because no derivative is needed."""
     x = tensors[0]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return False
@@ -150,7 +150,7 @@ def _takes(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_cast(device_type: str) -> bool:
-    """Whether autocast chooses the dtype of convolutions there."""
+    """Return whether autocast chooses the dtype of convolutions on this device type."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
@@ -164,7 +164,7 @@ def _check(
     dilation: Sequence[int],
     add: Any,
 ) -> tuple[int, ...]:
-    """The result's shape, before anything is added to it."""
+    """Check the arguments and return the result's shape, before anything is added to it."""
     if not isinstance(x, Tensor) or x.dim() != 4:
         raise ValueError(f"x: expected a tensor of shape (N, C_in, H, W) or (C_in, H, W), got {_text(x)}")
     if not weights or len(pads) != len(weights) or len(biases) not in (0, len(weights)):
@@ -195,7 +195,7 @@ def _check(
 
 
 def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    """The result's, in pixels."""
+    """Check that all parts have the same output size, and return it as (height, width)."""
     sizes = []
     for i, (weight, pad) in enumerate(zip(weights, pads, strict=True)):
         if len(pad) != 4:
@@ -224,7 +224,7 @@ def _check_added(add: Any, x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_once_each(order: Tensor) -> None:
-    """What the compiled operator checks itself."""
+    """Raise if a filter occurs twice in ``order``; the compiled operator checks this itself."""
     if not torch.equal(order.sort().values, torch.arange(len(order))):
         raise RuntimeError(f"order: expected each of 0 to {len(order) - 1} once")
 

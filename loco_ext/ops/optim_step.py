@@ -1,24 +1,26 @@
 """The fused optimizer step: one call updates all parameters of all groups that share a rule, in place.
 
-Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row per group, ``group_index[i]`` the row
-of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to its
-parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight is
-the row's ``weight_decay`` times the map at its place (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda there).
-``penalties`` has one entry for each parameter, or none: with a :class:`StepPenalty` the step of a convolution's
-weight ends with the exact prox of that penalty, for SGD with thresholds times ``lr * (1 - dampening) / (1 -
-momentum)`` (lr without momentum; for the squared part the square root of that), for Adam in the metric ``(sqrt(v / (1
-- beta2^t)) + eps) / lr``: only so do weights come to rest at the minimum of loss and penalty. In compiled kernels
-that is the last act of the step, on chip unless the penalty couples kernels; in Triton it is launches behind the
-step's. The prox of a :class:`LayerPenalty`, any function, follows the step in its own operator calls.
+Lists run parallel to ``params``. ``hyper`` is a float64 CPU tensor with one row per group, and ``group_index[i]`` is
+the row of parameter ``i``. ``maps`` are float64 CPU tensors of decay multipliers, each of any shape that broadcasts to
+its parameters; ``map_index[i]`` is the one of parameter ``i``, -1 for uniform decay. The decay coefficient of a weight
+is the row's ``weight_decay`` times the map's entry for it (LOCO-REG, eq. 6.1; torch's ``weight_decay`` is 2*lambda).
+
+``penalties`` has one entry for each parameter, or is empty. With a :class:`StepPenalty` the step of a convolution's
+weight ends with the exact prox of that penalty: for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)``
+(lr without momentum; for the squared part the square root of that), for Adam in the metric
+``(sqrt(v / (1 - beta2^t)) + eps) / lr``. Only then do weights converge to the minimum of loss and penalty. Compiled
+kernels apply the prox at the end of the step, on chip unless the penalty couples filters; Triton launches it after the
+step's kernels. The prox of a :class:`LayerPenalty`, which may be any function, follows the step in its own calls.
+
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
-row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself; nothing waits for it.
+row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself, without a host sync.
 
 Parameters, gradients and states may differ in dtype (float32, float64, bfloat16, float16) and strides. Arithmetic is in
 float64 for float64 parameters and in float32 for all others, rounded once when stored. ``seed`` makes that rounding
 stochastic for bfloat16 parameters and their bfloat16 states (Philox4x32-10 of the element's index, ``ordinals[i]`` and
 ``rounding_step``: the same for any layout, backend and number of threads).
 
-``found_inf`` other than zero: nothing changes. ``grad_scale``: gradients are divided by it, in memory too.
+If ``found_inf`` is not zero, nothing changes. Gradients are divided by ``grad_scale``, in memory too.
 
 All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, lengths or indices
 and for memory that would be written twice; nothing is written then.
@@ -65,13 +67,15 @@ def optim_step_sgd(
     seed: int | None = None,
     rounding_step: int = 0,
 ) -> None:
-    """SGD as in torch.optim: ``b = momentum*b + (1 - dampening)*d``, ``w -= lr * (d + momentum*b if nesterov else b)``.
+    """Make an SGD step as torch.optim: ``b = mu*b + (1 - dampening)*d``, ``w -= lr * (d + mu*b if nesterov else b)``.
+
+    ``mu`` is the momentum and ``d`` the gradient with its decay.
 
     Args:
-        params, grads: what to step and by what; same shapes.
+        params, grads: the parameters to step and their gradients, of the same shapes.
         momentum_buffers: one per parameter, or empty for SGD without momentum.
         hyper: shape (groups, 4), columns lr, weight_decay, momentum, dampening.
-        first: 1 where the buffer holds nothing yet and becomes ``d``; default or empty: all 0.
+        first: 1 where the buffer is uninitialised and becomes ``d``; default or empty: all 0.
         l1: the decay's gradient is the sign of the weight instead of the weight (``loco-reg.txt``, section 6).
 
     Example:
@@ -136,10 +140,10 @@ def optim_step_adam(
     seed: int | None = None,
     rounding_step: int = 0,
 ) -> None:
-    """Adam, or AdamW with ``decoupled=True`` (``w *= 1 - lr*weight_decay*map`` before the step), as in torch.optim.
+    """Make an Adam step as torch.optim; ``decoupled=True``: AdamW, with ``w *= 1 - lr*weight_decay*map`` before it.
 
     Args:
-        params, grads: what to step and by what; same shapes.
+        params, grads: the parameters to step and their gradients, of the same shapes.
         exp_avgs, exp_avg_sqs: the moments, one per parameter.
         max_exp_avg_sqs: one per parameter with ``amsgrad``, else empty.
         steps: one-element float32 or float64 tensors, incremented by one.
@@ -208,7 +212,7 @@ def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """Kernels end each parameter's step with the prox of a StepPenalty; all others follow the step."""
+    """Run a step with penalties: kernels end it with the prox of a StepPenalty; the prox of all others follows it."""
     named = _named(name, arguments)
     if chosen == "native" and all(map(stepped_in_place, named["params"], named["penalties"])):
         named["penalties"] = _numbers(named["params"], named["penalties"])
@@ -233,7 +237,7 @@ def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> N
 
 
 def _numbers(params: Sequence[Tensor], penalties: Sequence[StepPenalty | None]) -> list[int]:
-    """What the compiled operators take in place of penalties."""
+    """Return the handles that the compiled operators take in place of penalties; 0 for None."""
     return [0 if penalty is None else penalty.number_for(params[0]) for penalty in penalties]
 
 
@@ -246,10 +250,10 @@ def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _run_native(name: str, arguments: tuple[Any, ...], given: tuple[Any, ...] | None = None) -> None:
-    """Calls the compiled operator; ``given``: the arguments as the user gave them, where they are others."""
+    """Call the compiled operator; ``given``: the arguments as the user gave them, if they differ."""
     try:
         getattr(backends.operators(), name)(*arguments)
     except RuntimeError:
-        # The compiled checks refused before anything was written; say so with a typed error where there is one.
+        # The compiled checks refused before anything was written; raise a typed error instead if there is one.
         check_step(name, given or arguments)
         raise

@@ -1,6 +1,6 @@
-"""Finds memory that an operator would write while something else of the same call uses it, in Python.
+"""Detection, in Python, of memory that an operator would write while another operand of the same call uses it.
 
-It serves the reference and the wording of errors; the compiled library has a check of its own for every step.
+The reference uses it, and it words the errors; the compiled library has a check of its own for every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Region:
     end: int
 
     def addresses(self) -> np.ndarray:
-        """The address of every byte that belongs to an element, int64, in no order."""
+        """Return the address of every byte that belongs to an element, int64, in no order."""
         offsets = np.zeros(1, dtype=np.int64)
         for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True):
             offsets = np.add.outer(offsets, np.arange(size, dtype=np.int64) * stride).ravel()
@@ -33,22 +33,22 @@ class Region:
 
     @property
     def dense(self) -> bool:
-        """Whether every byte from begin to end belongs to an element."""
+        """Return whether every byte from begin to end belongs to an element."""
         return self.tensor.numel() * self.tensor.element_size() == self.end - self.begin
 
 
 def region_of(name: str, tensor: Tensor, written: bool) -> Region:
-    """The region of a strided tensor that holds memory."""
+    """Return the region of a strided tensor that has memory."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return Region(name, tensor, written, begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin)
 
 
 def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
-    """Raises ValueError, naming the culprits, if memory that is to be written belongs to two elements.
+    """Raise ValueError, naming the tensors, if an element's memory that is to be written belongs to another one, too.
 
     Args:
-        tensors: names, tensors, and whether each is written. Fake tensors and those of the meta device have no memory.
+        tensors: (name, tensor, whether it is written). Fake tensors and those of the meta device have no memory.
     """
     regions = [
         region_of(*entry)
@@ -70,7 +70,7 @@ def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:
 
 
 def _distinct(region: Region) -> bool:
-    """Whether no byte belongs to two elements."""
+    """Return whether no byte belongs to two elements."""
     if _nested(region.tensor):
         return True
     addresses = region.addresses()
@@ -78,7 +78,7 @@ def _distinct(region: Region) -> bool:
 
 
 def _nested(tensor: Tensor) -> bool:
-    """Whether each axis, from the least stride on, steps over all that those before it reach."""
+    """Return whether each axis, in order of strides, steps beyond everything that the axes before it reach."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

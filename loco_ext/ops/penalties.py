@@ -1,4 +1,4 @@
-"""Penalties as the optimizer step takes them."""
+"""The penalties that the optimizer step takes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from loco_ext.ops import backends
 
-MOST_RINGS = 64  # of a kernel, in the compiled libraries
+MOST_RINGS = 64  # most rings of a filter that the compiled libraries support
 
 
 class StepPenalty:
-    """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each kernel,
-    or with the square of the sum over all kernels.
+    """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each filter.
+
+    If ``coupled``, the squared sum runs over all filters.
 
     Args:
-        rings: of every tap, in the order of a contiguous kernel, below ``len(thresholds)``.
+        rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.
         thresholds: ``t``, float64 ``(groups,)`` on the CPU, finite, at least 0.
-        squared: ``q``, likewise; None: zeros.
-        linf: groups are measured by their largest weight, not by the Euclidean norm.
-        coupled: what is squared is the sum over all kernels of the parameter.
+        squared: ``q``, likewise; None for zeros.
+        linf: whether groups are measured by their largest weight instead of the Euclidean norm.
+        coupled: whether the squared sum runs over all filters of the parameter.
 
     Raises:
         ValueError: more than 64 groups.
@@ -55,24 +56,26 @@ class StepPenalty:
         self._numbers: dict[ModuleType | None, int] = {}
 
     def number_for(self, param: Tensor) -> int:
-        """What stands for it in steps of such parameters by the compiled library for their device, which keeps it until
-        this object is gone."""
+        """Return the handle of this penalty in the compiled library for the parameter's device.
+
+        The library keeps the penalty until this object is deleted.
+        """
         library = backends.cuda_library if param.is_cuda else backends.library
         if library not in self._numbers:
             hold = backends.operators().ring_penalty_hold
             number = hold(param, self.rings, self.thresholds, self.squared, self.linf, self.coupled)
-            if number == 0:  # fake tensors, of which no step is made
+            if number == 0:  # fake tensors, which are never stepped
                 return 0
             self._numbers[library] = number
         return self._numbers[library]
 
     @property
     def of_layer(self) -> bool:
-        """Whether it is for all kernels of a layer together."""
+        """Whether the penalty is on all filters of a layer together."""
         return self.coupled
 
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
-        """Thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
+        """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
         return step * self.thresholds, None if self.squared is None else step**0.5 * self.squared
 
     def __del__(self) -> None:
@@ -83,13 +86,14 @@ class StepPenalty:
 
 @dataclass(frozen=True)
 class LayerPenalty:
-    """A penalty that the step's kernels do not know, such as one of a locally connected layer: its prox follows the
-    step of its parameter.
+    """A penalty that the step's kernels do not support, such as one of a locally connected layer.
+
+    Its prox follows the step of its parameter.
 
     Args:
-        prox: given what the step has left, in the type that arithmetic is done in, the step size and the metric or
-            None, as :meth:`loco_ext.sparsity.RingPenalty.prox`; returns a new tensor.
-        prepare: the optimizers of :mod:`loco_ext.optim` call it ahead of a step, before any parameter changes.
+        prox: takes the parameter after the step in the compute dtype, the step size, and the metric or None, as
+            :meth:`loco_ext.sparsity.RingPenalty.prox`; returns a new tensor.
+        prepare: called by the optimizers of :mod:`loco_ext.optim` before a step, before any parameter changes.
 
     Example:
         >>> import torch
@@ -106,7 +110,7 @@ class LayerPenalty:
 
     @property
     def of_layer(self) -> bool:
-        """As that of :class:`StepPenalty`."""
+        """Whether the penalty is on all filters together, as for :class:`StepPenalty`; always True."""
         return True
 
 

@@ -1,10 +1,10 @@
 """Nested rings of a convolution's weights: their norms, and the exact prox of penalties on their norms.
 
-A *kernel* is what one output channel has: ``weight[o]``, of shape ``(channels, *taps)``. ``rings`` gives the ring of
-every tap, in the order of a contiguous kernel, counted from 0, the outermost, as :func:`loco_ext.geometry.ring_index`
-does. Group n is made of the rings 0 to n, so that groups are nested and the last is the whole kernel.
+A *filter* is one output channel's weights: ``weight[o]``, of shape ``(channels, *taps)``. ``rings`` gives the ring of
+every tap, in the order of a contiguous filter, counted from 0, the outermost, as :func:`loco_ext.geometry.ring_index`
+does. Group n consists of the rings 0 to n, so that groups are nested and the last is the whole filter.
 
-Sums and everything made of them are in float64; weights are float32, float64, bfloat16 or float16, of any strides.
+Sums and everything derived from them are in float64; weights are float32, float64, bfloat16 or float16, of any strides.
 
 All functions here raise TypeError for a wrong dtype, layout or device, ValueError for wrong shapes, counts or values.
 """
@@ -30,11 +30,11 @@ _FAMILY = "ring_prox"
 
 
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
-    """Euclidean norm of each ring of each kernel, differentiable any number of times (0 where a norm is 0).
+    """Return the Euclidean norm of each ring of each filter, differentiable any number of times (0 where a norm is 0).
 
     Args:
         weight: ``(C_out, channels, *taps)``.
-        rings: one for each tap, below ``count``, which is at most 64.
+        rings: the ring of each tap, below ``count``, which is at most 64.
 
     Returns:
         ``(C_out, count)``, float64 for float64 weights, else float32.
@@ -71,7 +71,7 @@ class _RingNorms(torch.autograd.Function):
 
 
 class _TransformableRingNorms(_RingNorms):
-    """The same for torch.func and forward-mode AD; torch.compile takes no function that has a ``jvp``."""
+    """_RingNorms for torch.func and forward-mode AD; torch.compile accepts no function with a ``jvp``."""
 
     @staticmethod
     def forward(weight: Tensor, rings: list[int], count: int) -> Tensor:  # type: ignore[override]
@@ -101,12 +101,12 @@ class _TransformableRingNorms(_RingNorms):
 
 
 def _of_taps(weight: Tensor) -> tuple[int, ...]:
-    """The shape of a number for each tap of each kernel."""
+    """Return the shape of a tensor with one number for each tap of each filter."""
     return (weight.shape[0], 1, *weight.shape[2:])
 
 
 def _directions(weight: Tensor, norms: Tensor, rings: list[int]) -> Tensor:
-    """Return the weights divided by the norm of their ring, those of norm 0 as they are."""
+    """Return the weights divided by the norm of their ring; those of norm 0 stay as they are."""
     return weight.to(norms.dtype) / torch.where(norms > 0, norms, 1)[:, rings].view(_of_taps(weight))
 
 
@@ -120,22 +120,22 @@ def ring_prox(
     linf: bool = False,
     coupled: bool = False,
 ) -> Tensor:
-    """The exact minimiser, for each kernel and with t = thresholds, q = squared, d = metric, over x of
+    """Return the exact minimiser over x, for each filter and with t = thresholds, q = squared, d = metric, of
 
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
     Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its kernel; infinite weights stay, and ``squared`` does nothing to their kernel, unless ``coupled``.
+    spreads in its filter. Infinite weights stay, and ``squared`` does not act on their filter, unless ``coupled``.
 
     Args:
-        weight: ``(C_out, channels, *taps)``; left alone.
-        rings: one for each tap, below ``thresholds.shape[-1]``.
+        weight: ``(C_out, channels, *taps)``; not modified.
+        rings: the ring of each tap, below ``thresholds.shape[-1]``.
         thresholds: finite, at least 0, float64 on the CPU: one for each group, ``(groups,)``, or ``(C_out, groups)``.
-        squared: as ``thresholds``, and of their shape; None: zeros.
-        metric: of weight's shape and device and any of the four dtypes, positive; None: ones.
-        linf: groups are measured by their largest weight, not by the Euclidean norm.
-        coupled: what is squared is the sum over all kernels, of those whose norms are finite; all kernels' thresholds
-            are then ``t + f q`` with the same f, found to the precision of the weights' type.
+        squared: as ``thresholds``, and of their shape; None for zeros.
+        metric: of weight's shape and device and any of the four dtypes, positive; None for ones.
+        linf: whether groups are measured by their largest weight instead of the Euclidean norm.
+        coupled: whether the squared sum runs over all filters whose norms are finite; the thresholds of all filters are
+            then ``t + f q`` with the same f, found to the precision of the weights' dtype.
 
     Returns:
         A tensor like ``weight``.
@@ -184,7 +184,7 @@ def _coupled_prox(
 
 
 def group_norms(weight: Tensor, rings: Sequence[int], count: int, linf: bool) -> Tensor:
-    """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
+    """Return ``||k(G_n)||`` of each group of each filter: float64, differentiable, ``(C_out, groups)``."""
     return group_norms_by(ring_norms, weight, rings, count, linf)
 
 
@@ -220,7 +220,7 @@ def _check_rings(weight: Tensor, rings: Sequence[int], count: int) -> None:
 
 
 def check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
-    """Raises TypeError or ValueError; of values only in eager calls."""
+    """Raise TypeError or ValueError for unusable thresholds; values are checked only in eager calls."""
     if thresholds.dtype != torch.float64 or not thresholds.is_cpu:
         raise TypeError(f"{name}: expected a float64 tensor on the CPU, got {thresholds.dtype} on {thresholds.device}")
     if thresholds.dim() not in (1, 2) or (thresholds.dim() == 2 and len(thresholds) != len(weight)):
@@ -230,14 +230,14 @@ def check_thresholds(name: str, thresholds: Tensor, weight: Tensor) -> None:
 
 
 def _are_sizes(thresholds: Tensor) -> bool:
-    """Whether all are finite and at least 0; a call for each of a few numbers is faster than one of torch's."""
+    """Return whether all are finite and at least 0; for a few numbers Python is faster than a call to torch."""
     if thresholds.dim() == 1:
         return all(0.0 <= threshold < math.inf for threshold in thresholds.tolist())
     return bool(((thresholds >= 0) & (thresholds < torch.inf)).all())
 
 
 def check_metric(metric: Tensor, weight: Tensor) -> None:
-    """Of all but its values. Raises TypeError or ValueError."""
+    """Raise TypeError or ValueError for an unusable metric; its values are not checked."""
     _check_weight("metric", metric)
     if metric.device != weight.device:
         raise TypeError(f"metric: expected device {weight.device} as weight, got {metric.device}")

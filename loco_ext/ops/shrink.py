@@ -1,4 +1,4 @@
-"""The step of parameters with a penalty that no kernel ends it with: a LayerPenalty, or any where torch steps."""
+"""The prox after the step of a parameter whose penalty no kernel applies: a LayerPenalty, or any if torch steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loco_ext.reference.optim_step import arithmetic_dtype, prox_step
 
 
 def lies_by_kernels(param: Tensor) -> bool:
-    """Whether kernels lie one after the other, each contiguous or channels_last: what compiled steps can shrink."""
+    """Return whether filters follow each other, each contiguous or channels_last, as compiled prox kernels require."""
     if param.is_contiguous() or param.numel() == 0:
         return True
     kernel = param[0]
@@ -23,12 +23,12 @@ def lies_by_kernels(param: Tensor) -> bool:
 
 
 def stepped_in_place(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
-    """Whether compiled steps end the parameter's step with its penalty's prox where it lies."""
+    """Return whether compiled kernels apply the penalty's prox in place at the end of the parameter's step."""
     return penalty is None or (isinstance(penalty, StepPenalty) and lies_by_kernels(param))
 
 
 def step_on_copies(named: dict[str, Any], step: Callable[[list[Tensor]], None]) -> None:
-    """Calls ``step`` with contiguous copies in place of penalised parameters whose kernels lie otherwise."""
+    """Call ``step`` with contiguous copies in place of penalised parameters whose filters have another layout."""
     params, penalties = named["params"], named["penalties"]
     odd = [i for i, penalty in enumerate(penalties) if not stepped_in_place(params[i], penalty)]
     copies = list(params)
@@ -40,7 +40,7 @@ def step_on_copies(named: dict[str, Any], step: Callable[[list[Tensor]], None]) 
 
 
 def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor:
-    """The prox that ends the step by which a penalised parameter has become ``w``; ``named``: the step's arguments."""
+    """Return the prox of ``w``, a penalised parameter after its step; ``named``: the step's arguments by name."""
     size, metric = prox_step(name, named, index, w.dtype)
     if size == 0:
         return w
@@ -52,11 +52,12 @@ def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor
 
 
 def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:
-    """The step by kernels that do not know these penalties, then the prox of each penalised parameter.
+    """Step by kernels that do not support these penalties, then apply the prox to each penalised parameter.
 
     Args:
-        name: of the operator. named: its arguments by name.
-        step: makes the step without these penalties, these lists in place of those of the same names.
+        name: the operator's name.
+        named: its arguments by name.
+        step: makes the step without these penalties; its dict replaces the lists of the same names.
 
     Raises:
         NotImplementedError: parameters would be rounded stochastically before the prox.
@@ -68,7 +69,7 @@ def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str,
             "stochastic_rounding: expected None for bfloat16 parameters with a penalty whose prox is no part of the "
             "step's kernels"
         )
-    # What the prox reads is held in the type that arithmetic is done in, so that it is rounded once, afterwards.
+    # Whatever the prox reads is kept in the compute dtype, so that it is rounded once, afterwards.
     names = ["params", *(key for key in ("exp_avg_sqs", "max_exp_avg_sqs") if named.get(key))]
     held = {key: list(named[key]) for key in names}
     for key in names:
