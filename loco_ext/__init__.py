@@ -14,7 +14,7 @@ __all__ = ["__version__", "analysis", "backend", "geometry", "nn", "ops", "optim
 
 
 def __getattr__(name: str) -> Any:
-    """Import a part when it is first asked for."""
+    """Import a submodule at its first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "backend":
@@ -27,8 +27,11 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Whether this process is the command line, which imports what it needs: torch takes seconds, and help needs none
-    of it, and an interrupt is to be caught from the first moment on."""
+    """Return whether this process is the command line.
+
+    It imports what it needs itself: importing torch takes seconds, which help does not need, and an interrupt has to be
+    caught from the start.
+    """
     return Path(sys.argv[0]).stem == "loco-ext" or sys.orig_argv[1:3] == ["-m", "loco_ext.cli"]
 
 

@@ -1,4 +1,4 @@
-"""The values of command-line options: text to value, or one line that says what was expected."""
+"""Parsers for the values of command-line options: they return the value, or raise one line that says what to pass."""
 
 import argparse
 import json
@@ -7,29 +7,29 @@ from pathlib import Path
 
 
 def integer(text: str, allowed: range) -> int:
-    """A decimal integer in ``allowed``."""
+    """Parse a decimal integer in ``allowed``."""
     if not text.isdecimal() or int(text) not in allowed:
         raise argparse.ArgumentTypeError(f"expected an integer from {allowed[0]} to {allowed[-1]}, got {text!r}")
     return int(text)
 
 
 def count(text: str) -> int:
-    """At least 1."""
+    """Parse an integer of at least 1."""
     return integer(text, range(1, 10**6 + 1))
 
 
 def whole(text: str) -> int:
-    """At least 0."""
+    """Parse an integer of at least 0."""
     return integer(text, range(10**6 + 1))
 
 
 def seed(text: str) -> int:
-    """What torch takes as a seed: 63 bits."""
+    """Parse a seed that torch accepts, of 63 bits."""
     return integer(text, range(2**63))
 
 
 def number(text: str) -> float:
-    """Finite, at least 0."""
+    """Parse a finite number of at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -40,37 +40,37 @@ def number(text: str) -> float:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Numbers separated by commas."""
+    """Parse numbers separated by commas."""
     return tuple(number(part) for part in text.split(","))
 
 
 def epochs(text: str) -> tuple[int, ...]:
-    """Numbers of epochs, separated by commas; none for an empty text."""
+    """Parse numbers of epochs separated by commas; an empty text gives none."""
     return tuple(count(part) for part in text.split(",")) if text else ()
 
 
 def wholes(text: str) -> tuple[int, ...]:
-    """Numbers of at least 0, separated by commas."""
+    """Parse integers of at least 0, separated by commas."""
     return tuple(whole(part) for part in text.split(","))
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Texts separated by commas."""
+    """Split a text at its commas."""
     return tuple(text.split(","))
 
 
 def name_or_none(text: str) -> str | None:
-    """None for ``none``."""
+    """Return the text, or None for ``none``."""
     return None if text == "none" else text
 
 
 def device(text: str) -> str:
-    """A torch device that is there and works."""
+    """Check that the text names a torch device that exists and works, and return it."""
     import torch
 
     try:
         found = torch.device(text)
-        if found.type == "cuda":  # asked of the driver, so that no memory is taken on a device that others may use
+        if found.type == "cuda":  # ask the driver: a tensor would take memory on a device that others may use
             usable = (found.index or 0) < torch.cuda.device_count()
         else:
             usable = torch.zeros(1, device=found).item() == 0
@@ -82,7 +82,7 @@ def device(text: str) -> str:
 
 
 def locality(text: str) -> tuple[float, ...] | dict[str, tuple[float, ...]] | None:
-    """``none``, factors separated by commas, or a JSON file that ``loco-ext analyze`` has written."""
+    """Parse ``none``, factors separated by commas, or the path of a JSON file that ``loco-ext analyze`` has written."""
     if text == "none":
         return None
     try:

@@ -1,7 +1,8 @@
-"""Checkpoints and weights with a checksum, which are whole or refused. No code from such a file is ever executed.
+"""Checkpoints and weights with a checksum, which are read whole or refused. Code in such a file is never executed.
 
-A file of torch.save is a zip archive: its checksum, SHA-256 of all bytes before it, is the archive's comment. That of a
-safetensors file is in its metadata, SHA-256 of the same file without metadata. Other readers read both as any file.
+A file of torch.save is a zip archive: its checksum, SHA-256 of all bytes before it, is the archive's comment. The
+checksum of a safetensors file is in its metadata: SHA-256 of the same file without metadata. Other readers read both
+files like any other.
 """
 
 import io
@@ -18,12 +19,12 @@ from torch import Tensor
 from loco_ext.input import open_regular
 from loco_ext.output import replacing
 
-_DIGITS = 64  # of a checksum
+_DIGITS = 64  # length of a checksum in hexadecimal
 _CHECKSUM = "loco_ext.sha256"
 
 
 class DamagedFileError(ValueError):
-    """A file that is not as it was written, or of another kind; the text does not name it.
+    """A file that has changed since it was written, or of another kind; the message does not name the file.
 
     Example:
         >>> str(DamagedFileError("changed since it was written"))
@@ -32,8 +33,8 @@ class DamagedFileError(ValueError):
 
 
 def save_checkpoint(path: Path, state: Any) -> None:
-    """Writes what torch.save takes, in one move."""
-    content = io.BytesIO()  # torch.save into a file would not report a full disk as an OSError
+    """Save anything that torch.save takes, by an atomic replacement of the file."""
+    content = io.BytesIO()  # torch.save to a file would not report a full disk as an OSError
     torch.save(state, content)
     content.seek(-2, io.SEEK_END)  # the length of the archive's comment
     content.write(_DIGITS.to_bytes(2, "little"))
@@ -43,7 +44,7 @@ def save_checkpoint(path: Path, state: Any) -> None:
 
 
 def load_checkpoint(path: Path) -> Any:
-    """Returns what :func:`save_checkpoint` was given, with all tensors on the CPU.
+    """Return what :func:`save_checkpoint` was given, with all tensors on the CPU.
 
     Raises:
         DamagedFileError: the file is not as it was written.
@@ -57,7 +58,7 @@ def load_checkpoint(path: Path) -> Any:
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a state dict as safetensors, in one move; tied weights, which the format has no way to tell, twice."""
+    """Save a state dict as safetensors, atomically; tied weights, which the format cannot express, are saved twice."""
     as_is = torch.contiguous_format
     tensors = {name: value.detach().to("cpu", copy=True, memory_format=as_is) for name, value in weights.items()}
     content = safetensors.torch.save(tensors, {_CHECKSUM: _checksum(tensors)})
@@ -66,10 +67,10 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(path: Path, *, foreign: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file, by name, on the CPU.
+    """Return the tensors of a safetensors file, by name, on the CPU.
 
     Args:
-        foreign: whether a file without a checksum is read too.
+        foreign: whether to read files without a checksum, too.
 
     Raises:
         DamagedFileError: the file is not as it was written.
@@ -90,7 +91,7 @@ def load_weights(path: Path, *, foreign: bool = False) -> dict[str, Tensor]:
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
-    """Raises DamagedFileError, naming the tensor, where NaN or an infinity is among the weights."""
+    """Raise DamagedFileError, naming the tensor, if the weights contain NaN or an infinity."""
     for name, value in weights.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise DamagedFileError(f"NaN or infinity in {name!r}: the training has diverged; remove it to begin anew")

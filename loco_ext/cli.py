@@ -3,43 +3,43 @@
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 and the number of the signal, as shells have it
+INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 plus the number of the signal, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command in ``argv``, by default the process's arguments; returns the exit code."""
+    """Run the command in ``argv``, by default the process's arguments, and return the exit code."""
     try:
-        # Imported here, so that an interrupt is caught from the first moment on.
+        # Imported here, so that an interrupt is caught from the start.
         from loco_ext import commands
 
         try:
             return commands.run(argv)
         finally:
-            if sys.stdout is not None:  # it is None where the process was started without one
+            if sys.stdout is not None:  # it is None if the process was started without one
                 sys.stdout.flush()
     except KeyboardInterrupt:
         if argv is None:
             _ignore_interrupts()
         print("loco-ext: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads the output has gone
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         _drop_output()
         return CLOSED_PIPE
-    except OSError as error:  # those of files are told by name: this one is of the output
+    except OSError as error:  # commands report errors of files themselves, so this one is of the output
         _drop_output()
         print(f"loco-ext: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
 
 
 def _ignore_interrupts() -> None:
-    """Let the process end in peace, however often Ctrl-C is pressed."""
+    """Ignore further interrupts, so that the process ends undisturbed however often Ctrl-C is pressed."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _drop_output() -> None:
-    """Send what is still to be written to stdout nowhere: the interpreter would report that it cannot be written."""
+    """Redirect stdout to the null device, as the interpreter's final flush would fail and report that."""
     import os
 
     if sys.stdout is not None:

@@ -1,19 +1,19 @@
-"""Errors that the user can put right."""
+"""Errors that the user can correct."""
 
 from collections.abc import Mapping
 
 
 class UserError(Exception):
-    """An error that the user can put right: its text is all that the command line shows.
+    """An error that the user can correct; the command line shows only its text.
 
-    Where it is about settings, their names come first, separated by commas and followed by a colon.
+    If it is about settings, the text begins with their names, separated by commas and followed by a colon.
     """
 
     exit_code = 2
 
 
 def name_options(text: str, options: Mapping[str, str]) -> str:
-    """Return the text of an error with the options that were typed in place of the settings that it begins with.
+    """Return an error's text with the leading names of settings replaced by the options that were typed.
 
     >>> name_options("learning_rate, seed: expected others", {"learning_rate": "--lr", "seed": "--seed"})
     '--lr, --seed: expected others'

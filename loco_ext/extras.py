@@ -1,4 +1,4 @@
-"""Packages that only some of the package's parts need."""
+"""Optional dependencies: packages that only some parts of this package need."""
 
 from importlib.util import find_spec
 
@@ -6,16 +6,16 @@ from loco_ext.errors import UserError
 
 
 class MissingExtraError(UserError, ModuleNotFoundError):
-    """Packages that are not installed; the text says how to install them."""
+    """Raised for packages that are not installed; the text says how to install them."""
 
 
 def need(part: str, packages: dict[str, str], extra: str = "demo") -> None:
-    """Raises MissingExtraError, with the command to use, unless all modules are there.
+    """Raise MissingExtraError, with the command to run, unless all modules are installed.
 
     Args:
-        part: what needs them.
-        packages: names of modules, and of the packages that bring them.
-        extra: that brings them all.
+        part: the part of this package that needs them.
+        packages: names of modules, mapped to the packages that contain them.
+        extra: the extra that installs them all.
     """
     missing = [package for module, package in packages.items() if find_spec(module) is None]
     if missing:
@@ -26,7 +26,7 @@ def need(part: str, packages: dict[str, str], extra: str = "demo") -> None:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra from the sources: the package is on no index.
+    """Return the command that installs an extra from the sources, as the package is on no index.
 
     >>> install_command("demo")
     'pip install --no-build-isolation ".[demo]"'

@@ -1,4 +1,4 @@
-"""Folders that one process at a time writes to."""
+"""Folders that only one process at a time writes to."""
 
 import errno
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ LOCK = ".lock"
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Keeps other processes from writing to ``folder`` while the block runs.
+    """Keep other processes from writing to ``folder`` while the block runs.
 
-    The folder is made where it is missing, and temporary files of killed processes are removed from it. The operating
-    system holds the lock, on the file ``.lock``, and drops it with the process, however that ends; the file stays.
+    The folder is created if it is missing, and temporary files of killed processes are removed from it. The operating
+    system holds the lock, on the file ``.lock``, and releases it with the process, however that ends; the file stays.
 
     Raises:
         BlockingIOError: another process writes to the folder.

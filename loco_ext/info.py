@@ -1,4 +1,4 @@
-"""What is installed and what runs where: ``python -m loco_ext.info``."""
+"""Report of what is installed and which backend runs where: ``python -m loco_ext.info``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("numpy", "triton")
 
 
 def collect() -> dict[str, Any]:
-    """Versions, the compiled libraries, CPU capability and the backend of each family of operators, as plain values.
+    """Return versions, the compiled libraries, CPU capability and each operator family's backend, as plain values.
 
     Example:
         >>> from loco_ext import info
@@ -61,7 +61,7 @@ def _backend(family: str, device_type: str) -> str:
 
 
 def main(as_json: bool = False) -> None:
-    """Prints the page for people, or as JSON."""
+    """Print the report as text, or as JSON."""
     facts = collect()
     if as_json:
         print(json.dumps(facts, indent=2))

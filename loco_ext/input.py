@@ -1,4 +1,4 @@
-"""Files that are opened to be read."""
+"""Opening of files for reading."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading; waits for no writer of a pipe.
+    """Open a regular file for reading, without waiting for the writer of a pipe.
 
     Raises:
         OSError: the file is missing, cannot be read, or is a folder, a pipe or a device.

@@ -1,4 +1,4 @@
-"""Options of the command line that are made from the fields of a settings' dataclass."""
+"""Command-line options made from the fields of a settings dataclass."""
 
 import argparse
 from collections.abc import Callable, Collection, Mapping
@@ -8,11 +8,11 @@ from typing import Any, get_type_hints
 
 @dataclass(frozen=True)
 class Option:
-    """The option that sets a field, which is annotated with it: ``Annotated[int, Option("passes", int)]``.
+    """The option that sets a field; the field is annotated with it: ``Annotated[int, Option("passes", int)]``.
 
-    ``help`` says what the field decides. ``parse`` makes a value of a text; with ``bool`` the option is a switch, with
-    ``--no-`` in front to turn it off. ``flag`` is the option; None: ``--`` and the field's name. ``metavar`` stands for
-    the value in the help.
+    ``help`` says what the field controls. ``parse`` converts a text to a value; with ``bool`` the option is a switch,
+    turned off with the prefix ``--no-``. ``flag`` is the option's name, None for ``--`` and the field's name.
+    ``metavar`` stands for the value in the help.
     """
 
     help: str
@@ -27,12 +27,12 @@ def add_options(
     presets: Mapping[str, Mapping[str, Any]],
     only: Collection[str] | None = None,
 ) -> None:
-    """Add an option for each annotated field of the dataclass ``kind``; its value is None where it is not given.
+    """Add an option for each annotated field of the dataclass ``kind``; its value is None if it is not given.
 
     Args:
-        presets: values of the fields by name of the preset, which the help tells as defaults. A field without any
-            is required.
-        only: the fields that get an option; None: all that are annotated with one.
+        presets: values of the fields by the name of the preset; the help shows them as defaults. A field without any is
+            required.
+        only: the fields that get an option; None for all that are annotated with one.
     """
     hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
@@ -51,7 +51,7 @@ def add_options(
 
 
 def _told(values: Mapping[str, Any]) -> str:
-    """Return the defaults as the help tells them.
+    """Return the defaults as text for the help.
 
     >>> _told({"paper": 250, "quick": 8}), _told({"paper": (70, 140), "quick": (70, 140)})
     (' (paper: 250, quick: 8)', ' (default: 70,140)')

@@ -1,4 +1,4 @@
-"""What leaves the process: files that are never half written, JSON that every reader takes, progress on a terminal."""
+"""Output of the process: files that are never half written, JSON that every reader accepts, progress on a terminal."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 @contextmanager
 def quiet(wanted: bool = True) -> Iterator[None]:
-    """Shows no progress inside of the block, if ``wanted``."""
+    """Suppress progress inside the block, if ``wanted``."""
     before = _quiet.set(wanted or _quiet.get())
     try:
         yield
@@ -29,18 +29,18 @@ def quiet(wanted: bool = True) -> Iterator[None]:
 
 
 def shows_progress() -> bool:
-    """Whether progress is shown: on a terminal alone, not when quiet, and not where TQDM_DISABLE is set."""
+    """Return whether progress is shown: only on a terminal, not if quiet, and not if TQDM_DISABLE is set."""
     return sys.stderr.isatty() and not _quiet.get() and os.environ.get("TQDM_DISABLE", "0") in ("", "0")
 
 
 def note(text: str) -> None:
-    """Prints to stderr what is being done, unless quiet."""
+    """Print to stderr what is being done, unless quiet."""
     if not _quiet.get():
         print(text, file=sys.stderr)
 
 
 def progress_bar(total: int, label: str, *, unit: str, shown: bool = True) -> "tqdm[Any]":
-    """Returns a bar on stderr, which shows nothing where progress is not shown."""
+    """Return a progress bar on stderr, disabled if progress is not shown."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=label, unit=unit, disable=not (shown and shows_progress()))
@@ -48,7 +48,7 @@ def progress_bar(total: int, label: str, *, unit: str, shown: bool = True) -> "t
 
 @contextmanager
 def status(logger: str) -> Iterator[None]:
-    """Shows on a terminal, while the block runs, the last message of the logger named ``logger``."""
+    """Show the last message of the logger named ``logger`` on a terminal while the block runs."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -71,9 +71,9 @@ def status(logger: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path``, which takes its place when the block ends well and is gone if it does not.
+    """Yield a temporary path beside ``path``, which replaces it if the block succeeds and is removed if it fails.
 
-    The new file is on the disk before it takes the old one's place, and that it has is on the disk when this returns.
+    The new file is flushed to disk before it replaces the old one, and the replacement is on disk when this returns.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -86,16 +86,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the temporary files of processes that were killed; nobody else may be writing to ``folder``."""
+    """Remove the temporary files of killed processes; no other process may be writing to ``folder``."""
     for path in folder.glob(".*.part"):
         if re.fullmatch(r"\..+\.\d+\.part", path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
 def one_line(text: str, longest: int | None = None) -> str:
-    r"""Returns text as one line that every terminal shows as it is, of at most ``longest`` characters of the text.
+    r"""Return text as one line that every terminal shows unchanged, of at most ``longest`` characters of the text.
 
-    What cannot be printed is escaped, and the middle of what is longer is left out.
+    Unprintable characters are escaped, and the middle of a longer text is left out.
 
     >>> one_line("a\nb"), one_line("0123456789", 5)
     ('a\\nb', '01…89')
@@ -107,7 +107,7 @@ def one_line(text: str, longest: int | None = None) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file, or what a folder lists, is on the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,7 +116,7 @@ def _flush(path: Path) -> None:
 
 
 def json_text(record: Any, indent: int | None = None) -> str:
-    """JSON of plain data; NaN and infinities, which JSON has no words for, become null.
+    """Return JSON of plain data; NaN and infinities, which JSON cannot express, become null.
 
     >>> json_text({"loss": float("nan"), "epochs": (1, 2)})
     '{"loss": null, "epochs": [1, 2]}'

@@ -1,3 +1,3 @@
-"""The version of the package, read by the build too."""
+"""The version of the package; the build reads this file, too."""
 
 __version__ = "0.1.0"

@@ -1,10 +1,10 @@
 """Block-sparse multiplication in Triton, for GPUs.
 
 The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`), whose checks
-these have passed. Nothing waits for the device, and a CUDA graph can record a call. Results do not depend on how
-programs happen to run: every sum has one order, and nothing is added up in memory.
+have checked these. No call waits for the device, and a CUDA graph can capture one. Results are deterministic: every sum
+has one order, and nothing is accumulated in global memory.
 
-float32 is multiplied as IEEE says unless ``torch.backends.cuda.matmul`` allows TF32.
+float32 is multiplied in IEEE precision unless ``torch.backends.cuda.matmul`` allows TF32.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from loco_ext.triton_kernels.block_sparse_kernels import (
 from torch import Tensor
 from triton import cdiv
 
-# Of what is not a GPU, in bytes: of the interpreter, and of tests that compile for other machines.
+# Bytes of shared memory assumed without a GPU: for the interpreter, and for tests that compile for other machines.
 NO_GPUS_SHARED_MEMORY = 227 * 1024
 
 
 def block_sparse_matmul(
     x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``."""
+    """Return ``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``."""
     return _product(x, values, crow_indices, col_indices, None, bias)
 
 
 def block_sparse_input_gradient(
     grad: Tensor, values: Tensor, crow_indices: Tensor, rows: Tensor, blocks: Tensor
 ) -> Tensor:
-    """``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
+    """Return ``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
     return _product(grad, values, crow_indices, rows, blocks, None)
 
 
 def block_sparse_value_gradient(
     x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
 ) -> Tensor:
-    """``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]] and grad[n, row of b]``, by groups."""
+    """Return ``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]], grad[n, row of b]``, by groups."""
     batch, rows, nnz = len(x), len(crow_indices) - 1, len(col_indices)
     depth, width = x.shape[2] // groups, grad.shape[2] // groups
     values = torch.empty((nnz, groups, depth, width), dtype=x.dtype, device=x.device)
     if values.numel() == 0:
         return values
-    x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels see the memory as it is
+    x, grad = x.resolve_neg(), grad.resolve_neg()  # kernels ignore the lazy negation flag
     slices = tiles.slices_of(nnz / rows)
     depthwise = depth == width == 1
     channels = (groups, groups) if depthwise else (depth, width)
@@ -74,14 +74,14 @@ def block_sparse_value_gradient(
 def _product(
     x: Tensor, values: Tensor, crow: Tensor, pixels: Tensor, blocks: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """By the blocks in order, or by those given, turned."""
+    """Return the product with the blocks in order, or with those that ``blocks`` lists, transposed."""
     turned = blocks is not None
     batch, rows, groups = len(x), len(crow) - 1, values.shape[1]
     summed, width = values.shape[:1:-1] if turned else values.shape[2:]
     y = torch.empty((batch, rows, groups * width), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    x, values = x.resolve_neg(), values.resolve_neg()  # kernels see the memory as it is
+    x, values = x.resolve_neg(), values.resolve_neg()  # kernels ignore the lazy negation flag
     bias = None if bias is None else bias.resolve_neg()
     depthwise = summed == width == 1
     channels = (groups, groups) if depthwise else (summed, width)
@@ -102,7 +102,7 @@ def _product(
 
 
 def _strides(activations: Tensor, unit: int) -> tuple[int, int]:
-    """Of samples and of pixels, in units."""
+    """Return the strides of samples and of pixels, in units of ``unit`` elements."""
     return activations.stride(0) // unit, activations.stride(1) // unit
 
 
@@ -112,7 +112,7 @@ def _tf32() -> bool:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """That a program may have, in bytes."""
+    """Return the bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return NO_GPUS_SHARED_MEMORY
     properties: Any = torch.cuda.get_device_properties(device)

@@ -5,15 +5,15 @@ for each live pair of pixels and each group:
 
 - ``product_kernel``: ``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, pixel of b] @ values[b]``. One
   program has one output pixel and a tile of samples and channels, and goes through the row's blocks. With the pattern
-  by input pixel and the blocks turned the same is the gradient of x.
+  by input pixel and transposed blocks the same kernel computes the gradient of x.
 - ``values_kernel``: ``dvalues[b] = sum over n of the outer product of x[n, pixel of b] and dy[n, o]``. One program has
   a share of one output pixel's blocks, and a tile of each.
 
-Programs are numbered so that those that run at the same time read the same: all samples of an output pixel, whose
-blocks are then read from memory once, and neighbouring output pixels, whose input pixels are found in the L2 cache.
+Programs are numbered so that those that run at the same time read the same memory: all samples of an output pixel,
+whose blocks are then read from memory once, and neighbouring output pixels, whose input pixels hit the L2 cache.
 
-Half precision and float32 are summed in float32, in an order that depends on sizes alone. Channels and strides come in
-units of ``Form.x_unit`` and ``Form.y_unit`` elements, so that the compiler knows what they are multiples of; offsets
+Half precision and float32 are summed in float32, in an order that depends on sizes alone. Channels and strides are
+given in units of ``Form.x_unit`` and ``Form.y_unit`` elements, so that the compiler knows what divides them; offsets
 are in 64 bits.
 """
 
@@ -28,39 +28,39 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Form:
-    """What is decided when a kernel is compiled."""
+    """The compile-time constants of a kernel."""
 
-    samples: int  # of a tile; a power of 2, as all sizes of tiles
-    depth: int  # channels of x of a tile
-    width: int  # channels of y of a tile
-    x_unit: int  # elements: of the channels and strides of x
-    y_unit: int  # and of y
+    samples: int  # samples per tile; a power of 2, like all tile sizes
+    depth: int  # channels of x per tile
+    width: int  # channels of y per tile
+    x_unit: int  # elements in which the channels and strides of x are counted
+    y_unit: int  # the same for y
     sums: tl.dtype
-    precision: str  # of tl.dot
-    parts: int = 1  # tiles along a dimension that is summed over
-    turned: bool = False  # a block's rows are the channels of the result
+    precision: str  # input_precision of tl.dot
+    parts: int = 1  # tiles along the dimension that is summed over
+    turned: bool = False  # blocks are transposed: their rows are the channels of the result
     slices: int = 1  # programs that share an output pixel's blocks
 
 
-# Their divisors are known by Form's units.
+# Not specialised: the compiler knows their divisors from Form's units.
 _SIZES = ("batch", "groups", "depth", "width", "x_sample_stride", "x_pixel_stride")
 
 
 @triton.jit
 def _tile(number, size: tl.constexpr):
-    """The indices of a tile, in 64 bits."""
+    """Return the indices of a tile, int64."""
     return (number * size + tl.arange(0, size)).to(tl.int64)
 
 
 @triton.jit
 def _strides(sample_stride, pixel_stride, unit: tl.constexpr):
-    """In elements, in 64 bits."""
+    """Return both strides in elements, int64."""
     return sample_stride.to(tl.int64) * unit, pixel_stride.to(tl.int64) * unit
 
 
 @triton.jit
 def _share(crow, row, slice, FORM: tl.constexpr):
-    """A program's blocks of a row: the first, and how many."""
+    """Return a program's share of a row's blocks: the index of the first, and their number."""
     begin = tl.load(crow + row)
     count = tl.load(crow + row + 1) - begin
     first = count * slice // FORM.slices
@@ -70,16 +70,16 @@ def _share(crow, row, slice, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=[*_SIZES, "rows"])
 def product_kernel(
     x,
-    values,  # [nnz, groups, depth, width], or turned: [nnz, groups, width, depth]
+    values,  # [nnz, groups, depth, width], or transposed: [nnz, groups, width, depth]
     crow,  # int64, [rows + 1]: where the blocks of each output pixel begin
-    pixels,  # int64: the input pixel of each
-    blocks,  # int64: its number in values, or None: they are in order
+    pixels,  # int64: the input pixel of each block
+    blocks,  # int64: the index of each block in values, or None if they are in order
     bias,  # [rows, groups * width], or None
     y,  # [batch, rows, groups * width]
     batch,
     rows,
     groups,
-    depth,  # what is summed over, in units, as the strides of x
+    depth,  # channels that are summed over, in units of x, as are the strides of x
     width,  # in units of y
     x_sample_stride,
     x_pixel_stride,
@@ -132,7 +132,7 @@ def values_kernel(
     values,  # [nnz, groups, depth, width]
     batch,
     groups,
-    depth,  # these and the strides in units of x or y
+    depth,  # depth, width and the strides are in units of x or y
     width,
     x_sample_stride,
     x_pixel_stride,
@@ -187,7 +187,7 @@ def values_kernel(
                 total = tl.full([FORM.depth, FORM.width], 0, FORM.sums)
 
 
-# ---- depthwise: blocks of one number, so that the groups are the channels
+# ---- depthwise: blocks have one element, so that groups are channels
 
 
 @triton.jit(do_not_specialize=["batch", "rows", "channels", "x_sample_stride", "x_pixel_stride"])
@@ -201,12 +201,12 @@ def depthwise_product_kernel(
     y,
     batch,
     rows,
-    channels,  # in units of y; the strides in units of x or y
+    channels,  # in units of y; the strides are in units of x or y
     x_sample_stride,
     x_pixel_stride,
     FORM: tl.constexpr,
 ):
-    """As ``product_kernel``."""
+    """Compute ``product_kernel``'s result for depthwise blocks."""
     channels = channels * FORM.y_unit
     x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM.x_unit)
     sample_tiles, channel_tiles = tl.cdiv(batch, FORM.samples), tl.cdiv(channels, FORM.width)
@@ -250,14 +250,14 @@ def depthwise_values_kernel(
     pixels,
     values,  # [nnz, channels]
     batch,
-    channels,  # in units of y; the strides in units of x or y
+    channels,  # in units of y; the strides are in units of x or y
     x_sample_stride,
     x_pixel_stride,
     grad_sample_stride,
     grad_pixel_stride,
     FORM: tl.constexpr,
 ):
-    """As ``values_kernel``."""
+    """Compute ``values_kernel``'s result for depthwise blocks."""
     channels = channels * FORM.y_unit
     x_sample_stride, x_pixel_stride = _strides(x_sample_stride, x_pixel_stride, FORM.x_unit)
     grad_sample_stride, grad_pixel_stride = _strides(grad_sample_stride, grad_pixel_stride, FORM.y_unit)

@@ -1,6 +1,6 @@
 """Loads and stores of all dtypes in Triton.
 
-bfloat16 is held as its bits; every conversion rounds to nearest even and keeps NaN and infinity.
+bfloat16 is represented by its bits; every conversion rounds to nearest even and keeps NaN and infinity.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load(addresses, mask, dtype: tl.constexpr, T: tl.constexpr):
-    """Numbers of a dtype, in the type T; pointers to bfloat16 are to uint16."""
+    """Load numbers of a dtype and return them as T; pointers to bfloat16 must be to uint16."""
     value = tl.load(addresses, mask=mask)
     if dtype == tl.bfloat16:
         value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -21,7 +21,7 @@ def load(addresses, mask, dtype: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _bf16_bits(value, random, STOCHASTIC: tl.constexpr):
-    """STOCHASTIC: rounds up with a probability equal to the part that bfloat16 cannot hold; that of infinity is 0."""
+    """Return float32 as bfloat16 bits; STOCHASTIC: up with a probability equal to the part cut off (infinity: 0)."""
     bits = value.to(tl.uint32, bitcast=True)
     rounded = bits + (random & 0xFFFF) if STOCHASTIC else bits + 0x7FFF + ((bits >> 16) & 1)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -30,7 +30,7 @@ def _bf16_bits(value, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def store(addresses, value, mask, dtype: tl.constexpr, random, STOCHASTIC: tl.constexpr):
-    """STOCHASTIC: bfloat16 is rounded by random bits, else they may be None."""
+    """Store a value; STOCHASTIC: bfloat16 is rounded by the bits of ``random``, which else may be None."""
     if dtype == tl.bfloat16:
         tl.store(addresses, _bf16_bits(value.to(tl.float32), random, STOCHASTIC), mask=mask)
     elif dtype == tl.float16:

@@ -1,10 +1,10 @@
 """The optimizer step in Triton, for GPUs that the compiled library is not built for.
 
-One launch steps all tensors whose operands have the same dtypes and are as well (or not) laid out for vectors; Adam has
-one more, which counts the steps. What the programs know of the tensors lies in tables, which are copied to the device
+One launch steps all tensors whose operands have the same dtypes and are equally suitable for vector access; Adam has
+one more, which increments the step counts. Tables tell the programs about the tensors; they are copied to the device
 when something in them changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so
-that nothing waits for it and a CUDA graph can record the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was recorded with. The prox that ends the step of a parameter with a penalty is a launch of
+that the host never waits for it and a CUDA graph can capture the step. A graph repeats the hyperparameters and the
+``rounding_step`` that it was captured with. The prox that ends the step of a parameter with a penalty is a launch of
 its own, :mod:`loco_ext.triton_kernels.optim_step_prox`.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# 256 threads, each with 8 elements of a block: 16 bytes in bfloat16.
+# 256 threads, also in HIP, whose warps have 64; each has 8 elements of a block: 16 bytes in bfloat16.
 WARPS = 4 if torch.version.hip else 8
 
 _TABLES = Tables()
@@ -50,12 +50,12 @@ def optim_step_sgd(
     seed: int | None,
     rounding_step: int,
 ) -> None:
-    """SGD with momentum; see :func:`loco_ext.ops.optim_step_sgd`, whose checks the arguments have passed.
+    """Make an SGD step with momentum; see :func:`loco_ext.ops.optim_step_sgd`, which has checked the arguments.
 
     Args:
         hyper, maps: in host memory; all other tensors are on the device of the parameters.
         lrs, lr_index: ``lrs[lr_index[g]]``, one float32 or float64 element, replaces the learning rate of row ``g``;
-            -1, or an empty ``lr_index``: the row's own.
+            -1, or an empty ``lr_index``, keeps the row's own.
 
     Raises:
         TypeError: for lazily negated views among params, grads and states; nothing is written then.
@@ -103,7 +103,7 @@ def optim_step_adam(
     seed: int | None,
     rounding_step: int,
 ) -> None:
-    """Adam (coupled decay) or AdamW (decoupled); see :func:`loco_ext.ops.optim_step_adam` and :func:`optim_step_sgd`.
+    """Make an Adam (coupled decay) or AdamW step; see :func:`loco_ext.ops.optim_step_adam`, :func:`optim_step_sgd`.
 
     Step counts must be whole numbers. ``beta^t`` is rounded once, from about 100 bits.
     """
@@ -129,7 +129,7 @@ def optim_step_adam(
 
 
 def form_of(batch: Batch, seed: int | None, **options: Any) -> Form:
-    """What the kernel of a batch is compiled for."""
+    """Return the compile-time constants of a batch's kernel."""
     dtypes = [DTYPES[dtype] for dtype in batch.kind.dtypes]
     absent = (None,) * (OPERANDS - len(dtypes))
     stochastic = seed is not None and dtypes[0] == tl.bfloat16
@@ -166,7 +166,7 @@ def _launch(
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as a signed number, so that the kernel's argument has one type for all."""
+    """Return the low 32 bits as a signed number, so that the kernel's argument always has one type."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 

@@ -6,12 +6,12 @@
 
 c is weight_decay times the decay map at the weight's place (l2, l1) or 1 - lr*weight_decay*map (decoupled), computed in
 float64 and rounded once. Operations and their order are those of ``csrc/optim_step/math.h``: multiply-adds are fused
-where ``tl.fma`` says so and nowhere else (to be launched with ``enable_fp_fusion=False``), quotients and roots are
-rounded correctly.
+where ``tl.fma`` says so and nowhere else (launch with ``enable_fp_fusion=False``), quotients and roots are correctly
+rounded.
 
 One program steps one block of elements of one tensor, which it finds in the tables of
-:mod:`loco_ext.triton_kernels.optim_step_tables`. Numbers of elements have 32 bits where all fit, since the walk along
-strides divides them; chunks, addresses and offsets have 64.
+:mod:`loco_ext.triton_kernels.optim_step_tables`. Element indices have 32 bits if all fit, as the walk along strides
+divides them; chunks, addresses and offsets have 64.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -42,10 +42,10 @@ SGD_COLUMNS, ADAM_COLUMNS, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.conste
 
 @dataclass(frozen=True)
 class Form:
-    """What is decided when a kernel is compiled."""
+    """The compile-time constants of a kernel; ``flat``, ``aligned`` and ``wide`` as in ``optim_step_tables.Kind``."""
 
     rule: str  # "sgd" or "adam"
-    dtypes: tuple[tl.dtype | None, ...]  # of parameter, gradient and states; None: absent
+    dtypes: tuple[tl.dtype | None, ...]  # of parameter, gradient and states; None if absent
     flat: bool
     aligned: bool
     wide: bool
@@ -62,12 +62,12 @@ class Form:
         return tl.float64 if self.dtypes[0] == tl.float64 else tl.float32
 
 
-# ---- where things lie
+# ---- addresses
 
 
 @triton.jit
 def _walk(axes, nest, position):
-    """How far from an operand's first element its elements number ``position`` lie; nest: (place, count) of axes."""
+    """Return the offsets of the elements number ``position`` from an operand's first; nest: (index, count) of axes."""
     axis = axes + 2 * tl.load(nest)
     count = tl.load(nest + 1)
     offset = position.to(tl.int64) * 0
@@ -98,7 +98,7 @@ def _addresses(row, axes, operand: tl.constexpr, start, position, FORM: tl.const
 
 @triton.jit
 def _number(address, kind, default):
-    """In float64, the float32 or float64 number at an address; the default where there is none."""
+    """Return the float32 or float64 number at an address as float64, or the default if there is none."""
     single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=kind == SINGLE, other=0.0).to(tl.float64)
     double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=kind == DOUBLE, other=0.0)
     return tl.where(kind == DOUBLE, double, tl.where(kind == SINGLE, single, default))
@@ -109,7 +109,7 @@ def _number(address, kind, default):
 
 @triton.jit
 def _words(row, axes, position, seed_low, seed_high, rounding_step):
-    """Four random words for each element: Philox4x32-10 of its index in a contiguous tensor."""
+    """Return four random words for each element: Philox4x32-10 of its index in a contiguous tensor."""
     element = _walk(axes, row + NESTS + 2 * LOGICAL_NEST, position)
     low, high = element.to(tl.uint32), (element >> 32).to(tl.uint32)
     ordinal = low * 0 + tl.load(row + ORDINAL).to(tl.uint32)
@@ -118,7 +118,7 @@ def _words(row, axes, position, seed_low, seed_high, rounding_step):
     return tl.philox_impl(low, high, ordinal, step, key_low, key_high)
 
 
-# ---- the rules, for one block of elements in the type T of arithmetic
+# ---- the rules, for one block of elements in the compute dtype T
 
 
 @triton.jit
@@ -133,13 +133,13 @@ def _sqrt(a):
 
 @triton.jit
 def _decay(factor, lr, weight_decay, FORM: tl.constexpr):
-    """The decay coefficient where the map has this factor, in float64."""
+    """Return the decay coefficient, float64, for a factor of the map."""
     return 1 - lr * weight_decay * factor if FORM.decoupled else weight_decay * factor
 
 
 @triton.jit
 def _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM: tl.constexpr):
-    """The decay coefficient of each element in the type of arithmetic."""
+    """Return the decay coefficient of each element in the compute dtype."""
     place = tl.load(row + MAP)
     if place >= 0:
         factors = tl.load(maps + place + _walk(axes, row + NESTS + 2 * MAP_NEST, position), mask=mask)
@@ -151,14 +151,14 @@ def _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM: tl.co
 
 @triton.jit
 def _decayed(w, g, c, decays, L1: tl.constexpr):
-    """The gradient with its decay, or as it is where there is none, so that a weight of infinity leaves it alone."""
+    """Return the gradient with its decay; without decay it stays as it is, even if the weight is infinite."""
     by = (w > 0).to(w.dtype) - (w < 0).to(w.dtype) if L1 else w
     return tl.where(decays, tl.fma(c, by, g), g)
 
 
 @triton.jit
 def _sgd(w, g, buffer, c, decays, first, numbers, lr, FORM: tl.constexpr):
-    """numbers: of the group, float64. Returns parameter and momentum buffer."""
+    """Return parameter and momentum buffer after the step; numbers: the group's hyperparameters, float64."""
     T: tl.constexpr = w.dtype
     momentum = tl.load(numbers + 2).to(T)
     undamped = (1 - tl.load(numbers + 3)).to(T)
@@ -172,7 +172,7 @@ def _sgd(w, g, buffer, c, decays, first, numbers, lr, FORM: tl.constexpr):
 
 @triton.jit
 def _adam(w, g, m, v, largest, c, decays, numbers, FORM: tl.constexpr):
-    """numbers: of the tensor, float64, see :func:`prepare_kernel`. Returns parameter, moments and largest v."""
+    """Return parameter, moments and largest v after the step; numbers: float64, from ``prepare_kernel``."""
     T: tl.constexpr = w.dtype
     beta2, one_minus_beta2 = tl.load(numbers + 3).to(T), tl.load(numbers + 4).to(T)
     eps, negative_step_size = tl.load(numbers + 5).to(T), tl.load(numbers + 6).to(T)
@@ -202,7 +202,7 @@ def _step_block(
     row, axes, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Steps the elements start .. start + block - 1 of a tensor, MASKED: as far as there are any."""
+    """Step the elements start .. start + block - 1 of a tensor; MASKED: only those below numel."""
     W: tl.constexpr = FORM.dtypes[0]
     G: tl.constexpr = FORM.dtypes[1]
     S0: tl.constexpr = FORM.dtypes[2]
@@ -212,7 +212,7 @@ def _step_block(
     STOCHASTIC: tl.constexpr = FORM.stochastic
     position = (start if FORM.wide else start.to(tl.int32)) + tl.arange(0, FORM.block)
     mask = position < numel.to(position.dtype) if MASKED else None
-    # All that comes from far is asked for first.
+    # All loads from global memory are issued first.
     w_at = _addresses(row, axes, 0, start, position, FORM)
     g_at = _addresses(row, axes, 1, start, position, FORM)
     w, g = load(w_at, mask, W, T), load(g_at, mask, G, T)
@@ -258,13 +258,13 @@ def step_kernel(
     maps,  # float64
     hyper,  # float64, [groups, SGD_COLUMNS]; for Adam [tensors, SCALARS]
     grad_scale,  # one float32 or float64, or None
-    found_inf,  # the same
+    found_inf,  # like grad_scale
     seed_low,
     seed_high,
     rounding_step,
     FORM: tl.constexpr,
 ):
-    """Steps one block of one tensor."""
+    """Step one block of one tensor."""
     tensor = tl.load(owners + tl.program_id(0)).to(tl.int64)
     row = rows + tensor * COLUMNS
     start = (tl.program_id(0) - tl.load(row + FIRST_CHUNK)) * FORM.block
@@ -277,7 +277,7 @@ def step_kernel(
     else:
         numbers = hyper + tensor * SCALARS
         lr = tl.load(numbers)
-    # Whole blocks are loaded and stored without a mask, which would keep the compiler from using vectors.
+    # Whole blocks are loaded and stored without a mask, which would prevent vector instructions.
     if start + FORM.block <= numel:
         _step_block(
             row, axes, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel, False, FORM
@@ -290,7 +290,7 @@ def step_kernel(
 
 @triton.jit
 def _split(a):
-    """Two numbers of half as many digits each, whose sum is a (Veltkamp)."""
+    """Split a into two numbers of half as many digits each, whose sum is a (Veltkamp)."""
     scaled = a * 134217729.0
     high = scaled - (scaled - a)
     return high, a - high
@@ -298,7 +298,7 @@ def _split(a):
 
 @triton.jit
 def _product(a, a_rest, b, b_rest):
-    """(a + a_rest) * (b + b_rest) as such a sum, to about 100 bits; the error of a*b is Dekker's."""
+    """Return (a + a_rest) * (b + b_rest) as such a sum, to about 100 bits; the error of a*b is Dekker's."""
     a_high, a_low = _split(a)
     b_high, b_low = _split(b)
     product = a * b
@@ -310,7 +310,7 @@ def _product(a, a_rest, b, b_rest):
 
 @triton.jit
 def _power(base, exponent):
-    """base**exponent in float64 for a base from 0 to 1 and a whole exponent, rounded once from about 100 bits."""
+    """Return base**exponent, float64, for 0 <= base <= 1 and a whole exponent, rounded once from about 100 bits."""
     power, power_rest = tl.full((), 1.0, tl.float64), tl.full((), 0.0, tl.float64)
     factor, factor_rest = base, base * 0
     while exponent > 0:
@@ -328,7 +328,7 @@ def prepare_kernel(
     found_inf,  # one float32 or float64, or None
     scalars,  # float64, [tensors, SCALARS]
 ):
-    """Counts Adam's step and computes, once for each tensor: lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
+    """Increment Adam's step count and compute the tensor's scalars: lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
     -lr / (1 - beta1^t) and sqrt(1 - beta2^t).
     """
     tensor = tl.program_id(0).to(tl.int64)

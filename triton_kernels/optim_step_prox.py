@@ -1,9 +1,9 @@
 """The prox that ends the step of parameters with a penalty.
 
-Each is a launch of its own behind those of the step, in which a weight passes through memory once more. Thresholds and
-metrics are made of tensors of the device (learning rates, step counts, second moments), so that nothing waits for it
-and a CUDA graph can record the step. Where kernels are shrunk together, and their norms do not tell the factor that
-they share at once as Euclidean ones without a metric do, it takes 80 times the launches of a prox and of norms, with
+Each prox is a launch of its own after those of the step, and reads and writes the weight once more. Thresholds and
+metrics are computed from tensors on the device (learning rates, step counts, second moments), so that the host never
+waits and a CUDA graph can capture the step. If a penalty couples filters, their common factor follows directly from
+Euclidean norms without a metric; in all other cases finding it takes 80 times the launches of a prox and of norms, with
 torch's between them.
 """
 
@@ -21,12 +21,12 @@ from loco_ext.ops.coupled import group_norms_by, shared_factor
 
 
 class Proxes:
-    """The proxes of a step.
+    """The proxes of one step.
 
     Args:
         penalties: a :class:`loco_ext.ops.StepPenalty` or None for each parameter; may be empty.
-        params: what is stepped.
-        seed: of stochastic rounding.
+        params: the parameters that are stepped.
+        seed: the seed of stochastic rounding, or None.
 
     Raises:
         NotImplementedError: parameters would be rounded stochastically before the prox.
@@ -41,15 +41,17 @@ class Proxes:
             )
 
     def widened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the parameters that a prox follows in the type that arithmetic is done in, in memory of their own if
-        that is another: what the prox reads is rounded once, afterwards."""
+        """Return the tensors, with those of penalised parameters in the compute dtype.
+
+        If that differs from their dtype, they are copies: whatever the prox reads is rounded once, afterwards.
+        """
         wide = list(tensors)
         for i in self.chosen:
             wide[i] = wide[i].to(torch.promote_types(self.params[i].dtype, torch.float32))
         return wide
 
     def narrow(self, wide: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Rounds what :meth:`widened` has made, and the step has changed, to where it belongs."""
+        """Round the copies that :meth:`widened` made, after the step, to the original tensors."""
         for i in self.chosen:
             if wide[i] is not tensors[i]:
                 tensors[i].copy_(wide[i])
@@ -62,8 +64,7 @@ class Proxes:
         metric: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Writes the prox of ``w``, what the step has made of a parameter, to the parameter; nothing changes where
-        ``found_inf`` says so."""
+        """Write the prox of ``w``, the parameter after its step, to the parameter, unless ``found_inf`` is set."""
         penalty, param = self.penalties[index], self.params[index]
         t, q = thresholds_on(param.device, penalty.thresholds, penalty.squared)
         t, q = t * size, None if q is None else q * size**0.5
@@ -84,12 +85,12 @@ class Proxes:
 
 
 def learning_rate(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int], group: int) -> Tensor | float:
-    """A group's, on the device if it has it, in float64."""
+    """Return a group's learning rate, in float64 on the device if it is a tensor there."""
     which = lr_index[group] if lr_index else -1
     return float(hyper[group, 0]) if which < 0 else lrs[which].double().reshape(())
 
 
 def adam_metric(second: Tensor, beta2: float, eps: float, step: Tensor) -> Tensor:
-    """What Adam's update divides by."""
+    """Return the divisor of Adam's update, ``sqrt(v / (1 - beta2^t)) + eps``."""
     correction = (1 - beta2 ** step.double()).sqrt().to(second.dtype)
     return second.double().sqrt().to(second.dtype) / correction + eps

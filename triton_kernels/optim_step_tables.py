@@ -1,10 +1,10 @@
-"""Tables in device memory that tell the optimizer step's kernels where its tensors lie.
+"""Tables in device memory that tell the optimizer step's kernels the layout of its tensors.
 
 A tensor's elements are numbered in the memory order of its parameter. Every operand (parameter, gradient, states, also
 the decay map and the index in a contiguous tensor of the same shape) has a nest of axes (size, stride), fastest first,
-that leads from such a number to the operand's element. A nest of one axis of stride 1 is flat.
+that maps such a number to the operand's element. A nest of one axis of stride 1 is flat.
 
-A table is never changed: other tensors or numbers get a table of their own (:mod:`loco_ext.triton_kernels.uploads`).
+A table is never modified: other tensors or numbers get a table of their own (:mod:`loco_ext.triton_kernels.uploads`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
 BLOCK = 2048  # elements that one program steps, a power of 2
-STATES = 3  # at most
+STATES = 3  # most states of a parameter
 OPERANDS = 2 + STATES  # parameter, gradient, states
-NARROW = 2**31 - BLOCK  # up to so many elements their numbers fit into 32 bits
-KINDS = {None: 0, torch.float32: 1, torch.float64: 2}  # of a number in device memory; None: there is none
+NARROW = 2**31 - BLOCK  # most elements whose indices fit into 32 bits
+KINDS = {None: 0, torch.float32: 1, torch.float64: 2}  # codes for a number's dtype in device memory; None: no number
 
-# What the kernels read of a tensor. Nests are places among all axes, and counts.
+# The table row of a tensor. A nest is the index of its first axis among all axes, and the number of its axes.
 ROW = np.dtype(
     [
         ("numel", "i8"),
-        ("first_chunk", "i8"),  # the program that steps the first elements
+        ("first_chunk", "i8"),  # the index of the program that steps the first elements
         ("group", "i8"),
         ("lr", "i8"),  # address of the learning rate
         ("lr_kind", "i8"),
@@ -38,7 +38,7 @@ ROW = np.dtype(
         ("step_kind", "i8"),
         ("first", "i8"),
         ("ordinal", "i8"),
-        ("map", "i8"),  # place among the values of all maps, or -1
+        ("map", "i8"),  # index of the map's first value among the values of all maps, or -1
         ("pointers", "i8", (OPERANDS,)),
         ("nests", "i8", (OPERANDS + 2, 2)),  # the last two: logical index, map
     ]
@@ -67,14 +67,14 @@ class Step:
         return [self.params[index], self.grads[index], *(state[index] for state in self.states)]
 
     def check(self) -> None:
-        """Raises TypeError for views whose sign torch would flip when reading them: kernels see the memory as it is."""
+        """Raise TypeError for lazily negated views, as kernels ignore the negation flag."""
         for name, tensors in (("params", self.params), ("grads", self.grads), *(("states", s) for s in self.states)):
             for i, tensor in enumerate(tensors):
                 if tensor.is_neg():
                     raise TypeError(f"{name}[{i}]: expected no lazily negated view; resolve_neg() makes a tensor of it")
 
     def key(self) -> object:
-        """Everything that the tables depend on: places and strides of tensors, the values of maps."""
+        """Return everything that the tables depend on: addresses and strides of tensors, the values of maps."""
         lists = (self.params, self.grads, *self.states, self.steps, self.lrs)
         tensors = list(chain.from_iterable(lists))
         places = [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.stride() for t in tensors]
@@ -85,12 +85,12 @@ class Step:
 
 
 class Kind(NamedTuple):
-    """What the tensors of one launch have in common."""
+    """The properties shared by all tensors of one launch."""
 
     dtypes: tuple[torch.dtype, ...]  # of the operands
-    flat: bool  # all operands are
-    aligned: bool  # flat, and all begin at a multiple of 16 bytes
-    wide: bool  # elements are numbered in 64 bits
+    flat: bool  # whether all operands are flat
+    aligned: bool  # flat, and all operands begin at a multiple of 16 bytes
+    wide: bool  # element indices have 64 bits
 
 
 @dataclass(frozen=True)
@@ -103,27 +103,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tables of one step on the device, and the memory that its kernels share."""
+    """The tables of one step on the device, and the scratch memory that its kernels share."""
 
     rows: Tensor  # int64, [tensors, columns]
     axes: Tensor  # int64, [axes, 2]
     maps: Tensor  # float64
-    scalars: Tensor  # float64, [tensors, 8], written by Adam's first kernel for the others
+    scalars: Tensor  # float64, [tensors, 8], which Adam's first kernel writes for the others
     batches: tuple[Batch, ...]
-    host: Any = field(repr=False)  # what the tables were copied from
+    host: Any = field(repr=False)  # the host memory that the tables were copied from
 
 
 @lru_cache(maxsize=4096)
 def nest(shape: tuple[int, ...], lead: tuple[int, ...], strides: tuple[int, ...]) -> Axes:
-    """The axes in which an operand of these strides steps through the elements in the memory order of ``lead``.
+    """Return the axes along which an operand of these strides visits the elements in the memory order of ``lead``.
 
     Args:
-        shape: of parameter and operand, without a 0.
+        shape: the shape of parameter and operand, without a 0.
         lead: the parameter's strides.
-        strides: the operand's; 0 where it does not change.
+        strides: the operand's strides; 0 along axes that it is broadcast along.
 
     Returns:
-        (size, stride) in elements, fastest in the parameter's memory first; axes that go on evenly are merged.
+        (size, stride) in elements, the fastest in the parameter's memory first; axes that continue evenly are merged.
     """
     order = sorted((d for d in reversed(range(len(shape))) if shape[d] != 1), key=lambda d: lead[d])
     axes: list[tuple[int, int]] = []
@@ -146,20 +146,20 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def map_strides(map_shape: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous map broadcast to a parameter's shape."""
+    """Return the strides of a contiguous map broadcast to a parameter's shape."""
     own = contiguous_strides(map_shape)
     kept = tuple(0 if size == 1 else stride for size, stride in zip(map_shape, own, strict=True))
     return (0,) * (len(shape) - len(map_shape)) + kept
 
 
 class _Builder:
-    """Collects the rows of a step's tensors, the axes that they share, and the launches."""
+    """Builder of the rows of a step's tensors, the axes that they share, and the launches."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.axes: list[tuple[int, int]] = []
         self.places: dict[Axes, int] = {}
-        self.owners: dict[Kind, list[tuple[int, int]]] = {}  # tensors and their numbers of chunks
+        self.owners: dict[Kind, list[tuple[int, int]]] = {}  # (tensor, number of its chunks)
         self.programs: dict[Kind, int] = {}
         sizes = [m.numel() for m in step.maps]
         self.map_places = [0, *accumulate(sizes)]
@@ -230,14 +230,14 @@ class _Builder:
 
 
 class Tables(Uploads):
-    """Makes the tables of steps, or finds those of an equal step."""
+    """Cache of the tables of steps."""
 
     def plan(self, step: Step) -> Plan:
         device = step.params[0].device
         return self.find("plan", device, step.key, lambda: _Builder(step).plan(device))
 
     def hyper(self, hyper: Tensor, device: torch.device) -> Tensor:
-        """The rows of hyperparameters, float64, in device memory."""
+        """Return the rows of hyperparameters, float64, in device memory."""
         rows = hyper.contiguous().numpy()
         tensors, _host = self.find("hyper", device, rows.tobytes, lambda: upload([rows.ravel()], device))
         return tensors[0]

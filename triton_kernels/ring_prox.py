@@ -1,8 +1,8 @@
 """Ring norms and the exact prox of nested rings in Triton, for GPUs that the compiled library is not built for.
 
-One launch handles all kernels of a weight. Weights of any strides are read and written where they lie: a table in
-device memory tells where the taps of each ring are. Nothing waits for the device, and a CUDA graph can record a call;
-it repeats the thresholds that it was recorded with.
+One launch handles all filters of a weight. Weights of any strides are read and written in place: a table in device
+memory lists where the taps of each ring are. The host never waits for the device, and a CUDA graph can capture a call;
+the graph repeats the thresholds that it was captured with.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
 DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-BLOCKS = (32, 1024)  # weights that a program works on at a time, least and most
-PER_THREAD = 4  # of them
-NARROW = 2**31 - BLOCKS[1]  # up to so many weights of a kernel their numbers fit into 32 bits
+BLOCKS = (32, 1024)  # least and most weights that a program works on at a time
+PER_THREAD = 4  # weights per thread
+NARROW = 2**31 - BLOCKS[1]  # most weights of a filter whose indices fit into 32 bits
 ALIGNED = 16  # elements
 
-# Tables and thresholds of more layers than networks have.
+# Caches tables and thresholds of more layers than networks have.
 _UPLOADS = Uploads(size=512)
 
 
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
-    """Euclidean norm of each ring of each kernel; see :func:`loco_ext.ops.ring_norms`, whose checks are passed."""
+    """Return the Euclidean norm of each ring of each filter; :func:`loco_ext.ops.ring_norms` checks the arguments."""
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     norms = torch.empty((weight.shape[0], count), dtype=dtype, device=weight.device)
-    weight = weight.resolve_neg()  # kernels see the memory as it is
+    weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
     if weight.shape[0] == 0:
         return norms
     with _device(weight.device):
@@ -52,7 +52,7 @@ def ring_prox(
     metric: Tensor | None,
     linf: bool,
 ) -> Tensor:
-    """The prox of nested groups; see :func:`loco_ext.ops.ring_prox`, whose checks the arguments have passed.
+    """Return the prox of nested groups; see :func:`loco_ext.ops.ring_prox`, which has checked the arguments.
 
     Args:
         thresholds, squared: contiguous, in host memory.
@@ -63,8 +63,8 @@ def ring_prox(
 def ring_prox_by(
     weight: Tensor, rings: Sequence[int], t: Tensor, q: Tensor | None, metric: Tensor | None, linf: bool
 ) -> Tensor:
-    """The same with thresholds and squared that are contiguous on the weight's device."""
-    weight = weight.resolve_neg()  # kernels see the memory as it is
+    """Return :func:`ring_prox` with thresholds and squared that are contiguous on the weight's device."""
+    weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
     metric = None if metric is None else metric.resolve_neg()
     out = torch.empty_like(weight)
     if weight.shape[0] == 0:
@@ -93,8 +93,10 @@ def ring_prox_by(
 
 
 def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each kernel's metric and thresholds times a power of four, whose root is a power of two, which changes no result;
-    the squares of weights times finite metrics stay within float64."""
+    """Scale each filter's metric and ``t`` by a power of four and ``q`` by its root, which changes no result.
+
+    The squares of weights times finite metrics then stay within float64.
+    """
     largest = metric.masked_fill(metric.isinf(), 0.0).flatten(1).amax(1)
     exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1020, 1020) // 2
     root = torch.ldexp(torch.ones_like(largest), -exponent)
@@ -107,7 +109,7 @@ def _near_one(metric: Tensor, t: Tensor, q: Tensor | None) -> tuple[Tensor, Tens
 
 
 def thresholds_on(device: torch.device, thresholds: Tensor, squared: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The same numbers in the device's memory; the squared part may be None."""
+    """Return thresholds and squared, which may be None, in the device's memory."""
     host = [each.detach().numpy() for each in (thresholds, squared) if each is not None]
     with _device(device):
         (t, *q), _host = _UPLOADS.find(
@@ -120,7 +122,7 @@ def thresholds_on(device: torch.device, thresholds: Tensor, squared: Tensor | No
 
 
 def _plan(operands: Sequence[Tensor], rings: Sequence[int], count: int, **mode: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The table of the taps, and what the kernel is compiled for and launched with."""
+    """Return the table of the taps, and the kernel's compile-time constants and launch options."""
     taps = tuple(operands[0].shape[2:])
     strides = tuple(operand.stride()[2:] for operand in operands)
     device = operands[0].device
@@ -142,9 +144,9 @@ def _table(
     count: int,
     device: torch.device,
 ) -> tuple[Any, bool, int]:
-    """The table in device memory, whether all taps lie at multiples of 16, and the most taps of a ring.
+    """Return the table in device memory, whether all taps lie at multiples of 16, and the most taps of a ring.
 
-    Rows are offsets of each operand's taps, sorted by ring; behind them the first tap of each ring, and their number.
+    Rows are offsets of each operand's taps, sorted by ring; then follow the first tap of each ring and their number.
     """
     order = np.argsort(np.asarray(rings, dtype=np.int64), kind="stable")
     steps = np.stack([axis.ravel() for axis in np.indices(taps)]) if taps else np.zeros((0, 1), dtype=np.int64)
@@ -164,7 +166,7 @@ def form_of(
     linf: bool = False,
     squared: bool = False,
 ) -> Form:
-    """What a kernel is compiled for; most: taps of a ring."""
+    """Return the compile-time constants of a kernel; ``most``: the most taps of a ring."""
     channels, taps = weight.shape[1], weight.shape[2:].numel()
     block = triton.next_power_of_2(min(max(channels * most, BLOCKS[0]), BLOCKS[1]))
     return Form(

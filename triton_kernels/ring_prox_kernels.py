@@ -1,9 +1,9 @@
 """The kernels of ring norms and of the prox of nested rings in Triton.
 
-The maths, and what becomes of NaN, infinity and thresholds of 0, is that of ``csrc/ring_prox/math.h``. As there, sums
-and what is made of them are in float64, and nothing is fused (to be launched with ``enable_fp_fusion=False``).
+The maths, including the treatment of NaN, infinity and thresholds of 0, is that of ``csrc/ring_prox/math.h``. As there,
+sums and everything derived from them are in float64, and nothing is fused (launch with ``enable_fp_fusion=False``).
 
-One program handles one kernel (output channel) from its first sum to its last weight.
+One program handles one filter (output channel) from its first sum to its last weight.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -28,14 +28,16 @@ from loco_ext.triton_kernels.ring_prox_weights import (
     write,
 )
 
-# Relative, of the squared part's factor and of the metric's coefficients for float64 weights and others.
+# Relative tolerances: of the squared part's factor, and of the metric's coefficients for float64 and other weights.
 FACTOR_TOLERANCE, DOUBLE_TOLERANCE, SINGLE_TOLERANCE = tl.constexpr(4e-16), tl.constexpr(2e-16), tl.constexpr(1e-11)
 
 
 @triton.jit
 def _threshold(kernel, ring, factor, scale, FORM: tl.constexpr):
-    """scale * (t + factor q); t alone where the factor is infinite: what infinite weights, which stay, would ask of all
-    others is not to be had."""
+    """Return scale * (t + factor q), or scale * t if the factor is infinite.
+
+    Infinite weights stay, and would demand an infinite threshold for all others.
+    """
     t = tl.load(kernel.t + ring)
     if FORM.squared:
         q = tl.load(kernel.q + ring)
@@ -54,7 +56,7 @@ def _weighed_by_q(kernel, ring, norm):
 
 @triton.jit
 def _chain(squares, kernel, factor, scale, FORM: tl.constexpr):
-    """What each ring is multiplied by, from its sum of squares, and the first ring that does not vanish."""
+    """Return the factor that shrinks each ring, from its sum of squares, and the first ring that does not vanish."""
     factors = fill(1.0, FORM)
     b, first, n = scalar(0.0), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     while n < kernel.rings:
@@ -72,7 +74,7 @@ def _chain(squares, kernel, factor, scale, FORM: tl.constexpr):
 
 @triton.jit
 def _l2_penalty(squares, factors, kernel, FORM: tl.constexpr):
-    """sum_n q_n ||x(G_n)|| where ring r of x has the sum of squares factors[r]^2 squares[r]."""
+    """Return sum_n q_n ||x(G_n)|| where ring r of x has the sum of squares factors[r]^2 squares[r]."""
     kept = tl.where(factors != 0, factors * factors * squares, 0.0)
     total, penalty, n = scalar(0.0), scalar(0.0), tl.full((), 0, tl.int32)
     while n < kernel.rings:
@@ -84,7 +86,7 @@ def _l2_penalty(squares, factors, kernel, FORM: tl.constexpr):
 
 @triton.jit
 def _squared_search(penalty_of_u):
-    """For the root f of f - 2 sum_n q_n ||x(G_n)||, where x is the prox with thresholds t + f q."""
+    """Return a search for the root f of f - 2 sum_n q_n ||x(G_n)||, where x is the prox with thresholds t + f q."""
     upper = 2 * penalty_of_u
     known = ((upper > 0) & (upper < INFINITY)) == 0
     return search_above(scalar(0.0), upper * -1, upper, known)
@@ -114,9 +116,9 @@ def _prox_l2(kernel, FORM: tl.constexpr):
 
 @triton.jit
 def _shoot(kernel, first, c, factor, scale, last, FORM: tl.constexpr):
-    """From c of ring ``first``: c beyond the last ring, c of all rings, and sum_n q_n ||x(G_n)||.
+    """Return c beyond the last ring, c of all rings and sum_n q_n ||x(G_n)||, given c of ring ``first``.
 
-    Ends at the first c that is negative; last: takes it for 0.
+    Stops at the first c that is negative; with ``last``, takes it for 0 instead.
     """
     coefficients = fill(0.0, FORM)
     total, penalty, ring = scalar(0.0), scalar(0.0), first
@@ -134,7 +136,7 @@ def _shoot(kernel, first, c, factor, scale, last, FORM: tl.constexpr):
 
 @triton.jit
 def _lower_coefficient(kernel, squares, first, factor, scale, FORM: tl.constexpr):
-    """A lower bound of c of ring ``first``: every ||x(G_n)|| is at most that of u."""
+    """Return a lower bound of c of ring ``first``, using that every ||x(G_n)|| is at most that of u."""
     lower, total, n = scalar(0.0), scalar(0.0), tl.full((), 0, tl.int32)
     while n < kernel.rings:
         total += get(squares, n, FORM)
@@ -146,7 +148,7 @@ def _lower_coefficient(kernel, squares, first, factor, scale, FORM: tl.constexpr
 
 @triton.jit
 def _solve_metric(kernel, squares, first, factor, scale, FORM: tl.constexpr):
-    """c of all rings from ``first`` on, and sum_n q_n ||x(G_n)||."""
+    """Return c of all rings from ``first`` on, and sum_n q_n ||x(G_n)||."""
     tolerance: tl.constexpr = DOUBLE_TOLERANCE if FORM.weight == tl.float64 else SINGLE_TOLERANCE
     lower = _lower_coefficient(kernel, squares, first, factor, scale, FORM)
     known = ((lower > 0) & (lower < INFINITY)) == 0
@@ -185,9 +187,10 @@ def _prox_metric(kernel, FORM: tl.constexpr):
 
 @triton.jit
 def _level(kernel, n, caps, t, FORM: tl.constexpr):
-    """Where rings 0..n, clipped at caps, are to be clipped, so that t is taken off in all.
+    """Return the level at which rings 0..n, already clipped at caps, must be clipped to remove t in total.
 
-    From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
+    It is approached from below: a weight that does not exceed the level found for more weights will not exceed the one
+    sought (Michelot 1986).
     """
     level, heaviest, floor, goes_on = scalar(-1.0), scalar(INFINITY), scalar(0.0), tl.full((), 1, tl.int32)
     while goes_on != 0:
@@ -202,7 +205,7 @@ def _level(kernel, n, caps, t, FORM: tl.constexpr):
 
 @triton.jit
 def _solve_linf(kernel, factor, FORM: tl.constexpr):
-    """At which size each ring is clipped."""
+    """Return the size at which each ring is clipped."""
     caps = fill(INFINITY, FORM)
     n = tl.full((), 0, tl.int32)
     while n < kernel.rings:
@@ -217,7 +220,7 @@ def _solve_linf(kernel, factor, FORM: tl.constexpr):
 
 @triton.jit
 def _linf_penalty(sizes, caps, kernel, FORM: tl.constexpr):
-    """sum_n q_n ||x(G_n)||_inf where ring r of u, whose largest size is sizes[r], is clipped at caps[r]."""
+    """Return sum_n q_n ||x(G_n)||_inf where ring r of u, whose largest size is sizes[r], is clipped at caps[r]."""
     clipped = tl.where(sizes > caps, caps, sizes)
     largest, penalty, n = scalar(0.0), scalar(0.0), tl.full((), 0, tl.int32)
     while n < kernel.rings:
@@ -247,7 +250,7 @@ def _prox_linf(kernel, FORM: tl.constexpr):
         ring += 1
 
 
-# ---- what is launched
+# ---- entry points
 
 
 @triton.jit(do_not_specialize=["taps", "rings"])
@@ -258,10 +261,10 @@ def norms_kernel(
     channels,
     taps,
     rings,
-    weight_strides,  # of kernels and of channels, in elements
+    weight_strides,  # of filters and of channels, in elements
     FORM: tl.constexpr,
 ):
-    """The Euclidean norm of each ring."""
+    """Compute the Euclidean norm of each ring."""
     u = operand_of(weight, weight_strides, FORM.weight, table)
     kernel = Kernel(u, u, u, channels, rings, table + taps, norms, norms)
     scale, squares = scaled_squares(kernel, FORM)
@@ -281,13 +284,13 @@ def prox_kernel(
     channels,
     taps,
     rings,
-    thresholds_stride,  # between kernels, in elements
-    weight_strides,  # of kernels and of channels, in elements
+    thresholds_stride,  # between filters, in elements
+    weight_strides,  # of filters and of channels, in elements
     out_strides,
     metric_strides,
     FORM: tl.constexpr,
 ):
-    """The prox of nested groups."""
+    """Compute the prox of nested groups."""
     u = operand_of(weight, weight_strides, FORM.weight, table)
     x = operand_of(out, out_strides, FORM.weight, table + taps)
     d = u

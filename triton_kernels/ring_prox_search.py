@@ -1,12 +1,12 @@
-"""The search for the root of a rising function in Triton, whose caller evaluates the function.
+"""Search for the root of an increasing function in Triton; the caller evaluates the function.
 
     search = search_above(...)
     while search.phase != DONE:
         ... f at search.x
         search = narrow(search, f, tolerance)
 
-So that a function that takes many instructions stands once in a kernel. The root is the last place that is asked for,
-and what the caller has worked out there is the answer.
+Thus a function of many instructions occurs once in a kernel. The search asks for the root last, so that whatever the
+caller has computed there is the answer.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -17,18 +17,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# The root lies beyond x, or between two ends; or x is it; or f has been evaluated there.
+# The root lies beyond x; or between two ends; or is x, still to be evaluated; or has been evaluated.
 BEYOND, BETWEEN, LAST, DONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MOST_STEPS = tl.constexpr(200)
 INFINITY = tl.constexpr(float("inf"))
 
 
 class Search(NamedTuple):
-    """Scalars: float64, but for the phase and the steps, int32."""
+    """State of a search: float64 scalars, except the phase and the steps, which are int32."""
 
     phase: tl.tensor
-    x: tl.tensor  # where f is to be evaluated next
-    x1: tl.tensor  # the end found last, or where f was negative last
+    x: tl.tensor  # where f has to be evaluated next
+    x1: tl.tensor  # the end found last, or the last point where f was negative
     f1: tl.tensor
     x2: tl.tensor  # the other end
     f2: tl.tensor
@@ -37,21 +37,24 @@ class Search(NamedTuple):
 
 @triton.jit
 def search_above(lower, f_lower, upper, known):
-    """For a root that is at least ``lower`` and maybe, but not surely, at most ``upper``; known: it is ``upper``."""
+    """Start a search for a root that is at least ``lower`` and probably at most ``upper``; known: it is ``upper``."""
     phase = tl.where(known, LAST, BEYOND).to(tl.int32)
     return Search(phase, upper, upper, f_lower, lower, f_lower, tl.full((), 0, tl.int32))
 
 
 @triton.jit
 def search_at(x):
-    """For a root that is known."""
+    """Start a search for a root that is known."""
     return search_above(x, x, x, x == x)
 
 
 @triton.jit
 def narrow(search, f, tolerance: tl.constexpr):
-    """What comes after f at ``search.x``: doubling until f is positive, then bisection, and inverse quadratic
-    interpolation where that is safe (Chandrupatla 1997)."""
+    """Return the next state of the search, given f at ``search.x``.
+
+    It doubles x until f is positive, then bisects, or takes inverse quadratic interpolation if that is safe
+    (Chandrupatla 1997).
+    """
     x, x1, f1, x2, f2 = search.x, search.x1, search.f1, search.x2, search.f2
     begins = search.phase == BEYOND
     doubles = begins & (f < 0) & (x < INFINITY)

@@ -1,9 +1,9 @@
-"""The weights of one kernel (output channel) in Triton: where they lie, sums over its rings, and writing them.
+"""The weights of one filter (output channel) in Triton: their addresses, sums over its rings, and stores.
 
-One program handles one kernel. It goes through it ring after ring, each in blocks, since most sums are of one ring and
-a later ring's need the earlier's. Where the taps of a ring lie is told by a table of
-:mod:`loco_ext.triton_kernels.ring_prox`. Sums are in float64; weights are multiplied and clipped in their type of
-arithmetic. Scalars of a kernel's rings are a tensor, one entry a ring.
+One program handles one filter, ring after ring, each in blocks, since most sums are of one ring and a later ring's need
+the earlier's. A table of :mod:`loco_ext.triton_kernels.ring_prox` lists where the taps of a ring are. Sums are in
+float64; weights are multiplied and clipped in their compute dtype. Scalars of a filter's rings are a tensor with one
+entry per ring.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -21,17 +21,17 @@ INFINITY = tl.constexpr(float("inf"))
 
 @dataclass(frozen=True)
 class Form:
-    """What is decided when a kernel is compiled."""
+    """The compile-time constants of a kernel."""
 
     weight: tl.dtype
     metric: tl.dtype | None
     linf: bool
     squared: bool
     block: int  # weights at a time, a power of 2
-    padded_rings: int  # a power of 2
-    taps_fastest: bool  # the order in which a ring's weights are walked: else channels fastest
+    padded_rings: int  # number of rings, rounded up to a power of 2
+    taps_fastest: bool  # whether a ring's weights are visited taps first; else channels first
     aligned: bool  # the taps of all operands lie at multiples of 16 elements
-    wide: bool  # weights are numbered in 64 bits
+    wide: bool  # weight indices have 64 bits
 
     @property
     def arithmetic(self) -> tl.dtype:
@@ -39,15 +39,15 @@ class Form:
 
 
 class Operand(NamedTuple):
-    """The weights of one kernel in memory."""
+    """The weights of one filter in memory."""
 
-    data: tl.tensor  # the first
+    data: tl.tensor  # pointer to the first weight
     stride: tl.tensor  # between channels, in elements
     offsets: tl.tensor  # of the taps, in elements, by ring: int64, [taps]
 
 
 class Kernel(NamedTuple):
-    """What a program works on."""
+    """The filter that a program works on: weights u, metric d and result out, each an operand, and its penalty."""
 
     u: Operand
     d: Operand
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
     rings: tl.tensor
     begins: tl.tensor  # the first tap of each ring, and the number of taps: int64, [rings + 1]
     t: tl.tensor  # float64, [rings]
-    q: tl.tensor  # the same
+    q: tl.tensor  # float64, [rings]
 
 
 # ---- scalars of rings
@@ -87,7 +87,7 @@ def scalar(value):
 
 @triton.jit
 def _ring(kernel, ring, FORM: tl.constexpr):
-    """Its first tap, its number of taps and of weights."""
+    """Return a ring's first tap, its number of taps and its number of weights."""
     number: tl.constexpr = tl.int64 if FORM.wide else tl.int32
     begin = tl.load(kernel.begins + ring)
     taps = (tl.load(kernel.begins + ring + 1) - begin).to(number)
@@ -96,7 +96,7 @@ def _ring(kernel, ring, FORM: tl.constexpr):
 
 @triton.jit
 def _block(kernel, begin, taps, count, block, FORM: tl.constexpr):
-    """Of a block of a ring's weights: which there are, their channels and taps."""
+    """Return, for a block of a ring's weights, the mask of those that exist, their channels and their taps."""
     number = (block * FORM.block).to(count.dtype) + tl.arange(0, FORM.block)
     if FORM.taps_fastest:
         channel, tap = number // taps, number % taps
@@ -120,7 +120,7 @@ def _load_u(kernel, channel, tap, mask, T: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _load_d(kernel, channel, tap, mask, FORM: tl.constexpr):
-    """The metric; an infinite one, which lets a weight stay, as the largest number, to be multiplied and divided by."""
+    """Return the metric as float64, with the largest number for infinity, by which a weight stays unchanged."""
     d = load(_addresses(kernel.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
     largest = _largest_metric(FORM)
     return tl.where(d > largest, largest, d)
@@ -138,8 +138,10 @@ def _damped(u, d, c):
 
 @triton.jit
 def ring_squares(kernel, ring, c, scale, OF: tl.constexpr, FORM: tl.constexpr):
-    """Sums over a ring the squares of scale * u ("plain"), with a factor of d ("weighed") or of d / (d + c)
-    ("damped")."""
+    """Return the sum over a ring of the squares of scale * u ("plain"), times d ("weighed") or d / (d + c) ("damped").
+
+    The factors are inside the square.
+    """
     sums = tl.full([FORM.block], 0.0, tl.float64)
     begin, taps, count = _ring(kernel, ring, FORM)
     block = tl.full((), 0, tl.int64)
@@ -157,7 +159,7 @@ def ring_squares(kernel, ring, c, scale, OF: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def ring_sums_of_squares(kernel, scale, OF: tl.constexpr, FORM: tl.constexpr):
-    """Those of every ring."""
+    """Return the sum of squares of every ring; see :func:`ring_squares`."""
     squares = fill(0.0, FORM)
     ring = tl.full((), 0, tl.int32)
     while ring < kernel.rings:
@@ -168,7 +170,7 @@ def ring_sums_of_squares(kernel, scale, OF: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _largest(kernel, ring, FORM: tl.constexpr):
-    """The largest size in a ring; NaN if any weight is."""
+    """Return the largest size in a ring; NaN if any weight is NaN."""
     largest = tl.full([FORM.block], 0.0, tl.float64)
     begin, taps, count = _ring(kernel, ring, FORM)
     block = tl.full((), 0, tl.int64)
@@ -182,7 +184,7 @@ def _largest(kernel, ring, FORM: tl.constexpr):
 
 @triton.jit
 def _largest_of(sizes):
-    """The largest size; NaN if one is."""
+    """Return the largest size; NaN if any is NaN."""
     total = tl.sum(sizes)
     return tl.where(total != total, total, tl.max(sizes, 0))
 
@@ -199,17 +201,17 @@ def ring_sizes(kernel, FORM: tl.constexpr):
 
 @triton.jit
 def scaled_squares(kernel, FORM: tl.constexpr):
-    """A power of two that keeps the squares within float64, and the sums of squares of each ring times it."""
+    """Return a power of two that keeps the squares within float64, and each ring's sum of squares scaled by it."""
     scale = scalar(1.0)
     squares = ring_sums_of_squares(kernel, scale, "plain", FORM)
-    if FORM.weight == tl.float64:  # the squares of others are within float64
+    if FORM.weight == tl.float64:  # the squares of other dtypes fit into float64
         is_ring = tl.arange(0, FORM.padded_rings) < kernel.rings
         unsafe = is_ring & ~((squares > 1e-280) & (squares < 1e280))
         if tl.max(unsafe.to(tl.int32), 0) != 0:
             sizes = ring_sizes(kernel, FORM)
             is_finite = tl.min((sizes < INFINITY).to(tl.int32), 0) != 0
             size = tl.where(is_finite, tl.max(sizes, 0), 0.0)
-            # 2^-e, where size is from 2^(e-1) up to 2^e, and e within 1020 of 0
+            # 2^-e, where 2^(e-1) <= size < 2^e, with e limited to -1020 .. 1020
             exponent = ((size.to(tl.int64, bitcast=True) >> 52) - 1022).to(tl.int32)
             exponent = tl.minimum(tl.maximum(exponent, -1020), 1020)
             scale = ((1023 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)
@@ -220,8 +222,10 @@ def scaled_squares(kernel, FORM: tl.constexpr):
 
 @triton.jit
 def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
-    """Over the weights of rings 0..n, clipped at caps, that exceed a level: the sums of d |x| and of d, and the
-    largest size of one whose d is infinite, 0 if there is none, which is in neither sum."""
+    """Return sums over the weights of rings 0..n, clipped at caps, that exceed a level: those of d |x| and of d.
+
+    The third value is the largest size among weights whose d is infinite, 0 if there is none; they are in neither sum.
+    """
     mass = tl.full([FORM.block], 0.0, tl.float64)
     weight, floor = mass, mass
     ring = tl.full((), 0, tl.int32)
@@ -249,7 +253,7 @@ def sums_above(kernel, n, caps, level, FORM: tl.constexpr):
 
 @triton.jit
 def write(kernel, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
-    """Writes a ring's weights times a value ("scaled"), clipped at it ("clipped"), or u d / (d + it) ("damped")."""
+    """Write a ring's weights times a value ("scaled"), clipped at it ("clipped"), or u d / (d + value) ("damped")."""
     T: tl.constexpr = FORM.arithmetic
     begin, taps, count = _ring(kernel, ring, FORM)
     block = tl.full((), 0, tl.int64)
@@ -270,7 +274,7 @@ def write(kernel, ring, value, HOW: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def operand_of(data, strides, dtype: tl.constexpr, offsets):
-    """What program_id works on; strides: between kernels and between channels, in elements."""
+    """Return the operand of this program's filter; strides: between filters and between channels, in elements."""
     held_as: tl.constexpr = tl.uint16 if dtype == tl.bfloat16 else dtype
     data = data.to(tl.pointer_type(held_as), bitcast=True)
     return Operand(data + tl.program_id(0).to(tl.int64) * strides[0], strides[1], offsets)

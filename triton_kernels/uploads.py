@@ -1,8 +1,8 @@
-"""Small arrays in device memory that kernels read: copied there without waiting, and kept while they may be used.
+"""Small arrays in device memory that kernels read: copied there without waiting, and cached.
 
-What was uploaded is never changed. That of eager calls is kept for the most recent ones; device and stream belong to
-its key, so that memory that is let go is used again only by later work of the same stream. What a CUDA graph reads is
-kept for good, with the host memory that the graph copies from.
+What was uploaded is never modified. For eager calls the most recent uploads are kept; device and stream belong to the
+key, so that freed memory is reused only by later work of the same stream. Whatever a CUDA graph reads is kept for good,
+with the host memory that the graph copies from.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Copies arrays to the device in one piece, each to a multiple of 16 bytes, without waiting for the device.
+    """Copy arrays to the device in one piece, each padded to a multiple of 16 bytes, without waiting for the device.
 
     Returns:
-        The arrays' tensors, and the host memory that they are copied from.
+        The arrays' tensors on the device, and the host memory that they are copied from.
     """
     ends = list(accumulate(-(-array.nbytes // 16) * 16 for array in arrays))
     host = torch.zeros(ends[-1], dtype=torch.uint8)
@@ -39,10 +39,10 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Ten
 
 
 class Uploads:
-    """Makes what is asked for, or finds what an equal key has made.
+    """Cache that creates an entry if no equal key has one.
 
     Args:
-        size: how many of each sort are kept for eager calls.
+        size: how many entries of each sort are kept for eager calls.
     """
 
     def __init__(self, size: int = 32) -> None:
@@ -52,7 +52,7 @@ class Uploads:
         self._lock = threading.Lock()
 
     def find(self, sort: str, device: torch.device, key: Callable[[], object], make: Callable[[], Any]) -> Any:
-        """What an equal key has made before, or what ``make`` returns; ``sort`` tells apart what is kept."""
+        """Return the entry of an equal key, or what ``make`` returns; ``sort`` tells the kinds of entries apart."""
         if is_capturing(device):
             made = make()
             self._captured.append(made)
@@ -69,7 +69,7 @@ class Uploads:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream records a CUDA graph."""
+    """Return whether the device's current stream captures a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,6 +1,6 @@
-"""Taps of convolution kernels, and the pairs of pixels that layers between convolution and full connection have.
+"""Geometry of convolution kernels' taps, and of the pixel pairs of layers between convolution and full connection.
 
-Distances, decay maps and rings of taps; patterns of blocks and their distances. No weights are seen here.
+Distances, decay maps and rings of taps; patterns of blocks and their distances. Weights are not involved.
 """
 
 from loco_ext.geometry.block_distances import block_decay_map, block_distance_classes, block_offsets, block_rings

@@ -1,7 +1,7 @@
-"""How far a pattern's blocks lie from the middle of their output pixel's receptive field, and decay maps of that.
+"""Distances of a pattern's blocks from the middle of their output pixel's receptive field, and decay maps from them.
 
 The taps of a convolution keep the distances that :func:`tap_distances` gives them, whatever the stride and the
-dilation; blocks further away, and between the taps of a dilated kernel, carry them on.
+dilation; blocks farther away, and between the taps of a dilated kernel, continue them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from loco_ext.geometry.taps import check_center, relative_decay, ring_index
 
 
 def block_offsets(pattern: BlockPattern) -> Tensor:
-    """Where each block's input pixel is, seen from the middle of its output pixel's receptive field.
+    """Return the offset of each block's input pixel from the middle of its output pixel's receptive field.
 
     Args:
         pattern: one with a ``conv``.
 
     Returns:
-        int64 ``[nnz, axes]``, in *half* pixels, for the middle of an even kernel is between two of them. Where opposite
-        ends of the image touch it is the shorter way, the one before if both are as long. What a convolution reads
-        through reflect and replicate padding has the offset of the pixel that is read.
+        int64 ``[nnz, axes]``, in *half* pixels, as the middle of an even kernel lies between two of them. If opposite
+        ends of the image touch, it is the shorter way, and the negative one if both are equally long. A pixel that a
+        convolution reads through reflect or replicate padding has its own offset.
 
     Raises:
         ValueError: the pattern has no ``conv``.
@@ -49,13 +49,13 @@ def block_offsets(pattern: BlockPattern) -> Tensor:
 
 
 def block_distance_classes(pattern: BlockPattern, center: str | None = None) -> tuple[Tensor, tuple[float, ...]]:
-    """Blocks grouped by their Euclidean distance from the middle, compared exactly, in integers.
+    """Group blocks by their Euclidean distance from the middle, compared exactly, in integers.
 
-    The unit is one tap: as many input pixels as the dilation along an axis, or one where the kernel has a single tap.
+    The unit is one tap: as many input pixels as the dilation along an axis, or one if the kernel has a single tap.
 
     Args:
         pattern: one with a ``conv``.
-        center: None for odd kernels alone, which have a centre tap; "midpoint" for every kernel.
+        center: None for odd kernels only, which have a centre tap; "midpoint" for every kernel.
 
     Returns:
         ``(index, distances)``: the class of each block, int64 ``[nnz]``, and the distance of each class, ascending.
@@ -79,9 +79,9 @@ def block_distance_classes(pattern: BlockPattern, center: str | None = None) -> 
 
 
 def block_decay_map(pattern: BlockPattern, factors: Sequence[float], center: str | None = None) -> Tensor:
-    """Relative weight decay of every block: :func:`decay_map` along the whole way to full connection.
+    """Return the relative weight decay of every block: :func:`decay_map` continued up to full connection.
 
-    Blocks have the proportions that the convolution's taps have; what differs is ``Z``, the mean over all blocks, of
+    Blocks have the same proportions as the convolution's taps. What differs is ``Z``, the mean over all blocks, of
     which there are fewer at the border and more around a grown layer.
 
     Args:
@@ -105,19 +105,20 @@ def block_decay_map(pattern: BlockPattern, factors: Sequence[float], center: str
 
 
 def block_rings(pattern: BlockPattern, kind: str = "half", first: str = "auto") -> Tensor:
-    """Ring of every block, from the outside in: those of the kernel that a grown layer has.
+    """Return the ring of every block, from the outside in: the rings of the kernel that a grown layer has.
 
-    That is the convolution's kernel, gaps of its dilation included, with as many more pixels on every side as the
-    blocks reach beyond it. Blocks in it thus have the rings of their taps, those that :meth:`BlockPattern.grow` has
-    given the rings outside of these. Rings without a block are not counted. Rings are counted in pixels: where a kernel
-    is dilated, and differently along its axes or rectangular with an even size, they are other rings than its taps'.
+    That kernel is the convolution's, gaps of its dilation included, with as many more pixels on every side as the
+    blocks reach beyond it. Blocks inside the convolution's kernel thus have the rings of their taps, and those that
+    :meth:`BlockPattern.grow` has added have the rings outside of these. Rings without a block are not counted. Rings
+    are counted in pixels: if a kernel is dilated, and differently along its axes or rectangular with an even size, they
+    differ from its taps' rings.
 
     Args:
         pattern: one with a ``conv``.
-        kind, first: as for :func:`ring_index`, the sizes being those of the convolution's kernel.
+        kind, first: as for :func:`ring_index`, with the sizes of the convolution's kernel.
 
     Returns:
-        int64 ``[nnz]``: 0 on the outermost ring.
+        int64 ``[nnz]``: 0 for the outermost ring.
 
     Raises:
         ValueError: the pattern has no ``conv``, or as :func:`ring_index`.
@@ -133,7 +134,7 @@ def block_rings(pattern: BlockPattern, kind: str = "half", first: str = "auto") 
         first = "bottom_right" if any(size % 2 == 0 for size in conv.kernel_size) else "top_left"
     steps = zip(conv.kernel_size, conv.dilation, strict=True)
     extents = torch.tensor([step * (taps - 1) + 1 for taps, step in steps], device="cpu")
-    taps = (block_offsets(pattern) + extents - 1) // 2  # from 0 in the convolution's kernel
+    taps = (block_offsets(pattern) + extents - 1) // 2  # counted from 0 within the convolution's kernel
     reach = int(torch.maximum(-taps, taps - extents + 1).amax()) if pattern.nnz else 0
     reach = max(reach, 0)
     rings = ring_index((extents + 2 * reach).tolist(), kind, first)[tuple((taps + reach).T)]

@@ -1,6 +1,6 @@
-"""Which pairs of an output and an input pixel a layer between convolution and full connection has blocks for.
+"""The pairs of an output and an input pixel for which a layer between convolution and full connection has blocks.
 
-Built on the host, by the compiled library where there is one; index tensors alone, no values.
+Patterns are built on the host, by the compiled library if there is one; they consist of index tensors, without values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ except ImportError:
 
 
 class Transposed(NamedTuple):
-    """A pattern by input pixel, as :meth:`BlockPattern.transpose` gives it.
+    """A pattern ordered by input pixel, as :meth:`BlockPattern.transpose` returns it.
 
     Attributes:
         crow_indices: int64 ``[n_in + 1]``: where each input pixel's entries begin.
         rows: int64 ``[nnz]``: the output pixel of each entry, ascending for each input pixel.
-        blocks: int64 ``[nnz]``: its block's index in ``values``.
+        blocks: int64 ``[nnz]``: the index in ``values`` of each entry's block.
 
     Example:
         >>> pattern = BlockPattern.from_conv(3, kernel_size=2)
@@ -42,23 +42,23 @@ class Transposed(NamedTuple):
 
 
 class ConvTaps(NamedTuple):
-    """Where a convolution's taps are in a pattern: an entry for each tap that reads a pixel, by output pixel, then tap.
+    """The taps of a convolution in a pattern: an entry for each tap that reads a pixel, by output pixel, then tap.
 
-    Taps in zero padding have no entry, nor those whose block was pruned. Where the image wraps, reflects or is
-    replicated, several taps of an output pixel can read one input pixel; their weights then *add up* in its block.
+    Taps in zero padding have no entry, and neither have those whose block was pruned. If the image wraps, reflects or
+    is replicated, several taps of an output pixel can read one input pixel; their weights then *add up* in its block.
 
-    Writing ``E`` for the matrix of zeros and ones with ``E[block, tap] = 1`` for every entry, a convolution's weights
-    ``w`` by tap become blocks ``E w``, exactly. The way back is the orthogonal projection onto all ``E w``: the least
-    squares solution ``w = (E^T E)^-1 E^T values``, with ``E^T E`` as :meth:`ConvGeometry.tap_pairs` counts it on the
-    pattern before any pruning, for a pruned block is one of zeros. Without blocks that taps share it is diagonal, and
-    ``w`` is the mean of each tap's blocks over positions. It is singular where different weights are the same layer: a
-    tap that is never outside the padding, or taps that always add up on an image smaller than the kernel; the
-    pseudo-inverse then gives the smallest of these weights.
+    Let ``E`` be the matrix of zeros and ones with ``E[block, tap] = 1`` for every entry. A convolution's weights ``w``
+    by tap become blocks ``E w``, exactly. The way back is the orthogonal projection onto all ``E w``: the least squares
+    solution ``w = (E^T E)^-1 E^T values``, where :meth:`ConvGeometry.tap_pairs` counts ``E^T E`` on the pattern before
+    any pruning, as a pruned block is one of zeros. If no taps share a block, ``E^T E`` is diagonal, and ``w`` is the
+    mean of each tap's blocks over positions. It is singular if different weights give the same layer: a tap that is
+    always in the padding, or taps that always add up on an image smaller than the kernel; the pseudo-inverse then gives
+    the smallest of these weights.
 
     Attributes:
-        block: int64: index in ``values``.
-        tap: int64: index in the flattened kernel.
-        output: int64: output pixel.
+        block: int64: the index in ``values``.
+        tap: int64: the index in the flattened kernel.
+        output: int64: the output pixel.
 
     Example: one channel; on a ring of 5 pixels, taps 0 and 5 of a kernel of 6 read the same.
 
@@ -81,28 +81,28 @@ class ConvTaps(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockPattern:
-    """The live (output pixel, input pixel) pairs of a layer, one dense block of values for each (eFCN, section 3).
+    """The live (output pixel, input pixel) pairs of a layer, with one dense block of values for each (eFCN, section 3).
 
     Rows are output pixels and columns input pixels, both flattened in row-major order; the blocks are numbered row by
-    row. Patterns do not change: every operation gives a new one, with the way of the blocks from one to the other, so
-    that values and the states of optimizers can follow. Equal is only what is the same object.
+    row. Patterns are immutable: every operation returns a new one, with the mapping of blocks from one to the other, so
+    that values and optimizer states can follow. Patterns are equal only if they are the same object.
 
     Args:
         crow_indices: integers ``[n_out + 1]``: where each output pixel's blocks begin, and their total.
         col_indices: integers ``[nnz]``: the input pixel of each block, strictly ascending in each row.
-        n_in: number of input pixels.
-        conv: the convolution around which the pattern lies. Patterns made by :meth:`from_conv`, and all made from
-            these, have one; it is what growth, taps and distances need.
+        n_in: the number of input pixels.
+        conv: the convolution around which the pattern lies. Patterns from :meth:`from_conv`, and all made from these,
+            have one; growth, taps and distances need it.
 
     Attributes:
-        crow_indices, col_indices: int64, copies on the CPU, or elsewhere for what :meth:`to` gives.
+        crow_indices, col_indices: int64 copies on the CPU, or on the device given to :meth:`to`.
         n_in, conv: as given.
-        n_out, nnz: number of output pixels and of blocks.
+        n_out, nnz: the number of output pixels and of blocks.
 
     Raises:
-        TypeError: indices that are not tensors of integers, an ``n_in`` that is not an int.
-        ValueError: indices that are not 1-d, do not begin with 0, descend or do not end at ``nnz``; an input pixel out
-            of range; a row that does not ascend strictly; sizes other than those of ``conv``.
+        TypeError: indices are not tensors of integers, or ``n_in`` is not an int.
+        ValueError: indices are not 1-d, do not begin with 0, descend or do not end at ``nnz``; an input pixel is out of
+            range; a row does not ascend strictly; sizes differ from those of ``conv``.
 
     Example:
         >>> import torch
@@ -137,7 +137,7 @@ class BlockPattern:
         dilation: Ints = 1,
         padding_mode: str = "zeros",
     ) -> BlockPattern:
-        """The pairs that a convolution computes with; none for zero padding.
+        """Return the pattern of the pairs that a convolution computes with; zero padding has no pairs.
 
         Args, Raises:
             As :class:`ConvGeometry`.
@@ -152,7 +152,7 @@ class BlockPattern:
 
     @classmethod
     def full(cls, n_out: int, n_in: int, conv: ConvGeometry | None = None) -> BlockPattern:
-        """Every pair.
+        """Return the pattern of all pairs.
 
         Raises:
             TypeError: a count is not an int.
@@ -178,20 +178,20 @@ class BlockPattern:
 
     @cached_property
     def row_indices(self) -> Tensor:
-        """The output pixel of each block: int64 ``[nnz]``, where the pattern is."""
+        """The output pixel of each block: int64 ``[nnz]``, on the pattern's device."""
         counts = self.crow_indices.diff()
         rows = torch.arange(self.n_out, dtype=torch.int64, device=counts.device)
         return rows.repeat_interleave(counts, output_size=self.nnz)
 
     def transpose(self) -> Transposed:
-        """The pattern by input pixel, as the gradient of the input needs it.
+        """Return the pattern ordered by input pixel, as the gradient of the input needs it.
 
-        Computed at the first call, as :attr:`taps` are, which is to come before torch.compile traces one.
+        Both this and :attr:`taps` are computed at first use, which must come before torch.compile traces one.
         """
         return self._transposed
 
     def to(self, device: torch.device | str | int) -> BlockPattern:
-        """The pattern with its index tensors on a device; copied once for each.
+        """Return the pattern with its index tensors on a device; each device gets one copy, which is cached.
 
         Example:
             >>> pattern = BlockPattern.full(2, 3)
@@ -210,11 +210,11 @@ class BlockPattern:
         return home._copies.get(target, home)
 
     def union(self, other: BlockPattern) -> tuple[BlockPattern, Tensor, Tensor]:
-        """The blocks that either pattern has.
+        """Return the pattern of the blocks that either pattern has.
 
         Returns:
             ``(pattern, places, other_places)``: the union, with this pattern's ``conv``, and for each block of this
-            pattern and of the other its index there, int64: ``new_values[places] = values``.
+            pattern and of the other its index in the union, int64: ``new_values[places] = values``.
 
         Raises:
             TypeError: ``other`` is not a BlockPattern.
@@ -235,20 +235,20 @@ class BlockPattern:
         return united, self._places_in(united), other._places_in(united)
 
     def grow(self, radius: int) -> tuple[BlockPattern, Tensor]:
-        """More locality given up: each output pixel's input pixels, and those at most ``radius`` away on every axis.
+        """Return the pattern grown by ``radius``: each input pixel of an output pixel brings its neighbours along.
 
-        Around a convolution without dilation that is the pattern of a kernel with ``radius`` more taps, and as much
-        more padding, on every side. ``grow(a)`` and then ``grow(b)`` is ``grow(a + b)``; ``radius`` as large as the
-        image gives the full pattern. Opposite ends of the image touch where ``padding_mode`` is circular. An output
-        pixel without blocks, such as one that reads padding alone, grows from the input pixel nearest to the middle of
-        its receptive field.
+        These are the pixels at most ``radius`` away on every axis. Around a convolution without dilation that is the
+        pattern of a kernel with ``radius`` more taps, and as much more padding, on every side. ``grow(a)`` and then
+        ``grow(b)`` is ``grow(a + b)``; a ``radius`` as large as the image gives the full pattern. Opposite ends of the
+        image touch if ``padding_mode`` is circular. An output pixel without blocks, such as one that reads padding
+        alone, grows from the input pixel nearest to the middle of its receptive field.
 
         Args:
-            radius: input pixels, at least 0.
+            radius: number of input pixels, at least 0.
 
         Returns:
-            ``(pattern, places)``: the grown pattern, and for each block of this one its index there, int64:
-            ``new_values[places] = values``, all others zero, is the same layer.
+            ``(pattern, places)``: the grown pattern, and for each block of this one its index in it, int64. With
+            ``new_values[places] = values`` and zeros elsewhere it is the same layer.
 
         Raises:
             TypeError: ``radius`` is not an int.
@@ -272,13 +272,13 @@ class BlockPattern:
         return pattern, self._places_in(pattern)
 
     def prune(self, keep: Tensor) -> tuple[BlockPattern, Tensor]:
-        """The pattern without some of its blocks.
+        """Return the pattern without some of its blocks.
 
         Args:
             keep: bool ``[nnz]``: which blocks stay.
 
         Returns:
-            ``(pattern, kept)``: what is left, and for each of its blocks the index here, int64:
+            ``(pattern, kept)``: the remaining pattern, and for each of its blocks the index in this one, int64:
             ``new_values = values[kept]``.
 
         Raises:
@@ -301,7 +301,7 @@ class BlockPattern:
 
     @cached_property
     def taps(self) -> ConvTaps:
-        """Where the taps of ``conv`` are in this pattern, which may have been grown or pruned since.
+        """The taps of ``conv`` in this pattern, which may have been grown or pruned since.
 
         Raises:
             ValueError: the pattern has no ``conv``.
@@ -315,7 +315,7 @@ class BlockPattern:
         return ConvTaps(*map(torch.from_numpy, host.conv_taps(*tables, *self._arrays)))
 
     def local_mask(self) -> Tensor:
-        """Whether each block lies in the receptive field of ``conv``: bool ``[nnz]``.
+        """Return whether each block lies in the receptive field of ``conv``: bool ``[nnz]``.
 
         Raises:
             ValueError: the pattern has no ``conv``.
@@ -339,7 +339,7 @@ class BlockPattern:
 
     @classmethod
     def _of(cls, indices: tuple[np.ndarray, np.ndarray], n_in: int, conv: ConvGeometry | None) -> BlockPattern:
-        """A pattern of indices that need no check."""
+        """Return a pattern of indices that need no check."""
         pattern = object.__new__(cls)
         crow, col = map(torch.from_numpy, indices)
         vars(pattern).update(crow_indices=crow, col_indices=col, n_in=n_in, conv=conv)
@@ -347,7 +347,7 @@ class BlockPattern:
 
     @cached_property
     def _home(self) -> BlockPattern:
-        """The pattern on the CPU that this one is a copy of, or itself."""
+        """The pattern on the CPU of which this one is a copy, or itself."""
         return self
 
     @cached_property
@@ -362,7 +362,7 @@ class BlockPattern:
 
     @property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        # Checked again, for whoever has the tensors can write to them.
+        # Checked again, as anyone who has the tensors can write to them.
         indices = self._home.crow_indices, self._home.col_indices
         crow, col = (x.numpy() for x in indices)
         if not host.are_valid(crow, col, self.n_in):
@@ -379,7 +379,7 @@ class BlockPattern:
 
 
 def _three_axes(conv: ConvGeometry) -> tuple[tuple, tuple]:
-    """The pixels that taps read along each axis, and the image: leading axes of size 1 for those that are missing."""
+    """Return the pixels that taps read along each axis, and the image size, padded to three axes by leading 1s."""
     missing = 3 - len(conv.input_size)
     tables = [np.zeros((1, 1), np.int64)] * missing + [conv.axis_pixels(axis) for axis in range(len(conv.input_size))]
     return tuple(map(np.ascontiguousarray, tables)), (1,) * missing + conv.input_size

@@ -1,4 +1,4 @@
-"""Checks of counts and of indices that come from outside, before anything is computed with them."""
+"""Checks of counts and indices given by the caller, before anything is computed with them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_int(value: object) -> bool:
-    """True and False are none."""
+    """Return whether the value is an integer; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: int, smallest: int = 0) -> int:
-    """The value, if it is an int and not too small."""
+    """Return the value as an int; raise if it is not one or is too small."""
     if not is_int(value):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     if value < smallest:
@@ -26,14 +26,14 @@ def check_count(name: str, value: int, smallest: int = 0) -> int:
 
 
 def check_indices(crow: Tensor, col: Tensor, n_in: int) -> tuple[Tensor, Tensor]:
-    """Copies of both, int64 on the CPU, if they are the indices of a pattern."""
+    """Return int64 copies of both on the CPU; raise if they are not the indices of a pattern."""
     crow, col = _copy("crow_indices", crow), _copy("col_indices", col)
     check_rows(crow, col, n_in)
     return crow, col
 
 
 def check_rows(crow: Tensor, col: Tensor, n_in: int) -> None:
-    """Raises ValueError where these are not the indices of a pattern."""
+    """Raise ValueError if these are not the indices of a pattern."""
     counts = crow.diff()
     if len(crow) == 0 or crow[0] != 0:
         raise ValueError(f"crow_indices: expected n_out + 1 of them, the first 0, got {_start(crow)}")
@@ -47,7 +47,7 @@ def check_rows(crow: Tensor, col: Tensor, n_in: int) -> None:
         block = int(outside.nonzero()[0])
         raise ValueError(f"col_indices: expected input pixels from 0 to {n_in - 1}, got {col[block]} at {block}")
     ascends = col.diff() > 0
-    begins = crow[1:-1]  # rows after the first; what comes before one of them is another row's
+    begins = crow[1:-1]  # the pixel before the start of such a row is another row's and need not be smaller
     ascends[begins[(begins > 0) & (begins < len(col))] - 1] = True
     if not ascends.all():
         block = int((~ascends).nonzero()[0])

@@ -1,6 +1,6 @@
 """The geometry of a convolution on an image of one size: which input pixel each tap of each output pixel reads.
 
-Everything here is a product of what happens along each axis.
+Everything here is a product of the geometries along each axis.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ LARGEST_SIZE = 2**31 - 1
 
 @dataclass(frozen=True, init=False)
 class ConvGeometry:
-    """A convolution's arguments, checked and in full, on an input of one size.
+    """A convolution's arguments, checked and expanded to all axes, on an input of one size.
 
     Args:
-        input_size: an int or one to three ints: pixels along each axis.
+        input_size: pixels along each axis: an int or one to three ints.
         kernel_size, stride, dilation: an int for all axes, or one for each.
         padding: an int, one for each axis, a pair ``(before, after)`` for an axis in place of an int, ``"valid"``, or
-            ``"same"`` (stride 1 alone), which pads as torch does: one more after than before where the sum is odd.
+            ``"same"`` (stride 1 only), which pads as torch does: one more after than before if the sum is odd.
         padding_mode: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
 
     Attributes, other than the arguments:
         output_size: pixels along each axis.
-        n_in, n_out, n_taps: pixels of the input and the output, taps of the kernel.
+        n_in, n_out, n_taps: the number of pixels of the input and the output, and of taps of the kernel.
 
     Raises:
         TypeError: an argument is not made of ints; ``padding`` is neither that nor a string.
-        ValueError: what torch's convolutions refuse: sizes, strides and dilations below 1, negative padding, a kernel
-            larger than the padded input, reflect padding not smaller than the input, circular padding larger than it,
-            ``"same"`` with a stride; also sizes and counts that do not fit their integers.
+        ValueError: torch's convolutions refuse the arguments: sizes, strides and dilations below 1, negative padding, a
+            kernel larger than the padded input, reflect padding not smaller than the input, circular padding larger
+            than it, ``"same"`` with a stride; also if sizes or counts overflow their integers.
 
     Example:
         >>> conv = ConvGeometry((32, 32), 4, stride=2, padding=((2, 1), 1))
@@ -113,7 +113,7 @@ class ConvGeometry:
         return self.padding_mode == "circular"
 
     def axis_pixels(self, axis: int) -> np.ndarray:
-        """The input pixel along an axis that each tap of each output pixel reads, -1 in zero padding: [out, taps]."""
+        """Return the input pixel along an axis that each tap of each output pixel reads, -1 in padding: [out, taps]."""
         size = self.input_size[axis]
         starts = np.arange(self.output_size[axis], dtype=np.int64) * self.stride[axis] - self.padding[axis][0]
         pixels = starts[:, None] + np.arange(self.kernel_size[axis], dtype=np.int64) * self.dilation[axis]
@@ -126,17 +126,17 @@ class ConvGeometry:
         return np.where((pixels >= 0) & (pixels < size), pixels, -1)
 
     def doubled_centers(self, axis: int) -> np.ndarray:
-        """Twice the position along an axis, in the input, of the middle of each output pixel's receptive field."""
+        """Return twice the position along an axis of the middle of each output pixel's receptive field in the input."""
         starts = np.arange(self.output_size[axis], dtype=np.int64) * self.stride[axis] - self.padding[axis][0]
         return 2 * starts + self.dilation[axis] * (self.kernel_size[axis] - 1)
 
     def nearest_pixels(self, axis: int) -> np.ndarray:
-        """The input pixel along an axis nearest to that middle, the lower of two."""
+        """Return the input pixel along an axis nearest to that middle, the lower of two."""
         size, centers = self.input_size[axis], self.doubled_centers(axis) // 2
         return centers % size if self.wraps else centers.clip(0, size - 1)
 
     def count_blocks(self, radius: int = 0) -> int:
-        """How many blocks the pattern of this convolution has, grown by ``radius``, without building it.
+        """Return the number of blocks of this convolution's pattern grown by ``radius``, without building it.
 
         Raises:
             TypeError, ValueError: as :meth:`BlockPattern.grow`.
@@ -146,7 +146,7 @@ class ConvGeometry:
         for axis in range(len(self.input_size)):
             pixels = self.axis_pixels(axis)
             reads = pixels.max(axis=1) >= 0
-            # A tap in the padding counts as one more of the last pixel that is read.
+            # A tap in the padding counts as a repetition of the last pixel that is read, which adds no block.
             marks = np.sort(np.where(pixels >= 0, pixels, pixels.max(axis=1, keepdims=True)), axis=1)
             live *= int(self._grown(axis, marks, radius)[reads].sum())
             grown = self._grown(axis, self.nearest_pixels(axis)[:, None], radius)
@@ -155,9 +155,9 @@ class ConvGeometry:
         return live + (seeds - live_seeds if radius else 0)
 
     def tap_pairs(self) -> Tensor:
-        """How many pairs of an output and an input pixel each two taps both read: int64, [n_taps, n_taps].
+        """Return the number of (output pixel, input pixel) pairs that each two taps both read: int64, [n_taps, n_taps].
 
-        The diagonal counts the positions of each tap. Where nothing wraps, reflects or is replicated, two taps of one
+        The diagonal counts the positions of each tap. If nothing wraps, reflects or is replicated, two taps of one
         output pixel never read the same input pixel, and all else is 0. With ``E`` the matrix that puts a convolution's
         weights into blocks, this is ``E^T E``; see :class:`ConvTaps`.
         """
@@ -168,7 +168,7 @@ class ConvGeometry:
         return torch.from_numpy(reduce(np.kron, axes))
 
     def _grown(self, axis: int, marks: np.ndarray, radius: int) -> np.ndarray:
-        """How many pixels of the axis lie at most ``radius`` from one of the ascending marks of a row."""
+        """Return how many pixels of the axis lie at most ``radius`` from any of the ascending marks of a row."""
         size, first, last = self.input_size[axis], marks[:, 0], marks[:, -1]
         between = np.minimum(np.diff(marks, axis=1), 2 * radius + 1).sum(axis=1)
         if self.wraps:
@@ -179,16 +179,16 @@ class ConvGeometry:
 def values_bytes(
     blocks: int, in_channels: int, out_channels: int, groups: int = 1, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Memory that ``values`` takes: one block of ``groups x in_channels/groups x out_channels/groups`` for each pair.
+    """Return the bytes of ``values``: a block of ``groups x in_channels/groups x out_channels/groups`` for each pair.
 
     Args:
         blocks: ``nnz`` of a pattern, or :meth:`ConvGeometry.count_blocks` before there is one.
-        in_channels, out_channels, groups: as a convolution's.
-        dtype: of the values.
+        in_channels, out_channels, groups: those of the convolution.
+        dtype: the dtype of ``values``.
 
     Raises:
         TypeError: a count is not an int, or ``dtype`` not a torch.dtype.
-        ValueError: it is negative, ``groups`` 0, or the channels cannot be divided into groups.
+        ValueError: a count is negative, ``groups`` is 0, or the channels cannot be divided into groups.
 
     Example: 64 to 64 channels, 3x3, on 32x32 pixels, in MB: local, and fully connected.
 
@@ -216,7 +216,7 @@ def _check_input_size(value: object) -> tuple[int, ...]:
 
 
 def _check_ints(name: str, value: object, axes: int, smallest: int = 1) -> tuple[int, ...]:
-    """One int for each axis."""
+    """Return one int for each axis, expanded from one for all axes; raise if that is not possible."""
     expected = f"{name}: expected an int" + (f", or one for each of {axes} axes" if axes > 1 else "")
     values = (value,) * axes if is_int(value) else value
     if not isinstance(values, Sequence) or isinstance(values, str) or not all(map(is_int, values)):
@@ -229,7 +229,7 @@ def _check_ints(name: str, value: object, axes: int, smallest: int = 1) -> tuple
 
 
 def _check_padding(value: object, extents: list[int], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Padding before and after along each axis."""
+    """Return the padding before and after along each axis; raise if ``value`` is unusable."""
     axes = len(extents)
     if isinstance(value, str):
         if value not in ("valid", "same"):

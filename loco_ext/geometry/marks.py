@@ -1,4 +1,4 @@
-"""What tells the blocks of a locally connected layer from a convolution's weight: their pattern, which goes along."""
+"""Marks that tell the blocks of a locally connected layer from a convolution's weight, and carry their pattern."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from loco_ext.geometry.block_pattern import BlockPattern
 
 
 def mark_blocks(values: Tensor, pattern: BlockPattern) -> None:
-    """Says that these are the blocks of a pattern. Copies and views of the tensor are not marked."""
+    """Mark the tensor as the blocks of a pattern. Its copies and views are not marked."""
     values.block_pattern = pattern  # type: ignore[attr-defined]
 
 
 def pattern_of(parameter: Tensor) -> BlockPattern | None:
-    """The pattern that these are the blocks of, under torch.func and forward-mode AD too; None for other tensors."""
+    """Return the pattern that these are the blocks of, also under torch.func and forward-mode AD, or None."""
     pattern = getattr(parameter, "block_pattern", None)
     return getattr(_given(parameter), "block_pattern", None) if pattern is None else pattern
 
 
 def _given(parameter: Tensor) -> Tensor:
-    """Return the tensor that transforms were given where this one stands for it as a whole."""
+    """Return the tensor that was given to the transforms if this one stands for it as a whole, else itself."""
     if torch.compiler.is_compiling() or not isinstance(parameter, Tensor):
         return parameter
     given = parameter
     while torch._C._functorch.is_functorch_wrapped_tensor(given):
         given = torch._C._functorch.get_unwrapped(given)
-    if forward_ad._current_level >= 0 and given._base is not None:  # with a tangent it is a view
+    if forward_ad._current_level >= 0 and given._base is not None:  # a dual tensor is a view
         given = given._base
     if given is parameter:
         return parameter

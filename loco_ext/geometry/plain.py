@@ -1,6 +1,6 @@
-"""The compiled functions on patterns in NumPy and SciPy: the same arguments and results, for where there is no library.
+"""The compiled functions on patterns in NumPy and SciPy: a fallback with the same arguments and results.
 
-Images and kernels have three axes here, leading ones of size 1 where there are fewer. A pattern is a pair of int64
+Images and kernels have three axes here, with leading ones of size 1 if there are fewer. A pattern is a pair of int64
 arrays, ``crow`` and ``col``.
 """
 
@@ -16,14 +16,14 @@ Sizes = tuple[int, int, int]
 
 
 def are_valid(crow: np.ndarray, col: np.ndarray, n_in: int) -> bool:
-    """Whether rows begin at 0, do not descend and end with the last block, and have ascending pixels below ``n_in``."""
+    """Return whether rows begin at 0, do not descend and end with the last block, and pixels ascend below ``n_in``."""
     if crow[0] != 0 or crow[-1] != len(col) or (np.diff(crow) < 0).any() or ((col < 0) | (col >= n_in)).any():
         return False
     return bool((np.diff(_keys(crow, col, n_in)) > 0).all())
 
 
 def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs that a convolution computes with. ``pixels[axis][output, tap]`` is what is read, -1 in the padding."""
+    """Return the pattern of a convolution. ``pixels[axis][output, tap]`` is the pixel it reads, -1 in the padding."""
     output, _, pixel = _reads(pixels, image)
     n_out = math.prod(len(table) for table in pixels)
     return _pattern(np.unique(output * math.prod(image) + pixel), n_out, math.prod(image))
@@ -32,7 +32,7 @@ def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
 def conv_taps(
     pixels: Tables, image: Sizes, crow: np.ndarray, col: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Block, tap and output pixel of each tap that reads a pixel whose block is in the pattern."""
+    """Return block, tap and output pixel of each tap that reads a pixel whose block is in the pattern."""
     output, tap, pixel = _reads(pixels, image)
     n_in = math.prod(image)
     wanted, keys = output * n_in + pixel, _keys(crow, col, n_in)
@@ -44,7 +44,7 @@ def conv_taps(
 def grow(
     crow: np.ndarray, col: np.ndarray, image: Sizes, radius: int, wraps: bool, seeds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's pixels, or its seed where it has none, and those at most ``radius`` away along every axis."""
+    """Return each row's pixels, or its seed if it has none, and those at most ``radius`` away along every axis."""
     n_out, n_in = len(crow) - 1, math.prod(image)
     counts, found = [], []
     step = max(1, 2**24 // n_in)  # rows at a time, so that the marks take 16 MiB
@@ -69,28 +69,28 @@ def grow(
 def unite(
     crow: np.ndarray, col: np.ndarray, other_crow: np.ndarray, other_col: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks of either pattern."""
+    """Return the blocks of either pattern."""
     n_in = _width(col, other_col)
     keys = np.union1d(_keys(crow, col, n_in), _keys(other_crow, other_col, n_in))
     return _pattern(keys, len(crow) - 1, n_in)
 
 
 def locate(crow: np.ndarray, col: np.ndarray, whole_crow: np.ndarray, whole_col: np.ndarray) -> np.ndarray:
-    """The index of each block in the whole pattern, which has them all."""
+    """Return the index of each block in the whole pattern, which contains them all."""
     n_in = _width(col, whole_col)
     return np.searchsorted(_keys(whole_crow, whole_col, n_in), _keys(crow, col, n_in))
 
 
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""
+    """Return the pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""
     blocks = np.argsort(col, kind="stable").astype(np.int64)
     ends = np.cumsum(np.concatenate([[0], np.bincount(col, minlength=n_in)]), dtype=np.int64)
     return ends, _rows(crow)[blocks], blocks
 
 
 def _reads(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Output pixel, tap and input pixel of all that is read, in this order."""
-    # Each along its own axes of [outputs z, y, x, taps z, y, x].
+    """Return output pixel, tap and input pixel of every read, sorted in this order."""
+    # Each table lies along its own axes of [outputs z, y, x, taps z, y, x].
     z, y, x = (np.expand_dims(table, [i for i in range(6) if i % 3 != axis]) for axis, table in enumerate(pixels))
     read = (z * image[1] + y) * image[2] + x
     live = (z >= 0) & (y >= 0) & (x >= 0)
@@ -108,7 +108,7 @@ def _width(col: np.ndarray, other: np.ndarray) -> int:
 
 
 def _keys(crow: np.ndarray, col: np.ndarray, n_in: int) -> np.ndarray:
-    """One number for each block, ascending with row and column."""
+    """Return one number for each block, ascending with row and column."""
     return _rows(crow) * n_in + col
 
 

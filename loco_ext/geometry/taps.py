@@ -1,7 +1,7 @@
-"""The taps of a convolution kernel: distances from its centre, decay maps and rings. No weights are seen here.
+"""The taps of a convolution kernel: distances from its centre, decay maps and rings. Weights are not involved.
 
 A kernel size is an int ``n`` (a 1-d kernel of ``n`` taps) or a sequence of one to three ints, for 1-d, 2-d and 3-d
-kernels. All results are CPU tensors of the kernel's shape. Stride and dilation change nothing: distances are in taps.
+kernels. All results are CPU tensors of the kernel's shape. Stride and dilation do not matter: distances are in taps.
 
 Sources: LOCO-REG is Schneider, "Locality-Promoting Representation Learning" (2022); the rings are those of the draft
 "Optimal Convolutional Architectures Via Structured Sparsity Regularizers".
@@ -19,7 +19,7 @@ KernelSize = int | Sequence[int]
 
 
 def tap_distances(kernel_size: KernelSize, center: str | None = None) -> Tensor:
-    """Euclidean distance of every tap from the centre of the kernel, in tap units.
+    """Return the Euclidean distance of every tap from the centre of the kernel, in tap units.
 
     Args:
         kernel_size: int or one to three ints, each at least 1.
@@ -37,19 +37,19 @@ def tap_distances(kernel_size: KernelSize, center: str | None = None) -> Tensor:
     [2.0, 1.0, 0.0, 1.0, 2.0]
     """
     squares = _doubled_squares(kernel_size, center)
-    # Not torch's square root, which is off by a bit on some CPUs: distances are the same everywhere.
+    # torch's square root is off by a bit on some CPUs; distances must be the same everywhere.
     return torch.tensor([math.sqrt(n) / 2 for n in squares.flatten().tolist()], dtype=torch.double).view_as(squares)
 
 
 def distance_classes(kernel_size: KernelSize, center: str | None = None) -> tuple[Tensor, tuple[float, ...]]:
-    """Taps grouped by their distance from the centre (LOCO-REG, section 6), compared exactly, in integers.
+    """Group taps by their distance from the centre (LOCO-REG, section 6), compared exactly, in integers.
 
     Args:
         kernel_size, center: as for :func:`tap_distances`.
 
     Returns:
         ``(index, distances)``: the class of every tap, an int64 tensor of shape ``kernel_size``, and the distance of
-        every class, ascending. Class 0 is the nearest: the centre tap where there is one.
+        every class, ascending. Class 0 is the nearest: the centre tap if there is one.
 
     Raises:
         TypeError, ValueError: as :func:`tap_distances`.
@@ -63,20 +63,20 @@ def distance_classes(kernel_size: KernelSize, center: str | None = None) -> tupl
 
 
 def decay_map(kernel_size: KernelSize, factors: Sequence[float], center: str | None = None) -> Tensor:
-    """Relative weight decay of every tap, ``g / Z`` of LOCO-REG (section 6, eq. 6.1); its mean is 1.
+    """Return the relative weight decay of every tap, ``g / Z`` of LOCO-REG (section 6, eq. 6.1); its mean is 1.
 
-    Dividing by ``Z``, the mean of ``g`` over all taps, leaves the total amount of decay as it was. The paper's loss
+    Dividing by ``Z``, the mean of ``g`` over all taps, keeps the total amount of decay. The paper's loss
     ``lambda * map * w**2`` has gradient ``2 * lambda * map * w``: PyTorch's ``weight_decay`` is ``2 * lambda``.
 
     Args:
         kernel_size, center: as for :func:`tap_distances`.
         factors: ``g``. Two numbers are always the pair ``(gamma, eta)``: gamma at distance 0, 1 for distances up to 1,
-            eta beyond. Any other count has to be the number of :func:`distance_classes`, one factor for each, nearest
-            first. A kernel of exactly two classes, 1x3 for example, thus takes a pair only: every ratio can be had with
-            gamma, and eta meets no tap.
+            eta beyond. Any other count must be the number of :func:`distance_classes`, with one factor for each,
+            nearest first. A kernel of exactly two classes, such as 1x3, thus takes only a pair: gamma alone can set
+            every ratio, and eta applies to no tap.
 
     Returns:
-        float64 tensor of shape ``kernel_size``; ``(1, 1)`` gives ones exactly.
+        float64 tensor of shape ``kernel_size``; ``(1, 1)`` gives exactly ones.
 
     Raises:
         TypeError: as :func:`tap_distances`, or ``factors`` is not a sequence of real numbers.
@@ -91,7 +91,7 @@ def decay_map(kernel_size: KernelSize, factors: Sequence[float], center: str | N
 
 
 def relative_decay(index: Tensor, distances: Sequence[float], factors: Sequence[float], of: str) -> Tensor:
-    """``g / Z`` of everything that ``index`` has the distance class of; ``of`` names it in messages."""
+    """Return ``g / Z`` for the distance class of every entry of ``index``; ``of`` names the entries in messages."""
     values = _check_factors(factors)
     if len(values) == 2:
         gamma, eta = values
@@ -109,23 +109,23 @@ def relative_decay(index: Tensor, distances: Sequence[float], factors: Sequence[
 
 
 def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> Tensor:
-    """Ring of every tap, counted from the outside in: nested half-rings or rings (eqs. 17-19, Fig. 2 of the draft).
+    """Return the ring of every tap, counted from the outside in: half-rings or full rings (eqs. 17-19, Fig. 2).
 
-    Rings are peeled one by one from the box of taps that is left, along every axis still longer than 1. A half ring
-    takes one end of each axis, top-left (the first index) and bottom-right (the last) in turn, so that a cubic kernel
-    of size ``s`` is left with sizes ``s - 1, s - 2, ..., 1``; a full ring takes both ends. The last ring is what then
-    remains, one tap.
+    Equations and figure are the draft's. Rings are peeled one by one from the box of remaining taps, along every axis
+    still longer than 1. A half ring takes one end of each axis, top-left (the first index) and bottom-right (the last)
+    in turn, so that a cubic kernel of size ``s`` is left with sizes ``s - 1, s - 2, ..., 1``; a full ring takes both
+    ends. The last ring is the one tap that then remains.
 
     Args:
         kernel_size: int or one to three ints, each at least 1.
         kind: "half" or "full"; "full" needs odd sizes.
-        first: the end that the outermost half ring takes: "top_left", "bottom_right", or "auto", which is top-left
-            where all sizes are odd, and bottom-right where any is even; the last tap is then the one that
-            ``padding="same"`` anchors. Full rings have no order.
+        first: the end that the outermost half ring takes: "top_left", "bottom_right", or "auto", which is top-left if
+            all sizes are odd and bottom-right if any is even; the last tap is then the one that ``padding="same"``
+            anchors. Full rings have no order.
 
     Returns:
-        int64 tensor of shape ``kernel_size``: 0 on the outermost ring up to ``max(kernel_size) - 1`` for half rings, up
-        to ``(max(kernel_size) - 1) / 2`` for full rings.
+        int64 tensor of shape ``kernel_size``: from 0 on the outermost ring to ``max(kernel_size) - 1`` for half rings,
+        or to ``(max(kernel_size) - 1) / 2`` for full rings.
 
     Raises:
         TypeError: ``kernel_size`` is not made of ints.
@@ -142,7 +142,7 @@ def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto")
 
 
 def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> list[int]:
-    """:func:`ring_index` in the order of a contiguous kernel. No tensor is made, so torch.compile can trace it.
+    """Return :func:`ring_index` as a list in the order of a contiguous kernel, without tensors for torch.compile.
 
     Args, Raises:
         As :func:`ring_index`.
@@ -159,13 +159,13 @@ def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") 
     top_left_first = first == "top_left" or (first == "auto" and not any_even)
     rings = max(shape) if kind == "half" else (max(shape) + 1) // 2
 
-    # The rings of each axis' taps are those of a 1-d kernel of its own; a tap's ring is the outermost of them.
+    # The rings of each axis' taps are those of a 1-d kernel; a tap's ring is the outermost of its axes' rings.
     by_axis = [_peeled(size, rings, kind, top_left_first) for size in shape]
     return [min(ring) for ring in itertools.product(*by_axis)]
 
 
 def _peeled(size: int, rings: int, kind: str, top_left_first: bool) -> list[int]:
-    """The last ring that each tap of an axis takes part in: ``rings - 1`` for the one that is never peeled."""
+    """Return the last ring that each tap of an axis takes part in; ``rings - 1`` for the tap that is never peeled."""
     start, stop, index = 0, size, [0] * size
     for ring in range(1, rings):
         if stop - start > 1:
@@ -176,7 +176,7 @@ def _peeled(size: int, rings: int, kind: str, top_left_first: bool) -> list[int]
 
 
 def _doubled_squares(kernel_size: KernelSize, center: str | None) -> Tensor:
-    """Squared distances in half taps: integers, so that classes are exact, for a centre between two taps as well."""
+    """Return squared distances in half taps: integers, so that classes are exact even if the centre is between taps."""
     shape = _check_kernel_size(kernel_size)
     check_center(center, shape)
     total = torch.zeros(shape, dtype=torch.int64, device="cpu")
@@ -187,7 +187,7 @@ def _doubled_squares(kernel_size: KernelSize, center: str | None) -> Tensor:
 
 
 def check_center(center: str | None, kernel_size: tuple[int, ...]) -> None:
-    """Refuses to measure from a centre tap that there is not."""
+    """Raise if the centre tap is to be the centre of a kernel that has none, or ``center`` is unknown."""
     _check_choice("center", center, (None, "midpoint"))
     if center is None and any(size % 2 == 0 for size in kernel_size):
         raise ValueError(

@@ -1,8 +1,7 @@
-"""Multiplication by block-sparse matrices in plain PyTorch, half precision summed in float32.
+"""Multiplication by block-sparse matrices in plain PyTorch; half precision is summed in float32.
 
-The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`). They walk
-through the entries, as many at a time as there are pixels, so that what they hold besides is about as large as the
-activations.
+The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`). They process
+as many blocks at a time as there are pixels, so that their temporary memory is about as large as the activations.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ def block_sparse_matmul(
     *,
     at_once: int | None = None,
 ) -> Tensor:
-    """``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``.
+    """Return ``y[n, o] = bias[o] + sum over the blocks b of row o of x[n, col_indices[b]] @ values[b]``.
 
-    ``at_once``: blocks that are multiplied together; None: as many as there are output pixels.
+    ``at_once``: the number of blocks that are multiplied together; None for as many as there are output pixels.
     """
     groups, _, width = values.shape[1:]
     rows, n_out = _rows(crow_indices, len(col_indices)), len(crow_indices) - 1
@@ -38,7 +37,7 @@ def block_sparse_matmul(
 def block_sparse_input_gradient(
     grad: Tensor, values: Tensor, crow_indices: Tensor, rows: Tensor, blocks: Tensor
 ) -> Tensor:
-    """``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
+    """Return ``dx[n, p] = sum over the entries e of input pixel p of grad[n, rows[e]] @ values[blocks[e]].T``."""
     groups, depth, _ = values.shape[1:]
     pixels, n_in = _rows(crow_indices, len(rows)), len(crow_indices) - 1
     out = grad.new_zeros((n_in, groups, len(grad), depth), dtype=_wide(grad.dtype))
@@ -51,7 +50,7 @@ def block_sparse_input_gradient(
 def block_sparse_value_gradient(
     x: Tensor, grad: Tensor, crow_indices: Tensor, col_indices: Tensor, groups: int
 ) -> Tensor:
-    """``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]] and grad[n, row of b]``, by groups."""
+    """Return ``dvalues[b] = sum over n of the outer product of x[n, col_indices[b]], grad[n, row of b]``, by groups."""
     nnz, n_out = len(col_indices), len(crow_indices) - 1
     rows = _rows(crow_indices, nnz)
     parts = [x.new_empty((0, groups, x.shape[2] // groups, grad.shape[2] // groups))]
@@ -66,9 +65,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows(crow_indices: Tensor, nnz: int) -> Tensor:
-    """The row of each entry."""
+    """Return the row of each entry, int64 ``[nnz]``."""
     begins = crow_indices.new_zeros(nnz + 1).index_add(0, crow_indices[1:], torch.ones_like(crow_indices[1:]))
-    return begins.cumsum(0)[:-1]  # how many rows have ended before
+    return begins.cumsum(0)[:-1]  # the number of rows that have ended before the entry
 
 
 def _parts(nnz: int, pixels: int) -> Iterator[slice]:
@@ -77,13 +76,13 @@ def _parts(nnz: int, pixels: int) -> Iterator[slice]:
 
 
 def _gather(activations: Tensor, pixels: Tensor, groups: int) -> Tensor:
-    """``[pixels, groups, batch, channels of a group]``."""
+    """Return the activations of ``pixels`` as ``[pixels, groups, batch, channels of a group]``."""
     batch, _, channels = activations.shape
     taken = activations[:, pixels].view(batch, len(pixels), groups, channels // groups)
     return taken.permute(1, 2, 0, 3).to(_wide(activations.dtype))
 
 
 def _pixels_last(activations: Tensor) -> Tensor:
-    """``[batch, pixels, channels]`` from ``[pixels, groups, batch, channels of a group]``."""
+    """Return ``[batch, pixels, channels]`` from ``[pixels, groups, batch, channels of a group]``."""
     pixels, groups, batch, channels = activations.shape
     return activations.permute(2, 0, 1, 3).reshape(batch, pixels, groups * channels)

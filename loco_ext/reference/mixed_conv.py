@@ -1,4 +1,4 @@
-"""Reference of the convolution by kernels of different sizes: one convolution for each size."""
+"""Reference of the convolution with filters of different sizes: one convolution for each size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def mixed_conv2d(
     add: Tensor | None,
     relu: bool,
 ) -> Tensor:
-    """A convolution in parts, ``pads`` one after the other; see :func:`loco_ext.ops.mixed_conv2d`."""
+    """Return a convolution in parts, all parts' ``pads`` in one list; see :func:`loco_ext.ops.mixed_conv2d`."""
     parts = []
     for i, weight in enumerate(weights):
         top, bottom, left, right = pads[4 * i : 4 * i + 4]
         bias = biases[i] if biases else None
         if weight.shape[2:] == (1, 1):
-            # Not by a strided convolution: oneDNN's backward of it writes out of bounds (uxlfoundation/oneDNN#6035).
+            # No strided convolution: oneDNN's backward of it writes out of bounds (uxlfoundation/oneDNN#6035).
             every = _padded(x, top, bottom, left, right)[..., :: stride[0], :: stride[1]]
             parts.append(F.conv2d(every, weight, bias))
         elif top == bottom >= 0 and left == right >= 0:
@@ -43,6 +43,6 @@ def mixed_conv2d(
 
 
 def _padded(x: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
-    """By rows and columns of zeros first: one side may take away more than the image has."""
+    """Return x padded with zeros, then cropped: in this order, one side may crop more than the image has."""
     padded = F.pad(x, [max(pad, 0) for pad in (left, right, top, bottom)])
     return padded[..., max(-top, 0) : min(bottom, 0) or None, max(-left, 0) : min(right, 0) or None]

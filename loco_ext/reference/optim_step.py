@@ -1,7 +1,7 @@
 """One SGD, Adam or AdamW step over lists of tensors, in plain PyTorch.
 
 The functions take the arguments of the operators ``optim_step_sgd`` and ``optim_step_adam``, described in
-:mod:`loco_ext.ops.optim_step`. Operations, order and fused multiply-adds are those of the kernels, so that in float32
+:mod:`loco_ext.ops.optim_step`. Operations, order and fused multiply-adds match those of the kernels, so that in float32
 both give the same bits.
 """
 
@@ -21,7 +21,7 @@ ADAM_COLUMNS = ("lr", "weight_decay", "beta1", "beta2", "eps")
 
 
 def arithmetic_dtype(param: Tensor) -> torch.dtype:
-    """float64 for float64 parameters, float32 for all others."""
+    """Return the compute dtype: float64 for float64 parameters, float32 for all others."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
@@ -46,7 +46,7 @@ def optim_step_sgd(
     seed: int | None,
     rounding_step: int,
 ) -> None:
-    """SGD with momentum; see :func:`loco_ext.ops.optim_step_sgd`."""
+    """Make an SGD step with momentum; see :func:`loco_ext.ops.optim_step_sgd`."""
     if found_inf is not None and found_inf.item() != 0:
         return
     rows = _rows(hyper, lrs, lr_index)
@@ -92,7 +92,7 @@ def optim_step_adam(
     seed: int | None,
     rounding_step: int,
 ) -> None:
-    """Adam (coupled decay) or AdamW (decoupled); see :func:`loco_ext.ops.optim_step_adam`."""
+    """Make an Adam (coupled decay) or AdamW (decoupled) step; see :func:`loco_ext.ops.optim_step_adam`."""
     if found_inf is not None and found_inf.item() != 0:
         return
     rows = _rows(hyper, lrs, lr_index)
@@ -125,8 +125,10 @@ def optim_step_adam(
 
 
 def prox_step(name: str, named: Mapping[str, Any], index: int, dtype: torch.dtype) -> tuple[float, Tensor | None]:
-    """By how much the prox of a parameter's penalty ends a step that has been made: the step size (0: none) and the
-    metric. ``named``: the operator's arguments by name. ``dtype``: of the arithmetic."""
+    """Return the step size (0: no prox) and the metric of the prox that ends a parameter's step.
+
+    ``named``: the operator's arguments by name, after the step. ``dtype``: the compute dtype.
+    """
     lr, *row = _rows(named["hyper"], named["lrs"], named["lr_index"])[named["group_index"][index]]
     if name == "optim_step_sgd":
         _, momentum, dampening = row
@@ -138,7 +140,7 @@ def prox_step(name: str, named: Mapping[str, Any], index: int, dtype: torch.dtyp
 
 
 def _undamped(momentum: float, dampening: float) -> float:
-    """How far gradients that stay the same take a weight in the end, in steps."""
+    """Return the step size that a constant gradient approaches, in units of the learning rate."""
     return (1 - dampening) / (1 - momentum)
 
 
@@ -166,7 +168,7 @@ def _gradient(grad: Tensor, w: Tensor, grad_scale: Tensor | None, maximize: bool
 
 
 def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """a*b + c, rounded once in float32 (products of two float32 are exact in float64); rounded twice in float64."""
+    """Return a*b + c, rounded once in float32 (float32 products are exact in float64), rounded twice in float64."""
     a = _cast(a, c)
     if not _can_double(c):
         return a * b + c
@@ -174,7 +176,7 @@ def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _sqrt(v: Tensor) -> Tensor:
-    """torch's float32 square root may be off by an ulp; through float64 it is rounded correctly, as in the kernels."""
+    """Return the correctly rounded square root, as the kernels do; torch's in float32 may be off by an ulp."""
     return v.double().sqrt().float() if _can_double(v) else v.sqrt()
 
 
@@ -183,7 +185,7 @@ def _can_double(value: Tensor) -> bool:
 
 
 def _cast(coefficient: Tensor | float, like: Tensor) -> Tensor:
-    """A coefficient computed in float64, at the precision and on the device of ``like``."""
+    """Return a coefficient computed in float64, at the precision and on the device of ``like``."""
     if not isinstance(coefficient, Tensor):
         coefficient = torch.tensor(coefficient, dtype=torch.float64, device="cpu")
     return coefficient.double().to(like.dtype).to(like.device)
@@ -200,7 +202,7 @@ def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | floa
 
 
 class _Words:
-    """Stores results, rounding bfloat16 stochastically where a seed is given."""
+    """Writer of a parameter's results, which rounds bfloat16 stochastically if a seed is given."""
 
     def __init__(self, param: Tensor, ordinals: Sequence[int], index: int, seed: int | None, step: int) -> None:
         self.key: tuple[int, int, int] | None = None

@@ -1,7 +1,7 @@
 """Ring norms and the exact prox of nested ring penalties, in plain PyTorch and float64.
 
 The functions take the arguments of the operators ``ring_norms`` and ``ring_prox``, described in
-:mod:`loco_ext.ops.ring_prox`. Every scalar equation is solved by sorting or by plain bisection, where the kernels use
+:mod:`loco_ext.ops.ring_prox`. Every scalar equation is solved by sorting or by plain bisection, while the kernels use
 faster searches.
 """
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_BISECTIONS = 64  # leave less than the spacing of float64 of a bracket that is not wider than its upper end
+_BISECTIONS = 64  # narrow a bracket no wider than its upper end to less than the spacing of float64
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the norms of weights: float64 for float64, float32 for all others."""
+    """Return the dtype of the weights' norms: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
-    """Euclidean norm of each ring of each kernel; see :func:`loco_ext.ops.ring_norms`."""
+    """Return the Euclidean norm of each ring of each filter; see :func:`loco_ext.ops.ring_norms`."""
     scale, scaled = _scaled(_kernels(weight))
     norms = _norms_by_ring(scaled, _index(rings, weight), count) / scale[:, None]
     return norms.to(norm_dtype(weight.dtype))
@@ -37,7 +37,7 @@ def ring_prox(
     linf: bool,
     coupled: bool = False,
 ) -> Tensor:
-    """The prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
+    """Return the prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
     u, index = _kernels(weight), _index(rings, weight)
     d = None if metric is None else _kernels(metric)
     t = thresholds.to(u).expand(len(u), -1)
@@ -60,7 +60,7 @@ def ring_prox(
 
     factor = torch.zeros_like(t[:, 0])
     if squared is not None:
-        # The plain prox has thresholds t + factor*q, the factor being twice what the result's groups weigh with q.
+        # The plain prox has thresholds t + factor*q; factor is twice the sum of q_n times the norms of its result.
         upper = twice_the_penalty(u)
         factor = torch.where(upper.isinf(), 0.0, _root(balance, upper))  # infinite weights stay
     x = solve(factor).view(weight.shape).to(weight.dtype)
@@ -68,7 +68,7 @@ def ring_prox(
 
 
 def _kernels(weight: Tensor) -> Tensor:
-    """float64 ``[C_out, C_in, taps]``."""
+    """Return the weights as float64 ``[C_out, C_in, taps]``."""
     return weight.detach().double().reshape(*weight.shape[:2], weight.shape[2:].numel())
 
 
@@ -77,9 +77,9 @@ def _index(rings: Sequence[int], weight: Tensor) -> Tensor:
 
 
 def _scaled(u: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernels times powers of two that bring their largest weights near 1, so that squares neither vanish nor overflow.
+    """Return a power of two per filter that brings its largest weight near 1, and the filters multiplied by it.
 
-    Infinite and NaN weights leave their kernel as it is.
+    Their squares then neither underflow nor overflow. Filters with infinite or NaN weights stay as they are.
     """
     largest = u.abs().amax((1, 2))
     exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, 0).clamp(-1020, 1020)
@@ -88,13 +88,13 @@ def _scaled(u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norms_by_ring(u: Tensor, index: Tensor, count: int) -> Tensor:
-    """``[C_out, rings]``."""
+    """Return the norm of each ring, ``[C_out, rings]``."""
     squares = u.square().sum(1)  # [C_out, taps]
     return u.new_zeros(len(u), count).index_add_(1, index, squares).sqrt()
 
 
 def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
-    """``sum_n q_n ||x(G_n)||`` of each kernel."""
+    """Return ``sum_n q_n ||x(G_n)||`` of each filter, ``[C_out]``."""
     if linf:
         largest = x.abs().amax(1)  # [C_out, taps]
         groups = torch.stack([torch.where(index <= n, largest, 0.0).amax(1) for n in range(q.shape[1])], 1)
@@ -105,7 +105,7 @@ def _penalty(x: Tensor, index: Tensor, q: Tensor, linf: bool) -> Tensor:
 
 
 def _chain(norms: Tensor, t: Tensor) -> Tensor:
-    """What each ring is multiplied by, from the norms of the rings alone: ``[C_out, rings]``.
+    """Return the factor that shrinks each ring, ``[C_out, rings]``, from the rings' norms alone.
 
     Groups are shrunk one after the other, smallest first (Jenatton et al. 2010): ring r is in all groups from r on.
     """
@@ -124,8 +124,11 @@ def _prox_l2(u: Tensor, index: Tensor, t: Tensor) -> Tensor:
 
 
 def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
-    """In the metric ``d``: ``x = u * d / (d + c_r)`` on the rings that remain, where ``c_r - c_(r+1) = t_r /
-    ||x(G_r)||`` and ``c`` is 0 beyond the last ring. Which remain is told by the chain without a metric, of ``d*u``."""
+    """Return the prox in the metric ``d``: ``x = u * d / (d + c_r)`` on the rings that remain.
+
+    There ``c_r - c_(r+1) = t_r / ||x(G_r)||``, and ``c`` is 0 beyond the last ring. The chain without a metric, applied
+    to ``d*u``, tells which rings remain.
+    """
     scale, scaled = _scaled(u)
     stays = d.isinf()
     weighed = torch.where(stays & (u == 0), 0.0, scaled * d)
@@ -139,7 +142,7 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
         return x * torch.where(stays, 1.0, d / (d + c[:, None, index]))
 
     def coefficients(first: Tensor) -> tuple[Tensor, Tensor]:
-        """c of every ring and beyond the last, from that of the first ring alive; -1 from where it is negative."""
+        """Return c of every ring and beyond the last, given c of the first live ring; -1 once it is negative."""
         c, negative = first, torch.zeros_like(first, dtype=torch.bool)
         squares, found = torch.zeros_like(first), []
         for n, ring in enumerate(rings):
@@ -172,8 +175,11 @@ def _group_norms(u: Tensor, index: Tensor, count: int) -> Tensor:
 
 
 def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
-    """Group after group, smallest first, is clipped at the level that takes off ``t_n`` in all, weighed by ``d``, but
-    not below the largest weight whose ``d`` is infinite."""
+    """Return the prox for the largest weight of each group, in the metric ``d`` if there is one.
+
+    Group after group, smallest first, is clipped at the level that removes ``t_n`` in total, weighted by ``d``, but not
+    below the largest weight whose ``d`` is infinite.
+    """
     stays = torch.zeros_like(u, dtype=torch.bool) if d is None else d.isinf()
     of_metric, d = _scaled(torch.ones_like(u) if d is None else d.masked_fill(stays, 0.0))
     scale, scaled = _scaled(u)
@@ -182,7 +188,7 @@ def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
     for n in range(t.shape[1]):
         group = index <= n
         inside = torch.minimum(sizes, cap[:, None, index])[:, :, group]
-        # A weight of 0 more that counts for nothing: a group may have none.
+        # One more weight of 0, which contributes nothing, is appended, as a group may be empty.
         level = _water_level(pad(inside.flatten(1), (0, 1)), pad(d[:, :, group].flatten(1), (0, 1)), t[:, n])
         staying = torch.where(stays & group, sizes, 0.0)
         level = torch.maximum(level, staying.flatten(1).amax(1))
@@ -191,7 +197,7 @@ def _prox_linf(u: Tensor, index: Tensor, t: Tensor, d: Tensor | None) -> Tensor:
 
 
 def _water_level(v: Tensor, d: Tensor, t: Tensor) -> Tensor:
-    """The level at which ``sum d * max(v - level, 0) = t``: 0 where all of ``v`` is less than that, inf for t = 0."""
+    """Return the level at which ``sum d * max(v - level, 0) = t``: 0 if ``sum d * v < t``, inf for t = 0."""
     v, order = v.sort(1, descending=True)
     d = d.gather(1, order)
     levels = ((d * v).cumsum(1) - t[:, None]) / d.cumsum(1)
@@ -201,7 +207,7 @@ def _water_level(v: Tensor, d: Tensor, t: Tensor) -> Tensor:
 
 
 def _root(rising: Callable[[Tensor], Tensor], upper: Tensor) -> Tensor:
-    """Where a rising function of each entry becomes positive, between 0 and ``upper``."""
+    """Return where an increasing function of each entry becomes positive, between 0 and ``upper``."""
     lower = torch.zeros_like(upper)
     for _ in range(_BISECTIONS):
         middle = (lower + upper) / 2

@@ -9,12 +9,12 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(elements: Tensor, seed: int, tensor: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random 32-bit words (held in int64) for each counter ``(element, tensor, step)`` under the key ``seed``."""
+    """Return four random 32-bit words, int64, for each counter ``(element, tensor, step)`` under the key ``seed``."""
     c0, c1 = elements & _LOW, elements >> 32 & _LOW
     c2, c3 = torch.full_like(c0, tensor), torch.full_like(c0, step & _LOW)
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
     for _ in range(10):
-        # The products need 64 bits; int64 wraps, and masking takes the right half either way.
+        # The products need 64 bits. int64 wraps around, but masking gives the right half either way.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = (product1 >> 32 & _LOW) ^ c1 ^ k0, product1 & _LOW
         c2, c3 = (product0 >> 32 & _LOW) ^ c3 ^ k1, product0 & _LOW
@@ -23,7 +23,7 @@ def philox(elements: Tensor, seed: int, tensor: int, step: int) -> tuple[Tensor,
 
 
 def round_stochastically(value: Tensor, seed: int, tensor: int, step: int, word: int) -> Tensor:
-    """bfloat16 of float32 ``value``: up with a probability equal to the part that is cut off; inf and NaN stay."""
+    """Round float32 to bfloat16: up with a probability equal to the part cut off; infinities and NaN stay."""
     elements = torch.arange(value.numel(), device=value.device)
     random = philox(elements, seed, tensor, step)[word].reshape(value.shape)
     bits = value.contiguous().view(torch.int32)
