@@ -1,8 +1,8 @@
 """Block-sparse multiplication in Triton, for GPUs.
 
-The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`), whose checks
-have checked these. No call waits for the device, and a CUDA graph can capture one. Results are deterministic: every sum
-has one order, and nothing is accumulated in global memory.
+The functions take the arguments of the operators of the same names (see :mod:`loco_ext.ops.block_sparse`), which have
+checked them. No call waits for the device, and a CUDA graph can capture one. Results are deterministic: every sum has
+one order, and nothing is accumulated in global memory.
 
 float32 is multiplied in IEEE precision unless ``torch.backends.cuda.matmul`` allows TF32.
 """

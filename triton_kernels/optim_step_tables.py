@@ -87,7 +87,7 @@ class Step:
 class Kind(NamedTuple):
     """The properties shared by all tensors of one launch."""
 
-    dtypes: tuple[torch.dtype, ...]  # of the operands
+    dtypes: tuple[torch.dtype, ...]  # the dtypes of the operands
     flat: bool  # whether all operands are flat
     aligned: bool  # flat, and all operands begin at a multiple of 16 bytes
     wide: bool  # element indices have 64 bits

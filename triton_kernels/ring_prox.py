@@ -24,7 +24,7 @@ DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: 
 BLOCKS = (32, 1024)  # least and most weights that a program works on at a time
 PER_THREAD = 4  # weights per thread
 NARROW = 2**31 - BLOCKS[1]  # most weights of a filter whose indices fit into 32 bits
-ALIGNED = 16  # elements
+ALIGNED = 16  # elements: taps at multiples of it count as aligned
 
 # Caches tables and thresholds of more layers than networks have.
 _UPLOADS = Uploads(size=512)

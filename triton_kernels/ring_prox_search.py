@@ -37,7 +37,7 @@ class Search(NamedTuple):
 
 @triton.jit
 def search_above(lower, f_lower, upper, known):
-    """Start a search for a root that is at least ``lower`` and probably at most ``upper``; known: it is ``upper``."""
+    """Start a search for a root that is at least ``lower`` and usually at most ``upper``; known: it is ``upper``."""
     phase = tl.where(known, LAST, BEYOND).to(tl.int32)
     return Search(phase, upper, upper, f_lower, lower, f_lower, tl.full((), 0, tl.int32))
 

@@ -120,7 +120,10 @@ def _load_u(kernel, channel, tap, mask, T: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _load_d(kernel, channel, tap, mask, FORM: tl.constexpr):
-    """Return the metric as float64, with the largest number for infinity, by which a weight stays unchanged."""
+    """Return the metric as float64; infinity, which keeps a weight as it is, becomes the largest finite number.
+
+    That can be multiplied and divided by.
+    """
     d = load(_addresses(kernel.d, channel, tap, mask, FORM), mask, FORM.metric, tl.float64)
     largest = _largest_metric(FORM)
     return tl.where(d > largest, largest, d)
