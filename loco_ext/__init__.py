@@ -29,8 +29,8 @@ def __dir__() -> list[str]:
 def _is_command() -> bool:
     """Return whether this process is the command line.
 
-    It imports what it needs itself: importing torch takes seconds, which help does not need, and an interrupt has to be
-    caught from the start.
+    The command line imports what it needs itself: importing torch takes seconds, help does not need it, and an
+    interrupt has to be caught from the start.
     """
     return Path(sys.argv[0]).stem == "loco-ext" or sys.orig_argv[1:3] == ["-m", "loco_ext.cli"]
 

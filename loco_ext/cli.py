@@ -1,4 +1,4 @@
-"""The command line, ``loco-ext``. A user's error is one line on stderr and exit code 2."""
+"""The command line, ``loco-ext``. A user's error prints one line on stderr and exits with code 2."""
 
 import sys
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """The lists of a step, as in :mod:`loco_ext.ops.optim_step`; ``states`` and ``steps`` are empty where not used."""
+    """The lists of a step, as in :mod:`loco_ext.ops.optim_step`; ``states`` and ``steps`` are empty if unused."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -90,7 +90,7 @@ class Kind(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # the dtypes of the operands
     flat: bool  # whether all operands are flat
     aligned: bool  # flat, and all operands begin at a multiple of 16 bytes
-    wide: bool  # element indices have 64 bits
+    wide: bool  # whether element indices have 64 bits
 
 
 @dataclass(frozen=True)

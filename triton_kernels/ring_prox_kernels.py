@@ -256,7 +256,7 @@ def _prox_linf(kernel, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=["taps", "rings"])
 def norms_kernel(
     weight,
-    norms,  # float64 for float64 weights, else float32, [kernels, rings]
+    norms,  # float64 for float64 weights, else float32, [filters, rings]
     table,  # int64: offsets of the weight's taps, [taps], and begins, [rings + 1]
     channels,
     taps,
@@ -278,7 +278,7 @@ def prox_kernel(
     weight,
     metric,  # or None
     out,
-    thresholds,  # float64, [kernels, rings] or [rings]
+    thresholds,  # float64, [filters, rings] or [rings]
     squared,  # the same, or None
     table,  # int64: offsets of the taps of weight, out and metric, [3, taps], and begins, [rings + 1]
     channels,

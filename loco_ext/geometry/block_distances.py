@@ -26,8 +26,8 @@ def block_offsets(pattern: BlockPattern) -> Tensor:
 
     Returns:
         int64 ``[nnz, axes]``, in *half* pixels, as the middle of an even kernel lies between two of them. If opposite
-        ends of the image touch, it is the shorter way, and the negative one if both are equally long. A pixel that a
-        convolution reads through reflect or replicate padding has its own offset.
+        ends of the image touch, it is the shorter way, and the negative one if both are equally long. If a tap
+        reads reflect or replicate padding, the offset is that of the pixel that is read.
 
     Raises:
         ValueError: the pattern has no ``conv``.

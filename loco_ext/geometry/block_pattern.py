@@ -51,9 +51,9 @@ class ConvTaps(NamedTuple):
     by tap become blocks ``E w``, exactly. The way back is the orthogonal projection onto all ``E w``: the least squares
     solution ``w = (E^T E)^-1 E^T values``, where :meth:`ConvGeometry.tap_pairs` counts ``E^T E`` on the pattern before
     any pruning, as a pruned block is one of zeros. If no taps share a block, ``E^T E`` is diagonal, and ``w`` is the
-    mean of each tap's blocks over positions. It is singular if different weights give the same layer: a tap that is
-    always in the padding, or taps that always add up on an image smaller than the kernel; the pseudo-inverse then gives
-    the smallest of these weights.
+    mean of each tap's blocks over positions. ``E^T E`` is singular if different weights give the same layer: a tap that
+    is always in the padding, or taps that always add up on an image smaller than the kernel; the pseudo-inverse then
+    gives the smallest of these weights.
 
     Attributes:
         block: int64: the index in ``values``.
@@ -186,7 +186,7 @@ class BlockPattern:
     def transpose(self) -> Transposed:
         """Return the pattern ordered by input pixel, as the gradient of the input needs it.
 
-        Both this and :attr:`taps` are computed at first use, which must come before torch.compile traces one.
+        Both this and :attr:`taps` are computed at first use, which must come before torch.compile traces a call.
         """
         return self._transposed
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ROUNDS = 80  # a fixed count if the host must not wait: checking for convergence would need a sync
-MOST_ROUNDS = 200
-FAR = 64
+MOST_ROUNDS = 200  # limit if the host checks for convergence
+FAR = 64  # the upper end is divided by this if the root is estimated to be even farther below it
 
 
 RingNorms = Callable[[Tensor, Sequence[int], int], Tensor]

@@ -146,7 +146,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
         ConvTranspose, whose filters lie along another axis, for a convolution's; use :func:`parameter_groups`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, the expectation and the value received.
 
     Example:
         >>> import torch, loco_ext
@@ -216,7 +216,7 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         ConvTranspose, whose filters lie along another axis, for a convolution's; use :func:`parameter_groups`.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, the expectation and the value received.
 
     Example:
         >>> import torch, loco_ext

@@ -56,7 +56,7 @@ def parameter_groups(
         per_layer: module names, as in ``model.named_modules()``, mapped to such a locality.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came; also if ``per_layer`` or
+        TypeError, ValueError: naming the argument, the expectation and the value received; also if ``per_layer`` or
             ``penalty`` names no convolution of the model, or one whose weight is computed in a way that keeps it from
             acting, or if a lazy module has not run yet.
 

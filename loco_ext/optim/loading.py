@@ -24,7 +24,7 @@ def check_states(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> Non
         loaded: the state dict that ``load_state_dict`` was given.
 
     Raises:
-        TypeError, ValueError: naming the state, what was expected and what came.
+        TypeError, ValueError: naming the state, the expectation and the value received.
     """
     states = loaded["state"]
     if not isinstance(states, Mapping):

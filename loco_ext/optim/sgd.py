@@ -49,7 +49,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         spectral_norm scale.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: naming the argument, the expectation and the value received.
 
     Example:
         >>> import torch, loco_ext
