@@ -235,9 +235,9 @@ class BlockPattern:
         return united, self._places_in(united), other._places_in(united)
 
     def grow(self, radius: int) -> tuple[BlockPattern, Tensor]:
-        """Return the pattern grown by ``radius``: each input pixel of an output pixel brings its neighbours along.
+        """Return a less local pattern: each output pixel gains the neighbours of its input pixels.
 
-        These are the pixels at most ``radius`` away on every axis. Around a convolution without dilation that is the
+        Neighbours are at most ``radius`` away on every axis. Around a convolution without dilation the result is the
         pattern of a kernel with ``radius`` more taps, and as much more padding, on every side. ``grow(a)`` and then
         ``grow(b)`` is ``grow(a + b)``; a ``radius`` as large as the image gives the full pattern. Opposite ends of the
         image touch if ``padding_mode`` is circular. An output pixel without blocks, such as one that reads padding

@@ -142,7 +142,9 @@ def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto")
 
 
 def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") -> list[int]:
-    """Return :func:`ring_index` as a list in the order of a contiguous kernel, without tensors for torch.compile.
+    """Return :func:`ring_index` as a list in the order of a contiguous kernel.
+
+    It makes no tensor, so that torch.compile can trace it.
 
     Args, Raises:
         As :func:`ring_index`.
