@@ -70,8 +70,7 @@ def deviation(model: nn.Module) -> Deviation:
 
 @torch.no_grad()
 def _squares(values: Tensor, bias: Tensor | None, pattern: BlockPattern) -> tuple[float, float]:
-    """Return the squared norm of the blocks outside of the receptive fields, and the squared distance to the nearest
-    convolution."""
+    """Return the squares of the norm of blocks outside of receptive fields and of the distance to a convolution."""
     by_block = torch.linalg.vector_norm(values, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
     exact = torch.promote_types(values.dtype, torch.float32)
     unshared = _square(embed(project(values, pattern).to(exact), pattern).sub_(values))

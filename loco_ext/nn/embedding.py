@@ -1,8 +1,8 @@
 """Embedding of a convolution's weights into blocks, and the orthogonal projection back (eFCN, section 3).
 
 Weights are stored by tap here, ``[n_taps, groups, C_in / groups, C_out / groups]``, so that each tap has the layout of
-a block. With ``E`` the matrix of zeros and ones that :class:`loco_ext.geometry.ConvTaps` describes, the blocks are ``E
-w``.
+a block. With ``E`` the matrix of zeros and ones that :class:`loco_ext.geometry.ConvTaps` describes, the blocks are
+``E w``.
 """
 
 from __future__ import annotations

@@ -91,10 +91,11 @@ class LocallyConnectedNd(nn.Module):
         """Reinitialise all parameters at random.
 
         Args:
-            like: ``"conv"`` initialises like nn.Conv: each output pixel has weights of its own, uniform between ``+-1 /
-                sqrt(n_taps * C_in / groups)``; where several of its taps read one pixel, their weights add up, and
-                blocks outside of the receptive field become zero. ``"linear"`` initialises like nn.Linear: all blocks
-                of a grown layer alike, the root containing the number of inputs for which an output pixel has blocks.
+            like: ``"conv"`` initialises like nn.Conv: each output pixel has weights of its own, uniform between
+                ``+-1 / sqrt(n_taps * C_in / groups)``; where several of its taps read one pixel, their weights add up,
+                and blocks outside of the receptive field become zero. ``"linear"`` initialises like nn.Linear: all
+                blocks of a grown layer alike, the root containing the number of inputs for which an output pixel has
+                blocks.
 
         Raises:
             ValueError: ``like`` is unknown.
@@ -172,8 +173,9 @@ class LocallyConnectedNd(nn.Module):
         return to_conv(self)
 
     def to_dense(self) -> nn.Linear:
-        """Return the same map as an nn.Linear, with zeros: ``linear(x.flatten(1)).view(layer(x).shape)`` is
-        ``layer(x)``.
+        """Return the same map as an nn.Linear, with zeros.
+
+        Its result ``linear(x.flatten(1)).view(layer(x).shape)`` is equal to ``layer(x)``.
 
         Its weight has ``C_out * n_out * C_in * n_in`` elements: 17 GB in float32 for 64 channels of 32x32 pixels.
         """

@@ -59,7 +59,7 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
         layers = model.get_submodule(str(node.target)).modules()
         if any(getattr(layer, "return_indices", False) for layer in layers):
             return _PAIR
-        return _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)  # some layers return their input
+        return _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)  # some return their input
     if node.op == "call_method":
         return _of_tensor(str(node.target), node, bounds)
     if node.op != "call_function":
@@ -108,8 +108,7 @@ def _operand(value: Any, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None
 
 
 def _entry(node: fx.Node, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
-    """Return the bound of an item: an integer for a shape, None for a tuple of tensors; a slice has that of the
-    whole."""
+    """Return the bound of an item: a number for shapes, None for tuples of tensors; that of the whole for a slice."""
     if not isinstance(node.args[0], fx.Node):
         raise ModelFileError("expected a node to take an item of")
     bound = bounds[node.args[0]]

@@ -52,8 +52,7 @@ class UnitKernels:
         self.sizes = sizes.repeat_interleave(shape[1] * shape[3], 0)
 
     def kernels(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """Return the kernels ``(n_out * C_out, C_in / groups, taps)``, differentiable, with ``fill`` for missing
-        blocks."""
+        """Return the kernels ``(n_out * C_out, C_in / groups, taps)``, differentiable; missing blocks are ``fill``."""
         _, groups, depth, width = self.shape
         table = values.new_full((self.n_out * self.taps, groups, depth, width), fill)
         table = table.index_copy(0, self.place.to(values.device), values)
@@ -69,8 +68,7 @@ class UnitKernels:
         return table.sqrt_().view(self.n_out, self.count, -1).transpose(1, 2).reshape(-1, 1, self.count)
 
     def by_ring(self, factors: Tensor) -> Tensor:
-        """Expand one number for each ring, shape ``(n_out * C_out, 1, count)``, to one for each block and output
-        channel."""
+        """Expand numbers by ring, ``(n_out * C_out, 1, count)``, to numbers for each block and output channel."""
         _, groups, _, width = self.shape
         table = factors.view(self.n_out, -1, self.count).transpose(1, 2).reshape(-1, groups, 1, width)
         return table[self.cells.to(factors.device)]

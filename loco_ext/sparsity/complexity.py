@@ -93,11 +93,11 @@ class ComplexityPenalty:
 
     ``a sum_j s'_ij^2 + sum_j b_j ||k_ij||``,
 
-    with ``a = strength * r_i c_i d'_(i-1)``, computed from the layers that it reads, and ``b_j = strength * sum r_k c_k
-    sum_l s'_kl^2`` over the layers k that read its channel j. ``a`` and ``b`` are computed from the model's weights at
-    every :meth:`value` and :meth:`prox`, and before every step of an optimizer; they are constants for its gradient.
-    The gradients of all layers' values together are the gradient of eq. 34; the sum of the values is not eq. 34, since
-    each term appears in several of them.
+    with ``a = strength * r_i c_i d'_(i-1)``, computed from the layers that it reads, and
+    ``b_j = strength * sum r_k c_k sum_l s'_kl^2`` over the layers k that read its channel j. ``a`` and ``b`` are
+    computed from the model's weights at every :meth:`value` and :meth:`prox`, and before every step of an optimizer;
+    they are constants for its gradient. The gradients of all layers' values together are the gradient of eq. 34; the
+    sum of the values is not eq. 34, since each term appears in several of them.
 
     In a channel to which residual connections add several kernels, ``b_j`` is multiplied by the kernel's share
     ``||k_ij|| / sqrt(sum of squares of all of them)``, which is 1 where all are zero. A layer that reads its own

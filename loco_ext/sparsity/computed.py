@@ -33,8 +33,7 @@ class Computed:
 
 
 def computed(module: nn.Module, name: str = "weight") -> Computed | None:
-    """Return how the module computes the tensor of this name; None if it is a parameter or a buffer, or does not
-    exist."""
+    """Return how the module computes the tensor of this name; None if it is stored or does not exist."""
     parameters: dict[str, Any] = module._parameters
     if name in parameters:
         return None
@@ -141,6 +140,5 @@ def _parametrized(parts: parametrize.ParametrizationList) -> Computed:
 
 
 def _keeps_taps(norm: Any) -> bool:
-    """Return whether a weight norm has one factor for all taps of a kernel: its dim is an axis of channels, or -1 for
-    all."""
+    """Return whether a weight norm has one factor for all taps of a kernel: its dim is one of channels, or -1, all."""
     return norm.dim < 2
