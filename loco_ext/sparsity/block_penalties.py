@@ -1,10 +1,10 @@
 """Penalties on the blocks of locally connected layers.
 
 A *kernel* here belongs to one unit, an output channel at one output pixel: its weights in all blocks of that pixel. Its
-    rings are those of :func:`loco_ext.geometry.block_rings`: first the blocks that growth has added, the latest first,
-    then the convolution's own. For norms and prox the blocks are reordered into the layout that the operators on
-    convolution weights take, kernel by kernel, with the blocks of a ring side by side. A pixel with fewer blocks than
-    others is padded with zeros, which change neither.
+rings are those of :func:`loco_ext.geometry.block_rings`: first the blocks that growth has added, the latest first, then
+the convolution's own. For norms and prox the blocks are reordered into the layout that the operators on convolution
+weights take, kernel by kernel, with the blocks of a ring side by side. A pixel with fewer blocks than others is padded
+with zeros, which change neither.
 """
 
 from __future__ import annotations
