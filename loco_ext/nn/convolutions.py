@@ -1,4 +1,4 @@
-"""Finds the convolutions that a model runs, and the sizes of their inputs, with torch.fx."""
+"""Search for the convolutions that a model runs, and the sizes of their inputs, with torch.fx."""
 
 from __future__ import annotations
 

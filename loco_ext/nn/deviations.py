@@ -1,4 +1,4 @@
-"""Measures how far locally connected layers are from convolutions."""
+"""Distance of locally connected layers from convolutions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ HOW_TO_MAKE_PLAIN = "remove_parametrizations, remove_weight_norm, remove_spectra
 
 @dataclass(frozen=True)
 class Computed:
-    """How a weight is computed.
+    """The way in which a module computes a weight.
 
     Attributes:
         by: name of what computes it, for messages.

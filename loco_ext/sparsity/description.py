@@ -27,8 +27,8 @@ from loco_ext.sparsity.vocabulary import (
 
 # fx writes targets into the source code of forward, so they are restricted to these characters.
 _PATH = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# Attributes saved apart from the constructor's arguments, or (the last) derived from them and only read for other
-# paddings.
+# The former are saved apart from the constructor's arguments. The latter is derived from them and only read for other
+# padding modes than "zeros".
 _KEPT_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 _UNREAD_FOR_ZEROS = {"_reversed_padding_repeated_twice"}
 

@@ -15,7 +15,7 @@ from loco_ext.sparsity.computed import check_plain, weight_of
 from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.prox import check_convolution
 
-_PRECISION = 1e-12  # relative
+_PRECISION = 1e-12  # relative precision of the bisection
 
 
 def convolutions(model: nn.Module) -> dict[str, _ConvNd]:

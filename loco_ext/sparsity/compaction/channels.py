@@ -1,4 +1,4 @@
-"""Finds the channels of every value in a graph that vary, that are constant everywhere, and that are needed.
+"""Analysis of which channels of each value in a graph vary, which are constant everywhere, and which are needed.
 
 Channels that must be kept or removed together are *atoms* of one class of a disjoint-set structure: the operands of a
 sum, the two sides of a depthwise convolution. A class is needed if a reader of one of its atoms uses more of it than a
@@ -108,7 +108,7 @@ class Channels:
         return self.atoms.needed(self.values[node].atoms)
 
     def fill(self, multiple: int) -> bool:
-        """Keep more of the unneeded channels of convolutions so that the numbers of channels become multiples.
+        """Keep more of the unneeded channels of convolutions so that their numbers become multiples of ``multiple``.
 
         Processors compute that many channels at once, and some operations are slow for other numbers. Return whether
         any channels were added.
@@ -130,7 +130,7 @@ class Channels:
         return self._even_out(multiple) or changed
 
     def _even_out(self, multiple: int) -> bool:
-        """Keep more channels until all remaining groups of a layer have equal numbers, which are multiples of this one.
+        """Keep more channels until all remaining groups of a layer have the same number, a multiple of ``multiple``.
 
         Return whether any channels were added.
         """
@@ -236,7 +236,7 @@ class Channels:
         return Value(np.repeat(sources[0].atoms, pixels), np.repeat(sources[0].constants, pixels))
 
     def _keep_for_size(self, node: fx.Node) -> None:
-        """Keep at least one channel if anything reads a size other than a flattening, which is written anew."""
+        """Keep at least one channel if anything reads the size, except for a flattening, which is rewritten."""
         users = [
             reader for user in node.users for reader in (user.users if user.target is operator.getitem else [user])
         ]

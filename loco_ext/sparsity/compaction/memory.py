@@ -1,4 +1,4 @@
-"""Decides which operations of a smaller network run in place and which out of place."""
+"""Choice of the operations of a smaller network that run in place."""
 
 from __future__ import annotations
 

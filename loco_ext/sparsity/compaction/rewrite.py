@@ -36,7 +36,7 @@ Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
 
 
 class Rewriter:
-    """Builds the network that has only the channels and taps that :class:`Channels` found to be needed.
+    """Builder of the network that has only the channels and taps that :class:`Channels` found to be needed.
 
     Args:
         traced: the model's graph.

@@ -87,7 +87,7 @@ class Reading:
 
 
 class Reader:
-    """Determines the role of every node of a graph made by :func:`trace`."""
+    """The roles of all nodes of a graph made by :func:`trace`."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self.modules = dict(traced.named_modules())

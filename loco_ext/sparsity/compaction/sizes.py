@@ -64,7 +64,7 @@ def _size(value: Size | int) -> Size:
 
 
 class Inference:
-    """Infers the sizes of all values in a graph made by :func:`loco_ext.sparsity.compaction.trace.trace`."""
+    """Inference of the sizes of all values in a graph made by :func:`loco_ext.sparsity.compaction.trace.trace`."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self._modules = dict(traced.named_modules())
