@@ -1,4 +1,4 @@
-"""Which blocks stay when a layer is pruned."""
+"""Choice of the blocks that remain when a layer is pruned."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from loco_ext.geometry.checks import check_count
 def blocks_to_keep(
     values: Tensor, pattern: BlockPattern, keep: Tensor | None, threshold: float | None, radius: int | None
 ) -> Tensor:
-    """Bool ``[nnz]``, from the one of the three arguments that is not None.
+    """Return which blocks to keep, bool ``[nnz]``, according to the one of the three arguments that is not None.
 
     Raises:
-        TypeError: not exactly one of them, or a wrong type.
-        ValueError: a negative number, or NaN.
+        TypeError: not exactly one of them is given, or it has a wrong type.
+        ValueError: the number is negative or NaN.
     """
     given = [
         name for name, value in (("keep", keep), ("threshold", threshold), ("radius", radius)) if value is not None
@@ -39,7 +39,7 @@ def _above(values: Tensor, threshold: float) -> Tensor:
     if math.isnan(threshold) or threshold < 0:
         raise ValueError(f"threshold: expected at least 0, got {threshold}")
     norms = torch.linalg.vector_norm(values.detach(), dim=(1, 2, 3), dtype=torch.float64)
-    return ~(norms <= threshold)  # blocks with NaN stay
+    return ~(norms <= threshold)  # a block with NaN is kept
 
 
 def _within(pattern: BlockPattern, radius: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Convolutions as locally connected layers, and these as convolutions and as dense layers."""
+"""Conversions of convolutions to locally connected layers, and of those to convolutions and dense layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PADDERS = {"zeros": "ZeroPad", "circular": "CircularPad", "reflect": "Reflectio
 
 @torch.no_grad()
 def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> Layer:
-    """See :meth:`LocallyConnected2d.from_conv`."""
+    """Implement :meth:`LocallyConnected2d.from_conv`."""
     conv_class = getattr(nn, f"Conv{layer_class.axes}d")
     if not isinstance(conv, conv_class):
         raise TypeError(f"conv: expected an nn.{conv_class.__name__}, got {type(conv).__name__}")
@@ -40,7 +40,7 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
         input_size=input_size,
     )
     layer.values.copy_(embed(weight_by_tap(weight, conv.groups), layer.pattern))
-    layer.values.requires_grad_("weight" not in conv._parameters or weight.requires_grad)  # computed: it trains
+    layer.values.requires_grad_("weight" not in conv._parameters or weight.requires_grad)  # a computed weight trains
     if conv.bias is not None:
         layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(conv.bias.requires_grad)
     return layer.train(conv.training)
@@ -48,7 +48,7 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
 
 @torch.no_grad()
 def to_conv(layer: LocallyConnectedNd) -> nn.Module:
-    """See :meth:`LocallyConnected2d.to_conv`."""
+    """Implement :meth:`LocallyConnected2d.to_conv`."""
     values, bias, geometry = layer.values, layer.bias, layer.pattern.conv
     assert geometry is not None
     even = all(before == after for before, after in geometry.padding) or layer.padding == "same"
@@ -71,7 +71,7 @@ def to_conv(layer: LocallyConnectedNd) -> nn.Module:
 
 @torch.no_grad()
 def to_dense(layer: LocallyConnectedNd) -> nn.Linear:
-    """See :meth:`LocallyConnected2d.to_dense`."""
+    """Implement :meth:`LocallyConnected2d.to_dense`."""
     values, bias, pattern = layer.values, layer.bias, layer.pattern.to(layer.values.device)
     _, groups, depth, width = values.shape
     linear = nn.utils.skip_init(

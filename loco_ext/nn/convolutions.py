@@ -1,4 +1,4 @@
-"""The convolutions that a model runs, and the sizes of their inputs, as torch.fx sees them."""
+"""Search for the convolutions that a model runs, and the sizes of their inputs, with torch.fx."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FUNCTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2
 
 @dataclass
 class Call:
-    """A convolution, and the spatial size of its inputs."""
+    """A convolution and the spatial size of its inputs."""
 
     module: Any
     input_size: tuple[int, ...]
@@ -28,15 +28,15 @@ class Call:
 def find_convolutions(
     model: nn.Module, example_inputs: Tensor | Sequence[Any], layers: Sequence[str] | None
 ) -> dict[str, Call]:
-    """The chosen convolutions by name, each with the size of what it is given; of several names of one the first.
+    """Return the chosen convolutions by name, each with its input size; a shared module has its first name.
 
     Args:
-        model: it is traced and a copy of it, in eval mode, run on the example; it stays as it is.
+        model: the model, which is not changed: it is traced, and a copy in eval mode is run on the example.
         example_inputs: a tensor or a sequence of positional arguments.
-        layers: names of convolutions and of modules that have some; None: all.
+        layers: names of convolutions and of modules that contain some; None selects all.
 
     Raises:
-        TypeError, ValueError: as :func:`to_efcn`.
+        TypeError, ValueError: as for :func:`to_efcn`.
     """
     inputs = _inputs(example_inputs)
     chosen = _chosen(model, layers)
@@ -71,7 +71,7 @@ def _inputs(example_inputs: object) -> tuple[Any, ...]:
 
 
 def _chosen(model: nn.Module, layers: object) -> dict[str, nn.Module]:
-    """The convolutions by name, without duplicates."""
+    """Return the chosen convolutions by name, without duplicates."""
     convolutions: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if isinstance(module, _ConvNd)
     }
@@ -114,7 +114,7 @@ def _check_sharing(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into no module with hooks, which would be given what stands for tensors, nor into single layers."""
+    """Tracer that treats convolutions and modules with hooks as leaves: hooks would be called with proxies."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         hooked = bool(m._forward_hooks or m._forward_pre_hooks)
@@ -122,18 +122,18 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(root: nn.Module) -> fx.GraphModule:
-    """The graph, on the model's own modules; of a single layer, of that inside a container."""
+    """Return the graph, which uses the model's own modules; a single layer is first wrapped in a container."""
     whole = nn.Sequential(root) if isinstance(root, _ConvNd) else root
     try:
         return fx.GraphModule(whole, _Tracer().trace(whole))
-    except Exception as error:  # whatever the model's own code raises when it is given proxies
+    except Exception as error:  # the model's own code may raise anything when it is given proxies
         raise ValueError(
             f"model: expected one that torch.fx can trace, got in {type(root).__name__} {_first_line(error)}"
         ) from error
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the names of convolutions that are called as functions."""
+    """Mode that records the names of convolutions called as functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,9 +146,10 @@ class _Calls(TorchFunctionMode):
 
 
 class _Recorder(fx.Interpreter):
-    """Runs the graph, and notes the spatial sizes of what modules are given; names: of the modules, by their id.
+    """Interpreter that runs the graph and records the spatial sizes of the inputs of the named modules.
 
-    ``hidden`` are convolutions as functions in modules that the trace did not look into, with the names of these.
+    ``names`` maps the id of a module to its name. ``hidden`` lists the convolutions called as functions inside modules
+    that the tracer treats as leaves, each with the name of that module.
     """
 
     def __init__(self, graph: fx.GraphModule, names: dict[int, str]) -> None:
@@ -175,7 +176,7 @@ def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], names: dict[int, str
     try:
         with torch.no_grad():
             recorder.run(*[x.clone() if isinstance(x, Tensor) else x for x in inputs])
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         text = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"example_inputs: expected what the model runs on, got {type(error).__name__}: {text}"
@@ -184,7 +185,7 @@ def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], names: dict[int, str
 
 
 def _check_weights(graph: fx.GraphModule, root: nn.Module, chosen: dict[str, nn.Module]) -> None:
-    """Of the convolutions the model may use nothing but the call."""
+    """Raise ValueError if the model uses anything of the chosen convolutions other than calling them."""
     names = {id(root.get_submodule(name)): name for name in chosen}
     for node in graph.graph.nodes:
         if node.op == "get_attr":

@@ -1,4 +1,4 @@
-"""How far layers have gone from the convolutions that they could be."""
+"""Distance of locally connected layers from convolutions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from loco_ext.nn.embedding import embed, project
 
 
 class Deviation(NamedTuple):
-    """Shares of a model's norm, from 0 to 1.
+    """Deviations from convolutions as shares of a model's norm, from 0 to 1.
 
     Attributes:
-        delta_locality: the norm of the blocks outside of the kernels' receptive fields over the norm of all parameters.
-        delta_sharing: the distance to the nearest convolutions, in all blocks and biases, over that norm. It is never
-            the smaller one, as the blocks outside of the receptive fields are part of the distance.
+        delta_locality: norm of the blocks outside of the kernels' receptive fields, divided by the norm of all
+            parameters.
+        delta_sharing: distance to the nearest convolutions, over all blocks and biases, divided by the same norm. It is
+            never less than delta_locality, since the blocks outside of the receptive fields are part of the distance.
 
     Example:
         >>> from loco_ext import nn
@@ -31,14 +32,14 @@ class Deviation(NamedTuple):
 
 
 def deviation(model: nn.Module) -> Deviation:
-    """How far a model is from the network of convolutions nearest to it.
+    """Return how far a model is from the nearest network of convolutions.
 
-    The parameters of all layers count in the norm. Those of other layers than locally connected ones, biases included,
-    count as local and shared; biases of locally connected layers count as local, and as shared as far as they are alike
-    at all output pixels. What a full layer has no pixels for, the zero padding, counts nowhere.
+    The norm is taken over the parameters of all layers. Parameters of layers other than locally connected ones, biases
+    included, count as local and shared. Biases of locally connected layers count as local, and as shared as far as they
+    agree at all output pixels. Zero padding, for which a full layer has no pixels, does not count.
 
     Args:
-        model: locally connected layers, or a model with some.
+        model: a locally connected layer, or a model that contains some.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -69,7 +70,7 @@ def deviation(model: nn.Module) -> Deviation:
 
 @torch.no_grad()
 def _squares(values: Tensor, bias: Tensor | None, pattern: BlockPattern) -> tuple[float, float]:
-    """Of the blocks outside of the receptive fields, and of the distance to the nearest convolution."""
+    """Return the squares of the norm of blocks outside of receptive fields and of the distance to a convolution."""
     by_block = torch.linalg.vector_norm(values, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
     exact = torch.promote_types(values.dtype, torch.float32)
     unshared = _square(embed(project(values, pattern).to(exact), pattern).sub_(values))

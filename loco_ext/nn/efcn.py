@@ -1,4 +1,4 @@
-"""A network's convolutions replaced by layers between convolution and full connection: its eFCN."""
+"""Replacement of a network's convolutions by locally connected layers: the network's eFCN."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYERS: dict[type[nn.Module], Any] = {
     nn.Conv2d: LocallyConnected2d,
     nn.Conv3d: LocallyConnected3d,
 }
-_SHOWN = 8  # layers in a refusal
+_SHOWN = 8  # layers listed in an error message
 
 
 def to_efcn(
@@ -29,32 +29,31 @@ def to_efcn(
     *,
     memory_limit: int | None = None,
 ) -> nn.Module:
-    """The same network with locally connected layers in place of its convolutions; what it computes does not change.
+    """Return a copy of the network with locally connected layers in place of its convolutions and the same outputs.
 
-    The copy works on images of the example's size alone. All other modules, and how the model calls them, stay as they
-    are. Its layers, :class:`LocallyConnected2d` and so on, train, grow and go back to convolutions one by one.
+    The copy accepts only images of the example's size. All other modules, and how the model calls them, stay the same.
+    The new layers, :class:`LocallyConnected2d` and so on, can be trained, grown and converted back one by one.
 
     Args:
-        model: one that torch.fx can trace, whose chosen convolutions are ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``.
-            It stays as it is.
-        example_inputs: a batch, or a sequence of the model's positional arguments. Their spatial sizes count, and
-            nothing else; the batch may be 1.
-        relax: ``"sharing"``: each position has weights of its own, for the pixels that the convolution reads (LCN);
-            ``"all"``: for all pixels, where those are zeros at first (eFCN); an int: for as many pixels more on each
-            side, as :meth:`LocallyConnected2d.grow`.
-        layers: names of convolutions, or of modules all of whose convolutions are meant; None: all of the model's.
-        memory_limit: bytes that the new layers' weights and biases may take; None: half of what is free on their
-            device. Gradients take as much again, and an optimizer's state one or two times that.
-
+        model: a model that torch.fx can trace, whose chosen convolutions are ``nn.Conv1d``, ``nn.Conv2d`` or
+            ``nn.Conv3d``. It is not changed.
+        example_inputs: a batch, or a sequence of the model's positional arguments. Only their spatial sizes matter; the
+            batch size may be 1.
+        relax: ``"sharing"`` gives each position weights of its own for the pixels that the convolution reads (LCN);
+            ``"all"`` gives it weights for all pixels, the additional ones being zero at first (eFCN); an int extends
+            the receptive field by that many pixels on each side, as :meth:`LocallyConnected2d.grow` does.
+        layers: names of convolutions, or of modules all of whose convolutions are selected; None selects all.
+        memory_limit: bytes that the weights and biases of the new layers may take; None: half of the free memory on
+            their device. Gradients take as much again, and an optimizer's state one or two times that.
     Returns:
-        A copy, in the model's training mode, each parameter with its ``requires_grad``.
+        The copy, in the model's training mode, with each parameter's ``requires_grad``.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: torch.fx cannot trace the model or a name is not there; a convolution, which is named, is called
-            with inputs of several sizes, or not at all, shares its weight, has hooks or a parametrization, or is
-            another module than those three; there is a convolution outside of modules.
-        MemoryError: the layers would take more than the limit; the text has the forecast for each one.
+        TypeError: an argument has a wrong type.
+        ValueError: torch.fx cannot trace the model, or a name does not exist; a convolution, which the message names,
+            is called with inputs of several sizes or not at all, shares its weight, has hooks or a parametrization, or
+            is a module of another class than those three; a convolution is called outside of such modules.
+        MemoryError: the layers would exceed the limit; the message has the forecast for each layer.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 2.
@@ -111,7 +110,7 @@ def _geometry(call: Call) -> ConvGeometry:
 
 
 def _radius(geometry: ConvGeometry, relax: str | int) -> int:
-    """Pixels that the receptive field grows on each side; the whole image where all are connected."""
+    """Return by how many pixels the receptive field grows on each side; with ``"all"``, the largest image size."""
     if isinstance(relax, int):
         return relax
     return 0 if relax == "sharing" else max(geometry.input_size)
@@ -129,7 +128,7 @@ def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _forecast(calls: dict[str, Call], geometries: dict[str, ConvGeometry], relax: str | int) -> dict[str, int]:
-    """Bytes of each layer's weights and biases."""
+    """Return the bytes of each layer's weights and biases."""
     layers = {}
     for name, geometry in geometries.items():
         conv = calls[name].module

@@ -1,7 +1,8 @@
-"""The way from a convolution's weights to blocks, and the orthogonal projection back (eFCN, section 3).
+"""Embedding of a convolution's weights into blocks, and the orthogonal projection back (eFCN, section 3).
 
-Weights are by tap here: ``[n_taps, groups, C_in / groups, C_out / groups]``, each tap's as a block has them. With ``E``
-the matrix of zeros and ones that :class:`loco_ext.geometry.ConvTaps` describes, blocks are ``E w``.
+Weights are stored by tap here, ``[n_taps, groups, C_in / groups, C_out / groups]``, so that each tap has the layout of
+a block. With ``E`` the matrix of zeros and ones that :class:`loco_ext.geometry.ConvTaps` describes, the blocks are
+``E w``.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from loco_ext.geometry import BlockPattern
 
 
 def weight_by_tap(weight: Tensor, groups: int) -> Tensor:
-    """From a convolution's ``[C_out, C_in / groups, *kernel_size]``."""
+    """Return the weight ``[C_out, C_in / groups, *kernel_size]`` by tap, see the module docstring."""
     return weight.flatten(2).unflatten(0, (groups, -1)).permute(3, 0, 2, 1)
 
 
 def kernel_weight(by_tap: Tensor, kernel_size: Sequence[int]) -> Tensor:
-    """Back to a convolution's."""
+    """Return the weight of a convolution, ``[C_out, C_in / groups, *kernel_size]``; the inverse of weight_by_tap."""
     return by_tap.permute(1, 3, 2, 0).flatten(0, 1).unflatten(2, tuple(kernel_size)).contiguous()
 
 
 def embed(by_tap: Tensor, pattern: BlockPattern) -> Tensor:
-    """``E w``: the blocks of the convolution with these weights; zero outside its receptive fields."""
+    """Return ``E w``, the blocks of the convolution with these weights; blocks outside of receptive fields are zero."""
     taps = pattern.taps
     values = by_tap.new_zeros((pattern.nnz, *by_tap.shape[1:]))
     return values.index_add_(0, taps.block.to(values.device), by_tap[taps.tap])
 
 
 def project(values: Tensor, pattern: BlockPattern) -> Tensor:
-    """The weights whose convolution is nearest to the blocks, in float64: ``(E^T E)^-1 E^T values``.
+    """Return the weights of the convolution nearest to the blocks, ``(E^T E)^-1 E^T values``, in float64.
 
-    Blocks that were pruned count as zeros. Where several weights are the same layer, the smallest.
+    Pruned blocks count as zeros. Where several weights give the same layer, the result is the one of least norm.
     """
     assert pattern.conv is not None
     taps, pairs = pattern.taps, pattern.conv.tap_pairs()

@@ -1,7 +1,7 @@
-"""Convolutions whose weights are not shared: own blocks for each pair of an output pixel and an input pixel.
+"""Convolutions without weight sharing: each pair of an output pixel and an input pixel has its own block of weights.
 
-Between a convolution and full connection (eFCN, section 3): a layer begins with a convolution's pairs of pixels, grows
-to full connection as far as wanted, and goes back.
+These layers lie between a convolution and full connection (eFCN, section 3): a layer starts with the pixel pairs of a
+convolution, can grow up to full connection, and can be converted back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INDICES = ("crow_indices", "col_indices")
 
 
 class LocallyConnectedNd(nn.Module):
-    """What the layers for 1, 2 and 3 axes share; see :class:`LocallyConnected2d`."""
+    """Base class of the layers with 1, 2 and 3 spatial axes; see :class:`LocallyConnected2d`."""
 
     axes: ClassVar[int]
     pattern: BlockPattern
@@ -78,26 +78,27 @@ class LocallyConnectedNd(nn.Module):
 
     @property
     def crow_indices(self) -> Tensor:
-        """Where each output pixel's blocks begin: int64 ``[n_out + 1]``, on the CPU."""
+        """Index of the first block of each output pixel: int64 ``[n_out + 1]``, on the CPU."""
         return self.pattern.to("cpu").crow_indices
 
     @property
     def col_indices(self) -> Tensor:
-        """The input pixel of each block: int64 ``[nnz]``, on the CPU."""
+        """Input pixel of each block: int64 ``[nnz]``, on the CPU."""
         return self.pattern.to("cpu").col_indices
 
     @torch.no_grad()
     def reset_parameters(self, like: str = "conv") -> None:
-        """Draws all parameters anew.
+        """Reinitialise all parameters at random.
 
         Args:
-            like: ``"conv"``, as nn.Conv does: each output pixel has weights of its own, uniform between
-                ``+-1 / sqrt(n_taps * C_in / groups)``; where several of its taps read one pixel their weights add up,
-                and blocks outside of the receptive field become zero. ``"linear"``, as nn.Linear does: all blocks
-                of a grown layer alike, with the number of inputs that an output pixel has blocks for in the root.
+            like: ``"conv"`` initialises like nn.Conv: each output pixel has weights of its own, uniform between
+                ``+-1 / sqrt(n_taps * C_in / groups)``; where several of its taps read one pixel, their weights add up,
+                and blocks outside of the receptive field become zero. ``"linear"`` initialises like nn.Linear: all
+                blocks of a grown layer alike, the root containing the number of inputs for which an output pixel has
+                blocks.
 
         Raises:
-            ValueError: an unknown ``like``.
+            ValueError: ``like`` is unknown.
         """
         depth = self.in_channels // self.groups
         if like == "conv":
@@ -117,14 +118,14 @@ class LocallyConnectedNd(nn.Module):
             raise ValueError(f"like: expected 'conv' or 'linear', got {like!r}")
 
     def forward(self, x: Tensor) -> Tensor:
-        """From ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``, without N where x has none.
+        """Map ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``; both without N if ``x`` has none.
 
-        The output has the strides that nn.Conv's has: ``channels_last`` where x is, and no activations are copied; else
-        it is contiguous, and x and the output are converted once in each pass.
+        The output has the same strides as that of nn.Conv: it is ``channels_last`` if ``x`` is, and then no activations
+        are copied; otherwise it is contiguous, and ``x`` and the output are converted once in each pass.
 
         Raises:
-            TypeError: x is not a tensor, or has another dtype or device than the layer.
-            ValueError: x has another shape; the layer is for one input size alone.
+            TypeError: ``x`` is not a tensor, or its dtype or device is not that of the layer.
+            ValueError: ``x`` has another shape; the layer accepts one input size only.
         """
         if torch.jit.is_tracing():
             with TracerWarningsIgnored():
@@ -140,63 +141,66 @@ class LocallyConnectedNd(nn.Module):
         y = ops.block_sparse_matmul(pixels, self.values, pattern, self.bias, consume=consume)
         y = y.unflatten(1, self.output_size).movedim(-1, 1)
         if not suggests_channels_last(batch):
-            y = y.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of sizes of 1
+            y = y.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of size-1 axes
         return y if x.dim() == self.axes + 2 else y.squeeze(0)
 
     @classmethod
     def from_conv(cls, conv: nn.Module, input_size: Ints) -> Self:
-        """The layer that computes what a convolution does, each position with weights of its own.
+        """Return the layer that computes the same as a convolution, each position having weights of its own.
 
         Args:
-            conv: an nn.Conv module of as many axes, of any geometry. Its dtype, device, training mode and which
-                parameters require gradients are the layer's.
-            input_size: of the images, without channels.
+            conv: an nn.Conv module with the same number of axes and any geometry. The layer takes over its dtype,
+                device, training mode and the ``requires_grad`` of its parameters.
+            input_size: spatial size of the images.
 
         Raises:
-            TypeError: another module, one with a forward of its own, or one that has not run yet.
-            ValueError: what the convolution itself refuses on such an image.
+            TypeError: ``conv`` is another module, overrides forward, or is lazy and has not run yet.
+            ValueError: the convolution itself would refuse such an image.
         """
         return from_conv(cls, conv, input_size)
 
     def to_conv(self) -> nn.Module:
-        """The convolution nearest to this layer: its orthogonal projection, the way back from :meth:`from_conv`.
+        """Return the convolution nearest to this layer, its orthogonal projection; undoes :meth:`from_conv`.
 
-        Each tap's weights are the means of its blocks over positions, and the biases those over output pixels. Where
-        taps share blocks, on small images that wrap, reflect or are replicated, they are the least squares solution.
-        Blocks outside of the receptive fields are lost; see :func:`loco_ext.nn.deviation` for how much that is.
+        The weights of each tap are the means of its blocks over positions, and the biases the means over output pixels.
+        Where taps share blocks, on small images with circular, reflected or replicated padding, the weights are the
+        least squares solution. Blocks outside of the receptive fields are lost; :func:`loco_ext.nn.deviation` says how
+        much that is.
 
         Returns:
-            An nn.Conv module; where the padding before and after differs, an nn.Sequential of a padding and that.
+            An nn.Conv module; if the padding before and after differs, an nn.Sequential of a padding module and it.
         """
         return to_conv(self)
 
     def to_dense(self) -> nn.Linear:
-        """The same as an nn.Linear, zeros included: ``linear(x.flatten(1)).view(layer(x).shape)`` is ``layer(x)``.
+        """Return the same map as an nn.Linear, with zeros.
 
-        Its weight takes ``C_out * n_out * C_in * n_in`` numbers, 17 GB in float32 for 64 channels of 32x32 pixels.
+        Its result ``linear(x.flatten(1)).view(layer(x).shape)`` is equal to ``layer(x)``.
+
+        Its weight has ``C_out * n_out * C_in * n_in`` elements: 17 GB in float32 for 64 channels of 32x32 pixels.
         """
         return to_dense(self)
 
     def grow(self, radius: int, optimizer: Optimizer | None = None) -> Self:
-        """Gives each output pixel blocks for the input pixels at most ``radius`` around those that it has.
+        """Add blocks to each output pixel for the input pixels at most ``radius`` around those that it has, in place.
 
-        The new blocks are zero and the output unchanged, bit for bit. ``radius`` as large as the image connects all
-        pixels. The change is made in place, between two steps of a training: ``values`` stays the same object, with
-        more blocks; its gradient goes. torch.compile compiles anew; what holds its size, such as
-        DistributedDataParallel or an averaged model, is to be made anew.
+        The new blocks are zero and the output is unchanged, bit for bit. A ``radius`` as large as the image connects
+        all pixels. Call it between two training steps: ``values`` stays the same object, with more blocks, and its
+        gradient is cleared. torch.compile recompiles. Whatever depends on its size, such as DistributedDataParallel or
+        an averaged model, has to be created again.
 
         Args:
-            radius: input pixels, at least 0.
-            optimizer: the one that steps ``values``. Its states of ``values`` get zeros in the new places; without
-                it, an optimizer that keeps states fails in its next step.
+            radius: number of input pixels, at least 0.
+            optimizer: the optimizer that steps ``values``. Its states of ``values`` are zero for the new blocks. If it
+                is not given, an optimizer that keeps states fails in its next step.
 
         Returns:
             The layer itself.
 
         Raises:
-            TypeError: ``radius`` is not an int; no optimizer, or one with states of other shapes than ``values``; a
-                ``values`` that is sharded.
-            ValueError: a negative ``radius``, or an optimizer that does not step ``values``.
+            TypeError: ``radius`` is not an int; ``optimizer`` is not an optimizer, or has states of other shapes than
+                ``values``; ``values`` is sharded.
+            ValueError: ``radius`` is negative, or the optimizer does not step ``values``.
         """
         pattern, places = self.pattern.grow(radius)
         places, shape = places.to(self.values.device), (pattern.nnz, *self.values.shape[1:])
@@ -212,21 +216,21 @@ class LocallyConnectedNd(nn.Module):
         radius: int | None = None,
         optimizer: Optimizer | None = None,
     ) -> Self:
-        """Takes blocks away, by one of three arguments; in place, as :meth:`grow`.
+        """Remove blocks, selected by exactly one of three arguments, in place as :meth:`grow` does.
 
         Args:
-            keep: bool ``[nnz]``: which blocks stay.
-            threshold: blocks go whose norm is not above this; at 0, the blocks of zeros.
-            radius: blocks go that are farther than so many pixels outside of their receptive field; at 0, all that
-                :meth:`grow` has given.
-            optimizer: as for :meth:`grow`; its states lose the same blocks.
+            keep: bool ``[nnz]``, True for the blocks that stay.
+            threshold: removes blocks whose norm is at most this; 0 removes the blocks of zeros.
+            radius: removes blocks that are more than this many pixels outside of their receptive field; 0 removes all
+                that :meth:`grow` has added.
+            optimizer: as for :meth:`grow`; the same blocks are removed from its states.
 
         Returns:
             The layer itself.
 
         Raises:
-            TypeError: not exactly one of the three, a wrong type, or as :meth:`grow`.
-            ValueError: a wrong shape, a negative number, or as :meth:`grow`.
+            TypeError: not exactly one of the three is given, one has a wrong type, or as for :meth:`grow`.
+            ValueError: a wrong shape, a negative number, or as for :meth:`grow`.
         """
         mask = blocks_to_keep(self.values, self.pattern, keep, threshold, radius)
         pattern, kept = self.pattern.prune(mask)
@@ -236,11 +240,11 @@ class LocallyConnectedNd(nn.Module):
         return self
 
     def deviation(self) -> Deviation:
-        """How far the layer is from a convolution: :func:`loco_ext.nn.deviation` of it alone."""
+        """Return how far the layer is from a convolution, :func:`loco_ext.nn.deviation` of this layer alone."""
         return deviation(self)
 
     def extra_repr(self) -> str:
-        """As nn.Conv's, with the input size and the number of blocks."""
+        """Return the arguments as nn.Conv shows them, with the input size and the number of blocks."""
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         if isinstance(self.padding, str) or self.padding != (0,) * self.axes:
             parts.append(f"padding={self.padding!r}")
@@ -255,7 +259,7 @@ class LocallyConnectedNd(nn.Module):
         return ", ".join([*parts, f"input_size={self.input_size}", f"blocks={self.pattern.nnz}"])
 
     def _set_pattern(self, pattern: BlockPattern) -> None:
-        """Takes another pattern, which is where the values are, and ready to be traced by torch.compile."""
+        """Set the pattern, on the device of the values, with its transpose cached for tracing by torch.compile."""
         device = self.values.device
         self.pattern = pattern if device.type == "meta" else pattern.to(device)
         self.pattern.transpose()
@@ -272,7 +276,7 @@ class LocallyConnectedNd(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in _INDICES:  # copies: who loads into them must not change the pattern
+        for name in _INDICES:  # clones, so that loading into them in place cannot change the pattern
             destination[prefix + name] = getattr(self, name).clone()
 
     def _load_from_state_dict(
@@ -285,7 +289,7 @@ class LocallyConnectedNd(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """A layer of the same geometry takes over the blocks of one that was grown or pruned."""
+        """Load a state dict; blocks of a grown or pruned layer of the same geometry replace those of this layer."""
         names = [prefix + name for name in _INDICES]
         missing_keys.extend(name for name in names if name not in state_dict)
         try:
@@ -316,7 +320,7 @@ class LocallyConnectedNd(nn.Module):
 
 
 class LocallyConnected1d(LocallyConnectedNd):
-    """nn.Conv1d without the sharing of weights; see :class:`LocallyConnected2d`.
+    """nn.Conv1d without weight sharing; see :class:`LocallyConnected2d`.
 
     Example:
         >>> import torch
@@ -330,27 +334,27 @@ class LocallyConnected1d(LocallyConnectedNd):
 
 
 class LocallyConnected2d(LocallyConnectedNd):
-    """nn.Conv2d without the sharing of weights: each output pixel has a kernel of its own (eFCN, section 3).
+    """nn.Conv2d without weight sharing: each output pixel has a kernel of its own (eFCN, section 3).
 
-    In place of zero padding there are no weights. :meth:`grow` relaxes the locality as well, up to full connection, and
-    :meth:`to_conv` goes back. The state dict has the pattern beside ``values``, as ``crow_indices`` and
-    ``col_indices``: a layer of the same geometry that loads it takes over the blocks, grown and pruned ones too.
+    Zero padding has no weights. :meth:`grow` relaxes the locality as well, up to full connection, and :meth:`to_conv`
+    goes back to a convolution. The state dict contains the pattern beside ``values``, as ``crow_indices`` and
+    ``col_indices``: a layer of the same geometry that loads it takes over the blocks, including grown and pruned ones.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, dilation, groups, bias, padding_mode, device, dtype: as
-            nn.Conv2d's.
-        padding: as nn.Conv2d's, or for an axis a pair ``(before, after)`` in place of an int.
-        input_size: height and width of all images that the layer can take, or an int for both.
+        in_channels, out_channels, kernel_size, stride, dilation, groups, bias, padding_mode, device, dtype: as for
+            nn.Conv2d.
+        padding: as for nn.Conv2d; for each axis, a pair ``(before, after)`` may take the place of an int.
+        input_size: height and width of all images that the layer accepts, or an int for both.
 
     Attributes:
-        values: parameter ``[nnz, groups, C_in / groups, C_out / groups]``, a block for each pair of the pattern.
+        values: parameter ``[nnz, groups, C_in / groups, C_out / groups]``, one block for each pair of the pattern.
         bias: parameter ``[n_out, C_out]``, or None.
-        pattern: :class:`loco_ext.geometry.BlockPattern`, which output pixel has blocks for which input pixels.
+        pattern: :class:`loco_ext.geometry.BlockPattern` of the output pixels' blocks for input pixels.
         output_size: height and width of the outputs.
 
     Raises:
-        TypeError, ValueError: as :class:`loco_ext.geometry.ConvGeometry`; channels below 1 or that ``groups`` does not
-            divide.
+        TypeError, ValueError: as for :class:`loco_ext.geometry.ConvGeometry`; a number of channels is below 1 or not a
+            multiple of ``groups``.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 3.
@@ -378,7 +382,7 @@ class LocallyConnected2d(LocallyConnectedNd):
 
 
 class LocallyConnected3d(LocallyConnectedNd):
-    """nn.Conv3d without the sharing of weights; see :class:`LocallyConnected2d`.
+    """nn.Conv3d without weight sharing; see :class:`LocallyConnected2d`.
 
     Example:
         >>> import torch
@@ -398,6 +402,6 @@ def _check_channels(name: str, channels: int, groups: int) -> int:
 
 
 def _as_ints(pads: tuple[tuple[int, int], ...]) -> tuple[int | tuple[int, int], ...]:
-    """Padding as nn.Conv has it, where both sides of each axis are alike."""
+    """Return the padding as nn.Conv has it if both sides of each axis are equal, else the pairs."""
     even = all(before == after for before, after in pads)
     return tuple(before for before, _ in pads) if even else pads

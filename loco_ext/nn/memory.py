@@ -1,4 +1,4 @@
-"""How much memory a device has free."""
+"""Free memory of a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be had on the device without taking them from others; None where that cannot be known.
+    """Return the bytes that can be allocated on the device without affecting other processes, or None if unknown.
 
     Example:
         >>> free_memory(torch.device("meta")) is None

@@ -1,4 +1,4 @@
-"""Changing the number of a parameter's blocks while it trains, with the states that an optimizer keeps of it."""
+"""Changes of the number of a parameter's blocks during training, together with its optimizer states."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from loco_ext.geometry import BlockPattern
 
 @torch.no_grad()
 def resize(values: nn.Parameter, move: Callable[[Tensor], Tensor], optimizer: Optimizer | None) -> None:
-    """Replaces the blocks of ``values``, and of each state of its size, by those that ``move`` makes of them.
+    """Replace the blocks of ``values``, and of each optimizer state of its size, by what ``move`` returns for them.
 
-    The parameter stays the same object, so that optimizers, schedulers and whoever else refers to it go on with it. Its
-    gradient goes; a backward that was still to come through the old blocks is an error.
+    The parameter stays the same object, so that references to it, such as those of optimizers and schedulers, remain
+    valid. Its gradient is cleared; a later backward through the old blocks is an error.
 
     Raises:
-        TypeError: ``values`` is not an ordinary parameter; no optimizer; one with a state of another size.
-        ValueError: an optimizer that does not have ``values``.
+        TypeError: ``values`` is not an ordinary parameter; ``optimizer`` is not an optimizer, or has a state of another
+            size.
+        ValueError: the optimizer does not step ``values``.
     """
     if type(values) is not nn.Parameter:
         raise TypeError(f"values: expected an ordinary parameter, got {type(values).__name__}")
@@ -33,16 +34,17 @@ def resize(values: nn.Parameter, move: Callable[[Tensor], Tensor], optimizer: Op
 
 
 def replace(values: nn.Parameter, new: Tensor) -> None:
-    """Gives the parameter other blocks, of any number. Optimizers with states of the old size fail in their next step.
+    """Replace the parameter's blocks by any number of others.
 
-    torch's own with ``fused=True`` do not look at the sizes of states, and would read and write beyond their ends.
+    Optimizers with states of the old size then fail in their next step. A hook checks this, since torch's own
+    optimizers with ``fused=True`` do not check the sizes of states and would read and write out of bounds.
     """
     _watch_steps()
     if new.shape != values.shape:
         values.former_shapes = (*getattr(values, "former_shapes", ()), values.shape)  # type: ignore[attr-defined]
     values.grad = None
-    # Graphs that are still alive hold the node that sums the parameter's gradients, with the old shape; a change of the
-    # dtype is what makes a parameter part with it.
+    # Graphs that are still alive hold the AccumulateGrad node, which has the old shape. A change of the dtype makes the
+    # parameter drop it.
     values.data = new.new_empty(0, dtype=torch.float32 if new.dtype == torch.float64 else torch.float64)
     values.data = new
     torch.autograd.graph.increment_version(values)
@@ -50,7 +52,7 @@ def replace(values: nn.Parameter, new: Tensor) -> None:
 
 @cache
 def _watch_steps() -> None:
-    """From the first change on; until then, steps cost nothing more."""
+    """Register the check of optimizer states, once, at the first resize; before that, steps cost nothing more."""
     register_optimizer_step_pre_hook(_check_states)
 
 
@@ -71,12 +73,12 @@ def _check_states(optimizer: Optimizer, args: object, kwargs: object) -> None:
 def loaded_pattern(
     present: BlockPattern, shape: torch.Size, crow: Tensor | None, col: Tensor | None, values: Tensor | None
 ) -> BlockPattern:
-    """The pattern of a state dict, of the same convolution; ``present`` itself where they are alike, or there is none.
+    """Return the pattern of a state dict for the same convolution; ``present`` itself if equal or absent.
 
-    ``shape`` is that of a block.
+    ``shape`` is the shape of one block.
 
     Raises:
-        TypeError, ValueError: indices of no pattern between these pixels, or ``values`` that do not belong to it.
+        TypeError, ValueError: the indices form no pattern between these pixels, or ``values`` does not match them.
     """
     if crow is None or col is None:
         return present
@@ -94,7 +96,7 @@ def loaded_pattern(
 
 
 def _block_states(values: nn.Parameter, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """The states that have an element for each of the parameter's; others are numbers, such as a count of steps."""
+    """Return the states with one element for each of the parameter's; others are scalars, such as a count of steps."""
     if optimizer is None:
         return {}
     if not isinstance(optimizer, Optimizer):

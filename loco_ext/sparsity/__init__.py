@@ -1,4 +1,4 @@
-"""Structured sparsity: penalties on nested rings of a kernel, their exact prox, and what they leave."""
+"""Structured sparsity: penalties on nested rings of a kernel, their exact prox, and compaction of the result."""
 
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.complexity import ComplexityPenalty, Penalty, complexity_penalties

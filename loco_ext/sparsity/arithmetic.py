@@ -1,7 +1,8 @@
-"""Bounds of the Python numbers and sequences that a graph computes from sizes and constants, whatever its input.
+"""Bounds of the Python numbers and sequences that a graph computes from sizes and constants, valid for every input.
 
-Python's integers and sequences know no limit: a power, or a few products in a row, would take all memory, or hours.
-Every size of a tensor is below 2**63, so that each node's value has a bound that is known before anything is computed.
+Python's integers and sequences are unbounded: a power, or a few products in a row, could take all memory or run for
+hours. Every size of a tensor is below 2**63, so that the value of each node has a bound that is known before anything
+is computed.
 """
 
 import math
@@ -14,16 +15,16 @@ from torch import fx, nn
 
 from loco_ext.sparsity.vocabulary import FUNCTION_NAMES, GETATTR, ModelFileError
 
-_MOST_BITS = 1 << 16  # of an integer
-_LONGEST = 1 << 24  # sequence
+_MOST_BITS = 1 << 16  # limit for an integer
+_LONGEST = 1 << 24  # limit for a sequence
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest magnitude of an integer, or of those in a sequence of at most ``length`` entries (None: no sequence).
+    """The largest magnitude of an integer, or of the integers in a sequence of at most ``length`` entries.
 
-    It is 0 for sequences of tensors alone. Tensors, floats and all else that is computed within fixed limits have no
-    bound of their own: None stands for them.
+    ``length`` is None if the value is not a sequence; ``largest`` is 0 for sequences of tensors only. Tensors, floats
+    and everything else that is computed within fixed limits have no bound of their own and are represented by None.
     """
 
     largest: int
@@ -33,10 +34,10 @@ class Bound:
 _SIZE = Bound(2**63)
 _DIMENSIONS = Bound(64)
 _SHAPE = Bound(2**63, 64)
-_TENSORS = Bound(0, 1 << 20)  # as many as a tensor is split into
+_TENSORS = Bound(0, 1 << 20)  # limit for the pieces that a tensor is split into
 _PAIR = Bound(0, 2)
 _TRUTH = Bound(1)
-_OF_TENSORS = {  # what is asked of a tensor by these names
+_OF_TENSORS = {  # results of tensor attributes, methods and functions, by name
     **{"numel": _SIZE, "dim": _DIMENSIONS, "ndim": _DIMENSIONS, "shape": _SHAPE, "size": _SHAPE},
     **{"split": _TENSORS, "chunk": _TENSORS, "unbind": _TENSORS},
 }
@@ -44,7 +45,7 @@ _TRUTHS = {"eq", "ge", "gt", "le", "lt", "ne", "not_"}
 
 
 def check_arithmetic(model: fx.GraphModule) -> None:
-    """Raises ModelFileError, naming the node, where an integer or a sequence of the graph has no acceptable bound."""
+    """Raise ModelFileError, naming the node, if an integer or a sequence of the graph has no acceptable bound."""
     bounds: dict[fx.Node, Bound | None] = {}
     for node in model.graph.nodes:
         try:
@@ -58,7 +59,7 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
         layers = model.get_submodule(str(node.target)).modules()
         if any(getattr(layer, "return_indices", False) for layer in layers):
             return _PAIR
-        return _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)  # some return what they get
+        return _operand(node.args[0] if node.args else node.kwargs.get("input"), bounds)  # some return their input
     if node.op == "call_method":
         return _of_tensor(str(node.target), node, bounds)
     if node.op != "call_function":
@@ -79,11 +80,11 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
 
 
 def _of_tensor(name: str, node: fx.Node, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
-    """The bound of what a function or method of this name returns for a tensor, its first argument."""
+    """Return the bound of the result of the function or method of this name whose first argument is a tensor."""
     others = [*node.args[1:], *node.kwargs.values()]
     if name == "size" and others:
         return _SIZE
-    if name in ("max", "min"):  # of all elements or with another tensor one tensor, else along a dimension
+    if name in ("max", "min"):  # one tensor for all elements or with another tensor, a pair along a dimension
         return _PAIR if any(_operand(value, bounds) is not None for value in others) else None
     if "max_pool" in name:
         given = node.kwargs.get("return_indices", node.args[2:3] if "adaptive" in name else node.args[6:7])
@@ -107,7 +108,7 @@ def _operand(value: Any, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None
 
 
 def _entry(node: fx.Node, bounds: Mapping[fx.Node, Bound | None]) -> Bound | None:
-    """The bound of an item: of a shape's a number, of a tuple's of tensors None; of a slice that of the whole."""
+    """Return the bound of an item: a number for shapes, None for tuples of tensors; that of the whole for a slice."""
     if not isinstance(node.args[0], fx.Node):
         raise ModelFileError("expected a node to take an item of")
     bound = bounds[node.args[0]]
@@ -117,7 +118,7 @@ def _entry(node: fx.Node, bounds: Mapping[fx.Node, Bound | None]) -> Bound | Non
 
 
 def _result(name: str, operands: list[Bound | None]) -> Bound | None:
-    """The bound of what an operator returns."""
+    """Return the bound of an operator's result."""
     numbers = [bound.largest for bound in operands if bound is not None and bound.length is None]
     sequences = [bound for bound in operands if bound is not None and bound.length is not None]
     if name in _TRUTHS:
@@ -135,7 +136,7 @@ def _result(name: str, operands: list[Bound | None]) -> Bound | None:
 
 
 def _of_sequences(name: str, numbers: list[int], sequences: list[Bound], operands: int) -> Bound | None:
-    """The bound of what an operator returns that is given sequences; of most that is an error."""
+    """Return the bound of an operator's result for operands that include sequences; most operators raise for them."""
     if name in ("iadd", "imul"):
         raise ModelFileError(f"{name} may change a list in place")
     if name not in ("add", "mul"):

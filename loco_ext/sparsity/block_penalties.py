@@ -1,9 +1,10 @@
 """Penalties on the blocks of locally connected layers.
 
-A *kernel* is there what one unit has, an output channel at one output pixel: its weights in all blocks of that pixel.
-Its rings are those of :func:`loco_ext.geometry.block_rings`: first what growth has added last, then the convolution's
-own. For norms and prox the blocks are brought into the order that the operators of convolution weights take, kernel by
-kernel, a ring's blocks side by side; a pixel with fewer of them than others has zeros there, which change neither.
+A *kernel* here belongs to one unit, an output channel at one output pixel: its weights in all blocks of that pixel. Its
+rings are those of :func:`loco_ext.geometry.block_rings`: first the blocks that growth has added, the latest first, then
+the convolution's own. For norms and prox the blocks are reordered into the layout that the operators on convolution
+weights take, kernel by kernel, with the blocks of a ring side by side. A pixel with fewer blocks than others is padded
+with zeros, which change neither.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from loco_ext.sparsity.weightings import WEIGHTINGS
 
 
 class UnitKernels:
-    """Blocks as kernels, one for each output unit, and back.
+    """Conversion of blocks to kernels, one for each output unit, and back.
 
     Args:
-        rings: of each block, int64 ``[nnz]``.
-        pattern, shape: of the blocks ``[nnz, groups, C_in / groups, C_out / groups]``.
+        rings: ring of each block, int64 ``[nnz]``.
+        pattern, shape: pattern and shape of the blocks, ``[nnz, groups, C_in / groups, C_out / groups]``.
 
     Attributes:
-        rings: of each tap of the kernels.
-        count: of rings.
-        sizes: weights in each group of each kernel, float64 ``(kernels, count)``.
+        rings: ring of each tap of the kernels.
+        count: number of rings.
+        sizes: number of weights in each group of each kernel, float64 ``(kernels, count)``.
     """
 
     def __init__(self, rings: Tensor, pattern: BlockPattern, shape: torch.Size) -> None:
         pattern = pattern.to("cpu")
         self.shape, self.n_out = shape, pattern.n_out
         self.count = int(rings.max()) + 1 if len(rings) else 1
-        self.cells = cells = pattern.row_indices * self.count + rings  # of a table of pixels and rings
+        self.cells = cells = pattern.row_indices * self.count + rings  # cell of each block in a table [pixel, ring]
         held = cells.bincount(minlength=self.n_out * self.count).view(self.n_out, self.count)
-        columns = held.amax(0)  # of each ring
+        columns = held.amax(0)  # most blocks that any pixel has in each ring
         self.rings = torch.arange(self.count, device="cpu").repeat_interleave(columns).tolist()
         self.taps = len(self.rings)
         order, starts = cells.argsort(stable=True), held.flatten().cumsum(0) - held.flatten()
@@ -51,7 +52,7 @@ class UnitKernels:
         self.sizes = sizes.repeat_interleave(shape[1] * shape[3], 0)
 
     def kernels(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """``(n_out * C_out, C_in / groups, taps)``, differentiable; ``fill`` where there is no block."""
+        """Return the kernels ``(n_out * C_out, C_in / groups, taps)``, differentiable; missing blocks are ``fill``."""
         _, groups, depth, width = self.shape
         table = values.new_full((self.n_out * self.taps, groups, depth, width), fill)
         table = table.index_copy(0, self.place.to(values.device), values)
@@ -59,7 +60,7 @@ class UnitKernels:
         return table.permute(0, 2, 4, 3, 1).reshape(self.n_out * groups * width, depth, self.taps)
 
     def ring_norms(self, values: Tensor) -> Tensor:
-        """Euclidean norm of each ring of each kernel: float64 ``(n_out * C_out, 1, count)``."""
+        """Return the Euclidean norm of each ring of each kernel: float64 ``(n_out * C_out, 1, count)``."""
         _, groups, _, width = self.shape
         squares = values.square().sum(2).double()  # a norm along this axis would take several times as long
         table = squares.new_zeros(self.n_out * self.count, groups, width)
@@ -67,26 +68,27 @@ class UnitKernels:
         return table.sqrt_().view(self.n_out, self.count, -1).transpose(1, 2).reshape(-1, 1, self.count)
 
     def by_ring(self, factors: Tensor) -> Tensor:
-        """From a number for each ring, of the same shape, to one for each block and output channel."""
+        """Expand numbers by ring, ``(n_out * C_out, 1, count)``, to numbers for each block and output channel."""
         _, groups, _, width = self.shape
         table = factors.view(self.n_out, -1, self.count).transpose(1, 2).reshape(-1, groups, 1, width)
         return table[self.cells.to(factors.device)]
 
     def values(self, kernels: Tensor) -> Tensor:
-        """The way back."""
+        """Return the blocks ``[nnz, groups, C_in / groups, C_out / groups]``; the inverse of :meth:`kernels`."""
         _, groups, depth, width = self.shape
         table = kernels.view(self.n_out, groups, width, depth, self.taps).permute(0, 4, 1, 3, 2)
         return table.reshape(-1, groups, depth, width)[self.place.to(kernels.device)]
 
 
 class BlockPenalty:
-    """A penalty as it is for the blocks of one pattern; its methods take these.
+    """A penalty applied to the blocks of one pattern, which its methods take.
 
     Args:
-        penalty: for convolutions. pattern, shape: as for :class:`UnitKernels`.
+        penalty: the penalty, as defined for convolutions.
+        pattern, shape: as for :class:`UnitKernels`.
 
     Raises:
-        ValueError: more rings than the operators take.
+        ValueError: there are more rings than the operators support.
     """
 
     def __init__(self, penalty: GroupPenalty, pattern: BlockPattern, shape: torch.Size) -> None:
@@ -115,15 +117,16 @@ class BlockPenalty:
         return self.units.values(self.penalty._threshold(self.units.kernels(values.detach()), tau))
 
     def shrink(self, values: Tensor, step: float, metric: Tensor | None) -> Tensor:
-        """The prox, without checks."""
+        """Return the prox, without checking the arguments."""
         if values.numel() == 0:
             return values
         if metric is None and self.penalty.norm == "l2":
-            # All weights of a ring shrink by one factor, which depends on norms alone.
+            # All weights of a ring shrink by one factor, which depends only on norms.
             dtype = torch.promote_types(values.dtype, torch.float32)
             norms = self.units.ring_norms(values.to(dtype))
             if norms.isfinite().all():
-                # The squares of weights below this are zero; any threshold above it takes them, and none that is 0.
+                # Squares of weights below this underflow to zero. Any threshold above it removes them; a threshold of 0
+                # does not.
                 least = math.sqrt(torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
                 norms.masked_fill_(norms == 0, least)
                 factors = self.of_norms._shrink(norms, step, None) / norms
@@ -133,7 +136,7 @@ class BlockPenalty:
 
 
 class _OfUnits:
-    """In front of a penalty's class: rings and groups are those of units, whose kernels its methods take."""
+    """Mixin in front of a penalty's class: rings and groups are those of units, whose kernels its methods take."""
 
     units: UnitKernels
     by_tap: list[int]
@@ -155,7 +158,7 @@ class _WholeUnits(_OfUnits, KernelPenalty):
 
 
 def _of_units(penalty: GroupPenalty, units: UnitKernels, rings: list[int]) -> GroupPenalty:
-    """``rings``: of each tap of the kernels that its methods are given."""
+    """Return the penalty for the kernels of ``units``; ``rings`` is the ring of each tap that its methods are given."""
     chosen = object.__new__(_UnitRings) if isinstance(penalty, RingPenalty) else object.__new__(_WholeUnits)
     vars(chosen).update(vars(penalty), units=units, by_tap=rings)
     return chosen

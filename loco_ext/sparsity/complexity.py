@@ -1,4 +1,4 @@
-"""The draft's eq. 34: a penalty on the multiply-adds of a network, whose layers weigh upon one another."""
+"""A penalty on the multiply-adds of a network, in which the layers' costs depend on each other (the draft's eq. 34)."""
 
 from __future__ import annotations
 
@@ -26,37 +26,38 @@ _LARGEST = torch.finfo(torch.float64).max
 def complexity_penalties(
     model: nn.Module, example_inputs: tuple[Tensor, ...], strength: float, **settings: Any
 ) -> dict[str, ComplexityPenalty]:
-    """Return a penalty for each Conv module that together bring down a relaxed number of multiply-adds, eq. 34.
+    """Return a penalty for each Conv module; together they reduce a relaxed number of multiply-adds, eq. 34.
 
     With ``s'_ij`` as in eq. 21 and ``d'_i`` as in eq. 12, the whole regularizer is
 
     ``strength * sum_i r_i c_i d'_(i-1) sum_j s'_ij^2``,
 
-    ``r_i c_i`` being the output pixels of layer i (summed over its calls) and ``d'_(i-1)`` the sum of the norms of the
-    channels that it reads, divided by its groups. A layer enters its own term by ``s'_ij`` and the terms of the layers
-    that read it by ``d'_i``; see :class:`ComplexityPenalty`. The norm of a channel is
+    ``r_i c_i`` being the output pixels of layer i (summed over its calls) and ``d'_(i-1)`` the sum of the norms of its
+    input channels, divided by its groups. A layer contributes to its own term through ``s'_ij``, and to the terms of
+    the layers that read it through ``d'_i``; see :class:`ComplexityPenalty`. The norm of a channel is
 
-    - that of the kernel that makes it, through norms, activations and pooling;
+    - the norm of the kernel that produces it, through norms, activations and pooling;
     - the root of the sum of squares of the norms of all kernels that residual connections add up in it;
-    - 1 where no Conv module makes it, as in the image, or a split or shuffle of channels hides which.
+    - 1 where no Conv module produces it, as for the image, or where a split or shuffle of channels hides which one
+      does.
 
-    A channel that several layers read counts in the terms of all of them.
+    A channel that several layers read counts in the term of each of them.
 
     Args:
-        model: one that torch.fx can trace. It is run once in evaluation mode; nothing of it changes. The penalties
-            read its weights whenever they are used.
-        example_inputs: the arguments of one call of the model. Their size decides ``r_i c_i``; the number of samples
-            does not matter.
+        model: a model that torch.fx can trace. It is run once in evaluation mode and is not changed. The penalties read
+            its weights whenever they are used.
+        example_inputs: arguments for one call of the model. Their size determines ``r_i c_i``; the batch size does not
+            matter.
         strength: finite and at least 0.
-        settings: further arguments of :class:`RingPenalty`, all but ``power``. ``weighting`` is that of the groups in
-            ``s'_ij``; ``norm="linf"`` measures groups in ``s'_ij`` and kernels in ``d'_i``.
+        settings: further arguments of :class:`RingPenalty`, all but ``power``. ``weighting`` applies to the groups in
+            ``s'_ij``; ``norm="linf"`` is used for groups in ``s'_ij`` and kernels in ``d'_i``.
 
     Returns:
-        Module names to penalties, as :func:`loco_ext.optim.parameter_groups` takes them.
+        Penalties by module name, as :func:`loco_ext.optim.parameter_groups` takes them.
 
     Raises:
-        TypeError, ValueError: naming the argument; also if torch.fx cannot trace the model, or a parametrization or a
-            hook computes one of its weights.
+        TypeError, ValueError: the message names the argument; also if torch.fx cannot trace the model, or a
+            parametrization or a hook computes one of its weights.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", section 3.5.
@@ -88,30 +89,31 @@ def complexity_penalties(
 
 @dataclass(frozen=True)
 class ComplexityPenalty:
-    """Eq. 34 as a function of one layer's weight, all other layers held fixed:
+    """Eq. 34 as a function of one layer's weight, all other layers being fixed:
 
     ``a sum_j s'_ij^2 + sum_j b_j ||k_ij||``,
 
-    with ``a = strength * r_i c_i d'_(i-1)`` from the layers that it reads, and ``b_j = strength * sum r_k c_k sum_l
-    s'_kl^2`` over the layers k that read its channel j. ``a`` and ``b`` are read from the model's weights at every
-    :meth:`value` and :meth:`prox`, and ahead of every step of an optimizer; they are constants to its gradient. The
-    gradients of all layers' values together are that of eq. 34; their sum is not eq. 34, as each term is in several.
+    with ``a = strength * r_i c_i d'_(i-1)``, computed from the layers that it reads, and
+    ``b_j = strength * sum r_k c_k sum_l s'_kl^2`` over the layers k that read its channel j. ``a`` and ``b`` are
+    computed from the model's weights at every :meth:`value` and :meth:`prox`, and before every step of an optimizer;
+    they are constants for its gradient. The gradients of all layers' values together are the gradient of eq. 34; the
+    sum of the values is not eq. 34, since each term appears in several of them.
 
     In a channel to which residual connections add several kernels, ``b_j`` is multiplied by the kernel's share
-    ``||k_ij|| / sqrt(sum of squares of all of them)``, 1 where all are zero. A layer that reads itself, as one that
-    runs twice, has both parts as well. Kernels without a finite norm count nothing.
+    ``||k_ij|| / sqrt(sum of squares of all of them)``, which is 1 where all are zero. A layer that reads its own
+    output, such as one that runs twice, has both parts as well. Kernels without a finite norm are not counted.
 
-    :func:`complexity_penalties` makes it. A checkpoint of an optimizer does not hold the model: it is loaded into an
-    optimizer that has a ComplexityPenalty at the same place.
+    Created by :func:`complexity_penalties`. An optimizer's checkpoint does not contain the model: it has to be loaded
+    into an optimizer that has a ComplexityPenalty in the same place.
 
     Args:
-        rings: of ``s'_ij``, ``power=2``; its strength is that of eq. 34.
-        network: which layers read which.
+        rings: penalty that defines ``s'_ij``, with ``power=2``; its strength is that of eq. 34.
+        network: the layers and which of them read which.
         layer: name of the module.
 
     Raises:
-        TypeError, ValueError: in use, as :class:`RingPenalty`; an optimizer's parameter that is not the weight of the
-            module (after the model was copied, or the module replaced: make the penalties anew).
+        TypeError, ValueError: in use, as for :class:`RingPenalty`; an optimizer's parameter is not the weight of the
+            module (the model was copied, or the module replaced: create the penalties again).
         NotImplementedError: an optimizer's parameter is a DTensor.
 
     Example:
@@ -132,23 +134,23 @@ class ComplexityPenalty:
 
     @property
     def strength(self) -> float:
-        """``a``."""
+        """The factor ``a``."""
         return self.network.measure(self.rings)[self.layer][0]
 
     @property
     def kernel_strengths(self) -> Tensor:
-        """``b``: float64 ``(C_out,)`` on the CPU."""
+        """The factors ``b``: float64 ``(C_out,)`` on the CPU."""
         return self.network.measure(self.rings)[self.layer][1]
 
     def value(self, weight: Tensor) -> Tensor:
-        """As :meth:`RingPenalty.value`."""
+        """Return the penalty of the weight, as :meth:`RingPenalty.value` does."""
         a, b = self._strengths(weight)
         norms = self.rings._group_norms(weight)
         sizes = (norms * self.rings.group_weights(weight).to(weight.device)).sum(1)
         return a * sizes.square().sum() + (b.to(weight.device) * norms[:, -1]).sum()
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
-        """As :meth:`RingPenalty.prox`."""
+        """Return the exact prox of the weight, as :meth:`RingPenalty.prox` does."""
         size = check_number("step", step)
         a, b = self._strengths(weight)
         if metric is not None:
@@ -156,11 +158,11 @@ class ComplexityPenalty:
         return self._shrink(weight, size, metric, a, b)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
-        """As :meth:`RingPenalty.threshold`."""
+        """Set small groups of the weight to zero, as :meth:`RingPenalty.threshold` does."""
         return self.rings.threshold(weight, tau)
 
     def for_step(self, weight: Tensor) -> OfStep:
-        """What the operators of the optimizer step take for this weight."""
+        """Return the argument that the optimizer step's operators take for this weight."""
         module = self.network.layers[self.layer]
         if weight is not module.weight:
             raise ValueError(
@@ -190,7 +192,7 @@ class ComplexityPenalty:
         return self.network.measure(self.rings)[self.layer]
 
     def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, a: float, b: Tensor) -> Tensor:
-        """The prox, without checks."""
+        """Return the prox, without checking the arguments."""
         squared = math.sqrt(step) * math.sqrt(a) * self.rings.group_weights(weight)
         thresholds = torch.zeros(len(weight), len(squared), dtype=torch.float64, device="cpu")
         thresholds[:, -1] = (step * b).clamp(max=_LARGEST)
@@ -199,11 +201,11 @@ class ComplexityPenalty:
 
 
 class Channels:
-    """What the norms of a tensor's channels are made of.
+    """The contributions to the norms of a tensor's channels.
 
     Args:
-        constant: the part of their squares that no kernel makes, float64 ``(C,)``.
-        writers: of each layer that makes some of them, the channels and, for each, the kernel.
+        constant: the part of the squared norms that no kernel contributes, float64 ``(C,)``.
+        writers: for each layer that produces some channels: its name, the channels, and the kernel of each.
     """
 
     def __init__(self, constant: Tensor, writers: list[tuple[str, Tensor, Tensor]]) -> None:
@@ -213,7 +215,7 @@ class Channels:
         return len(self.constant)
 
     def norms(self, of_kernels: dict[str, Tensor]) -> Tensor:
-        """From those of each layer's kernels."""
+        """Return the norm of each channel, float64 ``(C,)``, given those of each layer's kernels."""
         parts = [self.constant.sqrt()[:, None]]
         for layer, channels, kernels in self.writers:
             parts.append(torch.zeros(len(self), 1, dtype=torch.float64, device="cpu"))
@@ -222,7 +224,7 @@ class Channels:
 
 
 def _hypotenuse(sizes: Tensor) -> Tensor:
-    """Root of the sum of squares of each row; numbers as large as float64 has do not overflow."""
+    """Return the root of the sum of squares of each row, without overflow for numbers as large as float64 holds."""
     largest = sizes.amax(1)
     scale = torch.where(largest > 0, largest, 1.0)
     return scale * torch.linalg.vector_norm(sizes / scale[:, None], dim=1)
@@ -230,7 +232,7 @@ def _hypotenuse(sizes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a Conv module: ``cost`` output pixels over groups, and what it reads."""
+    """One call of a Conv module: ``cost`` is output pixels divided by groups, ``channels`` its input channels."""
 
     layer: str
     cost: float
@@ -238,10 +240,11 @@ class Call:
 
 
 class Network:
-    """The Conv modules of a model by name, and what each of their calls reads.
+    """The Conv modules of a model by name, and the input channels of each of their calls.
 
     Attributes:
-        ahead_of_step: for the settings of each optimizer's penalties, what :meth:`measure` gave ahead of its step.
+        ahead_of_step: results of :meth:`measure` before the current step, for the settings of each optimizer's
+            penalties.
     """
 
     def __init__(self, layers: dict[str, _ConvNd], calls: list[Call]) -> None:
@@ -250,7 +253,7 @@ class Network:
 
     @torch.no_grad()
     def measure(self, rings: RingPenalty) -> dict[str, tuple[float, Tensor]]:
-        """``a`` and ``b`` of each layer, see :class:`ComplexityPenalty`, from the present weights."""
+        """Return ``a`` and ``b`` of each layer, see :class:`ComplexityPenalty`, computed from the current weights."""
         on_devices = {name: _norms_and_sizes(rings, module.weight.detach()) for name, module in self.layers.items()}
         measured = {name: both.cpu() for name, both in on_devices.items()}  # [2, C_out]
         norms = {name: both[0] for name, both in measured.items()}
@@ -269,7 +272,7 @@ class Network:
 
 
 def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
-    """``||k_j||`` and ``s'_j`` of each kernel: ``(2, C_out)``, 0 for a kernel without finite ones."""
+    """Return ``||k_j||`` and ``s'_j`` of each kernel: ``(2, C_out)``, 0 where a kernel's are not finite."""
     groups = rings._group_norms(weight)
     both = torch.stack([groups[:, -1], (groups * rings.group_weights(weight).to(weight.device)).sum(1)])
     return torch.where(both.isfinite(), both, 0.0)
@@ -277,7 +280,7 @@ def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Refresh:
-    """Reads the strengths of all layers ahead of a step; the penalties of one model have equal ones."""
+    """Callable that computes the strengths of all layers before a step; it is equal for all penalties of one model."""
 
     network: Network
     rings: RingPenalty
@@ -287,14 +290,14 @@ class _Refresh:
 
 
 class _Readers(fx.Interpreter):
-    """Runs a model and finds for each call of a Conv module what makes the channels that it reads."""
+    """Interpreter that finds, for each call of a Conv module, what produces its input channels."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         self.layers: dict[str, _ConvNd] = {}
         self.calls: list[Call] = []
         self.channels: dict[fx.Node, Channels] = {}  # of tensors (N, C, ...)
-        self.names: dict[int, str] = {}  # of the first module that has a weight
+        self.names: dict[int, str] = {}  # name of the first module that has a weight, by the weight's id
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
@@ -313,7 +316,7 @@ class _Readers(fx.Interpreter):
         if node.target in _CONCATENATIONS:
             tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0]
             whole = _concatenated([self.channels[each] for each in tensors])  # type: ignore[union-attr, index]
-            sources = [whole] if len(whole) == value.shape[1] else sources  # else along another axis
+            sources = [whole] if len(whole) == value.shape[1] else sources  # otherwise concatenated along another axis
         fitting = [source for source in sources if len(source) == value.shape[1]]
         if not fitting:
             return Channels(torch.ones(value.shape[1], dtype=torch.float64, device="cpu"), [])

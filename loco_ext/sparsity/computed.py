@@ -1,4 +1,4 @@
-"""Weights that a module computes from other parameters: parametrized ones, and those of the hooks of torch.nn.utils."""
+"""Weights that a module computes from other parameters: by parametrizations, or by the hooks of torch.nn.utils."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HOW_TO_MAKE_PLAIN = "remove_parametrizations, remove_weight_norm, remove_spectra
 
 @dataclass(frozen=True)
 class Computed:
-    """How a weight is computed.
+    """The way in which a module computes a weight.
 
     Attributes:
-        by: what computes it, for messages.
-        kernels: the parameter whose kernels are the weight's, tap by tap, but for a factor of each kernel or of all of
-            them, or for taps that are masked; None: no parameter is known to be.
-        masked: the weight is ``kernels`` with some elements set to zero.
+        by: name of what computes it, for messages.
+        kernels: the parameter whose kernels are those of the weight, tap by tap, up to one factor for each kernel or
+            for all of them, or up to masked taps; None if no such parameter is known.
+        masked: whether the weight is ``kernels`` with some elements set to zero.
     """
 
     by: str
@@ -33,7 +33,7 @@ class Computed:
 
 
 def computed(module: nn.Module, name: str = "weight") -> Computed | None:
-    """How the module computes the tensor of this name; None where it is a parameter or a buffer, or is not there."""
+    """Return how the module computes the tensor of this name; None if it is stored or does not exist."""
     parameters: dict[str, Any] = module._parameters
     if name in parameters:
         return None
@@ -52,7 +52,7 @@ def computed(module: nn.Module, name: str = "weight") -> Computed | None:
 
 @torch.no_grad()
 def weight_of(module: _ConvNd) -> Tensor:
-    """The weight of a convolution as its parameters make it in eval mode; hooks keep that of the last forward."""
+    """Return a convolution's weight as computed in eval mode; hooks only keep the weight of the last forward."""
     hook = _hooks(module).get("weight")
     if isinstance(hook, prune.BasePruningMethod):
         return hook.apply_mask(module)
@@ -73,7 +73,7 @@ def weight_of(module: _ConvNd) -> Tensor:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raises TypeError or ValueError unless this is a model whose Conv modules all have parameters as weights."""
+    """Raise TypeError or ValueError unless this is a model whose Conv modules all have parameters as weights."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -82,7 +82,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def check_plain_weight(name: str, module: _ConvNd) -> None:
-    """Raises ValueError unless the weight of a model's convolution is a parameter."""
+    """Raise ValueError unless the weight of a model's convolution is a parameter."""
     if (how := computed(module)) is not None:
         raise ValueError(
             f"model: expected convolutions whose weights are parameters, got {name!r}, whose weight {how.by} computes; "
@@ -91,13 +91,13 @@ def check_plain_weight(name: str, module: _ConvNd) -> None:
 
 
 def make_weights_plain(model: nn.Module) -> None:
-    """Puts, in place, a parameter with its value where a module of a model in eval mode computes a tensor.
+    """Replace each tensor that a module computes by a parameter with its value, in place, for a model in eval mode.
 
-    Neither parametrizations nor hooks of weight_norm, spectral_norm and prune are left. Copies of a parametrized module
-    share its class, which stays as it is; torch's remove_parametrizations would change it.
+    No parametrizations and no hooks of weight_norm, spectral_norm and prune remain. The class of a parametrized module
+    is shared by its copies and is not changed, whereas torch's remove_parametrizations would change it.
     """
     for module in list(model.modules()):
-        for name, hook in reversed(_hooks(module).items()):  # a later one may make what an earlier one reads
+        for name, hook in reversed(_hooks(module).items()):  # a later hook may produce the input of an earlier one
             if isinstance(hook, prune.BasePruningMethod):
                 prune.remove(module, name)
             elif isinstance(hook, SpectralNorm):
@@ -123,7 +123,7 @@ def _remove_parametrizations(module: nn.Module) -> None:
 
 
 def _hooks(module: nn.Module) -> dict[str, Any]:
-    """The hooks of prune, spectral_norm and weight_norm, by the name of the tensor that each computes."""
+    """Return the hooks of prune, spectral_norm and weight_norm, by the name of the tensor that each computes."""
     hooks = module._forward_pre_hooks.values()
     named = {hook._tensor_name: hook for hook in hooks if isinstance(hook, prune.BasePruningMethod)}
     return {**{hook.name: hook for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}, **named}
@@ -140,5 +140,5 @@ def _parametrized(parts: parametrize.ParametrizationList) -> Computed:
 
 
 def _keeps_taps(norm: Any) -> bool:
-    """Whether a weight norm has one factor for all taps of a kernel: its dimension is that of channels, or -1, all."""
+    """Return whether a weight norm has one factor for all taps of a kernel: its dim is one of channels, or -1, all."""
     return norm.dim < 2

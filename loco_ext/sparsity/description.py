@@ -1,4 +1,4 @@
-"""A torch.fx.GraphModule as plain data beside its tensors, and back; see :mod:`loco_ext.sparsity.files`."""
+"""Conversion of a torch.fx.GraphModule to plain data and tensors, and back; see :mod:`loco_ext.sparsity.files`."""
 
 import inspect
 import keyword
@@ -25,23 +25,24 @@ from loco_ext.sparsity.vocabulary import (
     encode,
 )
 
-# fx writes targets into the source code of forward.
+# fx writes targets into the source code of forward, so they are restricted to these characters.
 _PATH = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# Saved apart from the arguments of the constructor, or (the last) made of them and read for other paddings only.
+# The former are saved apart from the constructor's arguments. The latter is derived from them and only read for other
+# padding modes than "zeros".
 _KEPT_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 _UNREAD_FOR_ZEROS = {"_reversed_padding_repeated_twice"}
 
 
 def describe(model: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What :func:`rebuild` makes the model from: plain data, which JSON holds, and tensors by name.
+    """Return what :func:`rebuild` creates the model from: plain data that JSON can hold, and tensors by name.
 
     Raises:
-        ModelFileError: naming a node, module or tensor that cannot be rebuilt.
+        ModelFileError: a node, module or tensor, which the message names, cannot be rebuilt.
     """
     modules: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
     values: dict[str, Tensor] = {}
-    names: dict[int, str] = {}  # of modules and tensors seen, by id
+    names: dict[int, str] = {}  # names of modules and tensors seen, by id
     for path, module in model.named_modules(remove_duplicate=False):
         shared = names.setdefault(id(module), path)
         if shared != path:
@@ -66,10 +67,10 @@ def describe(model: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def rebuild(description: Mapping[str, Any], values: Mapping[str, Tensor]) -> fx.GraphModule:
-    """The model that :func:`describe` was given, with copies of ``values``; nothing but the tables' layers is made.
+    """Return the model given to :func:`describe`, with copies of ``values``; creates only layers of the tables.
 
     Raises:
-        ModelFileError: a name that is in no table, or parts that do not fit.
+        ModelFileError: a name is in no table, or parts do not fit together.
     """
     model = fx.GraphModule(nn.Module(), fx.Graph())
     model.training = bool(description["training"])
@@ -117,13 +118,13 @@ def _layer_record(path: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:
-    """Those arguments of the layer's constructor that are not its defaults."""
+    """Return the arguments of the layer's constructor that differ from its defaults."""
     found = {}
     for name, parameter in inspect.signature(type(layer)).parameters.items():
         if name in ("device", "dtype") or not hasattr(layer, name):
             continue
         value = getattr(layer, name)
-        if name == "bias":  # none comes without a weight
+        if name == "bias":  # without a weight, there is no bias either
             value = value is not None or layer.weight is None
         if type(value) is not type(parameter.default) or value != parameter.default:
             found[name] = value
@@ -131,7 +132,7 @@ def _arguments(layer: nn.Module) -> dict[str, Any]:
 
 
 def _check_rebuilt(path: str, module: nn.Module, rebuilt: nn.Module) -> None:
-    """The two have the same attributes, and with them hooks; tensors apart."""
+    """Raise ModelFileError unless both have the same attributes, which include hooks, apart from tensors."""
     apart = _KEPT_APART
     if getattr(module, "padding_mode", None) == "zeros":
         apart = apart | _UNREAD_FOR_ZEROS
@@ -177,7 +178,7 @@ def _check_path(what: str, name: Any) -> None:
 
 
 def _check_names(model: nn.Module, names: list[str]) -> None:
-    """Every way to a module has one of the names: none leads in a circle, and there are no more ways than names."""
+    """Raise ModelFileError unless the paths to modules are exactly these names, which also rules out cycles."""
     found = islice(model.named_modules(remove_duplicate=False), 1, len(names) + 2)
     for (name, _), expected in zip_longest(found, names, fillvalue=("", None)):
         if name != expected:
@@ -185,7 +186,7 @@ def _check_names(model: nn.Module, names: list[str]) -> None:
 
 
 def _layer(name: str, record: Mapping[str, Any]) -> nn.Module:
-    """A layer of the tables, on the meta device."""
+    """Return a layer of the tables, on the meta device."""
     kind = record["class"]
     if kind in CONTAINERS:
         layer: nn.Module = CONTAINERS[kind]()
@@ -254,7 +255,7 @@ def _check_word(name: str, word: Any) -> None:
 def _target(
     op: str, target: Any, args: tuple[Any, ...], modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
 ) -> Any:
-    """What the node calls or names, from the tables or the model."""
+    """Return what the node calls or names, looked up in the tables or the model."""
     if op == "placeholder":
         _check_word(target, target)
         return target

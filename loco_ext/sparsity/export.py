@@ -1,4 +1,4 @@
-"""Networks for other runtimes."""
+"""Export of networks for other runtimes."""
 
 import contextlib
 import copy
@@ -16,27 +16,27 @@ from loco_ext.extras import need
 from loco_ext.output import replacing
 from loco_ext.sparsity.vocabulary import ModelFileError
 
-_LARGEST = 2**31 - 2**24  # bytes of tensors: protobuf ends at 2 GiB, and the graph takes room too
+_LARGEST = 2**31 - 2**24  # bytes of tensors: protobuf is limited to 2 GiB, and the graph takes space too
 
 
 def export_onnx(
     model: nn.Module, example_inputs: Tensor | tuple[Tensor, ...], path: str | Path, *, dynamic_size: bool = False
 ) -> None:
-    """Writes a network in evaluation mode to one ONNX file, for batches of any size.
+    """Write a network in evaluation mode to one ONNX file, for batches of any size.
 
-    Needs the packages of the extra ``onnx``. The model is left alone; an existing file is replaced when the new one is
-    written.
+    The packages of the extra ``onnx`` are required. The model is not changed; an existing file is replaced once the new
+    one is complete.
 
     Args:
-        model: what ``compact`` or :func:`loco_ext.sparsity.load` returns, or any module that ``torch.export`` takes.
-        example_inputs: what it is called with: a tensor, or several, whose first dimension is the batch.
-        path: of the file.
-        dynamic_size: all dimensions after the channels may change too, not only the batch.
+        model: a result of ``compact`` or :func:`loco_ext.sparsity.load`, or any module that ``torch.export`` accepts.
+        example_inputs: arguments of the model: a tensor, or several, whose first dimension is the batch.
+        path: path of the file.
+        dynamic_size: whether all dimensions after the channels may vary too, not only the batch.
 
     Raises:
         ModuleNotFoundError: onnx or onnxscript is missing.
-        TypeError, ValueError: naming the argument; tensors of 2 GiB and more, for which one file is too small.
-        ModelFileError: a ValueError: the model fixes a dimension that is to change, or has operators that ONNX lacks.
+        TypeError, ValueError: the message names the argument; tensors of 2 GiB and more do not fit in one file.
+        ModelFileError: a ValueError: the model fixes a dimension that is to vary, or has operators that ONNX lacks.
         OSError: the file cannot be written.
 
     Example:
@@ -61,10 +61,10 @@ def export_onnx(
             # Given the model itself, the exporter would make dimensions constant where the model fixes them.
             exported = torch.export.export(network, inputs, dynamic_shapes=dimensions)
             program: Any = torch.onnx.export(exported, dynamo=True, external_data=False, verbose=False)
-        except Exception as error:  # torch.export, the converter and onnxscript have each their own
+        except Exception as error:  # torch.export, the converter and onnxscript each have their own errors
             raise ModelFileError(f"model: cannot be exported to ONNX: {_reason(error)}") from error
         for node in program.model.graph.all_nodes():
-            node.metadata_props.clear()  # of this machine: where in which source file it was traced
+            node.metadata_props.clear()  # they contain paths of source files on this machine
         with replacing(Path(path)) as temporary:
             program.save(temporary, external_data=False)
 
@@ -83,13 +83,13 @@ def _check(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> None:
 
 
 def _at_least_two(value: Tensor) -> Tensor:
-    """torch.export takes a dimension of 1 for one that never changes."""
+    """Return the input with a batch of at least two: torch.export specialises dimensions of size 1."""
     return value if len(value) > 1 else torch.cat([value, value])
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """What the exporter says, its developers should hear; its errors are raised too."""
+    """Silence the exporter's messages, which are meant for its developers; errors are raised as usual."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -102,7 +102,7 @@ def _silence() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the error that all others are wrapped around."""
+    """Return the first line of the innermost error of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,6 @@
-"""Networks in files that any process can load, without executing anything from them.
+"""Storage of networks in files that any process can load without executing code from them.
 
-A folder holds one network:
+A folder contains one network:
 
     model.safetensors  its parameters and buffers, shared ones once
     manifest.json      its graph, modules and report, and the checksum of model.safetensors
@@ -27,22 +27,22 @@ VERSION = 1
 
 
 def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
-    """Writes a network to a folder, for :func:`load`.
+    """Write a network to a folder, for :func:`load`.
 
-    Kept are the graph, layers, parameters and buffers (which of them are one, their bits, memory format, dtype and
-    ``requires_grad``), training or evaluation of each module, and the report; the device, hooks and what passes have
-    noted in ``meta`` are not. Files of an earlier save are replaced when both new ones are written. Where the process
-    is killed between the two, load refuses the pair.
+    Saved are the graph, layers, parameters and buffers (with shared tensors, bits, memory format, dtype and
+    ``requires_grad``), the training mode of each module, and the report. Not saved are the device, hooks and what
+    passes have recorded in ``meta``. The files of an earlier save are replaced once both new ones are written. If the
+    process is killed between the two replacements, load refuses the pair.
 
     Args:
-        model: what ``compact`` returns for a model that torch.fx can trace, or any graph of torch.nn's layers and
+        model: a result of ``compact`` for a model that torch.fx can trace, or any graph of torch.nn's layers and
             functions.
-        folder: is made where it is missing.
-        report: anything with ``to_dict()``, which returns plain data; what is not finite becomes null.
+        folder: path of the folder, which is created if it does not exist.
+        report: any object with ``to_dict()`` that returns plain data; numbers that are not finite become null.
 
     Raises:
-        TypeError: naming the argument.
-        ModelFileError: a ValueError that names a node, module or tensor that could not be loaded again, such as layers
+        TypeError: an argument, which the message names, has a wrong type.
+        ModelFileError: a ValueError that names a node, module or tensor that could not be loaded again, such as a layer
             with hooks; nothing has been written.
         OSError: the folder cannot be written to.
 
@@ -68,7 +68,7 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
         rebuild(json.loads(json.dumps(content)), safetensors.torch.load(data))
     except ModelFileError:
         raise
-    except Exception as error:  # whatever torch or safetensors refuses in parts that are allowed one by one
+    except Exception as error:  # torch or safetensors may refuse a combination of parts that are allowed one by one
         raise ModelFileError(f"model: could not be loaded again: {_line(error)}") from error
     content["report"] = _plain(report)
     content["written_by"] = {"loco_ext": __version__, "torch": torch.__version__}
@@ -82,21 +82,21 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModule:
-    """The network that :func:`save` has written, as it was: it can be called, trained, compiled and saved again.
+    """Return the network that :func:`save` has written; it can be called, trained, compiled and saved again.
 
-    Only layers, functions and methods from fixed tables are made or called; nothing is unpickled.
+    Only layers, functions and methods from fixed tables are created or called; nothing is unpickled.
 
     Args:
-        folder: as for save.
-        device: of the parameters and buffers.
+        folder: as for :func:`save`.
+        device: device of the parameters and buffers.
 
     Returns:
         The network; ``meta["report"]`` is what the report's ``to_dict`` returned, or None.
 
     Raises:
         ModelFileError: a ValueError that names a file which is missing, damaged, of another kind, from another save
-            than its neighbour, or with something in it that is in no table.
-        TypeError, ValueError: device.
+            than the file beside it, or contains something that is in no table.
+        TypeError, ValueError: ``device`` is wrong.
 
     Example:
         >>> import tempfile, torch
@@ -129,7 +129,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModu
         model.meta["report"] = content["report"]
     except ModelFileError as error:
         raise ModelFileError(f"{manifest}: {error}") from error
-    except Exception as error:  # what damaged or foreign content makes torch, safetensors and dicts raise
+    except Exception as error:  # damaged or foreign content makes torch, safetensors and dicts raise various errors
         raise ModelFileError(f"{manifest}: not a network that save has written: {_line(error)}") from error
     return model
 
@@ -153,7 +153,7 @@ def _plain(report: Any) -> Any:
 def _device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # what torch raises differs from device to device
+    except (RuntimeError, AssertionError) as error:  # the type of torch's error depends on the device
         raise ValueError(f"device: expected one that torch can use here, got {device!r}") from error
 
 

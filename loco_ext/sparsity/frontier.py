@@ -1,4 +1,4 @@
-"""The path of strengths: what a network still does, and what it costs, the more its penalty takes away."""
+"""The path of penalty strengths: quality and cost of a network for increasingly strong penalties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
 from loco_ext.sparsity.tracing import zero_dead_kernels
 
 PATHS = ("dense", "up", "down")
-_MOST_TRIALS = 64  # factors of 2 either way
+_MOST_TRIALS = 64  # doublings or halvings
 
 Fit = Callable[[nn.Module, GroupPenalty], None]
 Refit = Callable[[nn.Module, int], None]
@@ -33,32 +33,32 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One network of the path."""
+    """One network on the path."""
 
     strength: float
-    tau: float  # groups whose norm was not above it were set to zero after training
-    metrics: dict[str, float]  # what evaluate says
-    refitted: dict[str, float] | None  # what it says of the compacted network after refit
-    multiply_adds: int  # of one sample (eq. 10), once compacted
-    latency_before: float | None  # seconds of the network as it was trained, None where it was not measured
-    latency_after: float | None  # and of the compacted one
-    kernels: dict[str, list[int]]  # by convolution: how many kernels have size 0, 1, 2, ...
+    tau: float  # groups with a norm of at most this were set to zero after training
+    metrics: dict[str, float]  # results of evaluate
+    refitted: dict[str, float] | None  # results of evaluate for the compacted network after refit
+    multiply_adds: int  # for one sample (eq. 10), after compaction
+    latency_before: float | None  # seconds of the network as trained; None if not measured
+    latency_after: float | None  # seconds of the compacted network
+    kernels: dict[str, list[int]]  # number of kernels of size 0, 1, 2, ..., by convolution
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """All points in the order in which they were trained, each strength's by tau, and the model they come from."""
+    """All points in the order of training, then of tau, and the figures of the model they come from."""
 
     penalty: tuple[Any, ...]  # class name and settings
     path: str
     multiply_adds: int  # of the model itself
-    latency: float | None  # likewise
+    latency: float | None  # of the model itself
     metrics: dict[str, float]
-    trials: list[tuple[float, bool]]  # strengths tried for the largest, and whether nothing was left
+    trials: list[tuple[float, bool]]  # strengths tried in the search for the largest, and whether nothing was left
     points: list[FrontierPoint] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as JSON has it."""
+        """Return the frontier as plain data that JSON can hold."""
         return asdict(self)
 
 
@@ -79,47 +79,50 @@ def frontier(
     latency: bool = False,
     folder: Path | None = None,
 ) -> Frontier:
-    """Trains the model with a penalty of many strengths and measures what comes out, compacted, each time.
+    """Train the model with a penalty of many strengths, and evaluate and compact each result.
 
-    Without ``strengths`` they run from the least one that leaves nothing, "alpha_max", down to ``span`` times that,
-    evenly on a logarithmic scale. The search for it begins with the largest of :func:`max_strength`; from there the
-    strength is doubled until a training ends with all convolutions zero, or halved as long as one does.
+    Without ``strengths``, they range from the least one that leaves nothing, "alpha_max", down to ``span`` times that,
+    evenly spaced on a logarithmic scale. The search for alpha_max begins with the largest of :func:`max_strength`. From
+    there the strength is doubled until a training ends with all convolutions zero, or halved as long as one does.
 
-    Every training is started warm, in one of three ways. Mind "down", the usual one of convex problems: convolutions
-    that are zero, one after the other, have no gradient, and a network that starts empty stays so or recovers badly. It
-    suits models with one convolution, or strengths that begin below "alpha_max".
+    Every training has a warm start, in one of three ways. Take care with "down", the usual way for convex problems:
+    consecutive convolutions that are zero have no gradient, and a network that starts empty stays empty or recovers
+    badly. It suits models with one convolution, or strengths that begin below "alpha_max".
 
-    - ``"dense"``: from the model as it is given, whatever the strength. All points had equally long trainings.
-    - ``"up"``: from the point before, strengths ascending; the first from the model. Later points trained longer.
-    - ``"down"``: from the point before, strengths descending; the first from the model.
+    - ``"dense"``: start from the given model at every strength. All points had equally long trainings.
+    - ``"up"``: start from the previous point, strengths ascending; the first from the model. Later points trained
+      longer.
+    - ``"down"``: start from the previous point, strengths descending; the first from the model.
 
     Args:
-        model: trained without the penalty; left alone.
-        fit: trains a model in place with a penalty; the same both times if called again with the same. Kernels that a
-            batch norm then multiplies by zero count as zero (:func:`zero_dead_kernels`).
-        evaluate: of a trained model, such as ``{"accuracy": 0.9}``.
-        penalty: its strength does not matter; ``power=1`` where no strengths are given.
-        example_inputs: a tensor or a tuple of them, as for :func:`compact`.
-        strengths: at least 0, or None.
-        points, span: number of strengths, and the ratio of the smallest to the largest, where none are given.
-        loss: where no strengths are given, the loss of a model without the penalty, as for :func:`max_strength`.
-        refit: trains a compacted network in place, without the penalty; the path goes on from the network as it was
-            before. A penalty leaves the weights that it keeps smaller than the loss wants them. Its second argument is
-            how many trainings of the path are still to come ("dense": 0), for who wants all to be trained as long.
-        path: see above.
+        model: trained without the penalty; it is not changed.
+        fit: trains a model in place with a penalty, deterministically: the same call must give the same result. Kernels
+            that a batch norm then multiplies by zero count as zero (:func:`zero_dead_kernels`).
+        evaluate: returns the metrics of a trained model, such as ``{"accuracy": 0.9}``.
+        penalty: its strength is ignored; ``power=1`` if no strengths are given.
+        example_inputs: a tensor or a tuple of tensors, as for :func:`compact`.
+        strengths: numbers of at least 0, or None.
+        points, span: number of strengths, and the ratio of the smallest to the largest, if none are given.
+        loss: if no strengths are given, the loss of a model without the penalty, as for :func:`max_strength`.
+        refit: trains a compacted network in place, without the penalty, since a penalty leaves the weights that it
+            keeps smaller than the loss wants them; the path continues from the network before refit. The second
+            argument is the number of trainings of the path still to come ("dense": 0), which allows equal total
+            training for all.
+        path: one of the three ways above.
         taus: one point for each: groups of at most this norm are set to zero after training (eqs. 15 and 23), which
             penalties that are part of the loss need. The exact prox needs none: 0.
-        latency: measure the seconds that each network takes for the example, before and after compaction.
-        folder: where finished points are kept, if any; a call with the same arguments goes on from them. Weights of
+        latency: whether to measure the seconds that each network takes for the example, before and after compaction.
+        folder: folder for finished points, if any; a call with the same arguments resumes from them. The weights of
             point 3, before any tau, are in ``point-03.pt``.
 
     Returns:
-        The :class:`Frontier`: the model's own cost and figures, and a :class:`FrontierPoint` for each strength and tau.
+        The :class:`Frontier`: the model's own cost and metrics, and a :class:`FrontierPoint` for each strength and tau.
 
     Raises:
-        TypeError, ValueError: naming the argument; a parametrization or a hook computes a weight of ``model``; no
-            strength leaves nothing; ``folder`` holds another path, damaged files, or weights that have diverged.
-        OSError: ``folder`` cannot be written to, or another process does.
+        TypeError, ValueError: the message names the argument; a parametrization or a hook computes a weight of
+            ``model``; no strength leaves nothing; ``folder`` holds another path, damaged files, or weights that have
+            diverged.
+        OSError: ``folder`` cannot be written to, or another process is writing to it.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", sections 3.3 and 4.
@@ -220,7 +223,7 @@ def _check(
 def _search(
     model: nn.Module, fit: Fit, penalty: GroupPenalty, loss: Callable[[nn.Module], Tensor] | None, store: _Store
 ) -> list[tuple[float, bool]]:
-    """All strengths tried, factors of 2 apart, and whether they left nothing; the last two differ in that."""
+    """Return all strengths tried, factors of 2 apart, and whether each left nothing; the last two differ in that."""
     assert loss is not None
     begin = max(max_strength(model, loss, penalty).values())
     if not begin > 0:
@@ -248,7 +251,7 @@ def _search(
 
 @dataclass
 class _Measure:
-    """What the points have in common."""
+    """The settings shared by all points."""
 
     evaluate: Evaluate
     refit: Refit | None
@@ -259,7 +262,7 @@ class _Measure:
     def __call__(
         self, model: nn.Module, penalty: GroupPenalty, tau: float, name: str, to_come: int = 0
     ) -> FrontierPoint:
-        """The model as it is once groups of at most ``tau`` are zero."""
+        """Return the point of the model with groups of at most ``tau`` set to zero."""
         return FrontierPoint(**self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come))))
 
     def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
@@ -276,7 +279,7 @@ class _Measure:
         if self.latency:
             _, report = compact(kept.eval(), self.example_inputs, cost="measured")
             latencies = report.latency_before, report.latency_after
-        # What is fastest differs from run to run: whatever is trained on is not to.
+        # The fastest network differs from run to run, but training needs to be reproducible.
         smaller, report = compact(kept.eval(), self.example_inputs, cost="multiply_adds", fold_norms=False)
         refitted = None
         if self.refit is not None:
@@ -289,20 +292,20 @@ class _Measure:
 
 
 def _sizes(penalty: GroupPenalty, weight: Tensor) -> Tensor:
-    """Kernel sizes left; by half rings, which leave every size, for a penalty of kernels."""
+    """Return the remaining size of each kernel; a penalty of kernels uses half rings, which allow every size."""
     if isinstance(penalty, RingPenalty):
         return kernel_sizes(weight, penalty.kind, first=penalty.first)
     return kernel_sizes(weight)
 
 
 class _Store:
-    """Records and weights by name, in a folder or nowhere. A file that is there is whole."""
+    """Records and weights by name, in a folder or not stored at all. A file that exists is complete."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     def begin(self, definition: dict[str, Any]) -> None:
-        """Writes down that the folder is that of this path, or makes sure that it is."""
+        """Record that the folder belongs to this path, or raise ValueError if it belongs to another one."""
         if self.folder is None:
             return
         found = self.remembered("path", lambda: definition)
@@ -311,7 +314,7 @@ class _Store:
             raise ValueError(f"folder: {self.folder} holds a path that differs in {', '.join(different)}")
 
     def remembered(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The record of this name, made where there is none."""
+        """Return the record of this name; call ``make`` and store its result if there is none."""
         if self.folder is None:
             return make()
         path = self.folder / f"{name}.json"
@@ -325,14 +328,14 @@ class _Store:
             raise ValueError(f"folder: {path} is not a record of a path") from error
 
     def trained(self, name: str, model: nn.Module, fit: Fit, penalty: GroupPenalty) -> nn.Module:
-        """``model``, trained in place, or with the weights of this name."""
+        """Return ``model`` with the stored weights of this name; if there are none, train it and store its weights."""
         path = None if self.folder is None else self.folder / f"{name}.pt"
         if path is not None and path.exists():
             try:
                 weights = load_checkpoint(path)
                 check_finite(weights)
                 model.load_state_dict(weights)
-            except Exception as error:  # weights of another model make what is called here fail in any way
+            except Exception as error:  # weights of another model may raise anything here
                 reason = (str(error).splitlines() or [""])[0]
                 raise ValueError(f"folder: {path} does not hold this model's weights: {reason}") from error
             return model

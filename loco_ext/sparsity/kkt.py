@@ -1,4 +1,4 @@
-"""How far a result is from the optimum of the prox: the residual of its optimality (KKT) conditions, in float64."""
+"""Residual of the prox's optimality (KKT) conditions, in float64: the distance of a result from the optimum."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ def kkt_residual(
     squared: Sequence[float] | Tensor | None = None,
     first: str = "auto",
 ) -> Tensor:
-    """Distance of ``d*(weight - result)`` from the penalty's subdifferential at ``result``, over the norm of
-    ``d*weight``: 0 if ``result`` is the optimum that :func:`ring_prox` is asked for. It does not look at how that is
-    found, and so can judge any method's result.
+    """Return how far ``result`` is from satisfying the optimality conditions of the prox, relative to ``weight``.
+
+    The residual is the distance of ``d*(weight - result)`` from the penalty's subdifferential at ``result``, divided by
+    the norm of ``d*weight``. It is 0 if ``result`` is the optimum that :func:`ring_prox` computes. It does not depend
+    on how the result was found, and so can judge any method's result.
 
     Args:
         weight, thresholds, kind, norm, metric, squared, first: as for :func:`ring_prox`.
-        result: of weight's shape.
+        result: a tensor of weight's shape.
 
     Returns:
-        float64 ``(C_out,)``. ``norm="l2"`` measures in the Euclidean norm, ``"linf"`` in the sum of sizes, its dual.
+        float64 ``(C_out,)``. ``norm="l2"`` measures in the Euclidean norm, ``"linf"`` in its dual, the sum of absolute
+        values.
 
     Raises:
-        TypeError, ValueError: as :func:`ring_prox`, and for a ``result`` of another shape.
+        TypeError, ValueError: as for :func:`ring_prox`; ``result`` has another shape.
 
     Example:
         >>> import torch
@@ -58,7 +61,7 @@ def kkt_residual(
     index = torch.tensor(rings, device=weight.device)
     u, x = (tensor.detach().double().flatten(2) for tensor in (weight, result))
     d = torch.ones_like(u) if metric is None else metric.detach().double().flatten(2)
-    # Powers of two, of each kernel, keep all squares within float64; they change no quotient of forces.
+    # Scaling each kernel by powers of two keeps all squares within float64 and changes no quotient of forces.
     of_weight, of_metric = power_of_two(u.abs().amax((1, 2))), power_of_two(d.amax((1, 2)))
     u, x, d = u * of_weight[:, None, None], x * of_weight[:, None, None], d * of_metric[:, None, None]
     groups = torch.stack([_group_norm(x, index <= n, norm) for n in range(count)], 1)  # [C_out, groups]
@@ -67,7 +70,7 @@ def kkt_residual(
         q = _thresholds("squared", squared, count, weight)
         t = t + 2 * (q * (groups / of_weight[:, None])).sum(1, keepdim=True) * q
     t = t * of_weight[:, None] * of_metric[:, None]
-    forces = d * (u - x)  # to be made up of one subgradient for each group
+    forces = d * (u - x)  # must be the sum of one subgradient of each group
     distance = (_distance_l2 if norm == "l2" else _distance_linf)(forces, x, index, t, groups)
     size = (d * u).flatten(1).norm(dim=1) if norm == "l2" else (d * u).abs().sum((1, 2))
     return torch.where(distance == 0, 0.0, distance / size)
@@ -85,13 +88,16 @@ def _group_norm(x: Tensor, taps: Tensor, norm: str) -> Tensor:
 
 
 def _distance_l2(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: Tensor) -> Tensor:
-    """A group that is not zero has one subgradient, ``t x / ||x||``; those that are have all of norm up to t. Their
-    sum set is what the prox takes off: its result is what is left over."""
+    """Return the distance for ``norm="l2"``, ``(C_out,)``.
+
+    A non-zero group has the single subgradient ``t x / ||x||``; a zero group has all vectors of norm up to t. The sum
+    of these sets is what the prox subtracts, so its result is the distance.
+    """
     live = groups > 0
     pull = torch.where(live, t / torch.where(live, groups, 1.0), 0.0)
     of_ring = pull.flip(1).cumsum(1).flip(1)  # ring r is in all groups from r on
     rest = forces - of_ring[:, None, index] * x
-    dead = ~live[:, None, index]  # rings of the groups that are zero
+    dead = ~live[:, None, index]  # rings of groups that are zero
     kept = torch.where(live, 0.0, t)
     inside = reference_prox(torch.where(dead, rest, 0.0), index.tolist(), kept, None, None, False)
     outside = torch.where(dead, 0.0, rest)
@@ -99,9 +105,12 @@ def _distance_l2(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: Te
 
 
 def _distance_linf(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: Tensor) -> Tensor:
-    """Group n pulls its largest weights towards 0 with forces of sum ``t_n``; groups with the same largest size form a
-    plateau. The largest weights of ring r can be pulled by the plateau's groups from r on: what they take must not
-    exceed what those have, and the whole plateau's must be used up unless it is at 0."""
+    """Return the distance for ``norm="linf"``, ``(C_out,)``.
+
+    Group n pulls its largest weights towards 0 with forces of sum ``t_n``; groups with the same largest weight form a
+    plateau. The largest weights of ring r can be pulled by the plateau's groups from r on. The forces they take must
+    not exceed those available, and all forces of the plateau must be used unless it is at 0.
+    """
     count = t.shape[1]
     size, sign = x.abs(), torch.where(x == 0, forces.sign(), x.sign())
     along = forces * sign  # at least 0 where the weight is pulled towards 0
@@ -109,11 +118,11 @@ def _distance_linf(forces: Tensor, x: Tensor, index: Tensor, t: Tensor, groups: 
     tops = along.clamp(min=0) * at_top
     taken = torch.zeros_like(t).index_add_(1, index, tops.sum(1))  # by ring
     wrong = (along.clamp(max=0).abs() + along.clamp(min=0) * ~at_top).sum((1, 2))
-    # From the last group of each plateau to its first, what is taken must stay within what there is.
+    # Forces taken must not exceed those available, from the last group of each plateau to its first.
     surplus = torch.zeros_like(wrong)
     for n in range(count - 1, -1, -1):
         if n + 1 < count:
-            begins = groups[:, n] < groups[:, n + 1]  # another plateau
+            begins = groups[:, n] < groups[:, n + 1]  # another plateau begins
             unused = torch.where(begins & (groups[:, n + 1] > 0), surplus, 0.0)
             wrong = wrong + unused
             surplus = torch.where(begins, 0.0, surplus)

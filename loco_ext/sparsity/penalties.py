@@ -1,8 +1,8 @@
-"""Penalties that choose kernel sizes and layer widths, as loss terms and through their exact prox.
+"""Penalties that select kernel sizes and layer widths, as loss terms and through their exact prox.
 
 They are those of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers": section 3.3,
-eqs. 12-13 (kernels) and 21-22 (rings); its variants, eqs. 25 and 29 (weightings), 32 and 33 (squares) and the largest
-weight instead of the Euclidean norm; and the worry of its eqs. 30-31, batch norm.
+eqs. 12-13 (kernels) and 21-22 (rings); the variants of eqs. 25 and 29 (weightings), eqs. 32 and 33 (squares) and the
+largest weight instead of the Euclidean norm; and the problem of batch norm raised in its eqs. 30-31.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class _Penalty:
-    """What both penalties share: checks of their settings, and the norms of nested groups."""
+    """Base class of both penalties: checks of their settings, and the norms of nested groups."""
 
     strength: float
     weighting: str
     norm: str
     power: int
-    _coupled: ClassVar[bool]  # what power 2 squares is the sum over a layer's kernels
+    _coupled: ClassVar[bool]  # whether power 2 squares the sum over a layer's kernels
 
     def __post_init__(self) -> None:
         check_number("strength", self.strength)
@@ -47,24 +47,24 @@ class _Penalty:
             raise ValueError(f"power: expected 1 or 2, got {self.power!r}")
 
     def rings(self, weight: Tensor) -> tuple[list[int], int]:
-        """The ring of each tap, in the order of a contiguous kernel, and their number."""
+        """Return the ring of each tap, in the order of a contiguous kernel, and the number of rings."""
         raise NotImplementedError
 
     def group_weights(self, weight: Tensor) -> Tensor:
-        """``w_n`` of each group, float64: 1, or the group's number of weights to the power -1/2 or 1/2."""
+        """Return ``w_n`` of each group, float64: 1, or the group's number of weights to the power -1/2 or 1/2."""
         weights = group_weights(*self.rings(weight), weight.shape[1], self.weighting)
         return torch.tensor(weights, dtype=torch.float64, device="cpu")
 
     def _group_norms(self, weight: Tensor) -> Tensor:
-        """``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
+        """Return ``||k(G_n)||`` of each group of each kernel: float64, differentiable, ``(C_out, groups)``."""
         return group_norms(weight, *self.rings(weight), self.norm == "linf")
 
     def _kernel_values(self, weight: Tensor) -> Tensor:
-        """``sum_n w_n ||k(G_n)||`` of each kernel, without the strength: float64, differentiable, ``(C_out,)``."""
+        """Return ``sum_n w_n ||k(G_n)||`` of each kernel, without strength: float64, differentiable, ``(C_out,)``."""
         return (self._group_norms(weight) * self.group_weights(weight).to(weight.device)).sum(1)
 
     def for_step(self, weight: Tensor) -> OfStep:
-        """What the operators of the optimizer step take for this weight.
+        """Return the argument that the optimizer step's operators take for this weight.
 
         Raises:
             TypeError, ValueError: as for :meth:`prox`.
@@ -73,38 +73,41 @@ class _Penalty:
         return self._for_kernels(weight) if blocks is None else ops.LayerPenalty(blocks.shrink)
 
     def _for_kernels(self, weight: Tensor) -> OfStep:
-        """The same for a convolution's weight."""
+        """Return the argument of the optimizer step for a convolution's weight."""
         (rings, _), weights, linf = self.rings(weight), self.group_weights(weight), self.norm == "linf"
         if self.power == 1:
             return ops.StepPenalty(rings, self.strength * weights, None, linf)
         return ops.StepPenalty(rings, 0 * weights, math.sqrt(self.strength) * weights, linf, self._coupled)
 
     def value(self, weight: Tensor) -> Tensor:
-        """The penalty of one layer's weight: float64 scalar, differentiable; where a norm is 0, its gradient is 0."""
+        """Return the penalty of one layer's weight: float64 scalar, differentiable; a zero norm has gradient 0."""
         blocks = self._for_blocks(weight)
         return self._value(weight) if blocks is None else blocks.value(weight)
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
-        """``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d = metric, or ones.
+        """Return ``argmin_x sum_i d_i (x_i - weight_i)^2 / 2 + step * value(x)``, exactly; d is ``metric``, or ones.
 
         Args:
-            weight: of a convolution; left alone.
-            step: finite and at least 0: how far a gradient step would go.
+            weight: a convolution's weight; it is not changed.
+            step: size of the corresponding gradient step, finite and at least 0.
+            metric: positive tensor of weight's shape and device; None: ones.
         """
         blocks = self._for_blocks(weight)
         return self._checked_prox(weight, step, metric) if blocks is None else blocks.prox(weight, step, metric)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
-        """The weight with every group of norm at most ``tau`` set to zero, as the draft's eqs. 15 and 23 end a training
-        with :meth:`value` as a loss term, which leaves groups small but not zero. (What :meth:`prox` has trained needs
-        no such choice.) As groups are nested, each kernel loses the largest such group; its other weights stay.
+        """Return the weight with every group of norm at most ``tau`` set to zero.
+
+        The draft's eqs. 15 and 23 end a training with :meth:`value` as a loss term this way, since it leaves groups
+        small but not zero. (Weights trained with :meth:`prox` need no such choice.) As groups are nested, each kernel
+        loses the largest such group; its other weights stay.
 
         Args:
-            weight: of a convolution; left alone.
-            tau: finite and at least 0, compared with the groups' norms as they are, without weighting and strength.
+            weight: a convolution's weight; it is not changed.
+            tau: finite and at least 0; compared with the norms of the groups without weighting and strength.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: the message names the argument, what was expected and what it got.
 
         Example:
             >>> import torch
@@ -117,23 +120,23 @@ class _Penalty:
         return self._threshold(weight, tau) if blocks is None else blocks.threshold(weight, tau)
 
     def _for_blocks(self, weight: Tensor) -> BlockPenalty | None:
-        """What stands for this penalty if these are the blocks of a locally connected layer."""
+        """Return the equivalent of this penalty if the weight is the blocks of a locally connected layer, else None."""
         if (pattern := pattern_of(weight)) is None:
             return None
         from loco_ext.sparsity.block_penalties import BlockPenalty
 
-        with transforms.suspended():  # what is made of the pattern alone has no part in them
+        with transforms.suspended():  # transforms must not see tensors that depend only on the pattern
             return BlockPenalty(self, pattern, weight.shape)  # type: ignore[arg-type]
 
     def _value(self, weight: Tensor) -> Tensor:
         return self.strength * self._total(self._kernel_values(weight))
 
     def _total(self, values: Tensor) -> Tensor:
-        """The penalty of a layer from its kernels'."""
+        """Return the penalty of a layer, given the values of its kernels, ``(C_out,)``."""
         raise NotImplementedError
 
     def _threshold(self, weight: Tensor, tau: float, scales: Tensor | None = None) -> Tensor:
-        """``scales``: factors of the kernels' norms, ``(C_out,)``; None: ones."""
+        """Set small groups to zero; ``scales`` multiply the kernels' norms, ``(C_out,)``; None: ones."""
         limit = check_number("tau", tau)
         norms = self._group_norms(weight.detach())
         small = (norms if scales is None else scales[:, None] * norms) <= limit  # [C_out, groups]
@@ -149,7 +152,7 @@ class _Penalty:
         return self._shrink(weight, size, metric)
 
     def _shrink(self, weight: Tensor, step: float, metric: Tensor | None) -> Tensor:
-        """The prox, without checks."""
+        """Return the prox, without checking the arguments."""
         size = step * self.strength
         if self.power == 1:
             return self._prox(weight, self._thresholds(weight, size), None, metric)
@@ -171,21 +174,21 @@ class _Penalty:
 class RingPenalty(_Penalty):
     """``strength * sum_n w_n ||k(G_n)||``, summed over kernels: rings vanish one by one, from the outside in.
 
-    Of the ``values`` of a locally connected layer, the parameter itself, a kernel is what one output unit has, and its
-    rings are those of :func:`loco_ext.geometry.block_rings`, at most 64.
+    For the ``values`` parameter of a locally connected layer, a kernel is the weights of one output unit, and its rings
+    are those of :func:`loco_ext.geometry.block_rings`, at most 64.
 
     Args:
         strength: the draft's alpha, finite and at least 0.
-        kind: ``"half"`` rings leave every size, ``"full"`` rings odd sizes and 0 (odd kernels only).
+        kind: ``"half"`` rings leave every size, ``"full"`` rings leave odd sizes and 0 (odd kernels only).
         weighting: ``w_n``: ``"plain"`` is 1, ``"normalized"`` the group's number of weights to the power -1/2 (eq. 25,
             the root mean square), ``"scaled"`` to the power 1/2 (eq. 29).
-        norm: of a group: ``"l2"``, or ``"linf"``, its largest weight.
-        power: 2 squares each kernel's sum (eq. 33). Its prox takes outer rings to exactly zero, never a whole kernel.
-        first: the end that the outermost half ring takes, as for :func:`loco_ext.geometry.ring_index`.
+        norm: norm of a group: ``"l2"``, or ``"linf"``, its largest weight.
+        power: 2 squares each kernel's sum (eq. 33). Its prox sets outer rings to exactly zero, never a whole kernel.
+        first: the side that the outermost half ring is on, as for :func:`loco_ext.geometry.ring_index`.
 
     Raises:
-        TypeError, ValueError: naming the argument; in use also for what is no convolution's weight, for kernels without
-            a weight, and for even sizes with ``kind="full"``.
+        TypeError, ValueError: the message names the argument; in use also for a tensor that is no convolution's weight,
+            for kernels without a weight, and for even sizes with ``kind="full"``.
 
     Example:
         >>> import torch
@@ -223,11 +226,11 @@ class KernelPenalty(_Penalty):
     """``strength * sum_j w ||k_j||`` over the kernels of a layer: whole kernels vanish (eqs. 12-13).
 
     Args:
-        strength, weighting, norm: as for :class:`RingPenalty`, the whole kernel being the one group.
-        power: 2 squares the layer's sum (eq. 32). Its prox takes weak kernels to exactly zero, never a whole layer.
+        strength, weighting, norm: as for :class:`RingPenalty`, the whole kernel being the only group.
+        power: 2 squares the layer's sum (eq. 32). Its prox sets weak kernels to exactly zero, never a whole layer.
 
     Raises:
-        TypeError, ValueError: as :class:`RingPenalty`.
+        TypeError, ValueError: as for :class:`RingPenalty`.
 
     Example:
         >>> import torch
@@ -252,39 +255,40 @@ class KernelPenalty(_Penalty):
 
 
 def lengths_of(weight: Tensor) -> Tensor:
-    """The Euclidean norm of each kernel: float64 ``(C_out,)``."""
+    """Return the Euclidean norm of each kernel: float64 ``(C_out,)``."""
     return torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
 
 
 @dataclass(frozen=True)
 class FoldedPenalty:
-    """A penalty of the kernels that a convolution has once the batch norm after it is folded into it.
+    """A penalty on the kernels of a convolution after the batch norm behind it is folded into it.
 
-    Folded, kernel ``j`` is ``z_j = gamma_j k_j / sigma_j``, with the norm's weight gamma and ``sigma = sqrt(running_var
-    + eps)``. Shrinking ``k`` alone leaves ``z`` as it is, since sigma is proportional to ``||k||`` (the draft's eqs.
-    30-31). The penalty therefore acts on both factors: on the length of ``z`` through gamma, on its direction through
-    ``k``, whose norm it keeps. With ``P(k, gamma) = strength * Omega(gamma k / sigma)`` and sigma proportional to
-    ``||k||``, its pull on gamma is ``strength * Omega(k) / sigma``, and its pull on ``k`` has no part along ``k``.
-    Where both balance the gradients of the loss, ``-dL/dz`` is a subgradient of ``strength * Omega`` at ``z``: the
-    condition of the minimum of loss and penalty. This is exact where the convolution's inputs are white, or the norm
-    is in evaluation mode; otherwise sigma also depends on the direction of ``k``, which the penalty does not see.
+    The folded kernel ``j`` is ``z_j = gamma_j k_j / sigma_j``, with the norm's weight gamma and
+    ``sigma = sqrt(running_var + eps)``. Shrinking ``k`` alone does not change ``z``, since sigma is proportional to
+    ``||k||`` (the draft's eqs. 30-31). The penalty therefore acts on both factors: on the length of ``z`` through
+    gamma, and on its direction through ``k``, whose norm it keeps. With
+    ``P(k, gamma) = strength * Omega(gamma k / sigma)`` and sigma proportional to ``||k||``, its gradient for gamma is
+    ``strength * Omega(k) / sigma``, and its gradient for ``k`` has no part along ``k``. Where both balance the
+    gradients of the loss, ``-dL/dz`` is a subgradient of ``strength * Omega`` at ``z``, which is the optimality
+    condition for the sum of loss and penalty. This is exact if the convolution's inputs are white, or if the norm is in
+    evaluation mode; otherwise sigma also depends on the direction of ``k``, which the penalty ignores.
 
     Rings that vanish are zeros in ``k``. A kernel that vanishes is a zero in gamma; its ``k`` keeps its direction, so
-    that the kernel can come back when the loss asks for it. (:func:`zero_dead_kernels` clears ``k`` after training.)
+    that the kernel can come back when the loss requires it. (:func:`zero_dead_kernels` clears ``k`` after training.)
 
-    The optimizers of :mod:`loco_ext.optim` take it for the convolution's weight; the norm's weight must be a parameter
-    of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a gradient, by
-    the learning rate, momentum and metric of its own group. In several processes the running variances must agree, as
-    those of SyncBatchNorm do.
+    The optimizers of :mod:`loco_ext.optim` accept it for the convolution's weight; the norm's weight must be a
+    parameter of the same optimizer and require a gradient. Each of the two is shrunk in the steps in which it has a
+    gradient, with the learning rate, momentum and metric of its own group. In several processes the running variances
+    must agree, as those of SyncBatchNorm do.
 
     Args:
         penalty: a :class:`RingPenalty` or a :class:`KernelPenalty`.
-        batch_norm: what the convolution's output goes to; it must have a weight (``affine=True``) and track running
-            statistics. See :func:`folded_penalties`. A checkpoint of an optimizer does not hold it: it is loaded into
-            an optimizer that has a FoldedPenalty at the same place.
+        batch_norm: the batch norm that takes the convolution's output; it must have a weight (``affine=True``) and
+            track running statistics. See :func:`folded_penalties`. An optimizer's checkpoint does not contain it: it
+            has to be loaded into an optimizer that has a FoldedPenalty in the same place.
 
     Raises:
-        TypeError, ValueError: naming the argument; in use also for another number of channels than the norm has.
+        TypeError, ValueError: the message names the argument; in use also if the numbers of channels differ.
 
     Example:
         >>> import torch
@@ -313,34 +317,34 @@ class FoldedPenalty:
             raise ValueError("batch_norm: expected one with affine=True, whose weight can shrink, got False")
 
     def scales(self, weight: Tensor) -> Tensor:
-        """``|gamma| / sigma`` of each kernel, 0 where that is no finite number: float64 ``(C_out,)``."""
+        """Return ``|gamma| / sigma`` of each kernel, 0 where that is not finite: float64 ``(C_out,)``."""
         scales = self.batch_norm.weight.detach().double().abs() * self._reciprocal_sigma(weight)
         return torch.where(scales.isfinite(), scales, 0.0)
 
     def value(self, weight: Tensor) -> Tensor:
-        """The penalty of the folded kernels: float64 scalar, differentiable for ``weight`` and the norm's weight.
+        """Return the penalty of the folded kernels: float64 scalar, differentiable for both weights.
 
-        As the network's function does not depend on the length of a kernel in ``weight``, the gradient for it has no
-        part along the kernel.
+        As the network's function does not depend on the length of a kernel in ``weight``, the gradient for ``weight``
+        has no part along the kernel.
         """
         dead = lengths_of(weight.detach()) == 0
-        lengths = lengths_of(weight.masked_fill(dead.view(-1, *[1] * (weight.dim() - 1)), 1.0))  # with derivatives
+        lengths = lengths_of(weight.masked_fill(dead.view(-1, *[1] * (weight.dim() - 1)), 1.0))  # differentiable
         constant_length = lengths.detach() / lengths
         values = self.penalty._kernel_values(weight) * constant_length * self._reciprocal_sigma(weight)
         return self.penalty.strength * self.penalty._total(values * self.batch_norm.weight.double().abs())
 
     def prox(self, weight: Tensor, step: float) -> tuple[Tensor, Tensor]:
-        """What a step of the penalty alone makes of both factors; the arguments and the norm are left alone.
+        """Return both factors after a step of the penalty alone; the arguments and the norm are not changed.
 
         Args:
-            weight: of the convolution.
-            step: finite and at least 0: how far a gradient step would go, in either factor.
+            weight: the convolution's weight.
+            step: size of the corresponding gradient step, in either factor; finite and at least 0.
 
         Returns:
-            The convolution's weight, of the same norm in each kernel, and the norm's weight.
+            The convolution's weight, with the norm of each kernel unchanged, and the norm's weight.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected and what came.
+            TypeError, ValueError: the message names the argument, what was expected and what it got.
 
         Example:
             >>> import torch
@@ -360,33 +364,34 @@ class FoldedPenalty:
         return turned, self._shortened(gamma, turned, weights, size).to(gamma.dtype)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
-        """As :meth:`RingPenalty.threshold`, ``tau`` being compared with the folded kernels' groups."""
+        """Set small groups to zero, as :meth:`RingPenalty.threshold` does; ``tau`` applies to the folded kernels."""
         self.check(weight)
         return self.penalty._threshold(weight, tau, self.scales(weight))
 
     def check(self, weight: Tensor) -> None:
-        """Raises TypeError or ValueError unless ``weight`` may be that of the convolution."""
+        """Raise TypeError or ValueError unless ``weight`` can be that of the convolution."""
         self.penalty.rings(weight)
         if len(weight) != self.batch_norm.num_features:
             raise ValueError(
                 f"weight: expected {self.batch_norm.num_features} kernels as batch_norm, got {len(weight)}"
             )
 
-    # What follows does not wait for the device. scales: as above. weights: of the groups, on the device. size: of the
-    # step, a number or float64 on the device; for gamma also one for each channel.
+    # The methods below do not synchronise with the device. ``scales`` are as above; ``weights`` are those of the
+    # groups, on the device; ``size`` is that of the step, a number or float64 on the device, for gamma also one for
+    # each channel.
 
     @property
     def _turns(self) -> bool:
-        """Whether the penalty depends on the direction of a kernel, not on its Euclidean length alone."""
+        """Whether the penalty depends on the direction of a kernel, not only on its Euclidean length."""
         return isinstance(self.penalty, RingPenalty) or self.penalty.norm == "linf"
 
     @property
     def _squares_kernels(self) -> bool:
-        """Whether each kernel's sum is squared. In a metric, slopes of the sum before would not lead to the minimum."""
+        """Whether each kernel's sum is squared. In a metric, slopes at the previous sum would miss the minimum."""
         return self.penalty.power == 2 and not self.penalty._coupled
 
     def _reciprocal_sigma(self, weight: Tensor) -> Tensor:
-        """``1 / sigma``, 0 where that is no finite number: float64 ``(C_out,)``."""
+        """Return ``1 / sigma``, 0 where that is not finite: float64 ``(C_out,)``."""
         self.check(weight)
         norm = self.batch_norm
         assert norm.running_var is not None
@@ -394,13 +399,13 @@ class FoldedPenalty:
         return torch.where(reciprocal.isfinite(), reciprocal, 0.0).to(weight.device)
 
     def _turning_weights(self, weights: Tensor) -> Tensor:
-        """The groups' weights without that of the whole kernel's Euclidean norm, which no direction changes."""
+        """Return the groups' weights, without that of the whole kernel's Euclidean norm, which no direction changes."""
         if self.penalty.norm == "linf":
             return weights
         return torch.cat([weights[:-1], torch.zeros_like(weights[-1:])])
 
     def _slopes(self, values: Tensor, scales: Tensor) -> Tensor:
-        """By how much the penalty grows with ``Omega(k)`` of each kernel, from those: float64 ``(C_out,)``."""
+        """Return the derivative of the penalty for each kernel's ``Omega(k)``, given as ``values``: ``(C_out,)``."""
         slopes = self.penalty.strength * scales
         if self.penalty.power == 1:
             return slopes
@@ -408,8 +413,11 @@ class FoldedPenalty:
         return 2 * slopes * (values.sum() if self.penalty._coupled else values)
 
     def _pull_along(self, weight: Tensor, scales: Tensor, weights: Tensor) -> Tensor:
-        """The coefficient ``(C_out,)`` of ``weight`` in the gradient of the penalty: ``Omega(k) / ||k||`` is pulled
-        inwards by ``Omega``, of which a prox takes care, and outwards by ``1 / ||k||``, so this is negative."""
+        """Return the coefficient of ``weight`` in the gradient of the penalty, ``(C_out,)``, which is not positive.
+
+        ``Omega(k) / ||k||`` is pulled inwards by ``Omega``, which a prox handles, and outwards by ``1 / ||k||``, which
+        remains.
+        """
         norms = self.penalty._group_norms(weight)
         lengths = lengths_of(weight)
         turning = norms @ (weights if self._squares_kernels else self._turning_weights(weights))
@@ -425,8 +433,10 @@ class FoldedPenalty:
         lengths: Tensor,
         metric: Tensor | None = None,
     ) -> Tensor:
-        """The prox of the penalty of ``weight``'s direction, the kernels scaled to these lengths, ``(C_out,)``. With a
-        metric, :meth:`_pull_along` is to have been part of the gradient."""
+        """Return the prox of the penalty on ``weight``'s direction, with kernels scaled to ``lengths``, ``(C_out,)``.
+
+        With a metric, :meth:`_pull_along` must have been part of the gradient.
+        """
         if not self._turns:
             return weight
         inner, column = self.penalty, (-1, *[1] * (weight.dim() - 1))
@@ -437,7 +447,7 @@ class FoldedPenalty:
         else:
             plain = self._turning_weights(plain)
         live = (factors > 0).view(column)
-        # Factors of the penalty, which the operator takes on the host, are divided out on the device.
+        # The operator takes the penalty's factors on the host, so they are divided out on the device.
         safe = factors.clamp(min=_LEAST_FACTOR).to(weight.dtype).view(column)
         if metric is not None:
             shrunk = ops.ring_prox(weight, rings, plain, squared, (metric / safe).to(weight.dtype), linf=linf)
@@ -448,7 +458,7 @@ class FoldedPenalty:
         return torch.where(live & (after > 0).view(column), rescaled, weight)
 
     def _shortened(self, gamma: Tensor, weight: Tensor, weights: Tensor, size: float | Tensor) -> Tensor:
-        """The prox of the penalty of gamma, float64 ``(C_out,)``, ``weight`` being held fixed."""
+        """Return the prox of the penalty on gamma, float64 ``(C_out,)``, with ``weight`` fixed."""
         gamma, inner = gamma.double(), self.penalty
         sizes = torch.as_tensor(size, dtype=torch.float64, device=gamma.device).expand_as(gamma)
         slopes = (inner._group_norms(weight) @ weights) * self._reciprocal_sigma(weight)

@@ -1,7 +1,8 @@
-"""Rings of convolution weights: their norms, the sizes that they leave, and the exact prox of their penalties.
+"""Rings of convolution weights: their norms, the kernel sizes they leave, and the exact prox of their penalties.
 
-Half rings and rings as :func:`loco_ext.geometry.ring_index` numbers them, 0 the outermost. Group ``G_(n+1)`` is made of
-the rings 0 to n: the groups are nested, the last is the whole kernel. A kernel is what one output channel has.
+Half rings and rings are numbered as by :func:`loco_ext.geometry.ring_index`, 0 being the outermost. Group ``G_(n+1)``
+consists of the rings 0 to n: the groups are nested, and the last is the whole kernel. A kernel is the weights of one
+output channel.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ NORMS = ("l2", "linf")
 
 
 def ring_norms(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:
-    """Euclidean norm of each ring (not group) of each kernel; differentiable.
+    """Return the Euclidean norm of each ring (not group) of each kernel; differentiable.
 
     Args:
-        weight: of a convolution, ``(C_out, C_in/groups, *kernel_size)`` with 1 to 3 spatial axes.
+        weight: a convolution's weight, ``(C_out, C_in/groups, *kernel_size)`` with 1 to 3 spatial axes.
         kind, first: as for :func:`loco_ext.geometry.ring_index`.
 
     Returns:
-        ``(C_out, rings)``, ring 0 the outermost; float64 for float64 weights, else float32.
+        ``(C_out, rings)``, ring 0 being the outermost; float64 for float64 weights, else float32.
 
     Raises:
-        TypeError, ValueError: no such weight, an unknown ``kind`` or ``first``, or even sizes with ``kind="full"``.
+        TypeError, ValueError: ``weight`` has a wrong type or shape, ``kind`` or ``first`` is unknown, or sizes are even
+            with ``kind="full"``.
 
     Example:
         >>> import torch
@@ -55,23 +57,23 @@ def ring_prox(
     squared: Sequence[float] | Tensor | None = None,
     first: str = "auto",
 ) -> Tensor:
-    """The exact minimiser, kernel by kernel, with t = thresholds, q = squared, d = metric, over x of
+    """Return the exact minimiser, kernel by kernel, with t = thresholds, q = squared, d = metric, over x of
 
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(G_(n+1))|| + (sum_n q_n ||x(G_(n+1))||)^2``.
 
     Args:
-        weight: of a convolution, ``(C_out, C_in/groups, *kernel_size)``; left alone.
+        weight: a convolution's weight, ``(C_out, C_in/groups, *kernel_size)``; it is not changed.
         thresholds: ``thresholds[n]`` for group ``G_(n+1)``, or one such row per output channel; finite, at least 0.
         kind, first: as for :func:`loco_ext.geometry.ring_index`.
-        norm: of the groups, ``"l2"`` or ``"linf"``.
-        metric: of weight's shape and device, positive; None: ones.
+        norm: norm of the groups, ``"l2"`` or ``"linf"``.
+        metric: positive tensor of weight's shape and device; None: ones.
         squared: as ``thresholds`` and of the same shape (eq. 33 of the draft); None: zeros.
 
     Returns:
         A tensor like ``weight``. Rings that vanish are exactly zero.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: the message names the argument, what was expected and what it got.
 
     Source:
         Jenatton, Mairal, Obozinski, Bach, "Proximal methods for sparse hierarchical dictionary learning" (2010); the
@@ -95,18 +97,20 @@ def ring_prox(
 
 
 def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:
-    """Size that is left of each kernel, along its longest axis: ``m`` non-zero groups leave size ``m`` for half rings
-    (eq. 20 of the draft) and ``2m - 1`` for rings; 0 where the whole kernel is zero.
+    """Return the size that is left of each kernel along its longest axis.
+
+    ``m`` non-zero groups leave size ``m`` for half rings (eq. 20 of the draft) and ``2m - 1`` for rings; the size is 0
+    if the whole kernel is zero.
 
     Args:
-        weight: of a convolution, ``(C_out, C_in/groups, *kernel_size)``. NaN counts as not zero.
+        weight: a convolution's weight, ``(C_out, C_in/groups, *kernel_size)``. NaN counts as non-zero.
         kind, first: as for :func:`loco_ext.geometry.ring_index`.
 
     Returns:
         int64 ``(C_out,)``.
 
     Raises:
-        TypeError, ValueError: as :func:`ring_norms`.
+        TypeError, ValueError: as for :func:`ring_norms`.
 
     Example:
         >>> import torch
@@ -124,9 +128,9 @@ def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> 
 
 
 def rings_of(weight: Tensor, kind: str, first: str) -> tuple[list[int], int]:
-    """The ring of each tap of a convolution's weight, in order, and their number, after checks."""
+    """Return the ring of each tap of a convolution's weight, in order, and the number of rings, after checks."""
     check_convolution("weight", weight)
-    divide = _divide if torch.compiler.is_compiling() else _divide_once  # a compiler warns of caches
+    divide = _divide if torch.compiler.is_compiling() else _divide_once  # torch.compile warns about lru_cache
     return divide(tuple(weight.shape[2:]), kind, first)
 
 
@@ -139,7 +143,7 @@ _divide_once = lru_cache(maxsize=256)(_divide)
 
 
 def check_convolution(name: str, weight: Tensor) -> None:
-    """Raises TypeError or ValueError unless ``weight`` may be a convolution's, with at least one weight a kernel."""
+    """Raise TypeError or ValueError unless ``weight`` can be a convolution's, with at least one weight per kernel."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
     if weight.layout != torch.strided:
@@ -158,7 +162,7 @@ def check_convolution(name: str, weight: Tensor) -> None:
 
 
 def check_number(name: str, value: float) -> float:
-    """The value as a float; TypeError or ValueError, naming the argument, unless it is finite and at least 0."""
+    """Return the value as a float; raise TypeError or ValueError unless it is finite and at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not (math.isfinite(value) and value >= 0):
@@ -167,13 +171,13 @@ def check_number(name: str, value: float) -> float:
 
 
 def check_norm(norm: str) -> None:
-    """Raises ValueError unless ``norm`` is one of groups."""
+    """Raise ValueError unless ``norm`` is a norm of groups."""
     if norm not in NORMS:
         raise ValueError(f"norm: expected 'l2' or 'linf', got {norm!r}")
 
 
 def check_metric(metric: Tensor, weight: Tensor) -> None:
-    """Raises TypeError or ValueError unless ``metric`` is like ``weight`` and positive; a compiler sees no numbers."""
+    """Raise TypeError or ValueError unless ``metric`` is like ``weight`` and, outside of torch.compile, positive."""
     if not isinstance(metric, Tensor):
         raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
     check_like(metric, weight)
@@ -182,7 +186,7 @@ def check_metric(metric: Tensor, weight: Tensor) -> None:
 
 
 def thresholds_of(name: str, values: Sequence[float] | Tensor, count: int, kernels: int) -> Tensor:
-    """float64, on the CPU, of shape ``(count,)`` or ``(kernels, count)``; TypeError or ValueError for any other."""
+    """Return float64 on the CPU, ``(count,)`` or ``(kernels, count)``; raise TypeError or ValueError otherwise."""
     try:
         t = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""How strong a penalty has to be for nothing to be left."""
+"""The least strengths at which penalties leave nothing of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from loco_ext.sparsity.computed import check_plain, weight_of
 from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.prox import check_convolution
 
-_PRECISION = 1e-12  # relative
+_PRECISION = 1e-12  # relative precision of the bisection
 
 
 def convolutions(model: nn.Module) -> dict[str, _ConvNd]:
-    """The modules whose weights are penalised, by name: convolutions of 1 to 3 axes, no transposed ones."""
+    """Return the modules whose weights are penalised, by name: convolutions of 1 to 3 axes, not transposed."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -28,22 +28,22 @@ def convolutions(model: nn.Module) -> dict[str, _ConvNd]:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether all weights of all convolutions are zero."""
+    """Return whether all weights of all convolutions are zero."""
     return not any(bool(weight_of(module).any()) for module in convolutions(model).values())
 
 
 def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
-    """The dual norm of the penalty with strength 1: the least strength that keeps a zero weight at zero.
+    """Return the dual norm of the penalty with strength 1: the least strength that keeps a zero weight at zero.
 
-    A weight of zero is optimal, as far as it alone is concerned, if ``-gradient`` is a subgradient of the penalty
-    there: if the prox of ``gradient`` is zero.
+    A weight of zero is optimal, with all other weights fixed, if ``-gradient`` is a subgradient of the penalty there,
+    that is, if the prox of ``gradient`` is zero.
 
     Args:
-        penalty: its strength does not matter; ``power=1``.
-        gradient: of the loss with respect to a convolution's weight, at zero.
+        penalty: its strength is ignored; ``power=1``.
+        gradient: gradient of the loss with respect to a convolution's weight, at zero.
 
     Raises:
-        TypeError, ValueError: as ``penalty.prox``; a gradient that is not finite; ``power=2``, which never takes
+        TypeError, ValueError: as for ``penalty.prox``; the gradient is not finite; ``power=2``, which never sets
             everything to zero.
 
     Example:
@@ -60,7 +60,7 @@ def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
     unit, gradient = replace(penalty, strength=1.0), gradient.detach().double()
     scale = power_of_two(gradient.abs().amax()).item() if gradient.numel() else 1.0
     gradient = gradient * scale
-    # The last group's threshold alone takes a kernel to zero at its norm, or the sum of its sizes, over the weight.
+    # The last group's threshold alone zeroes a kernel at the kernel's norm (l2) or sum of sizes (linf) over the weight.
     sizes = torch.linalg.vector_norm(gradient.flatten(1), ord=2 if penalty.norm == "l2" else 1, dim=1)
     largest = sizes.max().item() if sizes.numel() else 0.0
     lower, upper = 0.0, largest / unit.group_weights(gradient)[-1].item() * (1 + _PRECISION)
@@ -78,22 +78,22 @@ def _check_power(penalty: GroupPenalty) -> None:
 
 
 def max_strength(model: nn.Module, loss: Callable[[nn.Module], Tensor], penalty: GroupPenalty) -> dict[str, float]:
-    """For each convolution, the least strength at which it stays zero once it is, while all others are as they are.
+    """Return, for each convolution, the least strength at which it stays zero once it is zero, all others being fixed.
 
-    This is the dual norm of the loss's gradient with the layer's weight set to zero. A convolution that is followed by
-    batch normalisation has a gradient there that is larger than elsewhere by the norm of its output over the square
-    root of the normalisation's eps, since a scale makes no difference to what is normalised.
+    This is the dual norm of the loss's gradient with the layer's weight set to zero. If batch normalisation follows a
+    convolution, its gradient there is larger than elsewhere by the norm of its output over the square root of the
+    normalisation's eps, since normalisation removes any scale.
 
     Args:
-        model: left alone; run in the mode that it is in.
-        loss: of the model, a scalar without the penalty, on samples that are representative.
-        penalty: its strength does not matter; ``power=1``.
+        model: it is not changed, and is run in its current mode.
+        loss: returns the loss of a model as a scalar, without the penalty, on representative samples.
+        penalty: its strength is ignored; ``power=1``.
 
     Returns:
-        A strength by module name; :func:`loco_ext.sparsity.frontier` starts from the largest.
+        Strengths by module name; :func:`loco_ext.sparsity.frontier` starts from the largest.
 
     Raises:
-        TypeError, ValueError: as :func:`dual_norm`; a model without convolutions, or with one whose weight a
+        TypeError, ValueError: as for :func:`dual_norm`; the model has no convolutions, or one whose weight a
             parametrization or a hook computes.
 
     Example:

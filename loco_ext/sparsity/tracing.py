@@ -1,4 +1,4 @@
-"""Convolutions of a model beside what follows and precedes them, as torch.fx sees it."""
+"""Convolutions of a model in its torch.fx graph, with the operations before and after them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, KernelPenal
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
-    """The model's graph, on its own modules.
+    """Return the model's graph, which uses the model's own modules.
 
     Raises:
         ValueError: torch.fx cannot trace the model.
@@ -26,30 +26,32 @@ def traced(model: nn.Module) -> fx.GraphModule:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether kernels lie along the first axis of its weight."""
+    """Return whether kernels lie along the first axis of the module's weight."""
     return isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
 
 
 def convolution_of(graph: nn.Module, node: fx.Node) -> _ConvNd | None:
-    """The Conv module that the node calls; None if it calls anything else."""
+    """Return the Conv module that the node calls; None if it calls anything else."""
     module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, _ConvNd) and is_convolution(module) else None
 
 
 def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> dict[str, GroupPenalty | FoldedPenalty]:
-    """A penalty for each Conv module that the model runs: a :class:`FoldedPenalty` where its output goes to one batch
-    norm, with a weight and running statistics, and nowhere else, otherwise ``penalty`` itself.
+    """Return a penalty for each Conv module that the model runs.
+
+    It is a :class:`FoldedPenalty` if the convolution's output goes to one batch norm, with a weight and running
+    statistics, and nowhere else, and ``penalty`` itself otherwise.
 
     Args:
-        model: one that torch.fx can trace; it is not run.
-        penalty: for all of them.
+        model: a model that torch.fx can trace; it is not run.
+        penalty: the penalty for all of them.
 
     Returns:
-        Module names to penalties, as :func:`loco_ext.optim.parameter_groups` takes them.
+        Penalties by module name, as :func:`loco_ext.optim.parameter_groups` takes them.
 
     Raises:
-        TypeError, ValueError: naming the argument; torch.fx cannot trace the model, or a parametrization or a
-            hook computes one of its weights.
+        TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or a parametrization or
+            a hook computes one of its weights.
 
     Example:
         >>> from torch import nn
@@ -73,20 +75,20 @@ def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> 
 def zero_dead_kernels(model: nn.Module) -> int:
     """Set to zero, in place, each kernel that the batch norm behind its convolution multiplies by zero.
 
-    A :class:`FoldedPenalty` takes a kernel away by a zero in the norm's weight and keeps the kernel's direction, so
-    that training can bring it back. After training this clears the weights as well: the model computes the same, and
-    what looks at the convolutions alone, such as :func:`kernel_sizes`, sees what is left. In training such kernels
-    would stay zero from now on.
+    A :class:`FoldedPenalty` removes a kernel by a zero in the norm's weight and keeps the kernel's direction, so that
+    training can bring it back. After training, this function clears the weights as well: the model computes the same,
+    and functions that only look at the convolutions, such as :func:`kernel_sizes`, see what is left. In further
+    training such kernels would stay zero.
 
     Args:
-        model: one that torch.fx can trace; it is not run.
+        model: a model that torch.fx can trace; it is not run.
 
     Returns:
         The number of kernels whose norm multiplies them by zero.
 
     Raises:
         ValueError: torch.fx cannot trace the model, or a parametrization or a hook computes a weight that has such
-            kernels: nothing has changed then.
+            kernels; nothing has changed then.
 
     Example:
         >>> import torch
@@ -111,8 +113,10 @@ def zero_dead_kernels(model: nn.Module) -> int:
 
 
 def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:
-    """Each Conv module that the model runs, by name, with the batch norm whose weight and running statistics are for
-    its output alone, if there is one.
+    """Return each Conv module that the model runs, by name, with its batch norm.
+
+    The batch norm has a weight and running statistics and takes the output of this convolution only; None if there is
+    none.
 
     Raises:
         ValueError: torch.fx cannot trace the model.
@@ -132,12 +136,12 @@ def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _Batch
 
 
 def _owner(module: _ConvNd) -> int:
-    """What tells whether modules share a weight: it, or the module that computes it."""
+    """Return an id that is equal for modules that share a weight: that of the weight, or of the module computing it."""
     return id(module.weight if computed(module) is None else module)
 
 
 def _batch_norm_after(graph: fx.GraphModule, node: fx.Node) -> _BatchNorm | None:
-    """The batch norm, with a weight and running statistics, that alone takes the node's output."""
+    """Return the batch norm, with weight and running statistics, that is the only user of the node, or None."""
     (user, *others) = node.users
     module = None if others or user.op != "call_module" else graph.get_submodule(str(user.target))
     if not isinstance(module, _BatchNorm) or module.running_var is None or module.weight is None:

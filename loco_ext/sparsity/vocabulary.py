@@ -1,6 +1,6 @@
-"""What the graph of a saved model may say: layers, functions, methods and values, and the values as JSON.
+"""Layers, functions, methods and values that the graph of a saved model may contain, and the values as JSON.
 
-Nothing is looked up by a name from a file except in these tables.
+Names from a file are only looked up in these tables.
 """
 
 import math
@@ -18,7 +18,7 @@ from loco_ext.sparsity.compaction.take import take_channels
 
 
 class ModelFileError(ValueError):
-    """A model that cannot be saved, or files that hold none; the text names the node, module, tensor or file.
+    """A model that cannot be saved, or files that hold no model; the message names the node, module, tensor or file.
 
     Example:
         >>> from loco_ext import sparsity
@@ -30,9 +30,9 @@ class ModelFileError(ValueError):
     """
 
 
-# Modules that run nothing themselves, but for Sequential.
+# Modules without a forward of their own, except Sequential.
 CONTAINERS = {kind.__name__: kind for kind in (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)}
-_LAYERS_OF_SIZES = (  # of 1, 2 and 3 dimensions
+_LAYERS_OF_SIZES = (  # for 1, 2 and 3 dimensions
     "Conv ConvTranspose BatchNorm InstanceNorm MaxPool AvgPool AdaptiveAvgPool AdaptiveMaxPool LPPool Dropout "
     "CircularPad ConstantPad ReflectionPad ReplicationPad ZeroPad"
 )
@@ -78,7 +78,7 @@ _FUNCTIONAL = (
     "selu sigmoid silu softmax softmin softplus softshrink softsign tanh tanhshrink threshold unfold upsample"
 )
 GETATTR = "builtins.getattr"
-ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # that it may read
+ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # attributes that getattr may read
 
 _NAMES = [*_LAYERS.split(), *(f"{name}{size}d" for name in _LAYERS_OF_SIZES.split() for size in (1, 2, 3))]
 LAYERS: dict[str, type[nn.Module]] = {name: getattr(nn, name) for name in _NAMES}
@@ -107,10 +107,10 @@ MEMORY_FORMATS = {str(found): found for found in vars(torch).values() if isinsta
 
 
 def encode(value: Any) -> Any:
-    """A value from a graph or a constructor as JSON; nodes by name.
+    """Return a value from a graph or a constructor as JSON, with nodes by name.
 
     Raises:
-        ModelFileError: a value of a type that :func:`decode` does not know.
+        ModelFileError: the value has a type that :func:`decode` does not know.
 
     Example:
         >>> import torch
@@ -147,13 +147,13 @@ _PLAIN: dict[type, Callable[[Any], tuple[str, Any]]] = {
 
 
 def decode(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
-    """What :func:`encode` was given.
+    """Return the value that was given to :func:`encode`.
 
     Args:
-        nodes: those that may be named, by name.
+        nodes: the nodes that a value may refer to, by name.
 
     Raises:
-        ModelFileError: not what encode makes, or a name that is in no table.
+        ModelFileError: the value is not a result of encode, or a name is in no table.
     """
     if isinstance(value, list):
         return [decode(entry, nodes) for entry in value]

@@ -1,4 +1,4 @@
-"""What the norms of nested groups are multiplied by, and thresholds made of it."""
+"""Factors of the norms of nested groups, and thresholds computed from them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _kept: dict[tuple[float, ...], Tensor] = {}
 
 
 def group_weights(rings: Sequence[int], count: int, channels: int, weighting: str) -> list[float]:
-    """``w_n`` of each group of kernels of so many channels, whose taps are in these of ``count`` rings."""
+    """Return ``w_n`` for each of ``count`` nested groups of a kernel with these channels and this ring for each tap."""
     taps = itertools.accumulate(rings.count(n) for n in range(count))
     exponent = 2 * WEIGHTINGS[weighting]
-    return [math.sqrt(channels * number) ** exponent for number in taps]  # torch's powers of 1/2 to the last bit
+    return [math.sqrt(channels * number) ** exponent for number in taps]  # equals torch's powers of 1/2 to the last bit
 
 
 def as_thresholds(numbers: Sequence[float], weight: Tensor) -> Tensor:
-    """The numbers, float64 on the CPU, for a call with this weight. To be read only: plain tensors share them.
+    """Return the numbers as float64 on the CPU, for a call with this weight. Do not modify: plain tensors are cached.
 
-    Amid other work, making so small a tensor anew takes a part of the time of a large prox that can be seen.
+    Creating such a small tensor each time takes a noticeable part of the time of a large prox.
     """
     key = tuple(numbers)
     if torch.compiler.is_compiling() or type(weight) not in (Tensor, nn.Parameter):
@@ -33,7 +33,7 @@ def as_thresholds(numbers: Sequence[float], weight: Tensor) -> Tensor:
         return kept
     made = torch.tensor(key, dtype=torch.float64, device="cpu")
     if type(made) is Tensor and not made.is_inference():
-        if len(_kept) >= _MOST_KEPT:  # strengths that change with every step
+        if len(_kept) >= _MOST_KEPT:  # reached by strengths that change with every step
             _kept.clear()
         _kept[key] = made
     return made

@@ -1,4 +1,4 @@
-"""From a network with zeros in its weights to a smaller one with the same outputs."""
+"""Conversion of a network with zeros in its weights to a smaller one with the same outputs."""
 
 from loco_ext.sparsity.compaction.compact import compact
 from loco_ext.sparsity.compaction.report import LayerReport, Report

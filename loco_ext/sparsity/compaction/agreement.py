@@ -1,4 +1,4 @@
-"""Whether a smaller network gives the outputs of the model but for rounding."""
+"""Comparison of a smaller network's outputs with the model's, up to rounding."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch.utils import _pytree
 
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
 
-# Differences in parts of a result's largest number that are allowed whatever the model is.
+# Allowed differences whatever the model is, as parts of a result's largest number.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-_TWICE = 2.0  # the model's own distance from its result in float64 is allowed this many times
-_MOST_MOVED = 0.05  # of the largest number: a model that rounding moves farther tells nothing about another network
+_TWICE = 2.0  # allowed distance from the float64 result, as a multiple of the model's own distance
+_MOST_MOVED = 0.05  # part of the largest number; a model that rounding moves farther cannot judge another network
 
 
 def copies(inputs: Sequence[Any]) -> list[Any]:
-    """The arguments, tensors copied, because a model may write to what it is given."""
+    """Return the arguments with tensors cloned, because a model may write to its inputs."""
     return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
 
 
 @dataclass
 class Pair:
-    """A model's arguments, and what it makes of them.
+    """A model, its arguments and its results for them.
 
     Args:
-        model: in eval mode.
+        model: the model, in eval mode.
         inputs: its arguments.
         expected: its results, tensors or structures of them.
     """
@@ -42,26 +42,27 @@ class Pair:
 
     @cached_property
     def exact(self) -> list[Any] | None:
-        """The model's results in float64, flattened; None where the model does not take float64."""
+        """The model's results in float64, flattened; None if the model does not accept float64."""
         try:
             return _results(copy.deepcopy(self.model).double(), [_converted(x, _to_double) for x in self.inputs])
-        except Exception:  # whatever the model's own code raises for another dtype
+        except Exception:  # the model's own code may raise anything for another dtype
             return None
 
     @cached_property
     def rounded(self) -> list[list[Any]]:
-        """The model's results, flattened, and where it takes them those on the images in the other memory format."""
+        """The model's results, flattened, and, if it accepts that, those for images in the other memory format."""
         found = [_pytree.tree_leaves(self.expected)]
-        with suppress(Exception):  # whatever the model's own code raises for other strides
+        with suppress(Exception):  # the model's own code may raise anything for other strides
             found.append(_results(self.model, [_converted(x, _to_other_format) for x in self.inputs]))
         return found
 
 
 def is_right(network: nn.Module, pairs: Sequence[Pair]) -> bool:
-    """Whether the network gives what is expected; not where it fails, say as it reads a layer's attributes.
+    """Return whether the network gives the expected results; False if it fails, for example by reading an attribute.
 
-    Numbers may differ from the model's by a tolerance. Rounding can move those of a badly conditioned model farther:
-    then they may be as far from the model's results in float64 as twice the model's own are, in any memory format.
+    Numbers may differ from the model's by a tolerance. For a badly conditioned model, rounding can cause larger
+    differences: then the results may be as far from the model's in float64 as twice the model's own are, in any memory
+    format.
     """
     try:
         with torch.no_grad():
@@ -86,7 +87,7 @@ def _is_alike(x: Any, y: Tensor) -> bool:
 
 
 def _equal(x: Any, y: Tensor) -> bool:
-    """Whether the tensors are equal but for the tolerance of their dtype."""
+    """Return whether the tensors are equal up to the tolerance of their dtype."""
     if not _is_alike(x, y):
         return False
     if y.dtype not in TOLERANCES:
@@ -96,7 +97,7 @@ def _equal(x: Any, y: Tensor) -> bool:
 
 
 def _is_as_exact(x: Tensor, place: int, pair: Pair) -> bool:
-    """Whether a result, the one at ``place``, is as near to that in float64 as the model's own, within a factor."""
+    """Return whether the result at ``place`` is as close to the float64 result as the model's own, within a factor."""
     exact = None if x.dtype not in TOLERANCES or pair.exact is None else pair.exact[place]
     if exact is None or exact.shape != x.shape or not exact.isfinite().all():
         return False

@@ -1,4 +1,4 @@
-"""Classes of channels that stay or go together: union-find, with the reasons why some stay."""
+"""Equivalence classes of channels that are kept or removed together: a disjoint-set (union-find) structure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Integers = NDArray[np.int64]
 
 
 class Atoms:
-    """Classes of channels that stay or go together, and why those that stay do."""
+    """Disjoint sets of channels that are kept or removed together, with the reasons why some are kept."""
 
     def __init__(self) -> None:
         self._parent: Integers = np.empty(0, np.int64)
-        self._needed = self._filled = np.empty(0, bool)  # of roots
+        self._needed = self._filled = np.empty(0, bool)  # valid at roots
         self._reasons: dict[int, str] = {}
-        self.ordered: set[int] = set()  # read or made by something that knows nothing of other orders
+        self.ordered: set[int] = set()  # atoms read or produced by an operation that depends on their order
 
     def new(self, count: int) -> Integers:
         fresh = np.arange(len(self._parent), len(self._parent) + count)
@@ -27,7 +27,7 @@ class Atoms:
         return fresh
 
     def roots(self, atoms: Sequence[int] | Integers) -> Integers:
-        """The atom that stands for the class of each of these."""
+        """Return the representative of each atom's class."""
         some = np.asarray(atoms, np.int64)
         found = self._parent[some]
         while not np.array_equal(found, above := self._parent[found]):
@@ -42,7 +42,7 @@ class Atoms:
         np.logical_or.at(self._needed, self.roots(touched), self._needed[touched])
 
     def need(self, atoms: Sequence[int] | Integers, reason: str) -> bool:
-        """Marks the atoms as needed; whether one of them was not before."""
+        """Mark the atoms as needed and return whether any of them was not before."""
         roots = self.roots(atoms)
         fresh = roots[~self._needed[roots]]
         self._needed[fresh] = True
@@ -53,20 +53,20 @@ class Atoms:
         return self._needed[self.roots(atoms)]
 
     def fill(self, atoms: Sequence[int] | Integers) -> None:
-        """Keeps atoms that nothing needs."""
+        """Keep atoms that nothing needs."""
         self._filled[self.roots(atoms)] = True
 
     def kept(self, atoms: Integers) -> NDArray[np.bool_]:
-        """Which are needed, or fill up a number of channels."""
+        """Return which atoms are needed, or fill up a number of channels."""
         roots = self.roots(atoms)
         return self._needed[roots] | self._filled[roots]
 
     def reason(self, atom: int) -> str:
-        """Why the atom's class is needed."""
+        """Return why the atom's class is needed."""
         told = np.fromiter(self._reasons, np.int64)
         return self._reasons[int(told[self.roots(told) == self.roots([atom])][0])]
 
     def alone(self, atoms: Integers) -> bool:
-        """Whether each of the atoms is the only one of its class."""
+        """Return whether each of the atoms is the only one of its class."""
         sizes = np.bincount(self.roots(np.arange(len(self._parent))), minlength=len(self._parent))
         return bool((sizes[self.roots(atoms)] == 1).all())

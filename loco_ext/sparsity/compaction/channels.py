@@ -1,8 +1,8 @@
-"""Which channels of every value in a graph vary, which are the same number everywhere, and which are needed.
+"""Analysis of which channels of each value in a graph vary, which are constant everywhere, and which are needed.
 
-Channels that must stay or go together are *atoms* of one class (union-find): the operands of a sum, the two sides of a
-depthwise convolution. A class is needed when something reads one of its atoms for more than a number that it can take
-into its own bias.
+Channels that must be kept or removed together are *atoms* of one class of a disjoint-set structure: the operands of a
+sum, the two sides of a depthwise convolution. A class is needed if a reader of one of its atoms uses more of it than a
+constant that the reader can fold into its own bias.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from loco_ext.sparsity.compaction.roles import (
 Floats = NDArray[np.float64]
 
 _NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
-_RATHER = 1e-3  # a constant that is there anyway serves others that are larger by its inverse at most
+_RATHER = 1e-3  # a constant channel that is kept anyway replaces others that are larger by at most the inverse
 
 
 @dataclass
 class Value:
-    """The channels of a node's result: their atoms, and the number that each is everywhere (NaN: it varies)."""
+    """The channels of a node's result: their atoms, and the constant value of each (NaN if it varies)."""
 
     atoms: Integers
     constants: Floats
@@ -51,13 +51,13 @@ class Value:
 
 @dataclass
 class Layer:
-    """A convolution or linear layer as numbers, its groups written out where they make a difference."""
+    """A convolution or linear layer as numbers."""
 
     node: fx.Node
     module: Any
-    live: NDArray[np.bool_]  # [C_out, C_in/groups]: any weight that is not zero
-    foldable: NDArray[np.bool_]  # likewise: what it reads is constant, padding or not, so that a bias can stand for it
-    drops: NDArray[np.bool_]  # likewise: what it reads is not read by the smaller network
+    live: NDArray[np.bool_]  # [C_out, C_in/groups]: any weight is not zero
+    foldable: NDArray[np.bool_]  # same shape: the channel is constant despite padding, so that a bias can replace it
+    drops: NDArray[np.bool_]  # same shape: the smaller network does not read the channel
 
     @property
     def groups(self) -> int:
@@ -65,14 +65,14 @@ class Layer:
 
 
 class Channels:
-    """The analysis of one graph.
+    """Channel analysis of one graph.
 
     Args:
-        traced: by :func:`loco_ext.sparsity.compaction.trace.trace`.
-        scatter: names of sums, with the operand (0 or 1) that is added into the other, so that its constant channels
-            can go.
-        keep_all: every channel stays.
-        fixed_size: constants go into a map of biases where zero padding makes them visible.
+        traced: a result of :func:`loco_ext.sparsity.compaction.trace.trace`.
+        scatter: for names of sums, the operand (0 or 1) that is added into the other, so that its constant channels can
+            be removed.
+        fixed_size: constants are folded into a map of biases where zero padding makes them visible.
+        keep_all: every channel is kept.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Channels:
         self.atoms = Atoms()
         self.values: dict[fx.Node, Value] = {}
         self.layers: dict[fx.Node, Layer] = {}
-        self._grouped: list[int] = []  # atoms of channels in groups
+        self._grouped: list[int] = []  # atoms of the inputs and outputs of grouped layers
         self.scatter = scatter or {}
         self.fixed_size, self.keep_all = fixed_size, keep_all
         for node in traced.graph.nodes:
@@ -100,18 +100,18 @@ class Channels:
         self._even_out(1)
 
     def kept(self, node: fx.Node) -> Integers:
-        """Channels of the node's result that the smaller network still has, by their numbers in this one."""
+        """Return the indices of the channels of the node's result that the smaller network keeps."""
         return np.flatnonzero(self.atoms.kept(self.values[node].atoms))
 
     def needed(self, node: fx.Node) -> NDArray[np.bool_]:
-        """Which channels of the result matter; others that are kept have weights of zero on both sides."""
+        """Return which channels of the result matter; others that are kept have zero weights on both sides."""
         return self.atoms.needed(self.values[node].atoms)
 
     def fill(self, multiple: int) -> bool:
-        """Keeps more channels of convolutions, of those that do not matter, so that their numbers are multiples.
+        """Keep more of the unneeded channels of convolutions so that their numbers become multiples of ``multiple``.
 
-        Processors compute so many channels at once; some operations are slow for other numbers. Returns whether there
-        are more now.
+        Processors compute that many channels at once, and some operations are slow for other numbers. Return whether
+        any channels were added.
         """
         changed = False
         grouped = set(self.atoms.roots(self._grouped).tolist())
@@ -130,9 +130,9 @@ class Channels:
         return self._even_out(multiple) or changed
 
     def _even_out(self, multiple: int) -> bool:
-        """Keeps more channels until the groups of each layer that are left have equal numbers, multiples of this one.
+        """Keep more channels until all remaining groups of a layer have the same number, a multiple of ``multiple``.
 
-        Returns whether there are more now.
+        Return whether any channels were added.
         """
         changed, more = False, True
         while more:
@@ -161,9 +161,9 @@ class Channels:
         return source
 
     def constant_operand(self, node: fx.Node) -> int | None:
-        """Which operand of a JOIN is known to be the same numbers everywhere, so that a vector stands for it.
+        """Return which operand of a JOIN is constant, so that a vector can replace it; None if neither or both are.
 
-        Not where it might have more samples or pixels than the other.
+        None too if that operand might have more samples or pixels than the other.
         """
         if self.readings[node].role is not Role.JOIN:
             return None
@@ -174,24 +174,24 @@ class Channels:
         return constant.index(True)
 
     def same_size(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two values have the same shape, whatever the inputs' sizes."""
+        """Return whether two values have the same shape for all sizes of the inputs."""
         return self.reader.sizes.same(one, other)
 
     def classes(self, node: fx.Node) -> tuple[int, ...]:
-        """The classes of the result's channels."""
+        """Return the class of each channel of the result."""
         return tuple(self.atoms.roots(self.values[node].atoms).tolist())
 
     def fixed(self) -> set[int]:
-        """The classes that something reads which knows nothing of other orders, and those in groups."""
+        """Return the classes read by an operation that depends on their order, and those of grouped layers."""
         return set(self.atoms.roots([*self.atoms.ordered, *self._grouped]).tolist())
 
     def free(self, node: fx.Node) -> bool:
-        """Whether the channels may come in any order, because all readers are rewritten along with the node."""
+        """Return whether the channels may have any order, because all readers are rewritten along with the node."""
         atoms = self.values[node].atoms
         return self.atoms.alone(atoms) and self.atoms.ordered.isdisjoint(atoms.tolist())
 
     def scatterable(self) -> dict[str, int]:
-        """The sums with an operand that has constant channels and is read by nothing else, and which operand it is."""
+        """Return names of sums with an operand that has constant channels and no other reader, and the operand."""
         found = {}
         for node, reading in self.readings.items():
             if reading.role is not Role.JOIN or arithmetic(node) != "add" or self.constant_operand(node) is not None:
@@ -203,7 +203,7 @@ class Channels:
                 found[node.name] = operand
         return found
 
-    # Forward: atoms and constants.
+    # Forward pass: atoms and constants.
 
     def _value(self, node: fx.Node) -> Value | None:
         reading = self.readings[node]
@@ -236,7 +236,7 @@ class Channels:
         return Value(np.repeat(sources[0].atoms, pixels), np.repeat(sources[0].constants, pixels))
 
     def _keep_for_size(self, node: fx.Node) -> None:
-        """One channel at least where something but a flattening, which is written anew, asks for a size."""
+        """Keep at least one channel if anything reads the size, except for a flattening, which is rewritten."""
         users = [
             reader for user in node.users for reader in (user.users if user.target is operator.getitem else [user])
         ]
@@ -246,7 +246,7 @@ class Channels:
 
     def _unknown(self, node: fx.Node) -> Value | None:
         count = self.reader.channels(node)
-        if count is None:  # of other sizes of the inputs there may be more, or fewer
+        if count is None:  # the number may depend on the inputs' sizes
             return None
         vector = self.reader.buffer(node)
         if vector is not None and vector.numel() == count and vector.isfinite().all():
@@ -266,13 +266,13 @@ class Channels:
         foldable = known & (zero | self._inside(module))
         self.layers[node] = Layer(node, module, live, foldable, known if self.fixed_size else foldable)
         value = Value(self.atoms.new(len(weight)), _outputs(module, constants, live, foldable))
-        if groups > 1:  # a channel stays in its group
+        if groups > 1:  # a channel has to stay in its group
             self._grouped += [*source.atoms.tolist(), *value.atoms.tolist()]
             self.atoms.ordered.update(self._grouped)
         return value
 
     def _inside(self, module: Any) -> NDArray[np.bool_]:
-        """[C_out, C_in/groups]: no weight that is not zero ever meets zero padding, whatever the input's size."""
+        """Return, as [C_out, C_in/groups], whether no non-zero weight meets zero padding at any size of the input."""
         weight = module.weight.detach()
         if weight.dim() == 2 or module.padding_mode != "zeros":
             return np.ones(tuple(weight.shape[:2]), dtype=bool)
@@ -306,7 +306,7 @@ class Channels:
         one, other = sources
         with np.errstate(all="ignore"):
             constants = _finite(_NUMPY[str(arithmetic(node))](one.constants, other.constants))
-        if arithmetic(node) == "mul":  # as a kernel of zeros does, whatever it meets
+        if arithmetic(node) == "mul":  # as for a kernel of zeros, 0 times anything is 0
             constants = np.where((one.constants == 0) | (other.constants == 0), 0.0, constants)
         constant = self.constant_operand(node)
         if constant is not None:
@@ -316,7 +316,7 @@ class Channels:
         self.atoms.unite(one.atoms, other.atoms)
         return Value(one.atoms, constants)
 
-    # Backward: needs.
+    # Backward pass: needed channels.
 
     def _find_needs(self) -> None:
         changed = True
@@ -326,7 +326,7 @@ class Channels:
                 changed |= self._ask(node)
 
     def _ask(self, node: fx.Node) -> bool:
-        """Marks what the node must read of its sources; whether anything was new."""
+        """Mark the channels that the node must read of its sources and return whether any was new."""
         reading = self.readings[node]
         if reading.role is Role.JOIN and node.name in self.scatter and self.constant_operand(node) is None:
             other = self.values[reading.sources[self.scatter[node.name]]]
@@ -346,7 +346,7 @@ class Channels:
         return changed
 
     def _ask_for_constant(self, layer: Layer, source: Value, wanted: NDArray[np.bool_]) -> bool:
-        """One constant channel of each group stands for all: seen through the same padding, they differ by factors."""
+        """Keep one constant channel for all of each group: behind the same padding, they differ only by factors."""
         changed = False
         sizes = np.abs(np.nan_to_num(source.constants))
         needed = self.atoms.needed(source.atoms)
@@ -360,7 +360,7 @@ class Channels:
         return changed
 
     def _wanted(self, layer: Layer, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[C_in]: read by a kernel that stays, and not taken into its bias."""
+        """Return, as [C_in], the channels that a kept kernel reads and that are not folded into its bias."""
         reads = layer.live & ~layer.drops & present[:, None]
         return reads.reshape(layer.groups, -1, reads.shape[1]).any(1).reshape(-1)
 
@@ -370,7 +370,10 @@ def _live(weight: Tensor) -> NDArray[np.bool_]:
 
 
 def _outputs(module: Any, constants: Floats, live: NDArray[np.bool_], foldable: NDArray[np.bool_]) -> Floats:
-    """The number that each kernel gives everywhere; NaN where it varies. Shapes: [groups, 1, C_in/groups] and so on."""
+    """Return the constant output of each kernel, [C_out]; NaN if it varies.
+
+    ``constants`` has shape [groups, 1, C_in/groups], ``live`` and ``foldable`` have [C_out, C_in/groups].
+    """
     groups, _, width = constants.shape
     live, foldable = live.reshape(groups, -1, width), foldable.reshape(groups, -1, width)
     sums = (
@@ -386,7 +389,7 @@ def _outputs(module: Any, constants: Floats, live: NDArray[np.bool_], foldable: 
 
 
 def _evaluate(node: fx.Node, module: Any, constants: Floats) -> Floats:
-    """What a pointwise operation makes of constants, in float64, by running it."""
+    """Return the constants after a pointwise operation, computed by running it in float64."""
     dims = len(node.meta["shape"])
     x = torch.from_numpy(np.nan_to_num(constants)).reshape(1, -1, *[1] * (dims - 2))
     with torch.no_grad():
@@ -400,5 +403,5 @@ def _evaluate(node: fx.Node, module: Any, constants: Floats) -> Floats:
 
 
 def _finite(constants: Floats) -> Floats:
-    """NaN for what is not finite: such channels count as varying, so that nothing hides them."""
+    """Replace constants that are not finite by NaN: such channels count as varying, so that they are not hidden."""
     return np.where(np.isfinite(constants), constants, np.nan)

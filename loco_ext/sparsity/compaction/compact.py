@@ -1,4 +1,4 @@
-"""The smaller network that gives the same outputs."""
+"""Compaction of a network to a smaller one with the same outputs."""
 
 from __future__ import annotations
 
@@ -39,41 +39,43 @@ def compact(
     fold_norms: bool = True,
     fixed_size: bool = False,
 ) -> tuple[nn.Module, Report]:
-    """A network without the kernels, rings and channels of ``model`` that are zero, with the same outputs in eval mode.
+    """Return a network without the zero kernels, rings and channels of ``model``, with the same outputs in eval mode.
 
-    Kernels are cropped to the block of taps that is not zero; channels that nothing reads, or that are the same number
-    everywhere, are taken out of all layers that they go through, their numbers folded into the next layer's bias where
-    that is exact at every size of the input; a layer normalisation over such channels reads the others alone, and its
-    weights are folded into the layers that read it; a residual block that adds nothing becomes the identity. What
-    cannot be made smaller safely stays as it is, and the report says why. Gradients flow: the result can be trained on.
+    Kernels are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
+    everywhere, are removed from all layers that they go through; their constants are folded into the next layer's bias
+    where that is exact for every size of the input. A layer normalisation over constant channels reads only the others,
+    and its weights are folded into the layers that read it. A residual block that adds nothing becomes the identity.
+    What cannot be made smaller safely is kept, and the report says why. Gradients flow: the result can be trained
+    further.
 
-    Weights that torch's parametrizations, or the hooks of its weight_norm, spectral_norm and prune, compute become
-    parameters with their values in eval mode: filters that are masked go as those that are zero do.
+    Weights that are computed by torch's parametrizations, or by the hooks of its weight_norm, spectral_norm and prune,
+    become parameters with their values in eval mode: masked filters are removed like filters of zeros.
 
-    Sizes are those that hold for every input that the model takes, not the example's. The result is compared with the
-    model on the example and on two further batch sizes and sizes that the model takes, with numbers drawn from it.
+    Inferred sizes hold for every input that the model accepts, not only for the example. The result is compared with
+    the model on the example and on inputs of two further batch sizes and sizes that the model accepts, with values
+    drawn from the example.
 
     Args:
-        model: any module; left alone. Taken as in eval mode: what depends on ``training`` inside its own code (not
-            inside modules of torch.nn) stays as in eval mode.
-        example_inputs: a batch, or several arguments; the shapes and the device on which the result is to be fast. The
-            result takes other sizes, as the model does, but as many dimensions: no image without a batch after a batch.
-        cost: "measured": kernels of several sizes in one layer become several convolutions, or one
-            :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example, images are converted
-            to channels_last on their way in, and back on their way out, where that is, and the model itself is returned
-            if all this makes it slower; "multiply_adds": one convolution for each size, nothing is measured, the result
-            is the same on every machine.
-        fold_norms: batch normalisations that follow a convolution or linear layer go into its weights, by their running
-            statistics; False where the result is to be trained on with them.
-        fixed_size: constants that zero padding makes visible at borders become a map of biases, and the result takes
-            inputs of the example's size alone.
-
+        model: any module; it is not changed. It is compacted as in eval mode: code of its own that depends on
+            ``training`` (outside of torch.nn's modules) keeps the behaviour of eval mode.
+        example_inputs: a batch, or several arguments, with the shapes and the device for which the result is optimized.
+            Like the model, the result accepts other sizes, but only the same number of dimensions: an image without a
+            batch dimension is not accepted if the example has one.
+        cost: ``"measured"``: kernels of several sizes in one layer become several convolutions, or one
+            :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example; images are converted
+            to channels_last at the input, and back at the output, where that is faster; and the model itself is
+            returned if all this makes it slower. ``"multiply_adds"``: one convolution for each size; nothing is
+            measured, and the result is the same on every machine.
+        fold_norms: whether batch normalisations that follow a convolution or linear layer are folded into its weights,
+            using their running statistics; False keeps them for further training.
+        fixed_size: whether constants that zero padding makes visible at borders become a map of biases; the result then
+            accepts only inputs of the example's size.
     Returns:
         The network, a :class:`torch.fx.GraphModule`, and the report. A model that torch.fx cannot trace keeps its
-        channels and its class; its kernels are cropped alone.
+        channels and its class; only its kernels are cropped.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was expected and what came.
+        TypeError, ValueError: the message names the argument, what was expected and what it got.
 
     Source:
         The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers", sections 3.2 and 3.3.
@@ -117,14 +119,14 @@ def compact(
     return network, report
 
 
-Result = tuple[nn.Module, Callable[[], Report]]  # a network, and what writes the report on it
-Version = tuple[fx.GraphModule, Channels, Result]  # a graph, its analysis and what becomes of it
+Result = tuple[nn.Module, Callable[[], Report]]  # a network, and a function that writes its report
+Version = tuple[fx.GraphModule, Channels, Result]  # a graph, its analysis and the network built from it
 
 
 def _rewritten(
     traced: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool, norms_folded: bool
 ) -> list[Result]:
-    """The smaller network, and others that may take its place; the fastest comes first where time is measured."""
+    """Return candidates for the smaller network in order of preference; the fastest is first if time is measured."""
     if norms_folded:
         fold(traced)
     if choose is not costs.fastest:
@@ -146,7 +148,7 @@ def _rewritten(
 
 
 def _fastest(results: list[Result], example: Pair) -> Result | None:
-    """Of those that are right; None where none is."""
+    """Return the fastest of the networks with the right outputs; None if there is none."""
     right = [result for result in results if is_right(result[0], [example])]
     if len(right) < 2:
         return right[0] if right else None
@@ -160,7 +162,7 @@ def _version(traced: fx.GraphModule, fixed_size: bool, choose: Choose) -> Versio
 
 
 def _versions(version: Version, choose: Choose) -> tuple[list[Channels], list[Result]]:
-    """Of a graph with sums into which an operand is scattered, where there are such sums, and without."""
+    """Return the analyses and networks of a graph: first with scattered sums, if there are any, then without."""
     traced, plain, first = version
     scatter = plain.scatterable()
     if not scatter:
@@ -170,7 +172,7 @@ def _versions(version: Version, choose: Choose) -> tuple[list[Channels], list[Re
 
 
 def _faster(version: Version, graph: fx.GraphModule | None, example: Pair) -> Version:
-    """The version, or the one of another graph if there is one that is right and faster."""
+    """Return the version of another graph if it exists, is right and is faster; else the given version."""
     if graph is None:
         return version
     other = _version(graph, version[1].fixed_size, costs.fastest)
@@ -200,9 +202,9 @@ def _select(
     further: Sequence[Pair],
     measured: bool,
 ) -> tuple[nn.Module, Report]:
-    """The first smaller network that is right; the model as it is where there is none, or where it is not faster.
+    """Return the first smaller network that is right; the model as it is if there is none, or if it is not faster.
 
-    What was chosen as the fastest of several is in part the luckiest: it and the model are measured anew.
+    The network was selected as the fastest of several, partly by chance, so it and the model are timed again.
     """
     able = [result for result in smaller if is_right(result[0], [example])]
     right = next((result for result in able if is_right(result[0], further)), None)
@@ -228,7 +230,7 @@ def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: flo
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A deep copy; tensors that were computed, as weights are by hooks, are copied without their history."""
+    """Return a deep copy; computed tensors, such as weights set by hooks, are copied without their history."""
     held = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
     memo = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}
     return copy.deepcopy(model, memo)
@@ -239,7 +241,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside what torch.compile or a parallel wrapper has made of it."""
+    """Return the module inside the wrappers of torch.compile and of data parallelism."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return _unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)

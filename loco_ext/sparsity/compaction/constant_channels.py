@@ -1,7 +1,8 @@
-"""Layer normalisations over channels that no longer read those that are the same numbers everywhere.
+"""Layer normalisations over channels that no longer read those channels that are constant everywhere.
 
-What a normalisation makes of a constant channel is a sum of two features that all of them share. Layers that are linear
-in what they read take them in the place of the channels; see :func:`layer_norm_with_constants`.
+The result of a normalisation for a constant channel is a linear combination of two features that all constant channels
+share. Layers that are linear in their input read these features instead of the channels; see
+:func:`layer_norm_with_constants`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 from loco_ext.sparsity.compaction.take import take_channels
 from loco_ext.sparsity.compaction.trace import record
 
-WHOLE = "whole"  # in the meta of a layer's node: the weight that the layer has in the model
+WHOLE = "whole"  # key in the meta of a layer's node: the weight that the layer has in the model
 
 
 def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
-    """A copy of the graph in which no layer normalisation reads constant channels; None where that changes nothing.
+    """Return a copy of the graph in which no layer normalisation reads constant channels; None if nothing changes.
 
-    Depthwise convolutions before them compute the other channels alone. A normalisation stays as it is where something
-    reads it that is not linear, or that pads it with zeros, and where all its channels are constant.
+    Depthwise convolutions before such normalisations compute only the other channels. A normalisation is kept if one of
+    its readers is not linear or pads it with zeros, or if all its channels are constant.
     """
     if not any(type(module) is nn.LayerNorm for module in traced.modules()):
         return None
@@ -46,7 +47,7 @@ def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[A
 
 
 def _is_over_channels(channels: Channels, node: fx.Node) -> bool:
-    """Whether the node is a layer normalisation of channels along the last axis, and may be rewritten."""
+    """Return whether the node is a layer normalisation of channels along the last axis that may be rewritten."""
     norm = channels.reader.module(node)
     if type(norm) is not nn.LayerNorm or len(node.args) != 1 or node.kwargs:
         return False
@@ -57,14 +58,14 @@ def _is_over_channels(channels: Channels, node: fx.Node) -> bool:
 
 
 def _narrow(network: fx.GraphModule, channels: Channels, node: fx.Node) -> bool:
-    """Lets the normalisation read the channels that vary; whether fewer features come of it."""
+    """Make the normalisation read only the channels that vary; return False if that does not reduce the features."""
     (source,) = node.all_input_nodes
     value, readers = channels.values[source], _readers(channels, node)
     live, dead = np.flatnonzero(value.varies), np.flatnonzero(~value.varies)
     if readers is None or not len(live) or not len(dead):
         return False
     numbers = value.constants[dead]
-    mean = numbers[0] + (numbers - numbers[0]).mean()  # exact where all are equal
+    mean = numbers[0] + (numbers - numbers[0]).mean()  # exact if all are equal
     offsets = numbers - mean
     variance = float(np.square(offsets).mean())
     if len(dead) <= features_beside(variance):
@@ -83,7 +84,7 @@ def _narrow(network: fx.GraphModule, channels: Channels, node: fx.Node) -> bool:
 
 
 def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
-    """The layers that read the node's channels, along whatever axis; None where something else does."""
+    """Return the layers that read the node's channels, along any axis; None if something else reads them."""
     found = []
     for user in node.users:
         role = channels.readings[user].role
@@ -100,7 +101,7 @@ def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_linear_everywhere(module: Any) -> bool:
-    """Whether each output is the same sum of the same features plus a bias, at borders, too."""
+    """Return whether each output is the same sum of the same features plus a bias, at borders as well."""
     if isinstance(module, nn.Linear):
         return True
     pads = module.padding_mode == "zeros" and any(p for axis in paddings(module) for p in axis)
@@ -110,10 +111,10 @@ def _is_linear_everywhere(module: Any) -> bool:
 def _read_features(
     node: fx.Node, module: Any, norm: nn.LayerNorm, live: Integers, dead: Integers, offsets: Floats | None
 ) -> None:
-    """Gives the layer the weights of the features in the place of those of the channels.
+    """Replace the layer's weights for the channels by weights for the features.
 
     Args:
-        offsets: of the constants from their mean; None where all are equal.
+        offsets: differences of the constants from their mean; None if all are equal.
     """
     whole = module.weight.detach()
     node.meta[WHOLE] = whole
@@ -137,7 +138,7 @@ def _read_features(
 
 
 def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: Integers) -> fx.Node:
-    """The channels of ``source`` that vary; a depthwise convolution that alone gives them computes no others."""
+    """Return the varying channels of ``source``; a depthwise convolution that only feeds them computes no others."""
     layer = source
     while len(layer.users) == 1 and _passes_on(channels, layer):
         (layer,) = channels.readings[layer].sources
@@ -156,7 +157,7 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
 
 
 def _passes_on(channels: Channels, node: fx.Node) -> bool:
-    """Whether the node does to each channel the same, however many there are, and has no weights."""
+    """Return whether the node treats all channels the same, whatever their number, and has no weights."""
     role, module = channels.readings[node].role, channels.reader.module(node)
     plain = module is None or not any(True for _ in (*module.parameters(), *module.buffers()))
     return plain and role in (Role.PERMUTE, Role.PER_CHANNEL)

@@ -1,8 +1,8 @@
-"""One convolution with smaller kernels: which taps are left, and the graph that gives the same outputs.
+"""A convolution with smaller kernels: the taps that are left, and the graph that gives the same outputs.
 
 A kernel's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
-each axis. Kernels of one box become one convolution; its padding shrinks by what was cropped, and may differ between
-the sides of an axis, or be negative.
+each axis. Kernels with the same box become one convolution. Its padding shrinks by the cropped taps; it may differ
+between the sides of an axis, and may be negative.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from loco_ext.sparsity.compaction.take import take_channels
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
-MIXED = "mixed"  # all kernels of a layer at once, by :func:`loco_ext.ops.mixed_conv2d`
-Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds all of theirs
-# oneDNN's backward of a strided 1x1 convolution of channels_last images writes out of bounds where it has fewer input
-# channels than a vector has elements (uxlfoundation/oneDNN#6035).
+MIXED = "mixed"  # style that computes all kernels of a layer at once with :func:`loco_ext.ops.mixed_conv2d`
+Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds the boxes of all of them
+# oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
+# channels than elements in a vector (uxlfoundation/oneDNN#6035).
 VECTOR = 16
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution as numbers: ``weight`` of shape ``(C_out, C_in/groups, *kernel_size)``, pads before and after."""
+    """Parameters of a convolution: ``weight`` is ``(C_out, C_in/groups, *kernel_size)``, pads are (before, after)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -54,11 +54,11 @@ class Convolution:
 
 
 def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: int, channels_last: bool) -> Convolution:
-    """The module with these kernels, which may be fewer and have fewer channels each.
+    """Return the module's convolution with these kernels, which may be fewer and have fewer channels each.
 
     Args:
-        channels: that it reads, in all groups together.
-        channels_last: as the module's result is; where image and kernel have a size of 1, no strides tell.
+        channels: number of input channels, over all groups.
+        channels_last: memory format of the module's result, which strides do not show if image and kernel have size 1.
     """
     return Convolution(
         weight=weight,
@@ -83,7 +83,7 @@ class Bucket:
 
 
 def paddings(module: Any) -> Pads:
-    """The padding of a convolution module, before and after each axis."""
+    """Return the padding of a convolution module, (before, after) for each axis."""
     if module.padding == "valid":
         return ((0, 0),) * len(module.kernel_size)
     if module.padding == "same":
@@ -93,7 +93,7 @@ def paddings(module: Any) -> Pads:
 
 
 def boxes(weight: Tensor) -> list[Box | None]:
-    """The box of each kernel; None where all weights are zero."""
+    """Return the box of each kernel; None if all its weights are zero."""
     live = (weight.detach() != 0).any(1).cpu()  # [C_out, *kernel_size]
     spans = []
     for axis in range(live.dim() - 1):
@@ -107,17 +107,17 @@ def boxes(weight: Tensor) -> list[Box | None]:
 
 
 def union(some: Sequence[Box]) -> Box:
-    """The smallest box that holds all of them."""
+    """Return the smallest box that holds all of these."""
     return tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in zip(*some, strict=True))
 
 
 def taps(box: Box) -> int:
-    """How many taps the box has."""
+    """Return the number of taps in the box."""
     return prod(b - a for a, b in box)
 
 
 def even(box: Box, convolution: Convolution) -> Box:
-    """The box grown until what is cropped from both ends of each axis leaves equal pads of at least 0, if it can be."""
+    """Return the box grown until cropping leaves equal pads of at least 0 at both ends of each axis, if possible."""
     grown = []
     for (a, b), size, (lower, upper), step in zip(
         box, convolution.weight.shape[2:], convolution.pads, convolution.dilation, strict=True
@@ -132,7 +132,7 @@ def even(box: Box, convolution: Convolution) -> Box:
 
 
 def pads_of(box: Box, convolution: Convolution) -> Pads:
-    """The padding that the cropped kernels need."""
+    """Return the padding that the cropped kernels need."""
     return tuple(
         (lower - a * step, upper - (size - b) * step)
         for (a, b), size, (lower, upper), step in zip(
@@ -142,15 +142,15 @@ def pads_of(box: Box, convolution: Convolution) -> Pads:
 
 
 def is_even(pads: Pads) -> bool:
-    """Whether a convolution module can pad so: alike on both sides of each axis, by 0 or more."""
+    """Return whether a convolution module supports this padding: equal on both sides of each axis and at least 0."""
     return all(lower == upper >= 0 for lower, upper in pads)
 
 
 def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Part]:
-    """The kernels of each size, ascending; all together where the convolution is grouped.
+    """Return the kernels of each size in ascending order; all together if the convolution is grouped.
 
-    Kernels without a live weight go with the smallest, or are of one tap if ``dead_apart``. Beyond ``most`` sizes, the
-    rarest are joined with the next.
+    Kernels without a non-zero weight join the smallest size, or have one tap of their own if ``dead_apart``. If there
+    are more than ``most`` sizes, the rarest are joined with the next.
     """
     kernels: dict[Box, list[int]] = {}
     dead: list[int] = []
@@ -172,19 +172,19 @@ def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool 
 
 
 def join(parts: Sequence[Part]) -> Part:
-    """All their kernels, with the box that holds them."""
+    """Return all kernels of the parts, with the box that holds them."""
     return tuple(sorted(k for kernels, _ in parts for k in kernels)), union([box for _, box in parts])
 
 
 def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """All ways to join parts that are next to each other."""
+    """Yield all ways to join neighbouring parts."""
     for cuts in range(len(parts)):
         for places in itertools.combinations(range(1, len(parts)), cuts):
             yield [join(parts[a:b]) for a, b in itertools.pairwise([0, *places, len(parts)])]
 
 
 def filled(parts: Sequence[Part], multiple: int) -> list[Part]:
-    """The parts, with kernels of smaller ones moved up until larger ones have a multiple of so many."""
+    """Return the parts with kernels moved to larger sizes until these have a multiple of so many kernels."""
     result: list[Part] = []
     rest = list(parts)
     while rest:
@@ -199,7 +199,7 @@ def filled(parts: Sequence[Part], multiple: int) -> list[Part]:
 
 
 def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:
-    """Ways to compute kernels with the taps of a box: as it is where its padding is even, else in three ways."""
+    """Return the ways to compute kernels with the taps of a box: one if its padding is even, else up to three."""
     if is_even(pads_of(box, convolution)):
         return [(box, "pad")]
     ways = [(box, "pad")]
@@ -219,12 +219,12 @@ def emit(
     buckets: Sequence[Bucket],
     order: fx.Node | None = None,
 ) -> fx.Node:
-    """Adds the nodes that compute the buckets, one after the other along the channels, from ``source``.
+    """Add nodes that compute the buckets, concatenated along the channels, from ``source``, and return the result.
 
-    Modules are put into ``owner`` under ``name``, a number appended where there are several buckets.
+    Modules are added to ``owner`` under ``name``, with a number appended if there are several buckets.
 
     Args:
-        order: of the channels instead, as :func:`restoring` gives it.
+        order: indices that reorder the channels, as :func:`restoring` returns them.
     """
     if any(bucket.style == MIXED for bucket in buckets):
         return _emit_mixed(owner, graph, source, name, convolution, buckets, order)
@@ -233,7 +233,7 @@ def emit(
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
-    """Whether the bucket's kernels have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
+    """Return whether the bucket's kernels have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
     strided = any(step > 1 for step in convolution.stride)
     return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
 
@@ -272,7 +272,7 @@ def _emit_each(
 
 
 def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
-    """A network of nothing but these buckets; its channels come in the kernels' order unless they are ``free``."""
+    """Return a network of only these buckets; its channels are in the kernels' order unless they are ``free``."""
     owner, graph = nn.Module(), fx.Graph()
     source, order = graph.placeholder("x"), None
     back = None if free else restoring(buckets, convolution.weight.device)
@@ -284,12 +284,12 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
 
 
 def in_turn(buckets: Sequence[Bucket]) -> list[int]:
-    """The kernels in the order in which their channels come."""
+    """Return the kernels in the order of the computed channels."""
     return [kernel for bucket in buckets for kernel in bucket.kernels]
 
 
 def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
-    """Indices that bring the buckets' kernels back to their order; None where they are in it."""
+    """Return the indices that restore the order of the buckets' kernels; None if they are in order."""
     back = torch.tensor(in_turn(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
@@ -346,7 +346,7 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
 
 
 def pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
-    """Pads, then crops where a number is negative: that order is right in every mode and for the smallest inputs."""
+    """Add nodes that pad, then crop where a pad is negative; this order is right in every mode and for small inputs."""
     outward = [max(p, 0) for axis in reversed(pads) for p in axis]
     if any(outward):
         source = graph.call_function(F.pad, (source, outward), {"mode": "constant" if mode == "zeros" else mode})
@@ -356,7 +356,7 @@ def pad(graph: fx.Graph, source: fx.Node, pads: Pads, mode: str) -> fx.Node:
 
 
 def _crop(graph: fx.Graph, source: fx.Node, margins: Pads) -> fx.Node:
-    """A view without so many places at the beginning and at the end of each axis."""
+    """Add a node for a view without these margins at the beginning and at the end of each axis."""
     spans = [slice(lower or None, -upper or None) for lower, upper in margins]
     place: Any = (..., *spans)
     return graph.call_function(operator.getitem, (source, place))

@@ -1,4 +1,4 @@
-"""How to compute a convolution: by counting multiply-adds, or by measuring on this machine."""
+"""Choice of how to compute a convolution: by counting multiply-adds, or by timing on this machine."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from loco_ext.sparsity.compaction.convolution import (
 from loco_ext.sparsity.compaction.fusion import NOTHING, append
 
 _log = logging.getLogger(__name__)
-_ORDER = random.Random(0)  # of turns; the state of the module random stays as it is
+_ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
 VECTOR = 16  # channels that processors compute at once
-MULTIPLES = (1, VECTOR // 2, VECTOR)  # of channels, to which they may be filled up: memory is read in halves of vectors
-_EACH = 0.5  # what a convolution costs beside its multiply-adds, in vectors of kernels
-_MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # that are considered, timed in parts, and timed as a whole
-_MEASURED: dict[Hashable, float] = {}  # seconds, by _name
-A_GLANCE, A_LOOK = 0.6, 2.0  # seconds in which networks are compared
-_MARGIN = 0.97  # several convolutions in the place of one must take this part of its time at most
+MULTIPLES = (1, VECTOR // 2, VECTOR)  # channels are filled up to these multiples: memory is read in halves of vectors
+_EACH = 0.5  # overhead of a convolution beside its multiply-adds, in vectors of kernels
+_MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # limits: sizes considered, ways timed in parts, ways timed as a whole
+_MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
+A_GLANCE, A_LOOK = 0.6, 2.0  # seconds spent on comparing networks
+_MARGIN = 0.97  # several convolutions must take at most this part of the time of one
 
 
 def fewest_multiply_adds(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """One convolution for each size of kernel."""
+    """Return one convolution for each kernel size."""
     return [Bucket(kernels, box) for kernels, box in by_size(convolution)]
 
 
 def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """The convolution with all its taps."""
+    """Return the convolution with all its taps."""
     box = tuple((0, size) for size in convolution.weight.shape[2:])
     return [Bucket(tuple(range(len(convolution.weight))), box)]
 
 
 def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """What takes the least time on inputs of the shape, type and memory format that the example has there.
+    """Return what takes the least time on inputs of the example's shape, dtype and memory format.
 
-    Torch's convolutions against :func:`loco_ext.ops.mixed_conv2d`, where its kernels serve the layer.
+    Torch's convolutions are compared with :func:`loco_ext.ops.mixed_conv2d` if its kernels support the layer.
     """
     torchs = _fastest_of_torch(convolution, kind, free)
     if not takes_mixed(convolution, kind):
@@ -69,22 +69,22 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
 
 
 def all_at_once(convolution: Convolution) -> list[Bucket]:
-    """The kernels of each size, for :func:`loco_ext.ops.mixed_conv2d`."""
+    """Return the kernels of each size, for :func:`loco_ext.ops.mixed_conv2d`."""
     return [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution, dead_apart=True)]
 
 
 def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
-    """Whether compiled kernels compute the convolution with each kernel's own size."""
+    """Return whether compiled kernels can compute the convolution with each kernel at its own size."""
     plain = convolution.axes == 2 and convolution.groups == 1 and convolution.padding_mode == "zeros"
     images = len(kind["shape"]) == 4 and kind["dtype"] in mixed_conv.DTYPES
     return plain and images and backends.missing("mixed_conv", "native", kind["device"].type) is None
 
 
 def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """One convolution or several.
+    """Return the fastest way with one or several of torch's convolutions.
 
-    Kernels of each size, and of sizes next to each other together, are timed alone. The ways with the least sums of
-    parts are then timed as a whole, what joins them included, against one convolution for all kernels.
+    The kernels of each size, and of neighbouring sizes together, are timed alone. The ways with the least sums of these
+    times are then timed as a whole, including their concatenation, against one convolution for all kernels.
     """
     sizes = by_size(convolution, most=_MOST_SIZES)
     ways = [[join(sizes)], *_promising(sizes)]
@@ -107,7 +107,7 @@ def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: b
 
 
 def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
-    """The ways to make several convolutions that should be fastest, if vectors are filled and each costs something."""
+    """Return the ways with several convolutions expected to be fastest if vectors are full and each has an overhead."""
 
     def effort(way: Sequence[Part]) -> float:
         return sum(taps(box) * (math.ceil(len(kernels) / VECTOR) + _EACH) for kernels, box in way)
@@ -119,21 +119,21 @@ def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
 
 
 def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:
-    """Median seconds of each call, made in turns for about ``budget`` seconds in all."""
+    """Return the median seconds of each call; calls alternate for about ``budget`` seconds in all."""
     return [statistics.median(values) for values in _samples(calls, device, budget)]
 
 
 def forget() -> None:
-    """Lets all be measured anew, on a machine that may do something else now."""
+    """Discard all timings, as other work on the machine may have changed."""
     _MEASURED.clear()
 
 
 def _times(
     convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: Mapping[str, Any], free: bool
 ) -> list[float]:
-    """Least seconds of each way, which other work on the machine disturbs less than the median of so few.
+    """Return the least seconds of each way; other work on the machine affects the minimum less than the median.
 
-    Layers of one shape, and versions of one network, share what has been measured.
+    Timings are shared between layers of one shape and between versions of one network.
     """
     names = [_name(convolution, way, kind, free) for way in ways]
     fresh = {name: way for name, way in zip(names, ways, strict=True) if name not in _MEASURED}
@@ -153,14 +153,14 @@ def _description(convolution: Convolution, x: Tensor) -> str:
 
 
 def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.GraphModule:
-    """The way, and what follows the convolution."""
+    """Return a network that computes the convolution in this way, followed by its epilogue."""
     network = alone(convolution, way, free)
     append(network, convolution.then)
     return network
 
 
 def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
-    """All that a way's time depends on."""
+    """Return a key of everything that a way's time depends on."""
     layer = tuple(getattr(convolution, name) for name in ("stride", "pads", "dilation", "groups", "padding_mode"))
     buckets = tuple((len(bucket.kernels), bucket.box, bucket.style) for bucket in way)
     in_order = free or restoring(way, convolution.weight.device) is None
@@ -170,9 +170,9 @@ def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, An
 
 
 def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[list[float]]:
-    """Seconds of each call, made in turns for about ``budget`` seconds in all, and three times at least.
+    """Return the seconds of each call; calls alternate for about ``budget`` seconds in all, and at least three times.
 
-    A single thread is told the processor's time that it takes, whatever else the machine does.
+    A single thread is timed by its CPU time, which does not depend on other work on the machine.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     single = device.type == "cpu" and torch.get_num_threads() == 1
@@ -180,7 +180,7 @@ def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
         for call in calls:
-            call()  # memory is found, and libraries make their plans
+            call()  # warm-up: allocates memory and lets libraries make their plans
         end = time.perf_counter() + budget
         while len(times[-1]) < 3 or (time.perf_counter() < end and len(times[-1]) < 100):
             for place in _ORDER.sample(range(len(calls)), len(calls)):
@@ -193,14 +193,14 @@ def _samples(calls: Sequence[Callable[[], object]], device: torch.device, budget
 
 
 def _shape(kind: Mapping[str, Any], convolution: Convolution) -> tuple[int, ...]:
-    """Of what the convolution reads, with or without a batch."""
+    """Return the shape of the convolution's input, with or without a batch."""
     channels = convolution.weight.shape[1] * convolution.groups
     *batch, _ = kind["shape"][: -convolution.axes]
     return (*batch, channels, *kind["shape"][-convolution.axes :])
 
 
 def _example(kind: Mapping[str, Any], convolution: Convolution) -> Tensor:
-    """Random numbers in the place of what the convolution reads, with the channels that are left."""
+    """Return random numbers in place of the convolution's input, with the channels that are left."""
     shape = _shape(kind, convolution)
     generator = torch.Generator(kind["device"]).manual_seed(0)
     x = torch.randn(shape, generator=generator, dtype=kind["dtype"], device=kind["device"])

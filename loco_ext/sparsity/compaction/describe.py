@@ -1,4 +1,4 @@
-"""The report on a network that :class:`Rewriter` has built."""
+"""Report on a network that :class:`Rewriter` has built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 
 
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
-    """What became of every layer, and why something stayed."""
+    """Return a report on the result for every layer, and on why something was kept."""
     report = Report()
     for node, reading in channels.readings.items():
         module = channels.reader.module(node)
@@ -38,18 +38,19 @@ def describe(channels: Channels, rewriter: Rewriter) -> Report:
 
 
 def _is_no_layer(node: fx.Node) -> bool:
-    """Whether nothing is to be told of the node: no channels could go there, or they have gone."""
+    """Return whether the report omits the node: it has no channels to remove, or they have been removed."""
     return node.op in ("placeholder", "output", "get_attr") or node.target is layer_norm_with_constants
 
 
 def describe_layer(
     name: str, before: Tensor, pixels: int, after: Tensor | None, buckets: Sequence[Bucket]
 ) -> LayerReport:
-    """One layer with these weights before and after, ``(C_out, C_in/groups, *kernel_size)``; None: it is gone.
+    """Return the report on one layer with these weights before and after, ``(C_out, C_in/groups, *kernel_size)``.
 
     Args:
-        pixels: of its output.
-        buckets: how it is computed now.
+        after: None if the layer was removed.
+        pixels: number of output pixels.
+        buckets: how the layer is computed now.
     """
     width = 0 if after is None else int((after != 0).transpose(0, 1).flatten(1).any(1).sum())
     found = [] if after is None else boxes(_with_axis(after))
@@ -81,7 +82,7 @@ def _with_axis(weight: Tensor) -> Tensor:
 
 
 def _identities(weight: Tensor) -> int:
-    """Kernels whose only weight that is not zero lies at the centre (eq. 24 of the draft)."""
+    """Return the number of kernels whose only non-zero weight lies at the centre (eq. 24 of the draft)."""
     live = weight != 0
     place: Any = (..., *((size - 1) // 2 for size in weight.shape[2:]))
     centre = live[place]  # [C_out, C_in/groups]
@@ -89,7 +90,7 @@ def _identities(weight: Tensor) -> int:
 
 
 def _why_kept(channels: Channels, node: fx.Node, weight: Tensor) -> str | None:
-    """Why kernels without weights are still there."""
+    """Return why kernels without weights were kept."""
     value = channels.values[node]
     dead = ~(weight != 0).flatten(1).any(1).cpu().numpy() & channels.atoms.needed(value.atoms)
     reasons = Counter(channels.atoms.reason(atom) for atom in value.atoms[dead].tolist())

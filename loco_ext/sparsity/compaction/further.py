@@ -1,4 +1,4 @@
-"""Inputs of other sizes and batch sizes than the example's, on which a smaller network is checked too."""
+"""Inputs of other sizes and batch sizes than the example's, for further checks of a smaller network."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor, nn
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.compaction.agreement import Pair, copies
 
-Axis = tuple[int, int]  # the place of an argument, and one of its axes
-_MOST_RUNS = 40  # of the model: it may refuse every other size, and only at its last layer
+Axis = tuple[int, int]  # the position of an argument, and one of its axes
+_MOST_RUNS = 40  # calls of the model, which may refuse every other size, and only in its last layer
 
 
 def further_pairs(model: nn.Module, inputs: Sequence[Any], batch_alone: bool = False) -> list[Pair]:
-    """Arguments of up to two other batch sizes and sizes that the model takes, and its results; [] if it takes none.
+    """Return arguments of up to two other batch sizes and sizes, with the model's results; [] if it accepts none.
 
-    Each axis of each tensor is tried, because only the model knows which of them are channels. Axes with the same place
-    and size in several tensors change together, and also each alone. Arguments that the model refuses are skipped.
+    Each axis of each tensor is tried, because only the model knows which of them are channels. Axes with the same
+    position and size in several tensors are changed together, and also each alone. Arguments that the model refuses are
+    skipped.
 
     Args:
-        model: in eval mode.
-        inputs: the example's arguments; the new tensors are drawn from their numbers.
-        batch_alone: axis 0 alone changes.
+        model: the model, in eval mode.
+        inputs: the example's arguments; the values of the new tensors are drawn from theirs.
+        batch_alone: whether only axis 0 changes.
     """
     return _Search(model, inputs).pairs(batch_alone)
 
@@ -35,11 +36,11 @@ class _Search:
         self._shapes = {i: tuple(x.shape) for i, x in enumerate(inputs) if isinstance(x, Tensor)}
 
     def pairs(self, batch_alone: bool) -> list[Pair]:
-        """Two with all axes changed that may, or else some of them; and one for each argument that changes alone."""
+        """Return two pairs with as many axes changed as possible, and one for each argument that changes alone."""
         batch, *others = self._groups()
         batches = self._taken(batch, (1, 3, 2, self._size(batch[0]) + 1), {}, 2) if batch else []
         least = batches[0] if batches and batches[0][batch[0]] < self._size(batch[0]) else {}
-        larger, smaller = [], []  # changes of one group of axes each
+        larger, smaller = [], []  # each changes one group of axes
         for group in [] if batch_alone else others:
             n = self._size(group[0])
             larger += self._taken(group, (n + n // 2 + 1, n + 1, n + 32, 2 * n), least, 1)
@@ -50,7 +51,7 @@ class _Search:
         return [*found, *self._alone()]
 
     def _groups(self) -> list[list[Axis]]:
-        """Axes that have the same place and size in several tensors; first those along which samples lie."""
+        """Return groups of axes with the same position and size in several tensors; the first is the batch axis."""
         groups: dict[tuple[int, int], list[Axis]] = {}
         for i, shape in self._shapes.items():
             for axis, size in enumerate(shape):
@@ -63,7 +64,7 @@ class _Search:
     def _taken(
         self, group: Sequence[Axis], sizes: Sequence[int], others: Mapping[Axis, int], most: int
     ) -> list[dict[Axis, int]]:
-        """The first of these sizes of the group's axes that the model takes, with the others as given."""
+        """Return the first of these sizes of the group's axes that the model accepts, with the others as given."""
         found: list[dict[Axis, int]] = []
         for size in sizes:
             change = dict.fromkeys(group, size)
@@ -72,7 +73,7 @@ class _Search:
         return found
 
     def _scaled(self, least: Mapping[Axis, int]) -> list[dict[Axis, int]]:
-        """All sizes of images doubled: for models that take square images alone, or inputs whose sizes are related."""
+        """Double all image sizes: for models that only accept square images, or inputs whose sizes are related."""
         for first in (2, 1):
             change = {(i, a): 2 * n for i, shape in self._shapes.items() for a, n in enumerate(shape) if a >= first}
             if change and self._run({**least, **change}):
@@ -80,7 +81,7 @@ class _Search:
         return []
 
     def _combined(self, batches: Sequence[dict[Axis, int]], changes: Sequence[dict[Axis, int]]) -> list[Pair]:
-        """The first pair that the model takes: all changes at once, or else fewer of them."""
+        """Return the first pair that the model accepts: with all changes at once, or else with fewer of them."""
         batch = batches[0] if batches else {}
         whole = {axis: size for change in changes for axis, size in change.items()}
         for change in ({**batch, **whole}, whole, *({**batch, **change} for change in changes), batch):
@@ -90,14 +91,14 @@ class _Search:
         return []
 
     def _alone(self) -> Iterator[Pair]:
-        """Each of several tensors with more samples than the others, which may broadcast."""
+        """Yield pairs in which one of several tensors, which may broadcast, has more samples than the others."""
         for i, shape in self._shapes.items() if len(self._shapes) > 1 else ():
             pair = self._run({(i, 0): shape[0] + 2}) if shape else None
             if pair is not None:
                 yield pair
 
     def _run(self, change: Mapping[Axis, int]) -> Pair | None:
-        """New arguments of these sizes, and the results; None where the model refuses them."""
+        """Return new arguments of these sizes and their results; None if the model refuses them."""
         self._runs += 1
         if self._runs > _MOST_RUNS:
             return None
@@ -108,12 +109,12 @@ class _Search:
         try:
             with torch.no_grad():
                 return Pair(self._model, inputs, self._model(*copies(inputs)))
-        except Exception:  # whatever the model's own code raises where it does not take such inputs
+        except Exception:  # the model's own code may raise anything for inputs that it does not accept
             return None
 
 
 def _draw(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A tensor of these sizes with numbers of ``x``, in its memory format; random where all of ``x`` is one number."""
+    """Return a tensor of these sizes with values of ``x`` and its memory format; random if all are equal."""
     generator = torch.Generator().manual_seed(0)
     flat = x.detach().flatten()
     if not len(flat):

@@ -1,4 +1,4 @@
-"""Sums and ReLUs that convolutions of mixed sizes compute with their results."""
+"""Fusion of sums and ReLUs into the convolutions of mixed sizes before them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RELUS = (F.relu, torch.relu, torch.relu_)
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What alone reads a convolution's result: the sum with a tensor like it, a ReLU, or the one and then the other."""
+    """The only readers of a convolution's result: a sum with a tensor like it, a ReLU, or a ReLU after the sum."""
 
     sum: bool = False
     relu: bool = False
@@ -31,7 +31,7 @@ NOTHING = Epilogue()
 
 
 def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
-    """What follows the layer in a traced graph; of two layers that are added up the first has the sum."""
+    """Return what follows the layer in a traced graph; if two layers are added up, the first has the sum."""
     user = _only_user(layer)
     added = user is not None and _is_sum(user) and _are_alike(user.args)
     if user is not None and added:
@@ -42,7 +42,7 @@ def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
 
 
 def append(network: fx.GraphModule, epilogue: Epilogue) -> None:
-    """Lets the network's only result, a convolution's, go through this; a sum is with a second argument."""
+    """Append the epilogue to the network's only result, that of a convolution; a sum adds a second argument."""
     graph = network.graph
     output = next(node for node in graph.nodes if node.op == "output")
     result: Any = output.args[0]
@@ -60,7 +60,7 @@ def append(network: fx.GraphModule, epilogue: Epilogue) -> None:
 
 
 def fuse(network: fx.GraphModule) -> None:
-    """Lets convolutions of mixed sizes compute what follows them, and other sums and ReLUs overwrite what they read."""
+    """Fuse what follows convolutions of mixed sizes into them, and make other sums and ReLUs overwrite their inputs."""
     modules = dict(network.named_modules())
     for node in list(network.graph.nodes):
         if _is_sum(node) and node.meta.get(HOLDERS) == (0, 1) and node.args[0] is not node.args[1]:
@@ -76,7 +76,7 @@ def fuse(network: fx.GraphModule) -> None:
 
 
 def _fuse_sum(node: fx.Node) -> None:
-    """The layer is computed where the sum was: what it is added to is there then."""
+    """Fuse a sum into a layer that is one of its terms, at the place of the sum, where the other term is available."""
     place = next((place for place in (0, 1) if _can_add(node.args[place])), None)
     if place is None:
         return
@@ -88,7 +88,7 @@ def _fuse_sum(node: fx.Node) -> None:
 
 
 def _can_add(layer: Any) -> bool:
-    """Whether it is a convolution that nothing follows yet, and that nothing else reads."""
+    """Return whether this is a convolution without an epilogue yet, and with a single reader."""
     if not isinstance(layer, fx.Node) or layer.target is not mixed_conv2d or _only_user(layer) is None:
         return False
     return layer.kwargs.get("add") is None and not layer.kwargs.get("relu")
@@ -103,13 +103,13 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _are_alike(terms: tuple[Any, ...]) -> bool:
-    """Whether all are tensors of one shape and dtype."""
+    """Return whether all terms are tensors of one shape and dtype."""
     kinds = {(term.meta.get("shape"), term.meta.get("dtype")) if isinstance(term, fx.Node) else None for term in terms}
     return len(kinds) == 1 and None not in kinds
 
 
 def _is_layer(node: Any, modules: dict[str, nn.Module]) -> bool:
-    """Whether it is a convolution of which nothing else reads the result."""
+    """Return whether this is a convolution whose result has a single reader."""
     return node.op == "call_module" and type(modules[str(node.target)]) in CONVOLUTIONS and len(node.users) == 1
 
 

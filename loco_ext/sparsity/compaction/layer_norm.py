@@ -1,4 +1,4 @@
-"""Layer normalisation over channels of which many are the same numbers everywhere."""
+"""Layer normalisation over channels of which many are constant everywhere."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def layer_norm_with_constants(x: Tensor, constants: int, mean: float, variance: float, eps: float) -> Tensor:
-    """Features from which a linear layer computes all that a layer normalisation over more channels gives.
+    """Return features from which a linear layer can compute the result of a layer normalisation over more channels.
 
-    The normalisation is over the k channels of ``x`` and over ``constants`` others, C in all, that are the same numbers
-    b everywhere. With the mean of the whole M and r = 1 / sqrt(variance of the whole + eps)::
+    The normalisation is over the k channels of ``x`` and ``constants`` others, C in all, which have the same values b
+    everywhere. With the mean M of all channels and r = 1 / sqrt(variance of all channels + eps)::
 
         result = [(x - mean(x)) r, (mean(x) - mean(b)) r, r]
         (x - M) r = result[:k] + constants / C result[k]
         (b - M) r = (b - mean(b)) result[k + 1] - k / C result[k]
 
-    The last feature, r, is not there where all constants are equal. Numbers of 16 bits are summed in float32.
-    torch.fx sees one call.
+    The last feature, r, is omitted if all constants are equal. 16-bit numbers are summed in float32. torch.fx sees one
+    call.
 
     Args:
         x: ``(*, k)``, of a floating dtype.
-        constants: how many there are, 1 or more.
+        constants: number of constant channels, 1 or more.
         mean, variance: of the constants; the variance is a mean of squares.
         eps: of the normalisation.
 
@@ -44,7 +44,7 @@ def layer_norm_with_constants(x: Tensor, constants: int, mean: float, variance: 
     share = constants / (x.shape[-1] + constants)
     centre = wide.mean(-1, keepdim=True)
     deviations, offset = wide - centre, centre - mean
-    # Sums of squares alone: nothing cancels.
+    # Only squares are summed, so nothing cancels.
     within = deviations.square().mean(-1, keepdim=True) * (1 - share) + share * variance
     factor = (within + share * (1 - share) * offset.square() + eps).rsqrt()
     features = [deviations * factor, offset * factor, *([factor] if variance else [])]
@@ -52,5 +52,5 @@ def layer_norm_with_constants(x: Tensor, constants: int, mean: float, variance: 
 
 
 def features_beside(variance: float) -> int:
-    """How many features :func:`layer_norm_with_constants` gives beside one for each channel."""
+    """Return how many features :func:`layer_norm_with_constants` returns besides one for each channel."""
     return 2 if variance else 1

@@ -1,7 +1,7 @@
-"""Calls of torch's functions with a module's own weights as the layers that they are.
+"""Replacement of calls of torch's functions with a module's own weights by the corresponding layers.
 
-Subclasses of torch's layers, such as a batch normalisation with an activation inside, are traced through: what
-torch.fx sees of them is a function and the weights that it is given.
+Subclasses of torch's layers, such as a batch normalisation with an activation inside, are traced through: torch.fx only
+sees a function and the weights that it is given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYER_NORM_NAMES = ("input", "normalized_shape", "weight", "bias", "eps")
 
 
 def without_checks(traced: fx.GraphModule) -> None:
-    """Removes assertions, and what only they read: they change no result, but ask for sizes."""
+    """Remove assertions and their inputs that nothing else reads: they change no result, but read sizes."""
     for node in reversed(traced.graph.nodes):
         checks = node.op == "call_function" and node.target is torch._assert
         pure = node.op == "call_function" and node.target in (getattr, operator.eq, operator.ne, *_COMPARISONS)
@@ -48,9 +48,9 @@ _COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.and
 
 
 def skip_foreign_identities(traced: fx.GraphModule) -> None:
-    """Removes foreign functions, which torch.fx does not look into, that return their argument.
+    """Remove functions from other packages, which torch.fx does not trace, if they return their argument.
 
-    Such are functions that drop whole samples in training and nothing in eval mode.
+    An example is a function that drops whole samples in training and does nothing in eval mode.
     """
     for node in list(traced.graph.nodes):
         if node.op == "call_function" and _is_foreign(node.target):
@@ -62,13 +62,13 @@ def skip_foreign_identities(traced: fx.GraphModule) -> None:
 
 
 def _is_foreign(function: Any) -> bool:
-    """Whether a function of Python's is neither torch's nor this package's."""
+    """Return whether this is a Python function that belongs to neither torch nor this package."""
     package = (getattr(function, "__module__", None) or "").partition(".")[0]
     return inspect.isfunction(function) and package not in ("torch", "loco_ext")
 
 
 def _returned(node: fx.Node) -> fx.Node | None:
-    """The argument that the node's function returns as it is; None where it does something else."""
+    """Return the argument that the node's function returns unchanged; None if it does something else."""
     scratch = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(scratch)
     proxies: dict[fx.Node, Any] = {x: fx.Proxy(scratch.placeholder(x.name), tracer) for x in node.all_input_nodes}
@@ -76,20 +76,21 @@ def _returned(node: fx.Node) -> fx.Node | None:
     try:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxies.__getitem__)
         result = function(*args, **kwargs)
-    except Exception:  # whatever it raises when it is given proxies
+    except Exception:  # it may raise anything when it is given proxies
         return None
     made_nothing = len(scratch.nodes) == len(proxies)
     return next((x for x, proxy in proxies.items() if result is proxy and made_nothing), None)
 
 
 def as_layers(traced: fx.GraphModule, model: nn.Module) -> None:
-    """Puts a layer in the place of each function that alone reads a module's own weights, or that pools.
+    """Replace each function that is the only reader of a module's own weights, or that pools, by a layer.
 
-    A batch normalisation is one of a module that normalises by its batch in training, as subclasses of torch's do.
+    A batch normalisation only replaces the function of a module that normalises by its batch in training, as subclasses
+    of torch's batch normalisations do.
 
     Args:
-        traced: its nodes have the shapes of their results in their meta.
-        model: that the graph is of.
+        traced: graph whose nodes have the shapes of their results in their meta.
+        model: the model that the graph belongs to.
     """
     readers = Counter(
         str(read.target) for node in traced.graph.nodes for read in node.all_input_nodes if read.op == "get_attr"
@@ -126,7 +127,7 @@ def as_layers(traced: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _normalises(model: nn.Module, node: fx.Node) -> bool:
-    """Whether the weights that the node reads are all a batch normalisation's."""
+    """Return whether all weights that the node reads belong to batch normalisations."""
     owners = {str(x.target).rpartition(".")[0] for x in node.all_input_nodes if x.op == "get_attr"}
     return all(isinstance(model.get_submodule(owner), _BatchNorm) for owner in owners)
 
@@ -158,7 +159,7 @@ def _is_plain(given: Mapping[str, Any]) -> bool:
 
 
 def _tensor(traced: fx.GraphModule, value: Any) -> Tensor | None:
-    """The parameter or buffer that the node reads."""
+    """Return the parameter or buffer that the node reads."""
     if not isinstance(value, fx.Node) or value.op != "get_attr":
         return None
     owner, _, name = str(value.target).rpartition(".")
@@ -166,7 +167,7 @@ def _tensor(traced: fx.GraphModule, value: Any) -> Tensor | None:
 
 
 def _weights(traced: fx.GraphModule, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor | None] | None:
-    """What is given by these names, taken out of ``given``; None where it is not a module's own."""
+    """Remove the arguments of these names from ``given`` and return them; None if one is not a module's own tensor."""
     found: dict[str, Tensor | None] = {}
     for name in names:
         value = given.pop(name, None)

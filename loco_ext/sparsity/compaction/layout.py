@@ -1,4 +1,4 @@
-"""Images in channels_last memory format inside a network, whatever the format of what it is given."""
+"""Conversion of images to channels_last memory format inside a network, whatever the format of its inputs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from loco_ext.sparsity.compaction.trace import record
 
 
 def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
-    """A copy of the graph that converts images once on their way in; None where none is, or all are so already.
+    """Return a copy of the graph that converts images once at the input; None if no image needs a conversion.
 
-    What is not known to work on any memory format, and the caller, get images in the format that they had. An image of
-    one channel is converted where something makes more channels of it, as operations may forget the format before.
+    Operations that are not known to support every memory format, and the caller, get images in their original format.
+    An image with one channel is converted where an operation produces more channels from it, since earlier operations
+    may lose the format.
     """
     result = copy.deepcopy(traced)
     reader = Reader(result)
-    strict = (Role.OTHER, Role.FLATTEN)  # views among them
+    strict = (Role.OTHER, Role.FLATTEN)  # these include views
     known = {
         node: reader.read(node).role not in strict and "memory_format" not in node.kwargs for node in result.graph.nodes
     }
@@ -49,18 +50,18 @@ def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> f
 
 
 def _reads(known: Mapping[fx.Node, bool], single: bool, user: fx.Node) -> bool:
-    """Whether the user is to get the image, of a single channel or not, in channels_last."""
+    """Return whether the user is to get the image, of a single channel or not, in channels_last."""
     return known[user] and not (single and user.meta.get("shape", ())[1:2] == (1,))
 
 
 def _convert(
     graph: fx.Graph, node: fx.Node, reads: Callable[[fx.Node], bool], memory_format: torch.memory_format
 ) -> bool:
-    """Lets those of the node's users that ``reads`` tells read it in another format; whether there are any."""
+    """Make those of the node's users selected by ``reads`` use another format; return whether there are any."""
     users = [user for user in node.users if reads(user)]
     if users:
         with graph.inserting_after(node):
-            # Of one channel or one pixel, too, where .contiguous() leaves strides as they are.
+            # clone() also converts tensors with one channel or one pixel, whose strides .contiguous() keeps.
             converted = graph.call_method("clone", (node,), {"memory_format": memory_format})
         for user in users:
             user.replace_input_with(node, converted)

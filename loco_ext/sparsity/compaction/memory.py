@@ -1,4 +1,4 @@
-"""Which operations of a smaller network write to their argument's memory, and which to new memory."""
+"""Choice of the operations of a smaller network that run in place."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _OUT_OF_PLACE = {
 }
 
 
-# What computes its gradient without its result, which can therefore be overwritten.
+# Operations that compute their gradient without their result, so that it can be overwritten.
 _LAYERS = (*CONVOLUTIONS, *BATCH_NORMS, nn.Linear)
 _FUNCTIONS = (operator.add, operator.iadd, torch.add, torch.cat, take_channels, mixed_conv2d)
 
 
-HOLDERS = "holders"  # in a sum's meta: places of terms that have its shape and type
+HOLDERS = "holders"  # key in a sum's meta: positions of the terms that have its shape and dtype
 
 
 def own_what_is_written(network: fx.GraphModule) -> None:
-    """Lets operations write to a new tensor where something else may read, or own, what they would write to."""
+    """Make in-place operations out-of-place if something else may read, or own, the memory that they write to."""
     modules = dict(network.named_modules())
     for node in network.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or not is_in_place(node, modules):
@@ -56,7 +56,7 @@ def own_what_is_written(network: fx.GraphModule) -> None:
 
 
 def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether nothing else reads the memory that the node writes to."""
+    """Return whether nothing else reads the memory that the node writes to."""
     source = node.args[0]
     while isinstance(source, fx.Node) and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
         if not (may_alias(source, modules) or is_in_place(source, modules)):
@@ -66,9 +66,9 @@ def _owns(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def overwrite(network: fx.GraphModule) -> None:
-    """Lets sums and ReLUs overwrite the results of layers and sums that nothing else reads.
+    """Make sums and ReLUs overwrite the results of layers and sums that have no other reader.
 
-    Fresh memory is what takes most of their time: the processor's caches do not have it, at times no page either.
+    Most of their time goes into fresh memory, which is not in the processor's caches and may not even be mapped yet.
     """
     modules = dict(network.named_modules())
     calls: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -85,20 +85,20 @@ def overwrite(network: fx.GraphModule) -> None:
 
 
 def _add_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> None:
-    """Where a term that can hold the sum may be overwritten."""
+    """Make the sum overwrite a term that can hold it, if one may be overwritten."""
     place = next((place for place in node.meta.get(HOLDERS, ()) if _is_free(node.args[place], modules)), None)
     if place is not None:
         node.target, node.args = operator.iadd, (node.args[place], node.args[1 - place])
 
 
 def _is_relu(node: fx.Node) -> bool:
-    """Whether the node calls a ReLU that is not a module, and lets it make a new tensor."""
+    """Return whether the node calls a ReLU that is not a module and is out-of-place."""
     known = node.target in (F.relu, torch.relu) or (node.op == "call_method" and node.target == "relu")
     return known and len(node.args) == 1 and not node.kwargs.get("inplace")
 
 
 def _is_free(source: Any, modules: dict[str, nn.Module]) -> bool:
-    """Whether the node's only reader may overwrite its result."""
+    """Return whether the node's only reader may overwrite its result."""
     if not isinstance(source, fx.Node) or len(source.users) > 1:
         return False
     if source.op == "call_module":

@@ -1,4 +1,4 @@
-"""Batch normalisations that go into the convolution or linear layer before them."""
+"""Folding of batch normalisations into the convolution or linear layer before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Reader
 
 
 def fold_norms(traced: fx.GraphModule) -> None:
-    """Folds, in place, every batch normalisation that alone reads the layer before it, by its running statistics."""
+    """Fold, in place, every batch normalisation that is the only reader of a layer, using its running statistics."""
     reader = Reader(traced)
     for node in list(traced.graph.nodes):
         norm = reader.module(node)

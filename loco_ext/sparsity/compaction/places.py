@@ -6,7 +6,7 @@ from torch import nn
 
 
 def unused(owner: nn.Module, name: str) -> str:
-    """The dotted name, lengthened until the owner has nothing else there."""
+    """Return the dotted name, lengthened until the owner has nothing else of that name."""
     path, _, last = name.rpartition(".")
     while hasattr(owner.get_submodule(path), last):
         last += "_"
@@ -14,7 +14,7 @@ def unused(owner: nn.Module, name: str) -> str:
 
 
 def put(owner: nn.Module, target: str, module: nn.Module) -> None:
-    """Sets a submodule of the owner by its dotted name."""
+    """Set a submodule of the owner by its dotted name."""
     *path, name = target.split(".")
     for step in path:
         owner = getattr(owner, step)

@@ -1,28 +1,28 @@
-"""What :func:`loco_ext.sparsity.compact` did, for people and for programs."""
+"""Report on the results of :func:`loco_ext.sparsity.compact`, for people and for programs."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_NAMED = 4  # of those that share a reason
+_NAMED = 4  # names listed of those that share a reason
 
 
 @dataclass
 class LayerReport:
-    """One convolution or linear layer.
+    """Report on one convolution or linear layer.
 
     Args:
-        name: of the module in the model.
-        kernels_before, kernels_after: output channels, and how many of them have a weight that is not zero.
-        channels_before, channels_after: input channels that a kernel reads.
-        kernel_size: in the model.
-        sizes: how many kernels have which size now, from "3x3" to "0".
-        convolutions: sizes of the convolutions that compute the layer now, with their numbers of kernels.
-        identity_kernels: those with a single weight, at the centre tap, which pass a channel on (eq. 24).
-        multiply_adds_before, multiply_adds_after: of one sample, by eq. 10 of the draft, with the sizes above.
-        multiply_adds_executed: what the convolutions of the smaller network compute.
-        kept: why kernels without weights are still there.
+        name: name of the module in the model.
+        kernels_before, kernels_after: number of output channels, and of those with a non-zero weight.
+        channels_before, channels_after: number of input channels that a kernel reads.
+        kernel_size: size in the model.
+        sizes: number of kernels of each size after compaction, from "3x3" to "0".
+        convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of kernels.
+        identity_kernels: number of kernels with a single weight, at the centre tap, which pass a channel on (eq. 24).
+        multiply_adds_before, multiply_adds_after: for one sample, by eq. 10 of the draft, with the sizes above.
+        multiply_adds_executed: number that the convolutions of the smaller network compute for one sample.
+        kept: reasons why kernels without weights were kept.
 
     Example:
         >>> import torch
@@ -49,13 +49,13 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """What became of a model.
+    """Report on the compaction of a model.
 
     Args:
-        layers: in the order in which they run.
-        notes: what was kept as it is, and why, by the name of the module or operation.
+        layers: reports on the layers, in the order in which they run.
+        notes: reasons why something was kept as it is, by the name of the module or operation.
         parameters_before, parameters_after: numbers of parameters.
-        latency_before, latency_after: median seconds of a forward pass on the example; None where nothing was measured.
+        latency_before, latency_after: median seconds of a forward pass on the example; None if not measured.
 
     Example:
         >>> import torch
@@ -74,21 +74,21 @@ class Report:
 
     @property
     def multiply_adds_before(self) -> int:
-        """Of one sample, over all layers."""
+        """Multiply-adds of the model for one sample, over all layers."""
         return sum(layer.multiply_adds_before for layer in self.layers)
 
     @property
     def multiply_adds_after(self) -> int:
-        """Of one sample, by eq. 10: each kernel with its own size and the channels that are left."""
+        """Multiply-adds for one sample by eq. 10: each kernel with its own size and the channels that are left."""
         return sum(layer.multiply_adds_after for layer in self.layers)
 
     @property
     def multiply_adds_executed(self) -> int:
-        """Of one sample, as the smaller network computes them: sizes may be joined where that is faster."""
+        """Multiply-adds for one sample that the smaller network executes; it may join sizes where that is faster."""
         return sum(layer.multiply_adds_executed for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as numbers, strings, lists and dicts."""
+        """Return the report as numbers, strings, lists and dicts."""
         totals = ("multiply_adds_before", "multiply_adds_after", "multiply_adds_executed")
         return {**asdict(self), **{name: getattr(self, name) for name in totals}}
 

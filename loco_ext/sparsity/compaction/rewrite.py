@@ -1,4 +1,4 @@
-"""The smaller network's graph, from the analysis of the model's."""
+"""Construction of the smaller network's graph from the analysis of the model's graph."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, 
 from loco_ext.sparsity.compaction.streams import leaders
 from loco_ext.sparsity.compaction.take import take_channels
 
-# Given a convolution, the kind of tensor that it reads, and whether its kernels may come in any order.
+# Chooses buckets, given a convolution, the meta of its input and whether its kernels may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
 
 
 class Rewriter:
-    """Builds the network that has only the channels and taps that :class:`Channels` found to be needed.
+    """Builder of the network that has only the channels and taps that :class:`Channels` found to be needed.
 
     Args:
         traced: the model's graph.
-        channels: its analysis.
-        choose: how to compute a convolution.
+        channels: analysis of the graph.
+        choose: function that chooses how to compute a convolution.
     """
 
     def __init__(self, traced: fx.GraphModule, channels: Channels, choose: Choose) -> None:
@@ -50,10 +50,10 @@ class Rewriter:
         self._modules = dict(traced.named_modules())
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
-        self._kept: dict[fx.Node, list[int]] = {}  # channels of each result in the order in which they now come
-        self._ranks: dict[int, int] = {}  # of classes of channels in streams with an order of their own
-        self._led: dict[fx.Node, list[Bucket]] = {}  # how the layers are computed that gave it
-        self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # weights that are left, by the module's name
+        self._kept: dict[fx.Node, list[int]] = {}  # kept channels of each result in their new order
+        self._ranks: dict[int, int] = {}  # positions of classes of channels in streams with an order of their own
+        self._led: dict[fx.Node, list[Bucket]] = {}  # buckets of the layers that determine this order
+        self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # remaining weights and buckets, by module name
 
     def build(self) -> fx.GraphModule:
         for node in leaders(self._channels):
@@ -67,7 +67,7 @@ class Rewriter:
         return self._without_unused(network)
 
     def _without_unused(self, network: fx.GraphModule) -> fx.GraphModule:
-        """With the modules and buffers that the graph calls or reads; layers whose weights it reads stay layers."""
+        """Return the network with only what the graph uses; layers whose weights the graph reads remain layers."""
         result = fx.GraphModule(network, network.graph)
         for node in network.graph.nodes:
             layer = str(node.target).rpartition(".")[0]
@@ -76,7 +76,7 @@ class Rewriter:
         return result
 
     def _lead(self, node: fx.Node) -> None:
-        """Computes the layer in the order that is best for it, for all that writes the same channels."""
+        """Choose the layer's buckets, and use the resulting order for everything that writes the same channels."""
         (source,) = self._channels.readings[node].sources
         outputs, classes = self._channels.kept(node).tolist(), self._channels.classes(node)
         if not outputs:
@@ -93,7 +93,7 @@ class Rewriter:
         ]
 
     def _in_order(self, node: fx.Node) -> list[int]:
-        """Channels of the result that are kept, in the order of its stream."""
+        """Return the kept channels of the result, in the order of its stream."""
         classes = self._channels.classes(node)
         return sorted(self._channels.kept(node).tolist(), key=lambda c: self._ranks.get(classes[c], 0))
 
@@ -151,9 +151,9 @@ class Rewriter:
     def _cut(
         self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weights between channels that stay, the bias with constants in it, or else the map of what these give.
+        """Return weights between kept channels, the bias with folded constants, and the map of others, or None.
 
-        The groups of a layer that are left have equal numbers of channels, and come one after the other.
+        The remaining groups of a layer have equal numbers of channels and are concatenated.
         """
         layer = self._channels.layers[node]
         height, width = len(layer.live) // layer.groups, layer.live.shape[1]
@@ -169,7 +169,7 @@ class Rewriter:
     def _cut_group(
         self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int], group: slice
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The same of one group; ``inputs`` are counted from the beginning of the group."""
+        """Return weight, bias and map of one group; ``inputs`` are counted from the beginning of the group."""
         layer = self._channels.layers[node]
         module: Any = layer.module
         needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[group][inputs]
@@ -198,7 +198,7 @@ class Rewriter:
         return weight, bias, None
 
     def _bias(self, node: fx.Node, module: Any, outputs: list[int]) -> Tensor | None:
-        """The bias of these kernels; of those that do not matter, the number that they are said to give."""
+        """Return the bias of these kernels; for those that do not matter, it is their supposed constant output."""
         fillers = ~self._channels.needed(node)[outputs]
         constants = np.where(fillers, np.nan_to_num(self._channels.values[node].constants[outputs]), 0.0)
         if module.bias is None and not constants.any():
@@ -208,7 +208,7 @@ class Rewriter:
         return torch.where(torch.from_numpy(fillers).to(bias.device), numbers, bias)
 
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
-        """The convolution's result, and the order in which its kernels come."""
+        """Return the node of the convolution's result, and the order of its kernels."""
         name = str(node.target)
         buckets = self._led.get(node) or self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
@@ -250,7 +250,7 @@ class Rewriter:
         return result
 
     def _join_scattered(self, node: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
-        """Adds the channels that are left of ``part``, and its constants, to those of ``whole``."""
+        """Add the remaining channels of ``part``, and its constants, to those of ``whole``."""
         kept = self._kept[node] = self._kept[whole]
         constants, needed = self._channels.values[part].constants, self._channels.needed(node)
         rest = np.where(needed, np.nan_to_num(constants), 0.0)[kept]
@@ -265,7 +265,7 @@ class Rewriter:
         return result
 
     def _spread(self, node: fx.Node, part: fx.Node, kept: list[int], rest: Floats) -> tuple[fx.Node, Floats]:
-        """The channels of ``part`` at those of ``kept``, and what its constants that are gone still lack there."""
+        """Return ``part`` arranged by the channels ``kept``, and what its removed constants still lack there."""
         present, constants = self._kept[part], self._channels.values[part].constants
         result = self._new[part]
         known = [c for c in present if np.isfinite(constants[c])]
@@ -338,14 +338,14 @@ class Rewriter:
         return self._constant(node, "constants", value)
 
     def _constant(self, node: fx.Node, what: str, value: Tensor) -> fx.Node:
-        """A buffer of the network."""
+        """Register the value as a buffer of the network and return the node that reads it."""
         name = unused(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
 
 
 def _joined(parts: Sequence[Tensor | None], rows: Sequence[int], axis: int) -> Tensor | None:
-    """What the groups have of a bias or map, along an axis; zeros for ``rows`` of those that have nothing."""
+    """Concatenate the groups' biases or maps along an axis; groups that have none get zeros, as many as ``rows``."""
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return None
@@ -356,14 +356,14 @@ def _joined(parts: Sequence[Tensor | None], rows: Sequence[int], axis: int) -> T
 
 
 def _folded(weight: Tensor, constants: Floats, bias: Tensor | None) -> Tensor:
-    """The bias, with what kernels ``(C_out, C_in, *kernel_size)`` make of these constants."""
+    """Return the bias plus the outputs of kernels ``(C_out, C_in, *kernel_size)`` for these constants."""
     sums = weight.double().flatten(2).sum(2) if weight.dim() > 2 else weight.double()
     folded = sums @ torch.from_numpy(constants).to(weight.device)
     return (folded if bias is None else folded + bias.double()).to(weight.dtype)
 
 
 def _border(module: Any, weight: Tensor, constants: Floats, shape: tuple[int, ...]) -> Tensor:
-    """``(1, C_out, *out)``: what the kernels make of images of these constants, seen through the module's padding."""
+    """Return the outputs for images of these constants, behind the module's padding, ``(1, C_out, *output_size)``."""
     axes = len(shape) - 2
     image = torch.from_numpy(constants).to(weight.device).reshape(1, -1, *[1] * axes).expand(1, -1, *shape[2:])
     pads = [p for axis in reversed(paddings(module)) for p in axis]
@@ -382,7 +382,7 @@ def _linear(module: Any, weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _cut_by_channel(module: Any, kept: list[int]) -> nn.Module:
-    """A batch normalisation or PReLU of these channels."""
+    """Return the batch normalisation or PReLU of only these channels."""
     smaller = copy.deepcopy(module)
     for name in ("num_features", "num_parameters"):
         if hasattr(smaller, name):

@@ -1,4 +1,4 @@
-"""What the nodes of a model's graph do to channels."""
+"""Effects of a graph's nodes on channels."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from loco_ext.sparsity.compaction.take import take_channels
 
 
 class Role(Enum):
-    """What a node does to the channels of its argument: axis 1, or the last axis of what linear layers read."""
+    """Effect of a node on the channels of its argument: axis 1, or the last axis for linear layers."""
 
-    CONVOLUTION = "convolution"  # also a linear layer, whose channels are features
-    PER_CHANNEL = "per channel"  # channel i of the result depends on channel i alone
-    JOIN = "join"  # so do sums and products of several tensors of the same shape
+    CONVOLUTION = "convolution"  # includes linear layers, whose channels are features
+    PER_CHANNEL = "per channel"  # channel i of the result depends only on channel i
+    JOIN = "join"  # sums and products of several tensors of the same shape, channel by channel
     CAT = "cat"
-    TAKE = "take"  # some channels, or all in another order
-    PARTS = "parts"  # a tuple of such; what takes one out of it is TAKE
-    PERMUTE = "permute"  # channels lie along another axis
-    FLATTEN = "flatten"  # each channel becomes as many features as it has pixels
+    TAKE = "take"  # selects some channels, or all in another order
+    PARTS = "parts"  # a tuple of such selections; taking one out of it is TAKE
+    PERMUTE = "permute"  # moves channels to another axis
+    FLATTEN = "flatten"  # turns each channel into as many features as it has pixels
     SIZE = "size"  # reads sizes of other axes
-    OTHER = "other"  # anything: nothing is known of its channels
+    OTHER = "other"  # nothing is known about the channels
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -64,7 +64,7 @@ _POINTWISE_NAMES = {
 _POINTWISE_FUNCTIONS = {
     getattr(library, name): name for library in (torch, F) for name in _POINTWISE_NAMES if hasattr(library, name)
 }
-_OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # whatever the rank of what they read
+_OF_THE_LAST_AXIS = (nn.Linear, nn.LayerNorm)  # for inputs of any rank
 _ARITHMETIC: dict[Any, str] = {
     **{operator.add: "add", operator.iadd: "add", torch.add: "add"},
     **{operator.sub: "sub", operator.isub: "sub", torch.sub: "sub"},
@@ -72,7 +72,7 @@ _ARITHMETIC: dict[Any, str] = {
     **{operator.truediv: "div", operator.itruediv: "div", torch.div: "div"},
 }
 _ARITHMETIC_METHODS = {name + suffix: name for name in ("add", "sub", "mul", "div") for suffix in ("", "_")}
-_POOL_FUNCTIONS = {  # with their numbers of spatial axes
+_POOL_FUNCTIONS = {  # numbers of spatial axes
     **{F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3},
     **{F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3},
 }
@@ -87,7 +87,7 @@ class Reading:
 
 
 class Reader:
-    """Tells the role of every node of a graph that :func:`trace` has made."""
+    """The roles of all nodes of a graph made by :func:`trace`."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self.modules = dict(traced.named_modules())
@@ -108,19 +108,19 @@ class Reader:
                 self._axes[node] = self._result_axis(node, self.read(node))
 
     def axis(self, node: fx.Node) -> int:
-        """The axis along which a tensor's channels lie."""
+        """Return the axis of a tensor's channels."""
         return self._axes[node]
 
     def channels(self, node: fx.Node) -> int | None:
-        """The number of a tensor's channels; None where it depends on the inputs' sizes."""
+        """Return the number of a tensor's channels; None if it depends on the inputs' sizes."""
         return self.sizes.number(node, self._axes[node]) if node in self._axes else None
 
     def module(self, node: fx.Node) -> Any:
-        """The module that the node calls, None where it calls none."""
+        """Return the module that the node calls, or None."""
         return self.modules[str(node.target)] if node.op == "call_module" else None
 
     def why_opaque(self, node: fx.Node) -> str | None:
-        """Why a module must stay as it is; None: no reason, or not a module."""
+        """Return why a module cannot be changed; None if it can, or if the node calls no module."""
         module = self.module(node)
         if module is None:
             return None
@@ -137,7 +137,7 @@ class Reader:
         return None
 
     def why_kept(self, node: fx.Node) -> str:
-        """Why nothing is removed of what a node with the role OTHER reads or gives."""
+        """Return why nothing is removed from the inputs and the result of a node with the role OTHER."""
         module = self.module(node)
         sizes = (len(source.meta["shape"]) for source in node.all_input_nodes if "shape" in source.meta)
         if type(module) in CONVOLUTIONS and module.weight.dim() - 1 in sizes:
@@ -145,7 +145,7 @@ class Reader:
         return self.why_opaque(node) or "nothing is known of what it does to channels"
 
     def read(self, node: fx.Node) -> Reading:
-        """The node's role; OTHER for whatever is not known to be one of the others, at every size of the inputs."""
+        """Return the node's role and sources; OTHER unless another role is known at every size of the inputs."""
         sources = tuple(source for source in node.all_input_nodes if "shape" in source.meta)
         opaque = self.why_opaque(node) is not None
         if not opaque and self.taken(node) is not None:
@@ -164,7 +164,7 @@ class Reader:
         return reading if known else Reading(Role.OTHER, sources)
 
     def _result_axis(self, node: fx.Node, reading: Reading) -> int:
-        """The axis of the result's channels: of what nothing is known it is the one that its readers ask for."""
+        """Return the axis of the result's channels; if nothing is known, the one that its readers require."""
         dims = len(node.meta["shape"])
         if self._is_of_last_axis(node):
             return dims - 1
@@ -235,7 +235,7 @@ class Reader:
         return Role.PER_CHANNEL if is_spatial_mean(node, first) else Role.OTHER
 
     def taken(self, node: fx.Node) -> NDArray[np.int64] | None:
-        """The channels of its source that the node gives; None where it does something else."""
+        """Return which channels of its source the node selects; None if it does something else."""
         source = node.args[0] if node.args else None
         if "shape" not in node.meta or not isinstance(source, fx.Node):
             return None
@@ -259,15 +259,15 @@ class Reader:
         return None if groups is None else channels.reshape(groups, -1).T.reshape(-1)
 
     def buffer(self, node: fx.Node) -> Tensor | None:
-        """The buffer that the node reads, None where it does something else."""
+        """Return the buffer that the node reads; None if it does something else."""
         return dict(self._root.named_buffers()).get(str(node.target)) if node.op == "get_attr" else None
 
     def _flattens(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether the result of a view is one row of features a sample, channel after channel."""
+        """Return whether the result of a view is one row of features per sample, channel by channel."""
         return self.sizes.of(node) == self.sizes.flattened(source)
 
     def _reads_other_sizes(self, node: fx.Node) -> bool:
-        """Whether the node gives sizes of its argument, and none of them is its number of channels."""
+        """Return whether the node reads sizes of its argument, none of them being its number of channels."""
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or "shape" not in source.meta:
             return False
@@ -280,7 +280,7 @@ class Reader:
         return False
 
     def _splits_channels(self, node: fx.Node) -> bool:
-        """Whether the node gives a tuple of parts of the channels, each of them next to each other."""
+        """Return whether the node splits the channels into a tuple of contiguous parts."""
         source: Any = node.args[0] if node.args else None
         if _name_of(node) not in ("chunk", "split") or node.all_input_nodes != [source]:
             return False
@@ -304,7 +304,7 @@ class Reader:
 
 
 def _name_of(node: fx.Node) -> str:
-    """The name of a method, or of a function of torch."""
+    """Return the name of a method, or of a function of torch; "" for any other function."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", "")
@@ -312,12 +312,12 @@ def _name_of(node: fx.Node) -> str:
 
 
 def is_depthwise(module: Any) -> bool:
-    """Whether each channel has a kernel of its own."""
+    """Return whether each channel has a kernel of its own."""
     return type(module) in CONVOLUTIONS and 1 < module.groups == module.in_channels == module.out_channels
 
 
 def is_cat_of_channels(node: fx.Node) -> bool:
-    """Whether the node puts tensors one after the other along axis 1."""
+    """Return whether the node concatenates tensors along axis 1."""
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     dims, parts = len(node.meta["shape"]), node.args[0] if node.args else None
     if dim not in (1, 1 - dims) or not isinstance(parts, list | tuple):
@@ -326,7 +326,7 @@ def is_cat_of_channels(node: fx.Node) -> bool:
 
 
 def arithmetic(node: fx.Node) -> str | None:
-    """The operation "add", "sub", "mul" or "div", of two tensors or of a tensor and a number."""
+    """Return "add", "sub", "mul" or "div" for an operation on two tensors or a tensor and a number, else None."""
     if node.kwargs or len(node.args) != 2:
         return None
     if node.op == "call_method":
@@ -335,7 +335,7 @@ def arithmetic(node: fx.Node) -> str | None:
 
 
 def _axes_in_order(node: fx.Node) -> list[int]:
-    """For each axis of the result of a permutation, the axis that it is of the source; [] of anything else."""
+    """Return the source's axis for each axis of a permutation's result; [] for any other node."""
     name, args = _name_of(node), node.args[1:]
     given: Any = args[0] if len(args) == 1 else args
     if name not in ("permute", "transpose") or node.kwargs or not isinstance(given, list | tuple):
@@ -357,7 +357,7 @@ def _taken_from(node: fx.Node) -> fx.Node:
 
 
 def _sliced(channels: NDArray[np.int64], place: Any) -> NDArray[np.int64] | None:
-    """Of ``x[place]``; None where it does more than to slice channels."""
+    """Return the channels of ``x[place]``; None if it does more than slice channels."""
     if not isinstance(place, tuple) or place[:1] != (slice(None),) or not isinstance((*place, 0)[1], slice):
         return None
     if any(isinstance(number, fx.Node) for number in (place[1].start, place[1].stop, place[1].step)):
@@ -366,7 +366,7 @@ def _sliced(channels: NDArray[np.int64], place: Any) -> NDArray[np.int64] | None
 
 
 def _is_crop(node: fx.Node) -> bool:
-    """Whether the node slices spatial axes alone."""
+    """Return whether the node slices only spatial axes."""
     if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
         return False
     dims, place = len(node.args[0].meta["shape"]), node.args[1]  # type: ignore[union-attr]
@@ -376,7 +376,7 @@ def _is_crop(node: fx.Node) -> bool:
 
 
 def is_padding(node: fx.Node) -> bool:
-    """Whether the node pads spatial axes alone, with zeros or by what is there."""
+    """Return whether the node pads only spatial axes, with zeros or with values of the tensor."""
     if node.target is not F.pad or len(node.args) != 2 or not set(node.kwargs) <= {"mode", "value"}:
         return False
     if node.kwargs.get("value"):
@@ -387,7 +387,7 @@ def is_padding(node: fx.Node) -> bool:
 
 
 def is_spatial_mean(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the node takes the mean over all spatial axes, and over these alone."""
+    """Return whether the node takes the mean over exactly the spatial axes."""
     if node.target is not torch.mean and not (node.op == "call_method" and node.target == "mean"):
         return False
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -399,9 +399,9 @@ def is_spatial_mean(node: fx.Node, source: fx.Node) -> bool:
 
 
 def keeps_constants(module: Any) -> bool:
-    """Whether a channel that is the same everywhere goes through a pooling as it is, whatever its number.
+    """Return whether a pooling preserves every constant channel.
 
-    Padding that counts as zeros makes the borders smaller; 0 alone stays what it is then.
+    Padding that counts as zeros reduces the values at the borders; then only 0 is preserved.
     """
     if module is None:
         return True
@@ -413,7 +413,7 @@ def keeps_constants(module: Any) -> bool:
 
 
 def is_resampling(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether the node pools or enlarges, and does nothing to a channel that is the same everywhere."""
+    """Return whether the node pools or upsamples, which does nothing to a constant channel."""
     if module is not None:
         return type(module) in _POOLS or type(module) is nn.Upsample
     return (

@@ -1,9 +1,9 @@
-"""Sizes of the values in a graph, as formulas that hold for every input that the model takes.
+"""Sizes of the values in a graph, as formulas that hold for every input that the model accepts.
 
-An example shows numbers: 8 tokens may look like 8 channels, and two images of one pixel like each other. Here a size is
-a number only where a layer, a parameter or a constant of the code makes it one; otherwise it is a sum of unknown sizes,
-such as those of the inputs. What a layer demands (a convolution its channels, a linear layer its features) holds
-in the whole graph: the model takes no other input. Operations without a rule give unknown sizes.
+An example only shows numbers: 8 tokens may look like 8 channels, and two images of one pixel look alike. Here a size is
+a number only if a layer, a parameter or a constant in the code makes it one; otherwise it is a sum of unknown sizes,
+such as those of the inputs. Sizes that a layer requires (a convolution its channels, a linear layer its features) hold
+in the whole graph, because the model accepts no other input. Operations without a rule have unknown sizes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import fx, nn
 
 from loco_ext.sparsity.compaction.layer_norm import features_beside
 
-_ONE = 0  # stands for the number 1 among the unknown sizes, which are numbered from 1
+_ONE = 0  # represents the number 1 among the unknown sizes, which are numbered from 1
 
 
 @dataclass(frozen=True)
 class Size:
-    """A sum of unknown sizes, and of :data:`_ONE`, with their coefficients, none of which is 0."""
+    """A sum of unknown sizes, and of :data:`_ONE`, with non-zero coefficients."""
 
     terms: frozenset[tuple[int, int]]
 
     @property
     def number(self) -> int | None:
-        """The size where it is the same for every input, else None."""
+        """The size if it is the same for every input, else None."""
         if not self.terms:
             return 0
         ((unknown, coefficient), *more) = self.terms
@@ -64,15 +64,15 @@ def _size(value: Size | int) -> Size:
 
 
 class Inference:
-    """Infers the sizes of all values in a graph that :func:`loco_ext.sparsity.compaction.trace.trace` has made."""
+    """Inference of the sizes of all values in a graph made by :func:`loco_ext.sparsity.compaction.trace.trace`."""
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self._modules = dict(traced.named_modules())
-        self._unknowns: dict[Hashable, int] = {_ONE: _ONE}  # numbers of unknown sizes, by what they are
-        self._factors: dict[int, list[Size]] = {}  # of unknown sizes that are products
-        self._demanded: dict[int, int] = {}  # unknown sizes that layers demand to be these numbers
+        self._unknowns: dict[Hashable, int] = {_ONE: _ONE}  # numbers of unknown sizes, by their definition
+        self._factors: dict[int, list[Size]] = {}  # factors of unknown sizes that are products
+        self._demanded: dict[int, int] = {}  # numbers that layers require for unknown sizes
         self._sizes: dict[fx.Node, Sizes] = {}
-        self._integers: dict[fx.Node, Size | Sizes] = {}  # of nodes that read sizes
+        self._integers: dict[fx.Node, Size | Sizes] = {}  # values of nodes that read sizes
         count = -1
         while count < len(self._demanded):
             count = len(self._demanded)
@@ -80,20 +80,20 @@ class Inference:
                 self._infer(node)
 
     def of(self, node: fx.Node) -> Sizes:
-        """The sizes of a tensor."""
+        """Return the sizes of a tensor."""
         return self._sizes[node]
 
     def number(self, node: fx.Node, axis: int) -> int | None:
-        """The size of an axis if it is the same for every input; None if it is not, or if there is no such axis."""
+        """Return the size of an axis if it is the same for every input; None if not, or if there is no such axis."""
         sizes = self._sizes.get(node, ())
         return sizes[axis].number if 0 <= axis < len(sizes) else None
 
     def same(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two tensors have the same shape for every input."""
+        """Return whether two tensors have the same shape for every input."""
         return self._sizes[one] == self._sizes[other]
 
     def flattened(self, node: fx.Node) -> Sizes:
-        """Of one row of numbers for each sample of a tensor."""
+        """Return the sizes of a tensor flattened to one row of numbers for each sample."""
         return self._flat(self._sizes[node], 1, -1)
 
     def _infer(self, node: fx.Node) -> None:
@@ -110,18 +110,18 @@ class Inference:
         self._demand(node)
 
     def _unknown(self, what: Hashable) -> Size:
-        """A size of which nothing is known but what it is."""
+        """Return an unknown size, which is identified by its definition."""
         return _of({self._unknowns.setdefault(what, len(self._unknowns)): 1})
 
     def _known(self, size: Size) -> Size:
-        """The size with numbers in the place of what layers demand."""
+        """Return the size with unknown sizes replaced by the numbers that layers require."""
         result = _size(0)
         for unknown, coefficient in size.terms:
             number = self._demanded.get(unknown)
             result += _of({unknown: coefficient}) if number is None else coefficient * number
         return result
 
-    # What layers demand of what they read.
+    # Sizes that layers require of their inputs.
 
     def _demand(self, node: fx.Node) -> None:
         module = self._module(node)
@@ -142,7 +142,7 @@ class Inference:
                 self._demanded[unknown] = number // coefficient
 
     def _product(self, factors: Iterable[Size]) -> Size:
-        """The product, an unknown size times a number; the same for factors in any order."""
+        """Return the product as an unknown size times a number; it does not depend on the order of the factors."""
         number, unknowns = 1, []
         for factor in factors:
             terms = list(factor.terms)
@@ -161,12 +161,12 @@ class Inference:
         return self._known(result * number)
 
     def _module(self, node: fx.Node) -> Any:
-        """The module that the node calls, if nothing but the module decides what the call does."""
+        """Return the module that the node calls, if the module alone determines what the call does."""
         module = self._modules[str(node.target)] if node.op == "call_module" else None
         hooked = module is None or module._forward_hooks or module._forward_pre_hooks
         return None if hooked else module
 
-    # Sizes that the code reads.
+    # Sizes that the model's code reads.
 
     def _integer(self, node: fx.Node) -> Size | Sizes | None:
         first = node.args[0] if node.args else None
@@ -194,7 +194,7 @@ class Inference:
         return sizes[place] if isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
 
     def _divided(self, size: Size, divisor: int) -> Size:
-        """The quotient, rounded down."""
+        """Return the quotient, rounded down."""
         whole, rest = {}, {}
         for unknown, coefficient in size.terms:
             whole[unknown], rest[unknown] = divmod(coefficient, divisor)
@@ -203,7 +203,7 @@ class Inference:
             return _of(whole)
         return _of(whole) + self._unknown(("divided", remainder, divisor))
 
-    # What operations make of the sizes that they read.
+    # Sizes of the results of operations.
 
     def _rule(self, node: fx.Node) -> Sizes | None:
         if node.op == "placeholder":
@@ -236,7 +236,7 @@ class Inference:
         return None if rule is None else rule(node, sizes, node.args[1:])
 
     def _layer(self, module: nn.Module, sizes: Sizes) -> Sizes | None:
-        """Of the result of one of torch's layers."""
+        """Return the sizes of the result of one of torch's layers."""
         kind, layer = type(module), cast(Any, module)
         family = kind.__module__.rpartition(".")[2]
         if not kind.__module__.startswith("torch.nn.modules."):
@@ -301,7 +301,7 @@ class Inference:
         return (*sizes[:-axes], *(self._window(n, k, s, d, 2 * p, ceil_mode) for n, k, s, d, p in windows))
 
     def _window(self, size: Size, kernel: int, stride: int, dilation: int, padding: int, up: bool = False) -> Size:
-        """How many places a window has, which moves along an axis that is longer by ``padding``."""
+        """Return the number of positions of a window along an axis that is longer by ``padding``."""
         if up and stride > 1:
             return self._unknown(("rounded up", size, kernel, stride, dilation, padding))
         return self._divided(size + (padding - dilation * (kernel - 1) - 1), stride) + 1
@@ -319,7 +319,7 @@ class Inference:
         return (*sizes[:2], *lengths)
 
     def _broadcast(self, operands: Sequence[Any]) -> Sizes | None:
-        """Of arithmetic on a tensor and a number, or on two tensors."""
+        """Return the sizes of the result of arithmetic on a tensor and a number, or on two tensors."""
         if any(isinstance(x, fx.Node) and x not in self._sizes and x not in self._integers for x in operands):
             return None
         tensors = [self._sizes[x] for x in operands if isinstance(x, fx.Node) and x in self._sizes]
@@ -328,10 +328,10 @@ class Inference:
         return tuple(self._common(a, b) for a, b in zip(one, others[0], strict=True)) if others else one
 
     def _common(self, one: Size, other: Size) -> Size:
-        """What sizes broadcast to."""
+        """Return the size that two sizes broadcast to."""
         if one == other or other.number == 1:
             return one
-        if one.number == 1 or other.number is not None:  # what broadcasts with a number is 1, or that number
+        if one.number == 1 or other.number is not None:  # a size that broadcasts with a number is 1 or that number
             return other
         return one if one.number is not None else self._unknown(("common", frozenset([one, other])))
 
@@ -351,7 +351,7 @@ class Inference:
         return (*sizes[0][:dim], total, *sizes[0][dim + 1 :])
 
     def _part(self, whole: fx.Node, place: Any) -> Sizes | None:
-        """Of one tensor of the tuple that a split or a chunk gives."""
+        """Return the sizes of one tensor of the tuple returned by split or chunk."""
         source = whole.args[0] if whole.args else None
         name = _name(whole)
         if name not in ("chunk", "split") or source not in self._sizes or len(whole.args) < 2:
@@ -367,7 +367,7 @@ class Inference:
         dim %= len(sizes)
         return (*sizes[:dim], _size(len(parts[place])), *sizes[dim + 1 :])
 
-    # Functions and methods, by name.
+    # Rules of functions and methods, by name.
 
     def _of_getitem(self, node: fx.Node, sizes: Sizes, args: Any) -> Sizes | None:
         places = args[0] if isinstance(args[0], tuple) else (args[0],)
@@ -440,7 +440,7 @@ class Inference:
             return None
         asked = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
         new: list[Any] = [self._integers.get(length) if isinstance(length, fx.Node) else length for length in asked]
-        if len(new) == 1 and isinstance(new[0], tuple):  # the whole shape of something
+        if len(new) == 1 and isinstance(new[0], tuple):  # the whole shape of another tensor
             return new[0]
         if not all(isinstance(length, Size | int) for length in new):
             return None
@@ -453,7 +453,7 @@ class Inference:
     _of_reshape = _of_view
 
     def _quotient(self, factors: list[Size], divisors: list[Size]) -> Size | None:
-        """The product of factors divided by that of the divisors, if numbers and equal sizes are all that cancels."""
+        """Return the quotient of the two products if only numbers and equal sizes have to be cancelled, else None."""
         coefficient = 1
         for divisor in divisors:
             if divisor in factors:
@@ -492,7 +492,7 @@ class Inference:
         return _adapted(sizes, 3, args[0] if args else node.kwargs.get("output_size"))
 
 
-_MAX_POOLS = {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}  # with their numbers of spatial axes
+_MAX_POOLS = {F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}  # numbers of spatial axes
 _JOINS = ("cat", "concat", "concatenate")
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv"}
 _FAMILIES_THAT_KEEP_SIZES = {"activation", "dropout", "batchnorm", "instancenorm", "normalization"}
@@ -506,7 +506,7 @@ _KEEP_SIZES = set(_SIZES_KEPT.split())
 
 
 def _name(node: fx.Node) -> str:
-    """The name of one of torch's functions or methods, without the mark of those in place; "" of any other function."""
+    """Return the name of a torch function or method without a trailing underscore; "" for any other function."""
     if node.op == "call_method":
         return str(node.target).rstrip("_")
     library = str(getattr(node.target, "__module__", None)).partition(".")[0]
@@ -515,7 +515,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _demands(module: nn.Module) -> dict[int, int]:
-    """Sizes without which the module fails, by the axes of what it reads."""
+    """Return the input sizes that the module requires, by axis."""
     kind, layer = type(module), cast(Any, module)
     if kind is nn.Linear:
         return {-1: layer.in_features}
@@ -533,7 +533,7 @@ def _demands(module: nn.Module) -> dict[int, int]:
 
 
 def _paddings(module: Any) -> list[int]:
-    """By how much a convolution makes each axis longer."""
+    """Return by how much a convolution's padding extends each axis."""
     if module.padding == "valid":
         return [0] * len(module.kernel_size)
     if module.padding == "same":
@@ -542,12 +542,12 @@ def _paddings(module: Any) -> list[int]:
 
 
 def _each(option: Any, axes: int) -> tuple[Any, ...]:
-    """An option of a layer, for each of its axes."""
+    """Return a layer's option for each of its axes."""
     return tuple(option) if isinstance(option, tuple | list) else (option,) * axes
 
 
 def _adapted(sizes: Sizes, axes: int, output_size: Any) -> Sizes | None:
-    """Of an adaptive pooling."""
+    """Return the sizes of the result of an adaptive pooling."""
     given = _each(output_size, axes)
     if not all(length is None or isinstance(length, int) for length in given):
         return None

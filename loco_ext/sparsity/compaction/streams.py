@@ -1,6 +1,6 @@
-"""Channels that several layers write, as those of a residual network, and that may come in any order.
+"""Streams: channels that several layers write, as in a residual network, and that may have any order.
 
-One of the layers can then leave its kernels in the order in which it computes them; the others follow.
+One of the layers can then keep its kernels in the order in which it computes them; the others follow.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import fx
 
 from loco_ext.sparsity.compaction.channels import Channels
 
-Stream = tuple[int, ...]  # classes of channels
+Stream = tuple[int, ...]  # the class of each channel
 
 
 def leaders(channels: Channels) -> list[fx.Node]:
-    """The convolution with the most work of each stream whose channels may come in any order."""
+    """Return, for each stream whose channels may have any order, the convolution with the most work."""
     streams = {node: channels.classes(node) for node in channels.values}
     found: dict[int, Stream] = {}
     mixed: set[int] = set()  # classes that are in several streams
@@ -29,7 +29,7 @@ def leaders(channels: Channels) -> list[fx.Node]:
     immovable = channels.fixed() | mixed
 
     def movable(stream: Stream) -> bool:
-        """Whether all values with one of the channels have all of them, each once, and every reader can follow."""
+        """Return whether all values with one of the channels have each of them once, and every reader can follow."""
         return len(set(stream)) == len(stream) and immovable.isdisjoint(stream)
 
     def work(node: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""Channels in another order, whatever the memory format."""
+"""Selection and reordering of channels in any memory format."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from loco_ext.ops.memory_format import is_channels_last
 
 
 def take_channels(x: Tensor, index: Tensor, axis: int = 1) -> Tensor:
-    """``x.index_select(axis, index)`` in the memory format of ``x``, and fast in each.
+    """Return ``x.index_select(axis, index)`` in the memory format of ``x``; fast in every format.
 
-    Where the channels of a pixel lie next to each other, pixels are rows of a matrix, and channels its columns: torch
-    selects those several times faster than what it takes for strided planes, and the result stays as it is.
-    torch.fx sees one call.
+    If the channels of a pixel are contiguous, pixels are rows of a matrix and channels its columns. torch selects
+    columns several times faster than strided planes, and the result keeps its memory format. torch.fx sees one call.
 
     Args:
         x: ``(N, C, *)``, of any dtype.
         index: int64, ``(channels of the result,)``.
-        axis: of the channels.
+        axis: axis of the channels.
 
     Raises:
-        IndexError, RuntimeError: an index is not one of a channel.
+        IndexError, RuntimeError: an index is out of range.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""A model's graph, in which every value is one node: traced by torch.fx, in-place operations seen through."""
+"""Tracing of a model with torch.fx to a graph in which every value is one node, in-place operations included."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from loco_ext.sparsity.compaction.layers import as_layers, skip_foreign_identiti
 
 
 class UntraceableError(Exception):
-    """No graph that stands for the model could be made; the text says why."""
+    """No graph equivalent to the model could be made; the message says why."""
 
 
 class _Tracer(fx.Tracer):
-    """Looks into no module with hooks: they would be given what stands for tensors, once, and then be gone."""
+    """Tracer that treats modules with hooks as leaves: hooks would be called with proxies, once, and then be lost."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         hooked = bool(m._forward_hooks or m._forward_pre_hooks)
@@ -28,7 +28,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Recorder(fx.Interpreter):
-    """Runs the graph once, and notes in every node's meta what tensor it gives."""
+    """Interpreter that runs the graph once and records the kind of each node's tensor in its meta."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -38,29 +38,28 @@ class _Recorder(fx.Interpreter):
 
 
 def kind_of(x: Tensor) -> dict[str, Any]:
-    """All that decides how fast an operation on a tensor is, as a node's meta."""
+    """Return the properties of a tensor that determine the speed of operations on it, for a node's meta."""
     return {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "channels_last": is_channels_last(x)}
 
 
 def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph of a copy of the model in eval mode, every node with its shape on the example.
+    """Return the graph of a copy of the model in eval mode, with the shape of every node on the example.
 
-    A value that an operation changes in place is that operation's result from there on.
-
-    Arguments that the example leaves out keep their defaults: of None, bool or str for good.
+    After an operation has changed a value in place, readers of the value read that operation's result. Arguments that
+    the example omits keep their defaults; defaults that are None, bool or str become constants.
 
     Raises:
-        UntraceableError: the model's forward depends on values, has hooks, or changes a view in place.
+        UntraceableError: the model's forward depends on values, the model has hooks, or it changes a view in place.
     """
     if model._forward_hooks or model._forward_pre_hooks:
         raise UntraceableError("the model has forward hooks")
     root = copy.deepcopy(model).eval()
     if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
-        root = nn.Sequential(root)  # a single layer: torch.fx would look inside it
+        root = nn.Sequential(root)  # torch.fx would trace inside a single layer
     try:
         defaults = _defaults(root, len(example_inputs))
         traced = fx.GraphModule(root, _Tracer().trace(root, defaults))
-    except Exception as error:  # whatever the model's own code raises when it is given proxies
+    except Exception as error:  # the model's own code may raise anything when it is given proxies
         raise UntraceableError(f"torch.fx cannot trace it: {_first_line(error)}") from error
     _forget(traced, defaults)
     without_checks(traced)
@@ -70,25 +69,25 @@ def trace(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
     try:
         record(traced, example_inputs)
         as_layers(traced, root)
-    except Exception as error:  # whatever a graph raises that has lost a choice which the model's own code makes
+    except Exception as error:  # the graph lacks choices of the model's own code and may raise anything
         raise UntraceableError(f"the graph that torch.fx makes of it does not run: {_first_line(error)}") from error
     return traced
 
 
 def record(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Notes in every node's meta what kind of tensor it gives on the example."""
+    """Record in every node's meta the kind of tensor that it gives on the example."""
     with torch.no_grad():
         _Recorder(traced).run(*[x.clone() if isinstance(x, Tensor) else x for x in example_inputs])
 
 
 def _defaults(root: nn.Module, given: int) -> dict[str, Any]:
-    """Defaults that code may ask for, of arguments that the example leaves out."""
+    """Return the defaults, on which code may branch, of arguments that the example omits."""
     parameters = list(inspect.signature(root.forward).parameters.values())[given:]
     return {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, bool | str)}
 
 
 def _forget(traced: fx.GraphModule, arguments: Iterable[str]) -> None:
-    """Removes arguments that the graph does not read, and the checks that torch.fx makes of their values."""
+    """Remove arguments that the graph does not read, and the checks that torch.fx adds for their values."""
     names = {f"{name}_1" for name in arguments}
     gone: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
@@ -100,7 +99,7 @@ def _forget(traced: fx.GraphModule, arguments: Iterable[str]) -> None:
 
 
 def _skip_identities(traced: fx.GraphModule) -> None:
-    """Lets what reads an identity's result read what it is given: layers and ReLUs then follow each other."""
+    """Remove identities, so that the layers and ReLUs around them are adjacent."""
     modules = dict(traced.named_modules())
     for node in list(traced.graph.nodes):
         module = modules[str(node.target)] if node.op == "call_module" else None
@@ -111,7 +110,7 @@ def _skip_identities(traced: fx.GraphModule) -> None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than compute its result."""
+    """Return whether a call of the module does more than compute its result."""
     backward = module._backward_hooks or module._backward_pre_hooks
     return bool(module._forward_hooks or module._forward_pre_hooks or backward)
 
@@ -122,7 +121,7 @@ def _first_line(error: Exception) -> str:
 
 _IN_PLACE_FUNCTIONS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _WHOLE_ALIASES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-# Functions and methods whose results are new tensors; all others may give their argument, or a view of it.
+# Functions and methods that return new tensors; all others may return their argument or a view of it.
 _NEW = {
     *("add", "sub", "mul", "div", "truediv", "cat", "concat", "mean", "sum", "clone", "relu", "relu6", "leaky_relu"),
     *("elu", "gelu", "silu", "mish", "sigmoid", "tanh", "hardswish", "hardsigmoid", "softmax", "log_softmax", "matmul"),
@@ -152,7 +151,7 @@ _NEW = {
 
 
 def is_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether the node writes to its first argument."""
+    """Return whether the node writes to its first argument."""
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
     if node.op == "call_method":
@@ -166,10 +165,10 @@ def is_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _see_through_in_place(traced: fx.GraphModule) -> None:
-    """Lets whatever reads a value after an operation has changed it in place read that operation's result."""
+    """Make readers of a value after an in-place operation on it read the result of that operation."""
     modules = dict(traced.named_modules())
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
-    memory: dict[fx.Node, list[fx.Node]] = {}  # nodes that may share memory with each node, itself included
+    memory: dict[fx.Node, list[fx.Node]] = {}  # nodes that may share memory with each node, including itself
     for node in traced.graph.nodes:
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         writes = is_in_place(node, modules)
@@ -192,7 +191,7 @@ def _see_through_in_place(traced: fx.GraphModule) -> None:
 
 
 def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether the node may give its first argument, or a view of it."""
+    """Return whether the node may return its first argument or a view of it."""
     if node.op == "call_module":
         return _is_whole_alias(node, modules) or isinstance(modules[str(node.target)], nn.Flatten | nn.Unflatten)
     if node.op == "call_method":
@@ -201,7 +200,7 @@ def may_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _is_whole_alias(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether the node may give its argument itself."""
+    """Return whether the node may return its argument itself."""
     if node.op == "call_module":
         return isinstance(modules[str(node.target)], _WHOLE_ALIASES)
     if node.op == "call_method":

@@ -1,4 +1,4 @@
-"""Networks that have been compacted before: their layers of mixed sizes as torch's convolutions again."""
+"""Conversion of the mixed-size layers of an earlier compaction back to torch's convolutions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loco_ext.sparsity.compaction.take import take_channels
 
 
 def unmix(model: nn.Module) -> nn.Module:
-    """A copy in which a convolution for each part takes the place of every ``mixed_conv2d`` of layers' weights."""
+    """Return a copy in which one convolution per part replaces every ``mixed_conv2d`` that reads layers' weights."""
     result = copy.deepcopy(model)
     for module in result.modules():
         if isinstance(module, fx.GraphModule):
@@ -34,7 +34,7 @@ def _unmix(network: fx.GraphModule) -> None:
 
 
 def _layers(root: nn.Module, node: fx.Node) -> list[str] | None:
-    """Names of the layers whose weights and biases the call reads; None where it reads others."""
+    """Return the names of the layers whose weights and biases the call reads; None if it reads other tensors."""
     weights: Any = node.args[1]
     names = [str(weight.target).rpartition(".")[0] for weight in weights]
     layers: list[Any] = [root.get_submodule(name) for name in names]

@@ -1,4 +1,4 @@
-"""Models without a graph: their kernels are cropped, module by module, and no channel goes."""
+"""Compaction of models without a graph: kernels are cropped module by module, and all channels are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loco_ext.sparsity.compaction.trace import kind_of
 
 
 def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> tuple[nn.Module, Report]:
-    """A copy of the model whose convolutions have smaller kernels, and the report, which says why there is no more."""
+    """Return a copy of the model with cropped kernels, and the report, which says why nothing more was done."""
     result = copy.deepcopy(model)
     report = Report(notes={"model": f"all channels are kept: {why}"})
     for name, (read, written) in _calls(result, inputs).items():
@@ -37,7 +37,7 @@ def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: s
 
 
 def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Convolutions that may be replaced, by name: the kinds of tensors that they read and write."""
+    """Return the convolutions that may be replaced, by name, with the kinds of their inputs and outputs."""
     owners = Counter(id(p) for module in set(model.modules()) for p in module.parameters(recurse=False))
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     handles = []
