@@ -211,7 +211,7 @@ def make_steps(case: Case) -> dict[str, Step]:
 
 @dataclass(frozen=True)
 class Flush:
-    """Clears the GPU's cache; ``seconds`` is how long the GPU takes for it."""
+    """A call that clears the GPU's cache, and the seconds that the GPU takes for it."""
 
     call: Callable[[], object]
     seconds: float

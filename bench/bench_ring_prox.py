@@ -87,7 +87,7 @@ RULES = {
 STEPS = {"without": math.inf, "spatial": 2, "all": 1}
 STEP_RATIOS = {"more than one tap / without": ("spatial", "without"), "all / without": ("all", "without")}
 
-# Targets.
+# Targets, see ``targets``.
 LEAST_SPEEDUP = 20.0
 MOST_STEP = {"sgd": 1.15, "adam": 1.5, "adamw": 1.5}
 

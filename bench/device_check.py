@@ -47,7 +47,7 @@ SANITIZERS = (
     ("initcheck", "native"),
 )
 FOUND_BY_SANITIZER = 86  # exit status of compute-sanitizer after a finding
-# Gives every tensor its own allocation, whose bounds memcheck knows.
+# This setting gives every tensor its own allocation, whose bounds memcheck knows.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 BENCHMARKS = ("optim_step_gpu", "ring_prox_gpu", "block_sparse_gpu")
 

@@ -25,7 +25,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-# Maps a candidate's name, its call, and an untimed call that is given the name beforehand to the call's seconds.
+# A clock takes a candidate's name, its call, and a function of the name to run untimed before the call; it returns the
+# seconds of the call.
 Clock = Callable[[str, Callable[[], object], Callable[[str], object] | None], float]
 
 # Number of arrays that a kernel reads or writes, by STREAM's convention. Copy and triad also fetch the lines that they

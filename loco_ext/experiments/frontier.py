@@ -182,7 +182,7 @@ def measure(
 
 
 class _Path:
-    """Trains and measures the path of one width."""
+    """The path of one width: its training and its measurements."""
 
     def __init__(
         self, settings: FrontierSettings, width: float, data: Dataset, out: Path, processes: Processes

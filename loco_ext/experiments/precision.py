@@ -10,7 +10,7 @@ from loco_ext.experiments.settings import SettingsError
 
 
 class Precision:
-    """Computes the steps of one training in the chosen precision.
+    """Precision and loss scaling of the steps of one training.
 
     Args:
         amp: use autocast: bfloat16, or float16 on GPUs that only emulate bfloat16.

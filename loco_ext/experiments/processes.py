@@ -64,7 +64,7 @@ def joined(device: str) -> Iterator[Processes]:
         yield Processes(own, dist.get_rank(), dist.get_world_size())
         dist.barrier()  # torchrun ends all processes when the first fails: none may leave while another writes
     finally:
-        # The process group is part of DDP's reference cycles; its threads abort a process that exits before them.
+        # DDP's reference cycles keep the process group alive, and its threads abort a process that exits before them.
         gc.collect()
         dist.destroy_process_group()
 

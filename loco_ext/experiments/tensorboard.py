@@ -16,7 +16,7 @@ SCALARS = {
 
 
 class TensorBoard:
-    """Writes the metrics of each epoch to event files.
+    """Writer of the metrics of each epoch to event files.
 
     Metrics that the files already have from the first written epoch on are replaced.
 
