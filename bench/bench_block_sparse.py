@@ -1,17 +1,16 @@
-"""Layers between convolution and full connection: block-sparse multiplication against convolution and others.
+"""Layers between convolution and full connection: block-sparse multiplication against convolution and other methods.
 
-    python -m bench.bench_block_sparse            measures all, writes bench/results/, prints tables
-    python -m bench.bench_block_sparse --quick    a first impression; writes nothing without --out
+    python -m bench.bench_block_sparse            measures everything, writes bench/results/, prints tables
+    python -m bench.bench_block_sparse --quick    gives a first impression; writes nothing without --out
 
 Each case is a layer and a batch, forward alone and forward with backward (gradients of input, values and bias). The
-candidates of a case run interleaved (see bench/harness.py). conv2d has the layer's geometry and weights of its own that
-all pixels share; the others compute with the same values, independently random for each pair of pixels, and each
-result is compared with our float64 reference before anything is timed. NCHW and NHWC are the memory formats of input,
-output and their gradients: contiguous and channels_last. For peers see bench/block_sparse_peers.py.
+candidates of a case run interleaved (see bench/harness.py). conv2d has the layer's geometry, with its own weights
+shared by all pixels. The others compute with the same values, independently random for each pair of pixels, and each
+result is compared with our float64 reference before timing. NCHW and NHWC are the memory formats of input, output and
+their gradients: contiguous and channels_last. For peers see bench/block_sparse_peers.py.
 
-The C library keeps what is freed for the next call, whoever calls: the system's handing out of pages is not measured.
-
-Memory is the growth of a fresh process during the second call beyond what it returns, over the size of the activations.
+The C library keeps freed memory for the next call of any candidate, so that page faults are not measured. Memory is
+the growth of a fresh process during the second call beyond its results, divided by the size of the activations.
 """
 
 import argparse
@@ -45,11 +44,11 @@ LAYERS = {
     "depthwise 64 7x7 at 16": Layer(64, 64, 16, 7, padding=3, groups=64),
 }
 BATCHES = dict.fromkeys(LAYERS, (64, 250)) | dict.fromkeys(("64-64 3x3 at 16", "64-64 3x3 at 32"), (1, 8, 64, 250))
-# Where the slower ways run too: some take seconds.
+# Cases in which the slower peers run too; some take seconds.
 PEER_CASES = (("64-64 3x3 at 16", 64), ("64-64 3x3 at 16", 250), ("64-64 3x3 at 32", 64))
 PASSES = ("forward", "training")
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
-# Of a result, in units of the largest output: what rounding may add up to, and no mistake in the method.
+# Error allowed relative to the largest output: enough for rounding, too little for a mistake in the method.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 RATIOS = {
@@ -59,7 +58,7 @@ RATIOS = {
     "float32 / bfloat16, ours": ("ours NHWC", "ours bfloat16"),
     **{f"{name} / ours": (name, "ours NHWC") for name in PEERS},
 }
-# What is to be reached at batches of 64 and 250: ratio, pass, limit, whether at least.
+# Targets at batches of 64 and 250: ratio, pass, limit, and whether the limit is a minimum.
 TARGETS = (
     *((f"ours / conv2d, {name}", "forward", 1.15, False) for name in FORMATS),
     *((f"ours / conv2d, {name}", "training", 1.35, False) for name in FORMATS),
@@ -71,7 +70,7 @@ MOST_MEMORY = 0.01
 
 
 def make_problem(layer: Layer, batch: int) -> Problem:
-    """Values of a size that keeps that of activations, all random."""
+    """Return random values, scaled to preserve the magnitude of activations, and a random batch."""
     generator = torch.Generator().manual_seed(0)
     pattern = layer.pattern()
     depth, width = layer.channels_in // layer.groups, layer.channels_out // layer.groups
@@ -84,13 +83,13 @@ def make_problem(layer: Layer, batch: int) -> Problem:
 
 
 def images(problem: Problem, memory_format: torch.memory_format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Input, which wants a gradient, and the output's gradient."""
+    """Return the input, which requires a gradient, and the gradient of the output."""
     x, grad = (t.to(dtype, copy=True, memory_format=memory_format) for t in (problem.x, problem.grad))
     return x.requires_grad_(), grad
 
 
 def ours(problem: Problem, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> Candidate:
-    """As a layer calls it, images in and out."""
+    """Return our product as a layer calls it, with images as input and output."""
     layer, pattern = problem.layer, problem.pattern
     x, grad = images(problem, memory_format, dtype)
     values = problem.values.to(dtype, copy=True).requires_grad_()
@@ -104,7 +103,7 @@ def ours(problem: Problem, memory_format: torch.memory_format, dtype: torch.dtyp
 
 
 def convolution(problem: Problem, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> Candidate:
-    """torch's conv2d with random weights."""
+    """Return torch's conv2d with random weights."""
     layer = problem.layer
     x, grad = images(problem, memory_format, dtype)
     shape = (layer.channels_out, layer.channels_in // layer.groups, layer.kernel, layer.kernel)
@@ -115,7 +114,7 @@ def convolution(problem: Problem, memory_format: torch.memory_format, dtype: tor
 
 
 def makers(problem: Problem, peers: Sequence[str]) -> dict[str, Callable[[], Candidate]]:
-    """The candidates of a case, each to be made."""
+    """Return a builder for each candidate of a case."""
     half = (torch.channels_last, torch.bfloat16)
     return {
         **{f"conv2d {name}": functools.partial(convolution, problem, form) for name, form in FORMATS.items()},
@@ -127,7 +126,7 @@ def makers(problem: Problem, peers: Sequence[str]) -> dict[str, Callable[[], Can
 
 
 def expected(problem: Problem) -> Tensor:
-    """The output by our reference in float64, of the first samples."""
+    """Return the output of our float64 reference for the first samples."""
     some = Problem(problem.layer, problem.pattern, problem.x[:4].double(), problem.values.double(), problem.grad[:4])
     with loco_ext.backend("reference"):
         candidate = ours(some, torch.channels_last, torch.float64)
@@ -135,14 +134,14 @@ def expected(problem: Problem) -> Tensor:
 
 
 def check(name: str, found: Tensor, reference: Tensor) -> None:
-    """Raises RuntimeError if an output is further from the reference than rounding takes it."""
+    """Raise RuntimeError if an output differs from the reference by more than rounding."""
     error = (found[: len(reference)].double() - reference).abs().max().item()
     if not error <= (limit := TOLERANCE[found.dtype] * reference.abs().max().item()):
         raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
 
 
 def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of a case, one for each pass: timings, and ratios within rounds."""
+    """Return the records of a case, one for each pass: timings, and ratios within rounds."""
     problem = make_problem(LAYERS[layer], batch)
     reference = expected(problem)
     records = []
@@ -172,16 +171,17 @@ def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers:
 
 
 def extra_memory(layer: Layer, batch: int, name: str, mode: str) -> float | None:
-    """Growth beyond what room for the results takes, over the activations' size; None where the system does not tell.
+    """Return the memory growth beyond the results, over the activations' size; None where the system does not tell.
 
-    That room is measured too, by filling tensors of their sizes: the process grows by whole pages.
+    The memory for the results is measured too, by filling tensors of their sizes, because a process grows by whole
+    pages.
     """
     problem = make_problem(layer, batch)
     candidate = makers(problem, ["unfold+bmm"] if name == "unfold+bmm" else [])[name]()
     torch.set_num_threads(1)
-    # First calls bring in code, and what libraries set up once.
+    # The first call loads code and one-time state of libraries.
     first = getattr(candidate, mode)()
-    # The output of a training pass lives until its gradient is known.
+    # The output of a training pass stays allocated until its gradient is known.
     results = (*first, problem.grad) if isinstance(first, tuple) else (first,)
     kept: list[Any] = [first, torch.empty_like(first[0]).fill_(1)]
     room = _growth(lambda: kept.append([torch.empty_like(result).fill_(1) for result in results]))
@@ -192,15 +192,15 @@ def extra_memory(layer: Layer, batch: int, name: str, mode: str) -> float | None
 
 
 def _growth(call: Callable[[], object]) -> int | None:
-    """Of a call that keeps what it makes, so that the next one gets memory anew."""
-    # What was freed before would serve the call without being seen to grow.
+    """Return the growth during a call whose results are kept, so that the next call needs new memory."""
+    # Memory freed before could otherwise serve the call without visible growth.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
     return harness.peak_extra_memory(call)
 
 
 def measure_memory(layers: Sequence[str], batch: int = 64) -> list[dict[str, Any]]:
-    """For each layer and pass, the share of the activations that ours, convolution and patches take besides."""
+    """Return, by layer and pass, the extra memory of ours, convolution and unfold+bmm as a share of the activations."""
     names = ("ours NHWC", "conv2d NHWC", "unfold+bmm")
     return [
         {
@@ -219,7 +219,7 @@ def measure_memory(layers: Sequence[str], batch: int = 64) -> list[dict[str, Any
 
 
 def targets(results: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is to be reached beside what is."""
+    """Return the targets beside the measurements."""
     rows = []
     for name, mode, limit, at_least in TARGETS:
         found = {
@@ -237,7 +237,7 @@ def targets(results: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]])
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures what the command line asks for."""
+    """Run the measurements that the command line asks for."""
     effort = harness.Effort(min_rounds=8, min_seconds=2.0, warmup=2, builds=1)
     if arguments.quick:
         effort = harness.Effort(min_rounds=5, min_seconds=0.3, warmup=1, builds=1)
@@ -263,7 +263,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; only a full run writes the committed file by default."""
+    """Parse the command line; only a full run writes the committed file by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_block_sparse", description=__doc__.splitlines()[0])
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--batches", nargs="*", type=int, help="in place of each layer's own")
@@ -278,7 +278,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints tables."""
+    """Measure, write the JSON file, print tables."""
     arguments = parse(argv)
     if os.getloadavg()[0] > 0.5:
         print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)

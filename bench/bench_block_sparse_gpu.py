@@ -1,12 +1,12 @@
 """Layers between convolution and full connection on an NVIDIA GPU: ours in Triton against convolution, unfold and bmm.
 
-    python -m bench.bench_block_sparse_gpu            measures all, writes bench/results/, prints tables
-    python -m bench.bench_block_sparse_gpu --quick    a first impression; writes nothing without --out
+    python -m bench.bench_block_sparse_gpu            measures everything, writes bench/results/, prints tables
+    python -m bench.bench_block_sparse_gpu --quick    gives a first impression; writes nothing without --out
 
-Layers and candidates are those of bench/bench_block_sparse.py, clocks and cold caches those of
-bench/bench_optim_step_gpu.py. What ours cannot avoid in each of its products, of which a forward pass has one and its
-backward pass two, is to read or write input, output and values once each; how long a device copy takes for so many
-bytes is the floor that stands beside it. "float32" is multiplied as IEEE says, "tf32" in TF32, by all candidates.
+Layers and candidates are those of bench/bench_block_sparse.py; clocks and cold caches are those of
+bench/bench_optim_step_gpu.py. A forward pass has one product and its backward pass two, and each must at least read or
+write input, output and values once; the time of a device copy of that many bytes is reported as the floor. All
+candidates multiply "float32" in IEEE arithmetic and "tf32" in TF32.
 """
 
 import argparse
@@ -34,7 +34,7 @@ REFERENCE = "64-64 3x3 at 32"
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How numbers are kept and multiplied; the tolerance is in units of the largest output."""
+    """Dtype and multiplication mode of a case; the tolerance is relative to the largest output."""
 
     dtype: torch.dtype
     tf32: bool
@@ -53,15 +53,15 @@ RATIOS = {
     "ours / conv2d, NCHW": ("ours", "conv2d NCHW"),
     "unfold+bmm / ours": ("unfold+bmm", "ours"),
 }
-# To be reached on an H100 by the reference layer in bfloat16, forward and backward: twice the least that its memory's
-# nominal 3.35 TB/s allow, and at least so many times faster than unfold and bmm.
+# Targets on an H100 for the reference layer in bfloat16, forward and backward: at most twice the minimum that its
+# nominal memory bandwidth of 3.35 TB/s allows, and at least this many times faster than unfold and bmm.
 MOST_MICROSECONDS = 2 * 3 * 41.0
 LEAST_SPEEDUP = 4.0
 
 
 @contextlib.contextmanager
 def multiplying(arithmetic: Arithmetic) -> Iterator[None]:
-    """Lets everything multiply float32 numbers that way."""
+    """Make everything multiply float32 numbers in that mode inside the ``with``."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before, precision = matmul.fp32_precision, "tf32" if arithmetic.tf32 else "ieee"
     flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
@@ -74,13 +74,13 @@ def multiplying(arithmetic: Arithmetic) -> Iterator[None]:
 
 
 def on_gpu(problem: Problem, dtype: torch.dtype) -> Problem:
-    """The problem's tensors there, in the dtype."""
+    """Return the problem with its tensors on the GPU in the dtype."""
     x, values, grad = (tensor.to(DEVICE, dtype) for tensor in (problem.x, problem.values, problem.grad))
     return Problem(problem.layer, problem.pattern.to(DEVICE), x, values, grad)
 
 
 def makers(problem: Problem) -> dict[str, Callable[[], Candidate]]:
-    """The candidates, each to be made."""
+    """Return a builder for each candidate."""
     dtype = problem.x.dtype
     found: dict[str, Callable[[], Candidate]] = {
         "conv2d NCHW": functools.partial(convolution, problem, torch.contiguous_format, dtype),
@@ -93,7 +93,7 @@ def makers(problem: Problem) -> dict[str, Callable[[], Candidate]]:
 
 
 def make_candidates(label: str, problem: Problem, reference: Tensor, tolerance: float) -> dict[str, Candidate]:
-    """Every candidate; the results of those that have our values are compared with the reference."""
+    """Return every candidate; results computed with our values are first compared with the reference."""
     candidates = {}
     for name, make in makers(problem).items():
         with torch.device(DEVICE):
@@ -105,7 +105,7 @@ def make_candidates(label: str, problem: Problem, reference: Tensor, tolerance: 
 
 
 def check(name: str, found: Tensor, reference: Tensor, tolerance: float) -> None:
-    """Raises RuntimeError if an output is further from the reference than rounding takes it."""
+    """Raise RuntimeError if an output differs from the reference by more than rounding."""
     error = (found.double() - reference).abs().max().item()
     if not error <= (limit := tolerance * reference.abs().max().item()):
         raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
@@ -114,7 +114,7 @@ def check(name: str, found: Tensor, reference: Tensor, tolerance: float) -> None
 def measure(
     layer: str, batch: int, arithmetic: str, effort: harness.Effort, flush: Flush, copy: float
 ) -> list[dict[str, Any]]:
-    """The records of a case, one for each pass."""
+    """Return the records of a case, one for each pass."""
     on_host, how = make_problem(LAYERS[layer], batch), ARITHMETIC[arithmetic]
     reference = expected(on_host)
     problem = on_gpu(on_host, how.dtype)
@@ -143,7 +143,7 @@ def measure(
 
 
 def targets(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is to be reached beside what is."""
+    """Return the targets beside the measurements."""
     microseconds, speedups = {}, {}
     for record in results:
         case = (record["layer"], record["batch"], record["arithmetic"], record["pass"])
@@ -158,7 +158,7 @@ def targets(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int, str]]:
-    """Layer, batch and arithmetic; only the reference layer is measured in all of them."""
+    """Return layer, batch and arithmetic of each case; only the reference layer is measured in all arithmetics."""
     return [
         (layer, batch, arithmetic)
         for layer in arguments.layers
@@ -169,7 +169,7 @@ def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int, str]]:
 
 
 def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Measures what the command line asks for; ``save`` is given the report after every case."""
+    """Run the measurements that the command line asks for; ``save`` is given the report after every case."""
     quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7, builds=1)
     cases = cases_of(arguments)
@@ -196,7 +196,7 @@ COMMAND = Command("bench_block_sparse_gpu", __doc__, OPTIONS, "block_sparse", "t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     return COMMAND.main(argv, run)
 
 

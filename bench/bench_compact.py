@@ -1,13 +1,13 @@
-"""Latency of networks with half of their multiply-adds gone: as they are, and compacted.
+"""Latency of networks with half of their multiply-adds removed: unchanged and compacted.
 
-    python -m bench.bench_compact            measures all, writes bench/results/, prints a table
-    python -m bench.bench_compact --quick    a first impression; writes nothing without --out
+    python -m bench.bench_compact            measures everything, writes bench/results/, prints a table
+    python -m bench.bench_compact --quick    gives a first impression; writes nothing without --out
 
-Kernels vanish at random, or lose outer half rings, or both, until eq. 10 of the draft counts half of the network's
-multiply-adds. Candidates: the network; the network with its batch normalisations folded, which is what compaction does
-too, for comparison; the compacted network with and without that. All run in eval mode, in turn, in the same memory
-format, after their outputs were found equal. Freed memory is kept for the next call: which sizes the C library gives
-back to the system hangs on what ran before, and page faults would be most of a small network's time.
+Kernels vanish at random, or lose outer half rings, or both, until half of the network's multiply-adds remain by eq. 10
+of the draft. The candidates are the network; the network with its batch norms folded, for comparison because compaction
+folds them too; and the compacted network with and without folding. All run in eval mode, interleaved, in the same
+memory format, after their outputs were found equal. Freed memory is kept for the next call: which sizes the C library
+returns to the system depends on what ran before, and page faults would dominate the time of a small network.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BATCH_SIZE, IMAGE = 32, (3, 32, 32)
 
 
 def half(name: str, pattern: str, seed: int = 0) -> nn.Module:
-    """The network with half of its multiply-adds gone, by bisection of the chance that a kernel is struck."""
+    """Return the network with half of its multiply-adds removed, by bisection of the probability to strike a kernel."""
     lower, upper = 0.0, 1.0
     for _ in range(8):
         chance = (lower + upper) / 2
@@ -50,7 +50,7 @@ def half(name: str, pattern: str, seed: int = 0) -> nn.Module:
 
 
 def struck(name: str, pattern: str, chance: float, seed: int) -> nn.Module:
-    """The network with random weights and statistics, and each kernel struck with this chance."""
+    """Return the network with random weights and statistics, and each kernel struck with this probability."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = MODELS[name].make(IMAGE[0], 10, IMAGE[1]).eval()
@@ -77,7 +77,7 @@ def _strike(weight: Tensor, pattern: str, chance: float) -> None:
 
 
 def measure(name: str, pattern: str, memory_format: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
-    """Latencies of all candidates, the multiply-adds, and how much faster the compacted network is."""
+    """Return latencies of all candidates, multiply-adds, and speedups of the compacted network."""
     layout: dict[str, Any] = {"memory_format": FORMATS[memory_format]}
     label = f"{name}, {pattern}, {memory_format}, threads {threads}"
     with harness.num_threads(threads), torch.inference_mode():
@@ -119,7 +119,7 @@ def measure(name: str, pattern: str, memory_format: str, threads: int, effort: h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints the table."""
+    """Measure, write the JSON file, print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_compact", description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=MODELS, default=list(NETWORKS))
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))

@@ -4,13 +4,13 @@
     python -m bench.bench_optim_step --quick --networks resnet18    a first impression; writes nothing without --out
     python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
 
-The candidates of a network and rule run interleaved, on the same parameters, gradients and states: where tensors happen
-to lie in memory moves times by several percent, and so moves all alike; besides, all are built anew several times. How
-our steps gain from threads is measured apart, ours alone with one thread and with several in turn: threads of peers
-that wait for work, busily, would slow down a step that has none for them. Gradients are fixed random tensors. "map" is
-LOCO-REG's decay map (its section 6) applied by hand before torch's step, to every convolution of more than one tap: the
-fastest way we know in eager PyTorch. On the network "large", torch's copy, triad and in-place update of the same size
-run among the candidates.
+The candidates of a network and rule run interleaved, on the same parameters, gradients and states: the addresses of
+tensors change times by several percent, and sharing them changes all candidates alike; in addition, all are rebuilt
+several times. The scaling of our steps with threads is measured separately, ours alone with one thread and with several
+in turn, because busy-waiting threads of peers would slow down a step that does not use them. Gradients are fixed random
+tensors. "map" is LOCO-REG's decay map (its section 6) applied by hand before torch's step, to every convolution of more
+than one tap: the fastest way we know in eager PyTorch. On the network "large", torch's copy, triad and in-place update
+of the same size run among the candidates.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule; ``arrays`` counts those of the parameters' size that a step has to read or to write."""
+    """An update rule; ``arrays`` counts the parameter-sized arrays that a step has to read or write."""
 
     torch_class: Callable[..., torch.optim.Optimizer]
     our_class: Callable[..., torch.optim.Optimizer]
@@ -62,20 +62,20 @@ TORCH = {"loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True
 
 
 def step_on(optimizer: torch.optim.Optimizer, state: State | None) -> Step:
-    """The optimizer's step, on a state that other optimizers share."""
+    """Return the optimizer's step, on a state that is shared with other optimizers."""
     if state is not None:
         optimizer.state = state
     return optimizer.step
 
 
 def torch_step(rule: Rule, parameters: Parameters, state: State | None = None, *, implementation: str) -> Step:
-    """torch's own step, decay uniform."""
+    """Return torch's own step with uniform decay."""
     arguments = rule.arguments | TORCH[implementation]
     return step_on(rule.torch_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
 
 
 def torch_map_step(rule: Rule, parameters: Parameters, state: State | None = None, *, implementation: str) -> Step:
-    """torch's own step, with the convolutions' decay taken out of it and applied before it, tap by tap."""
+    """Return torch's own step with the convolutions' decay applied separately before it, tap by tap."""
     mapped = [parameter for parameter in parameters if math.prod(parameter.shape[2:]) > 1]
     others = [parameter for parameter in parameters if math.prod(parameter.shape[2:]) == 1]
     groups = [{"params": mapped, "weight_decay": 0.0}, {"params": others, "weight_decay": WEIGHT_DECAY}]
@@ -102,7 +102,7 @@ def torch_map_step(rule: Rule, parameters: Parameters, state: State | None = Non
 
 
 def expanded_map(parameter: torch.Tensor) -> torch.Tensor:
-    """The decay map repeated over the input channels: rows long enough to vectorise, yet small beside the weight."""
+    """Return the decay map repeated over input channels: rows long enough to vectorise, yet small beside the weight."""
     weights = geometry.decay_map(parameter.shape[2:], LOCALITY).to(parameter)
     return weights.expand_as(parameter[:1]).contiguous()
 
@@ -110,7 +110,7 @@ def expanded_map(parameter: torch.Tensor) -> torch.Tensor:
 def our_step(
     rule: Rule, parameters: Parameters, state: State | None = None, *, locality: tuple[float, float] | None
 ) -> Step:
-    """Our step: decay uniform, or by the map."""
+    """Return our step with uniform decay, or with the map."""
     arguments = rule.arguments | {"locality": locality}
     return step_on(rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
 
@@ -135,7 +135,7 @@ RATIOS = {
 
 
 def make_parameters(network: str) -> Parameters:
-    """The network's parameters with fixed random values and gradients, float32."""
+    """Return the network's float32 parameters with fixed random values and gradients."""
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape in shapes.NETWORKS[network]():
@@ -146,7 +146,7 @@ def make_parameters(network: str) -> Parameters:
 
 
 def make_steps(network: str, rule: Rule) -> dict[str, Step]:
-    """Every candidate's step for this network."""
+    """Return the step of every candidate for this network."""
     parameters = make_parameters(network)
     state: State = defaultdict(dict)
     names = LARGE_CANDIDATES if network == "large" else tuple(CANDIDATES)
@@ -156,7 +156,7 @@ def make_steps(network: str, rule: Rule) -> dict[str, Step]:
 def measure(
     network: str, rule_name: str, threads: Sequence[int], effort: harness.Effort, flush: bool = False
 ) -> list[dict[str, Any]]:
-    """One record for each number of threads: all candidates' timings, and ratios of their medians."""
+    """Return one record for each number of threads: all candidates' timings, and ratios of their medians."""
     rule = RULES[rule_name]
     tensor_shapes = list(shapes.NETWORKS[network]())
     elements = sum(map(math.prod, tensor_shapes))
@@ -191,7 +191,7 @@ def measure(
 
 
 def ratios(timings: harness.Comparison) -> dict[str, float]:
-    """The entries of RATIOS whose two candidates were run."""
+    """Return the entries of RATIOS whose two candidates were run."""
     return {name: timings.ratio(a, b) for name, (a, b) in RATIOS.items() if a in timings and b in timings}
 
 
@@ -203,7 +203,7 @@ def measure_threads(
     label: str,
     cleared: Callable[[], object] | None,
 ) -> harness.Comparison | dict[str, harness.Timing]:
-    """Our steps alone, with every number of threads in turn: "name, count". Nothing is measured if there is but one."""
+    """Time our steps alone with every number of threads in turn, as "name, count"; nothing for a single number."""
     if len(threads) == 1:
         return {}
     cases = {f"{name}, {count}": (name, count) for name in OURS.values() for count in threads}
@@ -222,7 +222,7 @@ def measure_threads(
 
 
 def scaling(alone: harness.Comparison | dict[str, harness.Timing], count: int, first: int) -> dict[str, float]:
-    """Time of our steps with ``count`` threads over their time with the first number of threads."""
+    """Return the time of our steps with ``count`` threads over their time with the first number of threads."""
     if count == first or not isinstance(alone, harness.Comparison):
         return {}
     found = {key: alone.ratio(f"{name}, {count}", f"{name}, {first}") for key, name in OURS.items()}
@@ -230,14 +230,14 @@ def scaling(alone: harness.Comparison | dict[str, harness.Timing], count: int, f
 
 
 def step_bandwidth(medians: dict[str, float], arrays: int, elements: int) -> dict[str, dict[str, float]]:
-    """Bytes per second of every call, counting the ``arrays`` that a step cannot avoid, and its share of triad's."""
+    """Return bytes per second of every call, counting the ``arrays`` a step must access, and the share of triad's."""
     moved = dict.fromkeys(medians, arrays) | harness.STREAM_ARRAYS
     rates = {name: 4 * elements * moved[name] / median for name, median in medians.items()}
     return {name: {"bytes_per_second": rate, "of_triad": rate / rates["triad"]} for name, rate in rates.items()}
 
 
 def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
-    """Memory that a step takes beyond parameters, gradients and state: the second step, when the state exists."""
+    """Return the memory of the second step, when the state exists, beyond parameters, gradients and state."""
     parameters = make_parameters(network)
     with loco_ext.backend("native"):
         step = CANDIDATES[candidate](RULES[rule_name], parameters)
@@ -248,7 +248,7 @@ def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures what the command line asks for."""
+    """Run the measurements that the command line asks for."""
     effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
     cases = [(network, rule) for network in arguments.networks for rule in arguments.rules]
     report: dict[str, Any] = {
@@ -270,7 +270,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; only a full run writes the committed file by default."""
+    """Parse the command line; only a full run writes the committed file by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_optim_step", description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=shapes.NETWORKS, default=list(shapes.NETWORKS))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
@@ -287,7 +287,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints tables."""
+    """Measure, write the JSON file, print tables."""
     arguments = parse(argv)
     if os.getloadavg()[0] > 0.5:
         print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @pytest.fixture(autouse=True)
 def native() -> Iterator[None]:
-    """A missing library fails the benchmark instead of timing the reference."""
+    """Make a missing library fail the benchmark instead of timing the reference."""
     with loco_ext.backend("native"):
         yield
 

@@ -1,16 +1,16 @@
 """One optimizer step over all parameters of a network on an NVIDIA GPU: torch's implementations against ours.
 
-    python -m bench.bench_optim_step_gpu            measures all, writes bench/results/, prints tables
-    python -m bench.bench_optim_step_gpu --quick    a first impression; writes nothing without --out
+    python -m bench.bench_optim_step_gpu            measures everything, writes bench/results/, prints tables
+    python -m bench.bench_optim_step_gpu --quick    gives a first impression; writes nothing without --out
 
 Each case is a network, a rule, a dtype (of parameters, gradients and states) and a mode: steps called one by one
 ("eager") or replayed from a CUDA graph. Its candidates run interleaved, on the same parameters, gradients and moments.
-Ahead of every call so much memory is read that nothing of them is left in the GPU's cache, and long enough for the host
-to hand over the whole step meanwhile: CUDA events then tell what the GPU alone needs. What the host needs to hand the
-step over is measured apart, the GPU being idle. An eager step takes the longer of the two, a replayed one the GPU's
-time. "cuda" and "triton" are ours, with uniform decay or with LOCO-REG's map.
+Before every call, enough memory is read to evict all of them from the GPU's cache, and for long enough that the host
+can enqueue the whole step meanwhile: CUDA events then measure the GPU's time alone. The host's time to enqueue the step
+is measured separately on an idle GPU. An eager step takes the longer of the two, a replayed one the GPU's time. "cuda"
+and "triton" are ours, with uniform decay or with LOCO-REG's map.
 
-apex, whose optimizers are multi-tensor-apply kernels such as torch's fused ones, is measured in float32 where it is
+apex, whose optimizers are multi-tensor-apply kernels like torch's fused ones, is measured in float32 where it is
 installed; for other dtypes it keeps its states in float32.
 """
 
@@ -52,10 +52,10 @@ from loco_ext.optim.locality import decay_maps
 DEVICE = "cuda"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("eager", "graph")
-BACKENDS = {"cuda": "native", "triton": "triton"}  # ours, and what the package calls them
+BACKENDS = {"cuda": "native", "triton": "triton"}  # our candidates, and the backend of the package that each uses
 MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 
-# Of how much longer than the host needs the GPU is kept busy ahead of a timed call.
+# The GPU is kept busy before a timed call for this multiple of the time that the host needs for the call.
 LEAD = 1.5
 WARM_UP = 3  # steps before one is captured
 
@@ -69,7 +69,7 @@ RATIOS = {
     "triton loco / uniform": ("triton_loco", "triton_uniform"),
 }
 
-# What is to be reached, by cuda.
+# Networks that the targets of "cuda" apply to.
 LARGE = ("resnet50", "vit_b")
 LEAST_SHARE = 0.85
 LEAST_SPEEDUP = 1.3
@@ -79,7 +79,7 @@ MOST_HOST_MICROSECONDS = 100.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared in one table row; the names are keys of the constants above."""
+    """The parameters of one table row; the names are keys of the constants above."""
 
     network: str
     rule: str
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Replay:
-    """A captured step. It keeps the step, whose tensors the graph reads and writes."""
+    """A captured step. It keeps a reference to the step, whose tensors the graph reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     step: Step
@@ -106,9 +106,9 @@ class Replay:
 
 
 def capture(step: Step) -> Step:
-    """The step as a CUDA graph; some are made first, as graphs need it."""
+    """Return the step as a CUDA graph, after the warm-up steps that graphs need."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that a capturable optimizer steps outside of a graph
+        warnings.simplefilter("ignore")  # torch warns that a capturable optimizer steps outside of a graph
         for _ in range(WARM_UP):
             step()
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def capture(step: Step) -> Step:
 
 
 def forced(call: Callable[[], object], backend: str) -> Step:
-    """The call, made in one of our backends."""
+    """Return the call, forced to one of our backends."""
 
     def call_in_backend() -> None:
         with loco_ext.backend(backend):
@@ -131,12 +131,12 @@ def forced(call: Callable[[], object], backend: str) -> Step:
 def backend_step(
     rule: Rule, parameters: Parameters, state: State, *, backend: str, locality: tuple[float, float] | None
 ) -> Step:
-    """Our step in one of our backends."""
+    """Return our step in one of our backends."""
     return forced(our_step(rule, parameters, state, locality=locality), backend)
 
 
 def apex_step(rule: Rule, parameters: Parameters, state: State) -> Step:
-    """apex's multi-tensor-apply kernels; FusedAdam is AdamW by default."""
+    """Return the step of apex's multi-tensor-apply kernels; FusedAdam is AdamW by default."""
     optimizers = importlib.import_module("apex.optimizers")
     optimizer = optimizers.FusedAdam if rule.decoupled else optimizers.FusedSGD
     return step_on(optimizer(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **rule.arguments), state)
@@ -155,7 +155,7 @@ CANDIDATES: dict[str, Callable[..., Step]] = {
 
 
 def not_measured() -> dict[str, str]:
-    """Candidates that cannot run here, and why."""
+    """Return the candidates that cannot run here, and why."""
     reasons = {}
     if find_spec("apex") is None:
         reasons["apex"] = "not installed; torch's fused optimizers are its approach, multi-tensor apply"
@@ -165,7 +165,7 @@ def not_measured() -> dict[str, str]:
 
 
 def candidates_of(case: Case) -> list[str]:
-    """Those that can run, those with a map only on networks where it reaches something."""
+    """Return the candidates that can run; those with a map only for networks that it applies to."""
     left_out = set(not_measured())
     if case.dtype != "float32":
         left_out.add("apex")
@@ -176,7 +176,7 @@ def candidates_of(case: Case) -> list[str]:
 
 
 def make_parameters(network: str, dtype: torch.dtype) -> Parameters:
-    """The network's parameters on the GPU with fixed random values and gradients."""
+    """Return the network's parameters on the GPU with fixed random values and gradients."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     parameters = []
     for shape in shapes.GPU_NETWORKS[network]():
@@ -188,7 +188,7 @@ def make_parameters(network: str, dtype: torch.dtype) -> Parameters:
 
 
 def make_state(case: Case, name: str, moments: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> State:
-    """A state for one candidate: the moments are shared, step counts are its own and lie where it expects them."""
+    """Return the state of one candidate: shared moments, and its own step counts on the device that it expects."""
     on_host = name == "torch_foreach" and case.mode == "eager"
     state: State = defaultdict(dict)
     for parameter, shared in moments.items():
@@ -199,7 +199,7 @@ def make_state(case: Case, name: str, moments: dict[torch.nn.Parameter, dict[str
 
 
 def make_steps(case: Case) -> dict[str, Step]:
-    """Every candidate's step."""
+    """Return the step of every candidate."""
     rule = RULES[case.rule]
     if case.mode == "graph" and rule.decoupled:
         rule = replace(rule, arguments=rule.arguments | {"capturable": True})
@@ -211,32 +211,32 @@ def make_steps(case: Case) -> dict[str, Step]:
 
 @dataclass(frozen=True)
 class Flush:
-    """Clears the GPU's cache, which takes it so many seconds."""
+    """A call that clears the GPU's cache, and the seconds that the GPU takes for it."""
 
     call: Callable[[], object]
     seconds: float
 
     def times(self, host_seconds: float) -> int:
-        """How often, for the host to be ahead of the GPU by a call that takes it so long."""
+        """Return how many flushes keep the GPU busy while the host enqueues a call that takes it this long."""
         return 1 + math.ceil(LEAD * host_seconds / self.seconds)
 
 
 def make_flush(effort: harness.Effort) -> Flush:
-    """Measures how long clearing the cache takes."""
+    """Measure how long clearing the cache takes."""
     call = harness.gpu_cache_flush()
     timing = harness.compare(lambda: {"flush": call}, effort, "cache flush", lambda _: call(), harness.gpu_seconds)
     return Flush(call, timing["flush"].median)
 
 
 def measure(case: Case, effort: harness.Effort, flush: Flush, copy: float) -> dict[str, Any]:
-    """The record of a case."""
+    """Return the record of a case."""
     return record(case, *time_both(functools.partial(make_steps, case), effort, flush, str(case)), copy)
 
 
 def time_both(
     build: Callable[[], dict[str, Step]], effort: harness.Effort, flush: Flush, label: str
 ) -> tuple[harness.Comparison, harness.Comparison]:
-    """What the GPU needs for every call, its cache cleared, and what the host needs to hand it over."""
+    """Return the GPU's time of every call, with a cold cache, and the host's time to enqueue it."""
     short = replace(effort, min_seconds=effort.min_seconds / 4, builds=1)
     host = harness.compare(build, short, f"{label}, host", lambda _: torch.cuda.synchronize())
     times = {name: flush.times(timing.median) for name, timing in host.items()}
@@ -249,7 +249,7 @@ def time_both(
 
 
 def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float) -> dict[str, Any]:
-    """Timings, what a step takes in all, bandwidth beside that of a copy, and ratios."""
+    """Return timings, total time of a step, bandwidth beside that of a copy, and ratios."""
     elements = [math.prod(shape) for shape in shapes.GPU_NETWORKS[case.network]()]
     moved = RULES[case.rule].arrays * case.element_size * sum(elements)
     on_gpu = {name: timing.median for name, timing in gpu.items()}
@@ -269,12 +269,12 @@ def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.T
 
 
 def ratios(seconds: dict[str, float]) -> dict[str, float]:
-    """The entries of RATIOS whose two candidates were run."""
+    """Return the entries of RATIOS whose two candidates were run."""
     return {name: seconds[a] / seconds[b] for name, (a, b) in RATIOS.items() if a in seconds and b in seconds}
 
 
 def count_syncs(rule: Rule, backend: str, steps: int = 5) -> int:
-    """How many of our steps wait for the GPU, with new gradients and another learning rate each time."""
+    """Count how many of our steps wait for the GPU, with new gradients and another learning rate in each step."""
     parameters = make_parameters("resnet18", torch.float32)
     arguments = rule.arguments | {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
     optimizer = rule.our_class(parameters, **arguments)
@@ -298,7 +298,7 @@ def count_syncs(rule: Rule, backend: str, steps: int = 5) -> int:
 
 
 def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[dict[str, Any]]:
-    """What the CUDA step is to reach beside what it does, in the worst of the cases that count."""
+    """Return the targets of the CUDA step beside the measurements, in the worst of the cases that count."""
     names = {id(r): str(Case(*(r[key] for key in ("network", "rule", "dtype", "mode")))) for r in records}
     large = [r for r in records if r["network"] in LARGE]
     small = [r for r in records if r["network"] == "thousand_small"]
@@ -326,7 +326,7 @@ def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[di
 
 
 def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Measures what the command line asks for; ``save`` is given the report after every case."""
+    """Run the measurements that the command line asks for; ``save`` is given the report after every case."""
     quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
     cases = [*itertools.product(arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)]
@@ -363,7 +363,7 @@ COMMAND = Command("bench_optim_step_gpu", __doc__, OPTIONS, "optim_step", "nativ
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     return COMMAND.main(argv, run)
 
 

@@ -1,16 +1,16 @@
-"""The exact prox of ring penalties, alone and as the last act of an optimizer step: others against ours.
+"""The exact prox of ring penalties, alone and as the last part of an optimizer step: others against ours.
 
-    python -m bench.bench_ring_prox            measures all, writes bench/results/, prints tables
-    python -m bench.bench_ring_prox --quick    a first impression; writes nothing without --out
+    python -m bench.bench_ring_prox            measures everything, writes bench/results/, prints tables
+    python -m bench.bench_ring_prox --quick    gives a first impression; writes nothing without --out
 
-Alone: on the weight of a convolution of 512 x 512 x 3 x 3, float32, whose kernels have sizes such that some vanish and
-others lose rings. The candidates of a case run interleaved (see bench/harness.py) on the same weight, which is written
-anew ahead of every call, because torchao works in place. Each result is compared with our float64 reference before
-anything is timed. "copy" is torch's clone of the weight, the traffic that none can avoid. For the other candidates see
+Alone: the prox runs on the float32 weight of a convolution of 512 x 512 x 3 x 3, whose kernels have magnitudes such
+that some vanish and others lose rings. The candidates of a case run interleaved (see bench/harness.py) on the same
+weight, which is rewritten before every call because torchao works in place. Each result is compared with our float64
+reference before timing. "copy" is torch's clone of the weight, the unavoidable traffic. For the other candidates see
 bench/ring_prox_peers.py; one whose package is missing is left out, and the report says so.
 
-Step: over all parameters of ResNet-50, without a penalty, with one on every kernel of more than one tap, and with one
-on every convolution, which is what parameter_groups gives.
+Step: over all parameters of ResNet-50, without a penalty, with a penalty on every kernel of more than one tap, and with
+one on every convolution, which is the default of parameter_groups.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from loco_ext import geometry, optim, sparsity
 
 SHAPE = (512, 512, 3, 3)
 NETWORK = "resnet50"
-STRENGTH = 1e-3  # in a step: too little to empty the network while it is measured
-# By which gradients are shifted from one step to the next before the measuring, so that second moments are averages, as
-# in training: those of a single gradient have values near 0, which make Adam's metric far more uneven than any there.
+STRENGTH = 1e-3  # in a step: too small to empty the network during the measurement
+# Gradients are shifted by these between the steps before the measurement, so that second moments are averages, as in
+# training: those of a single gradient have values near 0, which make Adam's metric far more uneven than in training.
 SHIFTS = range(7919, 7919 * 17, 7919)
-# Of a result, in units of the largest weight: what rounding in float32 may add up to, and no mistake in the method.
+# Error allowed relative to the largest weight: enough for float32 rounding, too little for a mistake in the method.
 TOLERANCE = 1e-4
 
 Build = Callable[[], dict[str, Callable[[], object]]]
@@ -50,7 +50,7 @@ Build = Callable[[], dict[str, Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Case:
-    """A penalty, for a step of 1, whether in a metric, and who else knows that prox."""
+    """A penalty, evaluated with step size 1, whether it has a metric, and which peers compute the same prox."""
 
     penalty: sparsity.RingPenalty | sparsity.KernelPenalty
     peers: tuple[str, ...] = ()
@@ -83,17 +83,17 @@ RULES = {
     "adam": Rule(torch.optim.Adam, optim.Adam, {}, decoupled=False, arrays=STEP_RULES["adamw"].arrays),
     "adamw": STEP_RULES["adamw"],
 }
-# Least number of taps of the kernels that have a penalty.
+# Minimum number of taps of the kernels that have a penalty.
 STEPS = {"without": math.inf, "spatial": 2, "all": 1}
 STEP_RATIOS = {"more than one tap / without": ("spatial", "without"), "all / without": ("all", "without")}
 
-# What is to be reached.
+# Targets, see ``targets``.
 LEAST_SPEEDUP = 20.0
 MOST_STEP = {"sgd": 1.15, "adam": 1.5, "adamw": 1.5}
 
 
 def make_weight(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random kernels, the largest 30 times the smallest, whose weights become smaller from the centre outwards."""
+    """Return random kernels, the largest 30 times the smallest, whose weights decrease from the centre outwards."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-1.0, 0.5, shape[0]).view(-1, *[1] * (len(shape) - 1))
     rings = geometry.ring_index(shape[2:])
@@ -102,39 +102,39 @@ def make_weight(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype 
 
 
 def make_metric(weight: Tensor) -> Tensor:
-    """Random, as different within a kernel as Adam's."""
+    """Return a random metric that varies within a kernel as much as Adam's."""
     generator = torch.Generator().manual_seed(1)
     return (0.5 * torch.randn(weight.shape, generator=generator)).exp().to(weight)
 
 
 def problem_of(case: Case, weight: Tensor) -> Problem:
-    """The case as others take it."""
+    """Return the case in the form that peers take."""
     penalty = case.penalty
     rings, _ = penalty.rings(weight)
     return Problem(weight, rings, penalty.strength * penalty.group_weights(weight), penalty.norm)
 
 
 def ours(case: Case, weight: Tensor) -> Candidate:
-    """As a user calls it."""
+    """Return our prox as a user calls it."""
     metric = make_metric(weight) if case.metric else None
     return Candidate(functools.partial(case.penalty.prox, weight, 1.0, metric))
 
 
 def make_candidates(case: Case, weight: Tensor, missing: dict[str, str]) -> dict[str, Candidate]:
-    """All that run on this weight."""
+    """Return all candidates that run on this weight."""
     peers = {name: PEERS[name](problem_of(case, weight)) for name in case.peers if name not in missing}
     return {**peers, "ours": ours(case, weight), "copy": Candidate(weight.clone)}
 
 
 def expected(case: Case) -> Tensor:
-    """The prox of the case's weight by our reference, in float64."""
+    """Return the prox of the case's weight by our float64 reference."""
     weight = make_weight(case.shape)
     with loco_ext.backend("reference"):
         return case.penalty.prox(weight.double(), 1.0, make_metric(weight).double() if case.metric else None)
 
 
 def check(name: str, found: Tensor, reference: Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raises RuntimeError if a result is further from the reference than rounding takes it."""
+    """Raise RuntimeError if a result differs from the reference by more than rounding."""
     error = (found.double() - reference).abs().max().item()
     if not error <= (limit := tolerance * reference.abs().max().item()):
         raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
@@ -143,7 +143,7 @@ def check(name: str, found: Tensor, reference: Tensor, tolerance: float = TOLERA
 def measure_prox(
     name: str, threads: int, effort: harness.Effort, reference: Tensor, missing: dict[str, str]
 ) -> dict[str, Any]:
-    """The record of a case: timings, and ratios within rounds."""
+    """Return the record of a case: timings, and ratios within rounds."""
     case = CASES[name]
     source = make_weight(case.shape)
     weight = torch.empty_like(source)
@@ -174,19 +174,19 @@ def measure_prox(
 
 
 def ratios(timings: harness.Comparison, names: dict[str, tuple[str, str]]) -> dict[str, float]:
-    """Those whose two candidates were run."""
+    """Return the ratios whose two candidates were run."""
     return {name: timings.ratio(a, b) for name, (a, b) in names.items() if a in timings and b in timings}
 
 
 def penalties_of(parameters: Parameters, least_taps: float) -> list[sparsity.Penalty | None] | None:
-    """A ring penalty for each convolution's weight that has so many taps; None where none has."""
+    """Return a ring penalty for each convolution weight with at least ``least_taps`` taps; None where there is none."""
     penalty: sparsity.Penalty = sparsity.RingPenalty(STRENGTH)
     chosen = [penalty if p.dim() == 4 and p.shape[2:].numel() >= least_taps else None for p in parameters]
     return chosen if any(chosen) else None
 
 
 def make_steps(network: str, rule: Rule) -> dict[str, Step]:
-    """The steps of STEPS, on the same parameters and states, some steps of a training in."""
+    """Return the steps of STEPS, on the same parameters and states, after some training steps."""
     parameters = make_parameters(network)
     state: State = defaultdict(dict)
     steps = {name: penalised_step(rule, parameters, state, least) for name, least in STEPS.items()}
@@ -199,13 +199,13 @@ def make_steps(network: str, rule: Rule) -> dict[str, Step]:
 
 
 def penalised_step(rule: Rule, parameters: Parameters, state: State, least_taps: float) -> Step:
-    """Our step with a penalty on the convolutions that have so many taps."""
+    """Return our step with a penalty on the convolutions that have at least ``least_taps`` taps."""
     arguments = rule.arguments | {"penalty": penalties_of(parameters, least_taps)}
     return step_on(rule.our_class(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **arguments), state)
 
 
 def measure_step(rule_name: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
-    """The record of a rule: timings, and ratios within rounds."""
+    """Return the record of a rule: timings, and ratios within rounds."""
     build: Build = functools.partial(make_steps, NETWORK, RULES[rule_name])
     with harness.num_threads(threads):
         timings = harness.compare(build, effort, f"{NETWORK} {rule_name}, threads {threads}")
@@ -220,7 +220,7 @@ def measure_step(rule_name: str, threads: int, effort: harness.Effort) -> dict[s
 
 
 def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is to be reached beside what is."""
+    """Return the targets beside the measurements."""
     speedups = {
         f"{r['case']}, threads {r['threads']}": r["ratios"]["eager by groups / ours"]
         for r in results
@@ -239,7 +239,7 @@ def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) 
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures what the command line asks for."""
+    """Run the measurements that the command line asks for."""
     effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
     missing = ring_prox_peers.not_installed()
     report: dict[str, Any] = {
@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; only a full run writes the committed file by default."""
+    """Parse the command line; only a full run writes the committed file by default."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_ring_prox", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES))
@@ -277,7 +277,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints tables."""
+    """Measure, write the JSON file, print tables."""
     arguments = parse(argv)
     if os.getloadavg()[0] > 0.5:
         print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)

@@ -1,11 +1,11 @@
 """The exact prox of ring penalties on an NVIDIA GPU, alone and after an optimizer step.
 
-    python -m bench.bench_ring_prox_gpu            measures all, writes bench/results/, prints tables
-    python -m bench.bench_ring_prox_gpu --quick    a first impression; writes nothing without --out
+    python -m bench.bench_ring_prox_gpu            measures everything, writes bench/results/, prints tables
+    python -m bench.bench_ring_prox_gpu --quick    gives a first impression; writes nothing without --out
 
-The cases are those of bench/bench_ring_prox.py, clocks and cold caches those of bench/bench_optim_step_gpu.py. "cuda"
-and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. Alone, what a prox cannot
-avoid is to read the weight, and the metric if there is one, and to write the result; the bandwidth of that stands
+The cases are those of bench/bench_ring_prox.py; clocks and cold caches are those of bench/bench_optim_step_gpu.py.
+"cuda" and "triton" are ours. Steps are called one by one ("eager") or replayed from a CUDA graph. A prox alone must at
+least read the weight, and the metric if there is one, and write the result; the bandwidth of that traffic is reported
 beside a device copy's. Eager and compiled PyTorch run in float32.
 """
 
@@ -32,25 +32,25 @@ from loco_ext.ops import backends
 
 DEVICE = "cuda"
 PEER_NAMES = ("torch_groups", "torch_rings", "torch_compile")
-# Of a result, in units of the largest weight.
+# Errors allowed relative to the largest weight.
 TOLERANCES = {"float32": bench_ring_prox.TOLERANCE, "bfloat16": 2.0**-8}
 
 
 def not_measured() -> dict[str, str]:
-    """Candidates that cannot run here, and why."""
+    """Return the candidates that cannot run here, and why."""
     if (reason := backends.missing("ring_prox", "triton", "cuda")) is None:
         return {}
     return {"triton": reason, "torch_compile": reason}
 
 
 def make_inputs(name: str, dtype: str) -> tuple[Tensor, Tensor | None]:
-    """The case's weight and metric on the GPU."""
+    """Return the case's weight and metric on the GPU."""
     weight = make_weight(CASES[name].shape, DEVICE, DTYPES[dtype])
     return weight, make_metric(weight) if CASES[name].metric else None
 
 
 def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str]) -> dict[str, Step]:
-    """Every candidate's prox; each result is compared with the reference first."""
+    """Return the prox of every candidate; each result is first compared with the reference."""
     case = CASES[name]
     weight, metric = make_inputs(name, dtype)
     ours = functools.partial(case.penalty.prox, weight, 1.0, metric)
@@ -69,7 +69,7 @@ def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str
 
 
 def expected(name: str, dtype: str) -> Tensor:
-    """The prox by our reference, in float64."""
+    """Return the prox by our float64 reference."""
     weight, metric = make_inputs(name, dtype)
     with loco_ext.backend("reference"):
         return CASES[name].penalty.prox(weight.double(), 1.0, None if metric is None else metric.double())
@@ -78,7 +78,7 @@ def expected(name: str, dtype: str) -> Tensor:
 def measure_prox(
     name: str, dtype: str, effort: harness.Effort, flush: Flush, copy: float, missing: Collection[str]
 ) -> dict[str, Any]:
-    """The record of a case in one dtype."""
+    """Return the record of a case in one dtype."""
     build = functools.partial(make_calls, name, dtype, expected(name, dtype), missing)
     gpu, host = time_both(build, effort, flush, f"{name} {dtype}")
     moved = (3 if CASES[name].metric else 2) * math.prod(CASES[name].shape) * DTYPES[dtype].itemsize
@@ -93,12 +93,12 @@ def measure_prox(
 
 
 def both(gpu: dict[str, harness.Timing], host: dict[str, harness.Timing]) -> dict[str, dict[str, Any]]:
-    """Each candidate's timings."""
+    """Return the GPU and host timings of each candidate."""
     return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
 
 
 def make_steps(rule_name: str, mode: str, missing: Collection[str]) -> dict[str, Step]:
-    """Our steps without a penalty and with, in each backend, on the same parameters and states."""
+    """Return our steps with and without a penalty, in each backend, on the same parameters and states."""
     parameters = bench_optim_step_gpu.make_parameters(NETWORK, torch.float32)
     state: State = defaultdict(dict)
     steps = {
@@ -113,7 +113,7 @@ def make_steps(rule_name: str, mode: str, missing: Collection[str]) -> dict[str,
 def measure_step(
     rule_name: str, mode: str, effort: harness.Effort, flush: Flush, missing: Collection[str]
 ) -> dict[str, Any]:
-    """The record of a rule in a mode."""
+    """Return the record of a rule in a mode."""
     build = functools.partial(make_steps, rule_name, mode, missing)
     gpu, host = time_both(build, effort, flush, f"{NETWORK} {rule_name} {mode}")
     seconds = {name: max(gpu[name].median, host[name].median if mode == "eager" else 0.0) for name in gpu}
@@ -132,7 +132,7 @@ def measure_step(
 
 
 def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Measures what the command line asks for; ``save`` is given the report after every case."""
+    """Run the measurements that the command line asks for; ``save`` is given the report after every case."""
     quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
     missing = not_measured()
@@ -163,7 +163,7 @@ COMMAND = Command("bench_ring_prox_gpu", __doc__, OPTIONS, "ring_prox", "native"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     return COMMAND.main(argv, run)
 
 

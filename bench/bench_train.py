@@ -1,13 +1,13 @@
-"""Training samples per second: the loader alone, a plain torch loop that is given its batches, and ours.
+"""Training samples per second: the loader alone, a plain torch loop with prepared batches, and our training loop.
 
-    python -m bench.bench_train            measures all, writes bench/results/, prints a table
-    python -m bench.bench_train --quick    a first impression; writes nothing without --out
+    python -m bench.bench_train            measures everything, writes bench/results/, prints a table
+    python -m bench.bench_train --quick    gives a first impression; writes nothing without --out
 
-The plain loop has its batches in memory, normalised, and steps torch.optim's fused SGD; ours crops, flips and
-normalises its batches, steps under a decay map, and keeps losses and accuracies. Both train the same network in the
-same memory format, in turn, in a process that keeps the memory it frees, as `loco-ext train` does. Where a network
-happens to lie in memory moves its time by several percent: all are built anew several times, in changing order. Images
-are random: their values do not change the time.
+The plain loop has normalised batches in memory and steps torch.optim's fused SGD; ours crops, flips and normalises its
+batches, steps under a decay map, and records losses and accuracies. Both train the same network in the same memory
+format, interleaved, in a process that keeps the memory it frees, as `loco-ext train` does. The address of a network
+changes its time by several percent, so all are rebuilt several times, in changing order. Images are random: their
+values do not change the time.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train_epoch
 
-STEPS = {"small": 8, "mobilenet": 4, "resnet18": 1, "vgg13": 1}  # of one call: some tenths of a second each
+STEPS = {"small": 8, "mobilenet": 4, "resnet18": 1, "vgg13": 1}  # steps per call, a few tenths of a second each
 BATCH_SIZE = 128
 LOCALITY = (0.5, 2.0)
 
 
 def make_data(steps: int) -> Dataset:
-    """Random images in CIFAR-10's shape, ``steps`` batches of them."""
+    """Return ``steps`` batches of random images in CIFAR-10's shape."""
     generator = torch.Generator().manual_seed(0)
     count = steps * BATCH_SIZE
     images = torch.randint(256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
@@ -46,20 +46,20 @@ def make_data(steps: int) -> Dataset:
 
 
 def make_loader(data: Dataset, settings: Settings) -> Loader:
-    """The loader as training makes it."""
+    """Return the loader as training makes it."""
     normalization = Normalization(data.train)
     device = torch.device("cpu")
     return Loader(data.train, normalization, device, batch_size=BATCH_SIZE, seed=0, augmented=settings.augment)
 
 
 def loader_alone(data: Dataset, settings: Settings) -> Callable[[], object]:
-    """One epoch of batches that nobody trains on."""
+    """Return a call that runs through one epoch of batches without training."""
     loader = make_loader(data, settings)
     return lambda: [len(labels) for _, labels, _ in loader.epoch(0)]
 
 
 def plain_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
-    """What one would write with torch alone, its batches ready."""
+    """Return a call that runs the loop that one would write with torch alone, on prepared batches."""
     batches = [(images, labels) for images, labels, _ in make_loader(data, settings).epoch(0)]
     model = make_model(settings, data)
     optimizer = torch.optim.SGD(
@@ -77,7 +77,7 @@ def plain_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
 
 
 def our_loop(data: Dataset, settings: Settings) -> Callable[[], object]:
-    """An epoch of :func:`loco_ext.experiments.train.train`, its progress bar included."""
+    """Return a call that runs an epoch of :func:`loco_ext.experiments.train.train`, including its progress bar."""
     loader = make_loader(data, settings)
     model = make_model(settings, data)
     optimizer = make_optimizer(settings, model)
@@ -93,7 +93,7 @@ CANDIDATES = {"loader alone": loader_alone, "plain torch loop": plain_loop, "our
 
 
 def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
-    """Samples per second of all candidates, and by how much our loop takes longer than the plain one."""
+    """Return samples per second of all candidates, and how much longer our loop takes than the plain one."""
     settings = from_preset("quick", model=model, data="cifar10", locality=LOCALITY)
     data = make_data(STEPS[model])
     label = f"{model}, threads {threads}"
@@ -116,7 +116,7 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file, prints the table."""
+    """Measure, write the JSON file, print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_train", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

@@ -1,13 +1,13 @@
-"""Measures what compaction gains on networks of torchvision and timm with half of their filters zeroed.
+"""Speedup by compaction of torchvision and timm networks with half of their filters zeroed.
 
-    python -m bench.bench_zoo                          measures all, writes bench/results/, prints a table
-    python -m bench.bench_zoo --networks tv:resnet18   of some networks; writes nothing without --out
-    python -m bench.bench_zoo --resume                 measures the networks that the file does not have yet
+    python -m bench.bench_zoo                          measures everything, writes bench/results/, prints a table
+    python -m bench.bench_zoo --networks tv:resnet18   measures some networks; writes nothing without --out
+    python -m bench.bench_zoo --resume                 measures the networks that are not in the file yet
 
-Half of each convolution's filters are zero, drawn at random, the same ones in all convolutions with as many filters, so
-that residual streams lose channels, too; and so are features of linear layers but the last one, which are convolutions
-of 1x1 in ConvNeXt. Weights are random; normalisations have the statistics of random images, and random scales and
-shifts. torchvision and timm must be installed beside torch: pip install torchvision timm
+Half of each convolution's filters are zero, drawn at random, the same ones in all convolutions with equally many
+filters, so that residual streams lose channels too. The same holds for the features of all linear layers but the last,
+which are 1x1 convolutions in ConvNeXt. Weights are random; normalisations have the statistics of random images, and
+random scales and shifts. torchvision and timm must be installed beside torch: pip install torchvision timm
 """
 
 import argparse
@@ -34,12 +34,12 @@ _TORCHVISION = (
 _TIMM = "resnet50 efficientnet_b0 regnety_004 mobilenetv3_large_100 convnext_tiny ghostnet_100 repvgg_a2 dla34"
 NETWORKS = tuple(f"tv:{name}" for name in _TORCHVISION.split()) + tuple(f"timm:{name}" for name in _TIMM.split())
 IMAGE = (1, 3, 224, 224)
-# Sizes at which outputs are compared in float64, those that the network takes.
+# Input shapes at which outputs are compared in float64, where the network accepts them.
 CHECKED = ((2, 3, 160, 160), (1, 3, 192, 129), (1, 3, 192, 128))
 
 
 def make(name: str) -> nn.Module:
-    """An untrained network by its library and name, such as "tv:resnet18".
+    """Build an untrained network by its library and name, such as "tv:resnet18".
 
     Raises:
         ImportError: the library cannot be imported.
@@ -56,13 +56,13 @@ def make(name: str) -> nn.Module:
 
         network = timm.create_model(kind, pretrained=False)
         return network
-    except (ImportError, RuntimeError) as error:  # the latter where torchvision was built for another torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
         raise ImportError(f"{name}: expected torchvision and timm for torch {torch.__version__}: {error}") from error
 
 
 @torch.no_grad()
 def halved(name: str) -> nn.Module:
-    """The network with half of the filters zeroed, in eval mode."""
+    """Return the network with half of the filters zeroed, in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         network = make(name)
@@ -78,14 +78,14 @@ def halved(name: str) -> nn.Module:
         for module in network.modules():
             if isinstance(module, _BatchNorm):
                 variance: Any = module.running_var
-                variance[variance < 1e-6] = 1.0  # of filters that are zero
+                variance[variance < 1e-6] = 1.0  # variance of filters that are zero
                 nn.init.uniform_(module.weight, 0.5, 1.5)
                 nn.init.normal_(module.bias, std=0.1)
     return network.eval()
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Seconds of the network and of what compaction makes of it, on one thread and in turn; how far outputs differ."""
+    """Return single-thread seconds of the network and of its compacted version, interleaved, and their difference."""
     network, x = halved(name), torch.randn(IMAGE)
     started = time.process_time()
     smaller, report = sparsity.compact(network, x)
@@ -116,7 +116,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def difference(name: str) -> float:
-    """Returns how far the outputs in float64 differ at other sizes than the example's, in parts of the largest one."""
+    """Return the largest relative difference of the float64 outputs at input shapes other than the example's."""
     network = halved(name).double()
     smaller, _ = sparsity.compact(network, torch.randn(IMAGE).double(), cost="multiply_adds")
 
@@ -125,14 +125,14 @@ def difference(name: str) -> float:
         x = torch.randn(shape).double()
         try:
             expected = network(x)
-        except RuntimeError:  # some take even sizes alone
+        except RuntimeError:  # some networks accept even sizes alone
             continue
         found.append(float((smaller(x) - expected).abs().max() / expected.abs().max()))
     return max(found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, writes the JSON file after each network, prints the table."""
+    """Measure, write the JSON file after each network, print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.bench_zoo", description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,7 +1,7 @@
-"""Locally connected layers by others, for their benchmark: unfold and bmm, torch's BSR, a dense matrix, JAX.
+"""Peers of locally connected layers for their benchmark: unfold and bmm, torch's BSR, a dense matrix, JAX.
 
-Each is made from the layer's geometry and our values, so that all compute the same. What a peer needs once, such as its
-own layout of the weights, is made with it and not timed.
+Each peer is built from the layer's geometry and our values, so that all compute the same. One-time work, such as a
+peer's own layout of the weights, is part of the construction and not timed.
 """
 
 import importlib
@@ -16,13 +16,13 @@ from torch.nn.functional import unfold
 
 from loco_ext.geometry import BlockPattern
 
-# Of a dense matrix; larger ones are left out.
+# Maximum size of a dense matrix; larger ones are left out.
 MOST_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A convolution's geometry: square images and kernels, the same padding on all sides."""
+    """Geometry of a convolution: square images and kernels, the same padding on all sides."""
 
     channels_in: int
     channels_out: int
@@ -37,12 +37,12 @@ class Layer:
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
 
     def taps(self) -> Tensor:
-        """The input pixel that each tap of each output pixel reads, ``[n_out, taps]``; -1 in the padding."""
+        """Return the input pixel that each tap of each output pixel reads, [n_out, taps]; -1 in the padding."""
         pixels = torch.arange(1, self.size**2 + 1, dtype=torch.float64).view(1, 1, self.size, self.size)
         return unfold(pixels, self.kernel, padding=self.padding, stride=self.stride)[0].long().t() - 1
 
     def pattern(self) -> BlockPattern:
-        """The live pairs."""
+        """Return the pattern of the pairs of output and input pixels that are connected."""
         taps = self.taps()
         crow = torch.zeros(len(taps) + 1, dtype=torch.int64)
         crow[1:] = (taps >= 0).sum(1).cumsum(0)
@@ -51,7 +51,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer with values of its own for each pair, and a batch."""
+    """A layer with its own values for each pair, and a batch."""
 
     layer: Layer
     pattern: BlockPattern
@@ -62,7 +62,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The forward pass, and with the backward pass where there is one; its output as ``[N, C_out, H', W']``."""
+    """A forward pass and, where there is one, a forward with backward; converts its output to [N, C_out, H', W']."""
 
     forward: Callable[[], Any]
     training: Callable[[], Any] | None
@@ -70,7 +70,7 @@ class Candidate:
 
 
 def by_tap(problem: Problem) -> Tensor:
-    """The values of every tap of every output pixel, zeros in the padding: ``[n_out, taps, C_in, C_out]``."""
+    """Return the values of every tap of every output pixel, zeros in the padding: [n_out, taps, C_in, C_out]."""
     taps = problem.layer.taps()
     every = problem.values.new_zeros(*taps.shape, *problem.values.shape[2:])
     every[taps >= 0] = problem.values[:, 0]
@@ -78,7 +78,7 @@ def by_tap(problem: Problem) -> Tensor:
 
 
 def trained(forward: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tensor) -> Candidate:
-    """With autograd's backward pass; gradients of all leaves."""
+    """Return a candidate with autograd's backward pass and the gradients of all leaves."""
 
     def without_graph() -> Tensor:
         with torch.no_grad():
@@ -90,10 +90,10 @@ def trained(forward: Callable[[], Tensor], leaves: Sequence[Tensor], grad: Tenso
 
 
 def unfold_bmm(problem: Problem) -> Candidate:
-    """Patches of the whole batch, and a product for each output pixel."""
+    """Return unfold and bmm: patches of the whole batch, and one product per output pixel."""
     layer = problem.layer
     x = problem.x.clone().requires_grad_()
-    # unfold has the channels ahead of the taps.
+    # unfold puts the channels before the taps.
     weight = by_tap(problem).transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()  # [n_out, C_in * taps, C_out]
 
     def forward() -> Tensor:
@@ -104,7 +104,7 @@ def unfold_bmm(problem: Problem) -> Candidate:
 
 
 def _matrix(problem: Problem) -> Tensor:
-    """``[n_out * C_out, n_in * C_in]``."""
+    """Return the dense matrix, [n_out * C_out, n_in * C_in]."""
     n_out, n_in = problem.pattern.n_out, problem.pattern.n_in
     rows = torch.arange(n_out).repeat_interleave(problem.pattern.crow_indices.diff())
     blocks = problem.values.new_zeros(n_out, n_in, *problem.values.shape[2:])
@@ -113,12 +113,12 @@ def _matrix(problem: Problem) -> Tensor:
 
 
 def _by_pixel(image: Tensor) -> Tensor:
-    """``[N, pixels * channels]``."""
+    """Return images as [N, pixels * channels]."""
     return image.permute(0, 2, 3, 1).flatten(1)
 
 
 def dense(problem: Problem) -> Candidate:
-    """One product with a dense matrix."""
+    """Return one product with a dense matrix."""
     weight, x = _matrix(problem).requires_grad_(), _by_pixel(problem.x).requires_grad_()
     candidate = trained(lambda: x @ weight.t(), [x, weight], _by_pixel(problem.grad))
     return Candidate(candidate.forward, candidate.training, lambda y: _as_image(y, problem))
@@ -130,7 +130,7 @@ def _as_image(y: Tensor, problem: Problem) -> Tensor:
 
 
 def torch_bsr(problem: Problem) -> Candidate:
-    """torch's own BSR tensor times the batch; on a CPU it has no backward pass."""
+    """Return torch's own BSR tensor times the batch; on a CPU it has no backward pass."""
     size = (problem.grad[0].numel(), problem.x[0].numel())
     blocks = problem.values[:, 0].mT.contiguous()
     weight = torch.sparse_bsr_tensor(problem.pattern.crow_indices, problem.pattern.col_indices, blocks, size)
@@ -139,10 +139,10 @@ def torch_bsr(problem: Problem) -> Candidate:
 
 
 def jax_local(problem: Problem) -> Candidate:
-    """JAX's locally connected layer, compiled by XLA."""
+    """Return JAX's locally connected layer, compiled by XLA."""
     jax, numpy = importlib.import_module("jax"), importlib.import_module("jax.numpy")
     layer = problem.layer
-    # JAX has the channels ahead of the taps.
+    # JAX puts the channels before the taps.
     weight = numpy.asarray(by_tap(problem).permute(3, 2, 1, 0).flatten(1, 2).contiguous().numpy())
     weight = weight.reshape(*weight.shape[:2], layer.out_size, layer.out_size)
     x, grad = numpy.asarray(problem.x.numpy()), numpy.asarray(problem.grad.numpy())
@@ -174,7 +174,7 @@ PEERS: dict[str, Callable[[Problem], Candidate]] = {
 
 
 def cannot(name: str, layer: Layer) -> str | None:
-    """Why a peer has no part in a layer; None if it has."""
+    """Return why a peer cannot run a layer; None if it can."""
     if layer.groups != 1:
         return "no groups"
     if name == "JAX" and find_spec("jax") is None:

@@ -1,12 +1,12 @@
 """Everything that only a GPU can show: build, tests, compute-sanitizer and benchmarks on an NVIDIA GPU.
 
-    make device-check                                    all parts
-    python -m bench.device_check --only build tests      some of them; each ends within --limit seconds
+    make device-check                                    runs all parts
+    python -m bench.device_check --only build tests      runs some of them; each ends within --limit seconds
 
 Nothing is downloaded or installed: the parts run in this interpreter's environment, on libraries built in place for the
-GPU at hand. Test modules that need a package which is missing here are left out by name. A part that fails does not
-stop the others. The report, one JSON file for each GPU, and the logs of the parts go to the folder after --out; parts
-that are not run again keep their entry. Exit status: 0, 1 if a part failed, 2 where there is no GPU to check.
+GPU at hand. Test modules that need a missing package are left out by name. A part that fails does not stop the others.
+The report, one JSON file for each GPU, and the logs of the parts go to the folder after --out; parts that are not run
+again keep their entry. Exit status: 0, 1 if a part failed, 2 where there is no GPU to check.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
 GPU_TESTS = ("test_optim_cuda", "test_optim_cuda_penalty")
-# Names of tests that need the GPU; the module has some that do not.
+# Names of tests that need the GPU; their modules also have tests that do not.
 ON_GPU = re.compile(rf"({'|'.join(GPU_TESTS)})::.*\[.*(native|triton)")
-# Without these not even the report could be written.
+# The report cannot be written without these packages.
 NEEDED = ("torch", "numpy", "scipy", "tqdm")
 
 LIBRARIES = "import sys; from loco_ext.ops import backends as b; sys.exit(b.library_error or b.cuda_library_error)"
-# Tools and the kernels that each watches; Triton's have no shared memory of their own to race for.
+# Tools and the kernels that each checks; Triton's have no shared memory of their own that could have races.
 SANITIZERS = (
     ("memcheck", "native"),
     ("racecheck", "native"),
@@ -46,18 +46,18 @@ SANITIZERS = (
     ("memcheck", "triton"),
     ("initcheck", "native"),
 )
-FOUND_BY_SANITIZER = 86  # its exit status
-# Every tensor gets memory of its own, whose bounds memcheck knows.
+FOUND_BY_SANITIZER = 86  # exit status of compute-sanitizer after a finding
+# This setting gives every tensor its own allocation, whose bounds memcheck knows.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 BENCHMARKS = ("optim_step_gpu", "ring_prox_gpu", "block_sparse_gpu")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says, and where things are."""
+    """Settings from the command line, and paths."""
 
     out: Path
-    gpu: str  # as part of names of files
+    gpu: str  # in a form for file names
     architecture: str
     limit: float
     workers: int
@@ -76,20 +76,20 @@ class Command:
 
 @dataclass
 class Part:
-    """The steps of a part; ``after`` reads what they have left and returns entries of the part's report."""
+    """The steps of a part; ``after`` reads their output files and returns entries of the part's report."""
 
     commands: list[Command]
     after: Callable[[], dict[str, Any]] = dict
-    skipped: str | None = None  # why there is nothing to run
+    skipped: str | None = None  # reason why there is nothing to run
 
 
 def python(*arguments: str) -> list[str]:
-    """A command line of this interpreter."""
+    """Return a command line of this interpreter."""
     return [sys.executable, *arguments]
 
 
 def environment_with(**variables: str) -> dict[str, str]:
-    """This process's environment; our package and this interpreter's programs are found from any folder."""
+    """Return this process's environment, with our package and this interpreter's programs found from any folder."""
 
     def extended(name: str, folder: Path) -> str:
         return os.pathsep.join(filter(None, [str(folder), os.environ.get(name)]))
@@ -99,7 +99,7 @@ def environment_with(**variables: str) -> dict[str, str]:
 
 
 def build(settings: Settings) -> Part:
-    """Builds both libraries in place, for this GPU alone, and loads them."""
+    """Return the part that builds both libraries in place, for this GPU alone, and loads them."""
     environment = {"LOCO_CUDA": "1", "TORCH_CUDA_ARCH_LIST": settings.architecture}
     return Part(
         [
@@ -110,7 +110,7 @@ def build(settings: Settings) -> Part:
 
 
 def tests(settings: Settings) -> Part:
-    """The whole suite but the slow tests, in several processes where pytest-xdist is installed."""
+    """Return the whole test suite except slow tests, in several processes where pytest-xdist is installed."""
     if find_spec("pytest") is None:
         return Part([], skipped="pytest is not installed")
     missing = missing_packages()
@@ -120,7 +120,7 @@ def tests(settings: Settings) -> Part:
     environment = {}
     if settings.workers > 1 and find_spec("xdist") is not None:
         command += ["-n", str(settings.workers), "--dist", "loadfile"]
-        # All processes must collect the same tests; and they share the cores.
+        # All processes must collect the same tests, and they share the cores.
         threads = max(1, (os.cpu_count() or 1) // settings.workers)
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(threads)}
 
@@ -132,19 +132,19 @@ def tests(settings: Settings) -> Part:
     return Part([Command("load", python("-c", LIBRARIES)), Command("tests", command, environment)], after)
 
 
-# pyproject.toml's own need plugins that may be missing.
+# The options in pyproject.toml need plugins that may be missing.
 PYTEST_OPTIONS = ("-o", "addopts=-q --strict-markers", "-p", "no:cacheprovider")
 
 
 def missing_packages() -> dict[str, str]:
-    """Test modules that cannot be imported, and the package that each lacks. Any other error is left to pytest."""
+    """Return test modules that cannot be imported and the package that each lacks; other errors are left to pytest."""
     command = python("-m", "bench.device_check", "--import-tests")
     done = subprocess.run(command, cwd=ROOT, env=environment_with(), stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
 
 
 def import_tests(folder: Path) -> dict[str, str]:
-    """Imports every test module of the folder; see :func:`missing_packages`."""
+    """Import every test module of the folder; see :func:`missing_packages`."""
     sys.path[:0] = [str(ROOT), str(folder)]
     own = {path.stem for path in (*folder.iterdir(), *ROOT.iterdir())}
     missing = {}
@@ -156,13 +156,13 @@ def import_tests(folder: Path) -> dict[str, str]:
                 missing[path.stem] = package
         except KeyboardInterrupt:
             raise
-        except BaseException:  # a module that skips itself raises no Exception
+        except BaseException:  # a module that skips itself raises no Exception but a BaseException
             continue
     return missing
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Counts of pytest's results, how many of them were tests of the GPU, and the names of those that failed."""
+    """Return counts of pytest's results, how many of them were GPU tests, and the names of those that failed."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failed, on_gpu = [], 0
     for case in ElementTree.parse(path).iter("testcase"):
@@ -177,7 +177,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def sanitizer(settings: Settings) -> Part:
-    """compute-sanitizer's tools on the tests that run single kernels."""
+    """Return compute-sanitizer's tools on the tests that run single kernels."""
     program = find_sanitizer()
     if program is None:
         return Part([], skipped="compute-sanitizer is not installed")
@@ -185,7 +185,7 @@ def sanitizer(settings: Settings) -> Part:
 
 
 def find_sanitizer() -> str | None:
-    """On the path, or beside the CUDA compiler that torch's extensions are built with."""
+    """Find compute-sanitizer on the path, or beside the CUDA compiler that torch's extensions are built with."""
     if found := shutil.which("compute-sanitizer"):
         return found
     from torch.utils.cpp_extension import CUDA_HOME
@@ -194,7 +194,7 @@ def find_sanitizer() -> str | None:
 
 
 def sanitized(program: str, tool: str, backend: str) -> Command:
-    """The tests of a backend's kernels under one tool."""
+    """Return the command that tests a backend's kernels under one tool."""
     options = ["--tool", tool, "--error-exitcode", str(FOUND_BY_SANITIZER), "--target-processes", "all"]
     chosen = [*(f"tests/{name}.py" for name in GPU_TESTS), "-k", f"kernels and {backend}", "-x"]
     return Command(
@@ -203,7 +203,7 @@ def sanitized(program: str, tool: str, backend: str) -> Command:
 
 
 def benchmarks(settings: Settings) -> Part:
-    """Measures all families of kernels; targets that are not met are reported, they fail nothing."""
+    """Return the benchmarks of all families of kernels; missed targets are reported but fail nothing."""
     results = {name: settings.scratch / f"{name}.json" for name in BENCHMARKS}
 
     def after() -> dict[str, Any]:
@@ -232,7 +232,7 @@ PARTS: dict[str, Callable[[Settings], Part]] = {
 
 
 def run_part(name: str, settings: Settings) -> dict[str, Any]:
-    """Runs the steps of a part one after another, as long as each succeeds; returns the part's report."""
+    """Run the steps of a part one after another, as long as each succeeds; return the part's report."""
     start = time.monotonic()
     part = PARTS[name](settings)
     if part.skipped is not None:
@@ -250,7 +250,7 @@ def run_part(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def run_command(command: Command, limit: float, log: Any) -> dict[str, Any]:
-    """Runs a command, its output passed on and written to ``log``; with all it started, it ends after the limit."""
+    """Run a command, pass its output on and write it to ``log``; kill it and its children after the limit."""
     start = time.monotonic()
     print(f"\n== {command.name}: {' '.join(command.arguments)}", file=log, flush=True)
     process = subprocess.Popen(
@@ -290,7 +290,7 @@ def run_command(command: Command, limit: float, log: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def triton_kernels_importable() -> Iterator[None]:
-    """Lets ``loco_ext.triton_kernels`` be found where loco_ext is not installed: by a link, gone afterwards."""
+    """Make ``loco_ext.triton_kernels`` importable where loco_ext is not installed: by a link, removed on exit."""
     link = ROOT / "loco_ext" / "triton_kernels"
     command = python("-c", "import loco_ext.triton_kernels")
     probe = subprocess.run(command, cwd=ROOT, env=environment_with(), capture_output=True)
@@ -304,7 +304,7 @@ def triton_kernels_importable() -> Iterator[None]:
 
 
 def merged(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """The report, with the parts of an earlier one of the same commit that were not run again."""
+    """Return the report, with the parts of an earlier report of the same commit that were not run again."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         earlier = json.loads(path.read_text())
         if earlier["machine"]["commit"] == report["machine"]["commit"] != "unknown":
@@ -314,7 +314,7 @@ def merged(path: Path, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """A line for each part, and one for each target."""
+    """Return a line for each part, and one for each target."""
     lines = []
     for name, part in report["parts"].items():
         lines.append(f"{name:12}{part['result']:10}{part['seconds']:7.1f} s  {details(part)}".rstrip())
@@ -326,7 +326,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def details(part: dict[str, Any]) -> str:
-    """What there is to say of a part on its line."""
+    """Return the remarks on a part for its line."""
     words = [part["reason"]] if "reason" in part else []
     for step in part["steps"]:
         if step.get("timed_out"):
@@ -341,7 +341,7 @@ def details(part: dict[str, Any]) -> str:
 
 
 def reason_against() -> str | None:
-    """Why nothing can be checked here; None if it can."""
+    """Return why nothing can be checked here; None if it can."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         return f"{sys.executable} has no {', '.join(missing)}; name another interpreter: make device-check PYTHON=..."
@@ -351,7 +351,7 @@ def reason_against() -> str | None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.device_check", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of report and logs")
@@ -364,7 +364,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the parts, writes the report, prints the summary."""
+    """Run the parts, write the report, print the summary."""
     arguments = parse(argv)
     if arguments.import_tests:
         print(json.dumps(import_tests(TESTS)))

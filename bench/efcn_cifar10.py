@@ -1,11 +1,11 @@
-"""From convolution to full connection on CIFAR-10: the eFCN paper's experiment, shortened, and its networks between.
+"""From convolution to full connection on CIFAR-10: the eFCN paper's experiment, shortened, and networks in between.
 
-    python -m bench.efcn_cifar10 --data DIR      some hours on one core; writes bench/results/
+    python -m bench.efcn_cifar10 --data DIR      takes some hours on one core; writes bench/results/
 
-The VanillaCNN trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100; all 50,000 training images.
-Studies: "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10, where a curvature
-takes a few products with the Hessian; "full" also has the fully connected network from
-scratch. All start from one and the same training of the CNN, the first study's.
+The VanillaCNN is trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100, on all 50,000 training
+images. The studies are "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10,
+where a curvature takes a few Hessian-vector products; "full" also has the fully connected network from scratch. All
+start from the same training of the CNN, that of the first study.
 """
 
 import argparse
@@ -37,12 +37,12 @@ FIGURES = ("dynamics", "landscape", "deviations")
 
 
 def studies() -> dict[str, EfcnSettings]:
-    """The settings by name; the first one's switch times are all that there are."""
+    """Return the settings by name; the switch times of the first one include those of all others."""
 
     def study(relax: str, **options: Any) -> EfcnSettings:
         values = {"switch_times": SWITCH_TIMES, "branch_epochs": BRANCH_EPOCHS, "fcn_epochs": 0, "epochs": EPOCHS}
         values |= {"landscape_samples": LANDSCAPE_SAMPLES, "power_iterations": POWER_ITERATIONS}
-        values |= {"interpolation_points": 0}  # bench.efcn_paths_cifar10 has them
+        values |= {"interpolation_points": 0}  # bench.efcn_paths_cifar10 measures the interpolations
         return efcn_preset("paper", relaxations=(relax,), **values | options)
 
     few = {"switch_times": FEW_SWITCH_TIMES, "power_iterations": FEW_POWER_ITERATIONS}
@@ -54,7 +54,7 @@ def studies() -> dict[str, EfcnSettings]:
 
 
 def share_cnn(first: Path, out: Path) -> None:
-    """Puts a copy of the first study's training of the CNN where another one looks for its own."""
+    """Copy the first study's training of the CNN to where another study looks for its own."""
     if not (first / "efcn.json").exists() or (out / CNN).exists():
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def share_cnn(first: Path, out: Path) -> None:
 
 
 def step_seconds(settings: EfcnSettings, dataset: data.Dataset) -> dict[str, float]:
-    """A training step's of each kind of network, one thread, all timed in one run."""
+    """Return the seconds of a training step of each kind of network, on one thread, all timed in one run."""
     training = settings.training
     images, labels = (part[: training.batch_size] for part in dataset.train)
     images = Normalization(dataset.train)(images)
@@ -89,7 +89,7 @@ def step_seconds(settings: EfcnSettings, dataset: data.Dataset) -> dict[str, flo
 
 
 def merged(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The networks of all studies as if they were one's; of the CNN trained on, those of the first."""
+    """Merge the networks of all studies into one record; the CNN trained on is that of the first study."""
     first, *others = records.values()
     branches = [branch for record in others for branch in record["branches"] if branch["relax"] != CNN]
     fcns = [record["fcn"] for record in records.values() if record["fcn"]]
@@ -97,7 +97,7 @@ def merged(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def without_pictures(networks: dict[str, Any]) -> dict[str, Any]:
-    """What tables are made of; pictures of weights are most of a record."""
+    """Return the parts of a record that tables need; pictures of weights are most of a record."""
 
     def plain(network: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in network.items() if name not in ("filters", "corners")}
@@ -110,7 +110,7 @@ def without_pictures(networks: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path, out: Path) -> dict[str, Any]:
-    """Writes the report, some figures beside it, and all of them to a folder beside the runs."""
+    """Write the report, some figures beside it, and all figures to a folder beside the runs."""
     networks = merged(records)
     first = next(iter(records.values()))
     report = {
@@ -132,7 +132,7 @@ def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the studies, writes the JSON file and figures beside it, prints the tables."""
+    """Run the studies, write the JSON file and figures beside it, print the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.efcn_cifar10", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
     parser.add_argument("--runs", type=Path, default=Path("runs/efcn_cifar10"), help="folder for the networks")

@@ -1,8 +1,9 @@
 """Paths from a trained network to networks lifted from its past, on CIFAR-10: the eFCN paper's figure 12, shortened.
 
-    python -m bench.efcn_paths_cifar10 --data DIR      half an hour on one core; writes bench/results/
+    python -m bench.efcn_paths_cifar10 --data DIR      takes half an hour on one core; writes bench/results/
 
-The VanillaCNN as :mod:`bench.efcn_cifar10` trains it, and from its epoch 10 the network itself and one without sharing.
+The VanillaCNN is trained as in :mod:`bench.efcn_cifar10`. From its epoch 10, the network itself and one without weight
+sharing are trained on.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def study() -> EfcnSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the networks, walk the paths, write the JSON file and print its table."""
+    """Train the networks, evaluate the paths, write the JSON file and print its table."""
     parser = argparse.ArgumentParser(prog="python -m bench.efcn_paths_cifar10", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
     parser.add_argument("--runs", type=Path, default=Path("runs/efcn_paths_cifar10"), help="folder for the networks")

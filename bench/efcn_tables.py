@@ -8,7 +8,7 @@ NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
 def of(report: dict[str, Any]) -> list[Parts]:
-    """Accuracies and deviations; the steps; the loss around the weights."""
+    """Return the tables of accuracies and deviations, of training steps, and of the loss around the weights."""
     networks = report["networks"]
     own: dict[str, Any] = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}}
     rows = [own | networks["cnn"], *networks["branches"], *([networks["fcn"]] if networks["fcn"] else [])]
@@ -16,7 +16,7 @@ def of(report: dict[str, Any]) -> list[Parts]:
 
 
 def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
-    """What each network reaches and how far from the convolutions."""
+    """Return the table of the accuracy that each network reaches and its deviation from the convolutions."""
     rows: list[Cells] = []
     for network in networks:
         last = network["epochs"][-1]
@@ -44,7 +44,7 @@ def accuracies(networks: list[dict[str, Any]], report: dict[str, Any]) -> Parts:
 
 
 def steps(report: dict[str, Any]) -> Parts:
-    """How long training takes."""
+    """Return the table of training times."""
     seconds, batch = report["step_seconds"], report["settings"]["lcn"]["training"]["batch_size"]
     rows: list[Cells] = [
         [case({"relax": name, "switch_time": None})[0], number(1e3 * time), number(time / seconds["cnn"])]
@@ -55,7 +55,7 @@ def steps(report: dict[str, Any]) -> Parts:
 
 
 def landscapes(networks: list[dict[str, Any]]) -> Parts:
-    """Gradient norms and curvatures before and after."""
+    """Return the table of gradient norms and curvatures before and after training."""
     rows: list[Cells] = []
     for network in networks:
         parts = network["before"], network["after"]
@@ -71,7 +71,7 @@ def landscapes(networks: list[dict[str, Any]]) -> Parts:
 
 
 def interpolations(networks: list[dict[str, Any]]) -> Parts:
-    """The best of each path, ends included."""
+    """Return the table of the best values on each path, ends included."""
     rows: list[Cells] = []
     for network in networks:
         paths = network["interpolations"]
@@ -89,21 +89,21 @@ def interpolations(networks: list[dict[str, Any]]) -> Parts:
 
 
 def case(network: dict[str, Any]) -> Cells:
-    """What the network is, and the epoch that it was lifted after."""
+    """Return the cells that name the network and the epoch after which it was lifted."""
     relax, time = network["relax"], network["switch_time"]
     return [NAMES.get(relax, f"grown by {relax}"), None if time is None else str(time)]
 
 
 def finite(value: float | None) -> float:
-    """JSON has null for what is not."""
+    """Return NaN for None, JSON's null for numbers that are not finite."""
     return float("inf") if value is None else value
 
 
 def percent(value: float | None) -> str | None:
-    """A share, with one decimal."""
+    """Format a share in percent with one decimal."""
     return None if value is None else f"{100 * value:.1f}"
 
 
 def number(value: float | None) -> str | None:
-    """Three significant digits."""
+    """Format a number with three significant digits."""
     return None if value is None else f"{value:.3g}"

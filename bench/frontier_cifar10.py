@@ -1,13 +1,14 @@
-"""Structured sparsity on CIFAR-10: networks that lost rings or kernels against narrower ones, trained as long.
+"""Structured sparsity on CIFAR-10: networks that lost rings or kernels against narrower ones with as many epochs.
 
-    python -m bench.frontier_cifar10 --data DIR      about an hour on one core; writes bench/results/
+    python -m bench.frontier_cifar10 --data DIR      takes about an hour on one core; writes bench/results/
 
-ResNet-8 and its plain twin, 5,000 training and 2,500 test images. Arms: the exact prox of rings and of kernels, one
-epoch for each strength, from the strength before (path "up"), batch normalisation folded; the draft's own way
-(subgradient and tau), two epochs for every other strength. For the prox of rings, refits of what is left, so that all
-networks have been trained for the same number of epochs; and uniformly narrower networks of as many, by the same
-recipe, or with batch normalisation and its larger learning rate all the time. For ResNet-8 with rings also: the other
-warm starts, from the strength that leaves nothing down, and what batch normalisation does.
+The networks are ResNet-8 and its plain twin, with 5,000 training and 2,500 test images. The arms are the exact prox of
+rings and of kernels, one epoch for each strength, each from the previous strength (path "up"), with batch norms folded;
+and the draft's own method (subgradient and tau), two epochs for every other strength. For the prox of rings, the
+remaining network is refitted so that all networks are trained for the same number of epochs. They are compared with
+uniformly narrower networks of equally many epochs, by the same recipe, or with batch norms and their larger learning
+rate throughout. ResNet-8 with rings also has the other warm starts, downward from the strength that leaves nothing,
+and the effect of batch norms.
 """
 
 import argparse
@@ -38,7 +39,7 @@ WIDTHS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
 
 
 def arms(model: str) -> dict[str, frontier.FrontierSettings]:
-    """The settings by name."""
+    """Return the settings by name."""
 
     def arm(penalty: str | None = None, epochs: int = 1, **options: Any) -> frontier.FrontierSettings:
         training = settings.from_preset(
@@ -81,7 +82,7 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
 
 
 def share_dense(setting: frontier.FrontierSettings, dataset: data.Dataset, folder: Path, out: Path) -> None:
-    """Trains the network that all paths start from once, and puts a copy where this one looks for it."""
+    """Train the network that all paths start from once, and copy it to where this path looks for it."""
     run.run(setting.dense(1.0), dataset, folder, Processes(torch.device("cpu")), resume=True)
     target = out / "dense-1" / run.CHECKPOINT
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def share_dense(setting: frontier.FrontierSettings, dataset: data.Dataset, folde
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The records of all arms, by model and name; those that are finished already are read."""
+    """Return the records of all arms, by model and name; finished ones are read from their files."""
     whole = data.load("cifar10", arguments.data).first(TRAIN)
     test = Samples(*(part[:TEST] for part in whole.test))
     dataset = data.Dataset(whole.name, whole.train, test, whole.classes, whole.augmented)
@@ -108,7 +109,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def report_of(networks: dict[str, Any]) -> dict[str, Any]:
-    """The records of all arms by model and name, and what they have in common."""
+    """Return the records of all arms by model and name, and the facts they share."""
     return {
         "benchmark": "frontier_cifar10",
         "machine": machine.describe(),
@@ -123,7 +124,7 @@ def report_of(networks: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(report: dict[str, Any], out: Path) -> None:
-    """Writes the JSON file and beside it a figure: errors against multiply-adds, one panel for each model."""
+    """Write the JSON file and, beside it, a figure of errors against multiply-adds with one panel for each model."""
     harness.write_json(out, report)
     panels: dict[str, figures.Series] = {}
     dense = {}
@@ -140,7 +141,7 @@ def save(report: dict[str, Any], out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the study, writes the JSON file and a figure beside it, prints the tables."""
+    """Run the study, write the JSON file and a figure beside it, print the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.frontier_cifar10", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier_cifar10"), help="folder for the networks")

@@ -4,14 +4,14 @@ from typing import Any
 
 from loco_ext.experiments.figures import error
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # of the dense network's multiply-adds
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's multiply-adds
 BATCH_NORMS = ("live", "scaled", "folded")
 Cells = list[str | None]
 Parts = tuple[str, list[str], list[Cells]]
 
 
 def of(report: dict[str, Any]) -> list[Parts]:
-    """What the methods reach with a share of the multiply-adds; warm starts; what batch normalisation does."""
+    """Return the tables of errors by share of multiply-adds, of warm starts, and of the effect of batch norms."""
     settings = report["settings"]
     tables = [
         table(model, arms, settings) for model, arms in report["networks"].items() for table in (errors, latencies)
@@ -23,7 +23,7 @@ def of(report: dict[str, Any]) -> list[Parts]:
 
 
 def errors(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
-    """The lowest error of each method by the share of multiply-adds that a network may have."""
+    """Return the table of the lowest error of each method by the share of multiply-adds that a network may have."""
     whole = arms["width"]["paths"][0]["multiply_adds"]
     rows: list[Cells] = []
     for name, record in arms.items():
@@ -46,7 +46,7 @@ def errors(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
 
 
 def latencies(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Parts:
-    """The same by the share of time that a compacted network may take; pruned ones are timed beside the dense one."""
+    """Return the same by the share of a compacted network's time; pruned networks are timed beside the dense one."""
     dense = arms["width"]["paths"][0]["latency"]
     rows: list[Cells] = []
     for name in ("width", "rings prox"):
@@ -62,7 +62,7 @@ def latencies(model: str, arms: dict[str, Any], settings: dict[str, Any]) -> Par
 
 
 def lowest(points: list[dict[str, Any]], shares: list[float]) -> Cells:
-    """The lowest error of those that cost at most each of SHARES, and the number of networks that it is chosen from."""
+    """Return the lowest error of points within each of SHARES, and the number of networks it is chosen from."""
     cells: Cells = []
     for most in SHARES:
         allowed = [error(point) for point, share in zip(points, shares, strict=True) if share <= most]
@@ -71,7 +71,7 @@ def lowest(points: list[dict[str, Any]], shares: list[float]) -> Cells:
 
 
 def paths(arms: dict[str, Any]) -> Parts:
-    """How much of the network is left along the paths from the strength that leaves nothing."""
+    """Return the table of how much of the network is left along the paths from the strength that leaves nothing."""
     rows: list[Cells] = []
     for name in ("rings prox, dense", "rings prox, down"):
         (path,) = arms[name]["paths"]
@@ -84,7 +84,7 @@ def paths(arms: dict[str, Any]) -> Parts:
 
 
 def norms(arms: dict[str, Any]) -> Parts:
-    """What becomes of weights and of what they do, by the treatment of batch normalisation, at the same strengths."""
+    """Return the table of norms of weights, and of their effect, by treatment of batch norms, at the same strengths."""
     rows: list[Cells] = []
     for kind in BATCH_NORMS:
         if f"rings prox, {kind}" not in arms:
@@ -104,7 +104,7 @@ def norms(arms: dict[str, Any]) -> Parts:
 
 
 def compacted(report: dict[str, Any]) -> Parts:
-    """Times of trained networks, as they are and compacted."""
+    """Return the table of times of trained networks, unchanged and compacted."""
     rows: list[Cells] = []
     for model, record in report["networks"].items():
         (path,) = record["paths"]
@@ -124,10 +124,10 @@ def compacted(report: dict[str, Any]) -> Parts:
 
 
 def live_kernels(point: dict[str, Any]) -> str:
-    """How many kernels are left in all convolutions."""
+    """Return the number of kernels left in all convolutions."""
     return str(sum(sum(counts[1:]) for counts in point["kernels"].values()))
 
 
 def number(value: float | None) -> str:
-    """Two significant digits; a dash where there was nothing to measure."""
+    """Format a number with two significant digits; a dash where nothing was measured."""
     return "-" if value is None else f"{value:.2g}"

@@ -19,13 +19,13 @@ Run = Callable[[argparse.Namespace, Callable[[Report], None]], Report]
 
 @dataclass(frozen=True)
 class Command:
-    """One benchmark's.
+    """The command line of one benchmark.
 
     Args:
-        name: of its module, and without "bench_" of its committed file.
+        name: name of its module; without "bench_" also of its committed file.
         description: the module's docstring.
-        options: what can be asked for, by option; all of it by default.
-        family, backend: what has to run on the GPU.
+        options: values that can be selected, by option; all are selected by default.
+        family, backend: kernels and backend that must be able to run on the GPU.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Command:
     backend: str
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The command line."""
+        """Parse the command line."""
         description = self.description.splitlines()[0]
         parser = argparse.ArgumentParser(prog=f"python -m bench.{self.name}", description=description)
         for name, choices in self.options.items():
@@ -46,18 +46,18 @@ class Command:
 
     @property
     def file(self) -> str:
-        """How the names of its committed files begin."""
+        """Return the prefix of the names of its committed files."""
         return self.name.removeprefix("bench_")
 
     def is_full(self, arguments: argparse.Namespace) -> bool:
-        """Whether everything is measured, and long enough; only then the committed file is written by default."""
+        """Return whether everything is measured for long enough; only then the committed file is written by default."""
         asked = {name: set(getattr(arguments, name)) for name in self.options}
         return not arguments.quick and asked == {name: set(choices) for name, choices in self.options.items()}
 
     def main(
         self, argv: Sequence[str] | None, run: Callable[[argparse.Namespace, Callable[[Report], None]], Report]
     ) -> int:
-        """Measures by ``run(arguments, save)``, writes the JSON file, prints tables; 2 where that cannot be."""
+        """Measure by ``run(arguments, save)``, write the JSON file, print tables; return 2 where that is impossible."""
         arguments = self.parse(argv)
         reason = machine.no_gpu() or backends.missing(self.family, self.backend, "cuda")
         if reason is not None:

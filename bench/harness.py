@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, bandwidth, peak memory, JSON.
+"""Code shared by all benchmarks: interleaved timing, bandwidth, peak memory, JSON.
 
 On a GPU the same comparison runs with another clock, CUDA events: ``compare(..., clock=gpu_seconds)``.
 """
@@ -25,11 +25,12 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 
-# Given a candidate's name, its call, and what is called with the name ahead of it, untimed: the call's seconds.
+# A clock takes a candidate's name, its call, and a function of the name to run untimed before the call; it returns the
+# seconds of the call.
 Clock = Callable[[str, Callable[[], object], Callable[[str], object] | None], float]
 
-# STREAM's convention: arrays that a kernel reads or writes. Copy and triad also fetch the lines that they overwrite,
-# which is not counted; update, which works in place as an optimizer does, has no such hidden traffic.
+# Number of arrays that a kernel reads or writes, by STREAM's convention. Copy and triad also fetch the lines that they
+# overwrite, which is not counted; update, which works in place as an optimizer does, has no such hidden traffic.
 STREAM_ARRAYS = {"copy": 2, "triad": 3, "update": 3}
 
 
@@ -37,9 +38,9 @@ STREAM_ARRAYS = {"copy": 2, "triad": 3, "update": 3}
 class Timing:
     """Seconds per call over all rounds.
 
-    ``median`` is the mean of the medians of the groups of calls that shared memory and predecessor: times gather around
-    as many values as there are states in which the caches are found, and places where tensors lie; the median of all
-    calls would jump between two of them.
+    ``median`` is the mean of the medians of groups of calls; a group shares memory placement and predecessor. Times
+    cluster around one value for each combination of cache state and memory placement; the median of all calls would
+    jump between two of these values.
     """
 
     median: float
@@ -51,7 +52,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: the candidates are built ``builds`` times, and each time rounds reach both minima."""
+    """How long to measure: candidates are built ``builds`` times, and the rounds of each build reach both minima."""
 
     min_rounds: int = 24
     min_seconds: float = 5.0
@@ -61,13 +62,13 @@ class Effort:
 
 @dataclass
 class _Build:
-    """The calls of one build: of each candidate, in the order of rounds, its seconds and who ran before."""
+    """The calls of one build: seconds and predecessor of each candidate's calls, in the order of rounds."""
 
     seconds: dict[str, list[float]]
     previous: dict[str, list[str]]
 
     def groups(self, name: str) -> list[list[float]]:
-        """A candidate's seconds, in a list for each predecessor."""
+        """Return a candidate's seconds, one list for each predecessor."""
         found: dict[str, list[float]] = defaultdict(list)
         for seconds, previous in zip(self.seconds[name], self.previous[name], strict=True):
             found[previous].append(seconds)
@@ -75,7 +76,7 @@ class _Build:
 
 
 class Comparison(dict[str, Timing]):
-    """The candidates' timings, by name."""
+    """Timings of the candidates, by name."""
 
     def __init__(self, builds: Sequence[_Build]) -> None:
         names = builds[0].seconds
@@ -83,9 +84,9 @@ class Comparison(dict[str, Timing]):
         self.builds = builds
 
     def ratio(self, a: str, b: str) -> float:
-        """Time of ``a`` over that of ``b``: the median over rounds of their quotient, averaged over builds.
+        """Return the time of ``a`` over that of ``b``: the median over rounds of their quotient, averaged over builds.
 
-        What changes the machine's speed for longer than a round changes both and leaves the quotient alone.
+        A change of the machine's speed that lasts longer than a round affects both and cancels in the quotient.
         """
         quotients = (np.divide(build.seconds[a], build.seconds[b]) for build in self.builds)
         return float(np.mean([np.median(values) for values in quotients]))
@@ -108,13 +109,13 @@ def compare(
     before: Callable[[str], object] | None = None,
     clock: Clock | None = None,
 ) -> Comparison:
-    """Times the candidates in turn, round after round, so that all of them see the same state of the machine.
+    """Time the candidates in turn, round after round, so that all of them see the same state of the machine.
 
-    Each round calls every candidate once, in an order drawn anew. What a candidate finds in the caches depends on those
-    before it, and its speed on where its tensors lie, both by several percent; its figures therefore average over what
-    ran before and over ``effort.builds`` calls of ``build``, which makes the candidates (see :class:`Timing`).
-    ``before`` is given the candidate's name, untimed, ahead of every call. ``clock`` makes the call and tells how long
-    it took, by default by the host's time.
+    Each round calls every candidate once, in a random order. The cache state that a candidate finds depends on its
+    predecessors, and its speed on the addresses of its tensors, both by several percent; its figures therefore average
+    over predecessors and over ``effort.builds`` calls of ``build``, which makes the candidates (see :class:`Timing`).
+    ``before`` is called, untimed, with the candidate's name before every call. ``clock`` makes the call and returns its
+    seconds; by default it is the host's clock.
 
     Raises:
         ValueError: there is no candidate.
@@ -165,7 +166,7 @@ def _compare_build(
 
 
 def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """The clock of the host."""
+    """Time a call by the host's clock."""
     if before is not None:
         before(name)
     start = time.perf_counter()
@@ -175,7 +176,7 @@ def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], 
 
 @contextlib.contextmanager
 def _progress(label: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr that takes fractions; it appears when two seconds have passed."""
+    """Show a progress bar on stderr, set by fractions, once two seconds have passed."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=1.0, desc=label, delay=2, leave=False, bar_format=form) as bar:
 
@@ -186,7 +187,7 @@ def _progress(label: str) -> Iterator[Callable[[float], None]]:
 
 
 def summarise(groups: Sequence[list[float]]) -> Timing:
-    """The figures of calls that come in groups (see :class:`Timing`)."""
+    """Return the timing of calls that come in groups (see :class:`Timing`)."""
     together = [value for values in groups for value in values]
     p20, p80 = np.percentile(together, (20, 80)).tolist()
     median = float(np.mean([np.median(values) for values in groups]))
@@ -194,12 +195,12 @@ def summarise(groups: Sequence[list[float]]) -> Timing:
 
 
 def cache_flush(size: int = 1 << 28) -> Callable[[], object]:
-    """A call that overwrites ``size`` bytes, so that nothing else stays in the caches."""
+    """Return a call that overwrites ``size`` bytes, so that nothing else stays in the caches."""
     return torch.empty(size, dtype=torch.uint8).zero_
 
 
 def stream_kernels(elements: int) -> dict[str, Callable[[], torch.Tensor]]:
-    """Copy ``a = b``, triad ``a = b + s*c`` and update ``a += s*b``, float32, ``elements`` each, as torch runs them."""
+    """Return copy ``a = b``, triad ``a = b + s*c`` and update ``a += s*b`` of ``elements`` float32 values in torch."""
     a, b, c = (torch.full((elements,), value) for value in (0.0, 1.0, 2.0))
     return {
         "copy": lambda: a.copy_(b),
@@ -209,7 +210,7 @@ def stream_kernels(elements: int) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def bandwidth(threads: int, effort: Effort, elements: int = 1 << 26) -> dict[str, Any]:
-    """Bytes per second of the stream kernels with ``threads`` threads: of the median call and of the best."""
+    """Return bytes per second of the stream kernels with ``threads`` threads, for the median call and the best."""
     result: dict[str, Any] = {"threads": threads}
     with num_threads(threads):
         timings = compare(lambda: stream_kernels(elements), effort, f"bandwidth, threads {threads}")
@@ -221,7 +222,7 @@ def bandwidth(threads: int, effort: Effort, elements: int = 1 << 26) -> dict[str
 
 @contextlib.contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """torch's number of threads inside the block."""
+    """Set torch's number of threads inside the ``with``."""
     previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -231,10 +232,10 @@ def num_threads(count: int) -> Iterator[None]:
 
 
 def gpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
-    """The clock of the GPU: from its reaching the call's first operation to its finishing the last.
+    """Time a call by the GPU's clock, from the start of its first operation to the end of its last.
 
-    While the GPU is still busy with what ``before`` has given it, the host runs ahead; otherwise the host's own time
-    counts where it is longer.
+    While the GPU is still busy with the work of ``before``, the host runs ahead; otherwise the host's time counts where
+    it is longer.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if before is not None:
@@ -247,9 +248,9 @@ def gpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], o
 
 
 def gpu_cache_flush() -> Callable[[], object]:
-    """A call that reads four times as much as fits into the GPU's cache, so that nothing else stays there.
+    """Return a call that reads four times the size of the GPU's cache, so that nothing else stays there.
 
-    Reading leaves nothing that would have to be written back during what is timed next.
+    Reading leaves no dirty lines that would be written back during the timed call.
     """
     size = max(4 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size, 1 << 28)
     memory = torch.ones(size // 4, device="cuda")
@@ -257,7 +258,7 @@ def gpu_cache_flush() -> Callable[[], object]:
 
 
 def gpu_bandwidth(effort: Effort, elements: int = 1 << 28) -> dict[str, float]:
-    """Bytes per second, read and written, of a copy of random float32: of the median and of the best."""
+    """Return bytes per second, read and written, of a copy of random float32, for the median call and the best."""
 
     flush = gpu_cache_flush()
 
@@ -272,7 +273,7 @@ def gpu_bandwidth(effort: Effort, elements: int = 1 << 28) -> dict[str, float]:
 
 
 def peak_extra_memory(call: Callable[[], object]) -> int | None:
-    """Bytes by which the process grows at most while ``call`` runs; None where /proc does not tell.
+    """Return by how many bytes the process grows at most while ``call`` runs; None where /proc does not tell.
 
     The kernel's high-water mark is reset first, so that earlier peaks do not hide this one.
     """
@@ -291,13 +292,13 @@ def _status_bytes(field: str) -> int:
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
-    """``function(*arguments)`` in a new interpreter: importable function, picklable arguments and result."""
+    """Call ``function(*arguments)`` in a new interpreter: importable function, picklable arguments and result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def write_json(path: Path, report: object) -> None:
-    """Writes ``report`` to ``path`` whole or not at all."""
+    """Write ``report`` to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         try:

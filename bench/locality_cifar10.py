@@ -1,10 +1,10 @@
 """A first LOCO-REG experiment on CIFAR-10: uniform decay against factors estimated from the uniform networks.
 
-    python -m bench.locality_cifar10 --data DIR              about half an hour on two cores; writes bench/results/
+    python -m bench.locality_cifar10 --data DIR      takes about half an hour on two cores; writes bench/results/
 
-The small CNN is trained with the preset "quick" from five seeds. Each arm takes the same seeds: the same initial
-weights, order of samples and augmentations, so differences are paired. The factors of an arm are estimated per layer
-over the five uniform networks (LOCO-REG, Table 6), by the rule "local" and by the printed one, "paper".
+The small CNN is trained with the preset "quick" from five seeds. Each arm uses the same seeds and thus the same initial
+weights, order of samples and augmentations, so that differences are paired. The factors of an arm are estimated per
+layer over the five uniform networks (LOCO-REG, Table 6), by the rule "local" and by the printed one, "paper".
 """
 
 import argparse
@@ -31,7 +31,7 @@ Locality = dict[str, tuple[float, ...]]
 def train_arm(
     dataset: data.Dataset, name: str, locality: Locality | None, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One network per seed; a network that is finished already is not trained again."""
+    """Train one network per seed; a network that is finished already is not trained again."""
     figures = []
     for seed in range(arguments.seeds):
         setting = settings.from_preset(
@@ -44,13 +44,13 @@ def train_arm(
 
 
 def estimate(arguments: argparse.Namespace, eta_rule: str) -> Locality:
-    """The factors per layer over all uniform networks."""
+    """Estimate the factors per layer over all uniform networks."""
     models = [load_file(arguments.runs / f"uniform-{seed}" / "model.safetensors") for seed in range(arguments.seeds)]
     return analysis.estimate_locality(models, eta_rule=eta_rule, stat=arguments.stat)
 
 
 def compare(arm: list[dict[str, Any]], uniform: list[dict[str, Any]]) -> dict[str, float]:
-    """Test errors in percent with their standard error, and against the uniform ones, seed by seed."""
+    """Return test errors in percent with standard error, absolute and relative to the uniform arm, paired by seed."""
     errors, reference = (np.array([100 * (1 - run["test_accuracy"]) for run in runs]) for runs in (arm, uniform))
     difference = errors - reference
     scale = len(errors) ** 0.5
@@ -63,7 +63,7 @@ def compare(arm: list[dict[str, Any]], uniform: list[dict[str, Any]]) -> dict[st
 
 
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Trains all arms and compares them."""
+    """Train all arms and compare them."""
     dataset = data.load("cifar10", arguments.data)
     uniform = train_arm(dataset, "uniform", None, arguments)
     arms: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the study, writes the JSON file, prints the table."""
+    """Run the study, write the JSON file, print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.locality_cifar10", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
     parser.add_argument("--runs", type=Path, default=Path("runs/locality_cifar10"), help="folder for the networks")

@@ -1,4 +1,4 @@
-"""What figures depend on: processor, caches, GPU, versions, commit."""
+"""The facts that measurements depend on: processor, caches, GPU, versions, commit."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from loco_ext.version import __version__
 
 
 def describe() -> dict[str, Any]:
-    """What the figures depend on: processor, caches, versions, commit, date."""
+    """Return the facts that measurements depend on: processor, caches, versions, commit, date."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel gives it."""
+    """Return the processor's name as reported by the kernel."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found is not None:
@@ -42,7 +42,7 @@ def cpu_model() -> str:
 
 
 def _caches() -> dict[str, str]:
-    """Sizes of the first core's data caches, as {"L1": "48K"}; empty where the kernel does not list them."""
+    """Return sizes of the first core's data caches, as {"L1": "48K"}; empty where the kernel does not list them."""
     caches = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
@@ -52,7 +52,7 @@ def _caches() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit, with "-dirty" where tracked files differ from it; "unknown" outside a checkout."""
+    """Return the checkout's commit, with "-dirty" if tracked files differ from it; "unknown" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(
@@ -63,14 +63,14 @@ def _commit() -> str:
 
 
 def no_gpu() -> str | None:
-    """Why nothing can be measured on an NVIDIA GPU here; None if it can."""
+    """Return why nothing can be measured on an NVIDIA GPU here; None if it can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
 
 
 def gpu() -> dict[str, Any]:
-    """What figures depend on besides :func:`describe`: the current GPU, driver and versions."""
+    """Return the facts beyond :func:`describe` that GPU measurements depend on: GPU, driver and versions."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -93,7 +93,7 @@ def _driver() -> str:
 
 
 def package_version(name: str) -> str | None:
-    """The version of an installed package; None: it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -101,5 +101,5 @@ def package_version(name: str) -> str | None:
 
 
 def slug(name: str) -> str:
-    """A name as part of a file's name."""
+    """Return a name in a form for file names."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,7 +1,7 @@
-"""The prox of nested rings by others, for its benchmarks: eager and compiled PyTorch, SPAMS, torchao.
+"""Peers of the prox of nested rings for its benchmarks: eager and compiled PyTorch, SPAMS, torchao.
 
-All take Euclidean norms, SPAMS also the largest weight; none knows a metric. What a peer needs once for a weight, such
-as SPAMS' order of the weights, is done when its candidate is made and so not timed.
+All support Euclidean norms, SPAMS also the maximum norm; none supports a metric. One-time work for a weight, such as
+SPAMS' order of the weights, is part of the construction of a candidate and not timed.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.nn.functional import one_hot
 
 @dataclass(frozen=True)
 class Problem:
-    """A weight, the ring of each of its taps, one threshold for each group of rings, and how groups are measured."""
+    """A weight, the ring of each of its taps, one threshold for each group of rings, and the norm of groups."""
 
     weight: Tensor  # [C_out, channels, *taps]; a call may change it
     rings: list[int]
@@ -32,19 +32,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed, and how to read what it returns as a tensor like the weight."""
+    """The timed call, and a function that converts its result to a tensor like the weight."""
 
     call: Callable[[], Any]
     result: Callable[[Any], Tensor] = lambda result: result
 
 
 def factor(norm: Tensor, threshold: Tensor) -> Tensor:
-    """What a group of this norm is multiplied by."""
+    """Return the factor by which a group of this norm is multiplied."""
     return torch.where(norm <= threshold, 0.0, 1 - threshold / norm)
 
 
 def by_groups(weight: Tensor, groups: list[Tensor], thresholds: Tensor) -> Tensor:
-    """As the method is written down: one group after the other is taken out, measured and put back scaled."""
+    """Compute the prox literally: each group in turn is extracted, measured and written back scaled."""
     x = weight.flatten(2).clone()
     for taps, threshold in zip(groups, thresholds, strict=True):
         group = x[:, :, taps]
@@ -54,7 +54,7 @@ def by_groups(weight: Tensor, groups: list[Tensor], thresholds: Tensor) -> Tenso
 
 
 def by_masks(weight: Tensor, masks: list[Tensor], thresholds: Tensor) -> Tensor:
-    """The same without moving groups: masks of ones and zeros stand for them."""
+    """Compute the same as :func:`by_groups` without extracting groups: masks of ones and zeros represent them."""
     x = weight
     for mask, threshold in zip(masks, thresholds, strict=True):
         norm = torch.linalg.vector_norm(x * mask, dim=(1, 2, 3), keepdim=True)
@@ -63,9 +63,9 @@ def by_masks(weight: Tensor, masks: list[Tensor], thresholds: Tensor) -> Tensor:
 
 
 def by_ring_sums(weight: Tensor, rings: Tensor, members: Tensor, thresholds: Tensor) -> Tensor:
-    """The fastest eager code that we know: one sum of squares for each ring, scalars, one scaling.
+    """Compute the prox by the fastest eager code that we know: a sum of squares for each ring, scalars, one scaling.
 
-    ``rings``: of the taps, in the kernel's shape; ``members``: 1 where a tap (row) is in a ring (column).
+    ``rings``: ring of each tap, in the kernel's shape; ``members``: [taps, rings], 1 where a tap is in a ring.
     """
     norms = (weight.square().sum(1).flatten(1) @ members).sqrt()  # [C_out, rings]
     inner = torch.zeros_like(norms[:, 0])
@@ -105,7 +105,7 @@ def _index(problem: Problem) -> Tensor:
 
 
 def spams(problem: Problem) -> Candidate:
-    """SPAMS' proximalTree, a column for each kernel. It wants the root's variables first: from the centre outwards."""
+    """Return SPAMS' proximalTree, a column per kernel. It needs the root's variables first: from the centre out."""
     import numpy as np
     from scipy import sparse
 
@@ -132,7 +132,7 @@ def spams(problem: Problem) -> Candidate:
 
 
 def torchao(problem: Problem) -> Candidate:
-    """PAT's group lasso, one group for each kernel; it works in place, counts zeros and measures what it leaves."""
+    """Return PAT's group lasso, one group per kernel; it works in place, counts zeros and measures the remainder."""
     executor = importlib.import_module("torchao.prototype.pat.optim.prox_executor")
     optim, group = (importlib.import_module(f"torchao.prototype.pat.{part}") for part in ("optim", "group"))
     (threshold,) = problem.thresholds.tolist()
@@ -157,5 +157,5 @@ PEERS: dict[str, Callable[[Problem], Candidate]] = {
 
 
 def not_installed() -> dict[str, str]:
-    """Peers whose package is missing, and the reason."""
+    """Return the peers whose package is missing, and the reason."""
     return {name: f"{name} is not installed" for name in ("spams", "torchao") if find_spec(name) is None}

@@ -1,4 +1,4 @@
-"""Shapes of every parameter of some networks, in forward order: what an optimizer sees of them.
+"""Shapes of every parameter of some networks, in forward order, as an optimizer sees them.
 
 ResNets are torchvision's (He et al. 2015). VGG13 is the 32x32 variant of the LOCO-REG paper's Table 3 (ten 3x3
 convolutions with biases, each followed by batch norm, and one linear layer, 10 classes). MobileNet is v1 with 1000
@@ -11,20 +11,20 @@ Shape = tuple[int, ...]
 
 
 def conv(c_in: int, c_out: int, size: int, groups: int = 1) -> Iterator[Shape]:
-    """A convolution without bias, then batch norm's scale and shift."""
+    """Yield the shapes of a convolution without bias, then batch norm's scale and shift."""
     yield (c_out, c_in // groups, size, size)
     yield (c_out,)
     yield (c_out,)
 
 
 def linear(n_in: int, n_out: int) -> Iterator[Shape]:
-    """A linear layer with bias."""
+    """Yield the shapes of a linear layer with bias."""
     yield (n_out, n_in)
     yield (n_out,)
 
 
 def basic_block(c_in: int, width: int) -> Iterator[Shape]:
-    """Two 3x3 convolutions, and a 1x1 on the shortcut where the number of channels changes."""
+    """Yield the shapes of two 3x3 convolutions, and of a 1x1 on the shortcut where the number of channels changes."""
     yield from conv(c_in, width, 3)
     yield from conv(width, width, 3)
     if c_in != width:
@@ -32,7 +32,7 @@ def basic_block(c_in: int, width: int) -> Iterator[Shape]:
 
 
 def bottleneck(c_in: int, width: int) -> Iterator[Shape]:
-    """1x1, 3x3, 1x1 to four times the width, and a 1x1 on the shortcut where the number of channels changes."""
+    """Yield the shapes of 1x1, 3x3, 1x1 to four times the width, and a 1x1 on the shortcut where channels change."""
     yield from conv(c_in, width, 1)
     yield from conv(width, width, 3)
     yield from conv(width, 4 * width, 1)
@@ -43,7 +43,7 @@ def bottleneck(c_in: int, width: int) -> Iterator[Shape]:
 def resnet(
     block: Callable[[int, int], Iterator[Shape]], expansion: int, depths: tuple[int, int, int, int]
 ) -> Iterator[Shape]:
-    """An ImageNet ResNet: 7x7 stem, four stages of blocks, 1000 classes."""
+    """Yield the shapes of an ImageNet ResNet: 7x7 stem, four stages of blocks, 1000 classes."""
     yield from conv(3, 64, 7)
     channels = 64
     for stage, depth in enumerate(depths):
@@ -55,17 +55,17 @@ def resnet(
 
 
 def resnet18() -> Iterator[Shape]:
-    """62 tensors, 11,689,512 parameters."""
+    """Yield the shapes of 62 tensors, 11,689,512 parameters."""
     yield from resnet(basic_block, 1, (2, 2, 2, 2))
 
 
 def resnet50() -> Iterator[Shape]:
-    """161 tensors, 25,557,032 parameters."""
+    """Yield the shapes of 161 tensors, 25,557,032 parameters."""
     yield from resnet(bottleneck, 4, (3, 4, 6, 3))
 
 
 def vgg13() -> Iterator[Shape]:
-    """42 tensors, 9,416,010 parameters."""
+    """Yield the shapes of 42 tensors, 9,416,010 parameters."""
     channels = 3
     for width in (64, 64, 128, 128, 256, 256, 512, 512, 512, 512):
         weight, *norm = conv(channels, width, 3)
@@ -75,7 +75,7 @@ def vgg13() -> Iterator[Shape]:
 
 
 def mobilenet() -> Iterator[Shape]:
-    """83 tensors, 4,231,976 parameters: depthwise 3x3 and pointwise convolutions in turn."""
+    """Yield the shapes of 83 tensors, 4,231,976 parameters: alternating depthwise 3x3 and pointwise convolutions."""
     yield from conv(3, 32, 3)
     channels = 32
     for width in (64, 128, 128, 256, 256, 512, 512, 512, 512, 512, 512, 1024, 1024):
@@ -86,7 +86,7 @@ def mobilenet() -> Iterator[Shape]:
 
 
 def vit_b() -> Iterator[Shape]:
-    """152 tensors, 86,567,656 parameters: patches of 16x16, twelve encoder blocks of width 768, 1000 classes."""
+    """Yield the shapes of 152 tensors, 86,567,656 parameters: 16x16 patches, 12 blocks of width 768, 1000 classes."""
     width = 768
     yield (1, 1, width)
     yield from ((width, 3, 16, 16), (width,))
@@ -103,24 +103,24 @@ def vit_b() -> Iterator[Shape]:
 
 
 def thousand_small() -> Iterator[Shape]:
-    """1,000 tensors of 64 elements: on a GPU, what is left is launches and the work of the host."""
+    """Yield the shapes of 1,000 tensors of 64 elements: on a GPU, only launches and the work of the host remain."""
     yield from [(64,)] * 1000
 
 
 def many_small() -> Iterator[Shape]:
-    """161 tensors of 64 elements: what is left is the cost per tensor."""
+    """Yield the shapes of 161 tensors of 64 elements: only the cost per tensor remains."""
     yield from [(64,)] * 161
 
 
 def large() -> Iterator[Shape]:
-    """One 3x3 convolution of 100,009,998 elements, 400 MB in float32: what is left is memory traffic."""
+    """Yield the shape of a 3x3 convolution, 100,009,998 elements, 400 MB in float32: only memory traffic remains."""
     yield (3334, 3333, 3, 3)
 
 
 NETWORKS: dict[str, Callable[[], Iterator[Shape]]] = {
     function.__name__: function for function in (resnet18, resnet50, vgg13, mobilenet, many_small, large)
 }
-# Those that are measured on a GPU.
+# Networks measured on a GPU.
 GPU_NETWORKS: dict[str, Callable[[], Iterator[Shape]]] = {
     function.__name__: function for function in (resnet18, resnet50, vit_b, thousand_small)
 }

@@ -1,4 +1,4 @@
-"""What tables of results are made of."""
+"""Building blocks of tables of results."""
 
 import math
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Table:
     rows: list[list[str]]
 
     def markdown(self) -> str:
-        """The table as GitHub renders it."""
+        """Return the table in GitHub's Markdown."""
         lines = [self.headers, ["---"] * len(self.headers), *self.rows]
         return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
     def rich(self) -> RichTable:
-        """The table for a terminal."""
+        """Return the table for a terminal."""
         table = RichTable(*self.headers, title=self.title)
         for cells in self.rows:
             table.add_row(*cells)
@@ -32,18 +32,18 @@ class Table:
 
 
 def significant(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits and without an exponent."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def milliseconds(record: dict[str, Any], candidate: str) -> str:
-    """A candidate's median, or a dash where it was not run."""
+    """Format a candidate's median, or a dash where it was not run."""
     timing = record["candidates"].get(candidate)
     return significant(1e3 * timing["median"]) if timing else MISSING
 
 
 def targets(report: dict[str, Any], title: str) -> Table:
-    """What is to be reached, and what is, in the worst case."""
+    """Return a table of the targets beside the measurements in the worst case."""
     rows = [
         [row["name"], row["wanted"], f"{row['measured']:.3g}", "yes" if row["met"] else "no", row["where"]]
         for row in report["targets"]

@@ -25,12 +25,12 @@ GPU_CASE = ["network", "rule", "dtype", "mode"]
 
 
 def case(record: dict[str, Any]) -> list[str]:
-    """The cells that say what was measured."""
+    """Return the cells that say what was measured."""
     return [record["network"], RULE_NAMES[record["rule"]], str(record["threads"])]
 
 
 def times(report: dict[str, Any]) -> Table:
-    """Medians: uniform decay and, after the slash, with the decay map."""
+    """Return a table of medians: uniform decay and, after the slash, with the decay map."""
     pairs = {f"torch {name}": (f"torch_{name}", f"torch_{name}_map") for name in ("loop", "foreach", "fused")}
     pairs["ours"] = ("ours_uniform", "ours_loco")
     rows = [
@@ -42,7 +42,7 @@ def times(report: dict[str, Any]) -> Table:
 
 
 def ratios(report: dict[str, Any]) -> Table:
-    """Ratios, one column for each that some record has."""
+    """Return a table of ratios, one column for each ratio that some record has."""
     names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]))
     rows = [
         case(record) + [f"{record['ratios'][name]:.2f}" if name in record["ratios"] else MISSING for name in names]
@@ -56,7 +56,7 @@ def ratios(report: dict[str, Any]) -> Table:
 
 
 def bandwidths(report: dict[str, Any]) -> Table:
-    """Share of triad's bandwidth that a step of the large tensor reaches."""
+    """Return a table of the share of triad's bandwidth that a step of the large tensor reaches."""
     records = [record for record in report["results"] if "bandwidth" in record]
     names = list(dict.fromkeys(name for record in records for name in record["bandwidth"]))
     rows = [
@@ -72,7 +72,7 @@ def bandwidths(report: dict[str, Any]) -> Table:
 
 
 def peaks(report: dict[str, Any]) -> Table:
-    """Extra memory of a step, in units of the parameters."""
+    """Return a table of the extra memory of a step, in units of the parameters."""
     records = report["peak_memory"]
     names = list(dict.fromkeys(record["candidate"] for record in records))
     cells: dict[str, dict[str, str]] = {}
@@ -86,7 +86,7 @@ def peaks(report: dict[str, Any]) -> Table:
 
 
 def train(report: dict[str, Any]) -> list[Table]:
-    """Samples per second of the training loop."""
+    """Return a table of samples per second of the training loop."""
     names = list(report["results"][0]["samples_per_second"])
     rows = [
         [record["model"], str(record["threads"])]
@@ -99,7 +99,7 @@ def train(report: dict[str, Any]) -> list[Table]:
 
 
 def locality_cifar10(report: dict[str, Any]) -> list[Table]:
-    """Test errors of the arms, and the factors that they were trained with."""
+    """Return tables of the arms' test errors, and of the factors that they were trained with."""
     settings = report["settings"]
     rows = []
     for name, arm in report["arms"].items():
@@ -120,7 +120,7 @@ def locality_cifar10(report: dict[str, Any]) -> list[Table]:
 
 
 def compact(report: dict[str, Any]) -> list[Table]:
-    """Latencies of networks with half of their multiply-adds gone, as they are and compacted."""
+    """Return a table of latencies of networks with half of their multiply-adds removed, unchanged and compacted."""
     names = list(report["results"][0]["candidates"])
     ratios = ["speedup", "speedup_norms_kept", "speedup_over_folded"]
     rows = [
@@ -140,7 +140,7 @@ def compact(report: dict[str, Any]) -> list[Table]:
 
 
 def zoo(report: dict[str, Any]) -> list[Table]:
-    """Shows what compaction gains on torchvision's and timm's networks with half of their filters zeroed."""
+    """Return a table of the speedup of torchvision's and timm's networks with half of their filters zeroed."""
     rows = [
         [record["network"]]
         + [f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}" for key in ("after", "executed")]
@@ -158,22 +158,22 @@ def zoo(report: dict[str, Any]) -> list[Table]:
 
 
 def frontier_cifar10(report: dict[str, Any]) -> list[Table]:
-    """What pruned and narrower networks reach; the warm starts; what batch normalisation does."""
+    """Return tables of errors of pruned and narrower networks, of warm starts, and of the effect of batch norms."""
     return _filled(frontier_tables.of(report))
 
 
 def trained_cifar10(report: dict[str, Any]) -> list[Table]:
-    """What compaction gains on networks that a penalty has thinned."""
+    """Return a table of the speedup by compaction of networks that were trained with a penalty."""
     return _filled([frontier_tables.compacted(report)])
 
 
 def efcn_cifar10(report: dict[str, Any]) -> list[Table]:
-    """What networks between convolution and full connection reach; the loss around them; the paths to them."""
+    """Return tables of networks between convolution and full connection: accuracies, the loss nearby, paths to them."""
     return _filled(efcn_tables.of(report))
 
 
 def efcn_paths(report: dict[str, Any]) -> list[Table]:
-    """Paths between networks of the eFCN experiment."""
+    """Return a table of paths between networks of the eFCN experiment."""
     return _filled([efcn_tables.interpolations(report["networks"])])
 
 
@@ -185,7 +185,7 @@ def _filled(parts: list[efcn_tables.Parts]) -> list[Table]:
 
 
 def gpu_times(report: dict[str, Any]) -> Table:
-    """Microseconds of a step: of the GPU and, after the slash, of the host."""
+    """Return a table of microseconds per step: of the GPU and, after the slash, of the host."""
     names = candidates(report)
 
     def cell(record: dict[str, Any], name: str) -> str:
@@ -198,7 +198,7 @@ def gpu_times(report: dict[str, Any]) -> Table:
 
 
 def gpu_shares(report: dict[str, Any]) -> Table:
-    """Bandwidth of the steps, in percent of a copy's."""
+    """Return a table of the bandwidth of the steps, in percent of a copy's."""
     names = candidates(report)
     rows = [
         gpu_case(record)
@@ -210,7 +210,7 @@ def gpu_shares(report: dict[str, Any]) -> Table:
 
 
 def gpu_ratios(report: dict[str, Any]) -> Table:
-    """Ratios of the time of a step, one column for each that some record has."""
+    """Return a table of ratios of step times, one column for each ratio that some record has."""
     names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]["step"]))
     rows = []
     for record in report["results"]:
@@ -221,17 +221,17 @@ def gpu_ratios(report: dict[str, Any]) -> Table:
 
 
 def gpu_case(record: dict[str, Any]) -> list[str]:
-    """The cells under GPU_CASE."""
+    """Return the cells under GPU_CASE."""
     return [record["network"], RULE_NAMES[record["rule"]], record["dtype"], record["mode"]]
 
 
 def candidates(report: dict[str, Any]) -> list[str]:
-    """The candidates that some record has."""
+    """Return the candidates that some record has."""
     return list(dict.fromkeys(name for record in report["results"] for name in record["candidates"]))
 
 
 def description(report: dict[str, Any]) -> str:
-    """Machine, versions and bandwidth in one paragraph."""
+    """Return machine, versions and bandwidth in one paragraph."""
     machine = report["machine"]
     if "gpu" in machine:
         return gpu_description(report)
@@ -253,7 +253,7 @@ def description(report: dict[str, Any]) -> str:
 
 
 def gpu_description(report: dict[str, Any]) -> str:
-    """The same of a GPU."""
+    """Return GPU, versions and bandwidth in one paragraph."""
     machine = report["machine"]
     return (
         f"{machine['gpu']} ({machine['multiprocessors']} multiprocessors, L2 {machine['l2_bytes'] / 2**20:.0f} MB), "
@@ -265,25 +265,25 @@ def gpu_description(report: dict[str, Any]) -> str:
 
 
 def not_measured(report: dict[str, Any]) -> str:
-    """A sentence about what could not be measured; empty if all could."""
+    """Return a sentence about what could not be measured; empty if everything could."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in report.get("not_measured", {}).items())
     return f" Not measured: {reasons}." if reasons else ""
 
 
 def version(machine: dict[str, Any]) -> str:
-    """Our version and commit, and the date."""
+    """Return our version and commit, and the date."""
     commit, _, dirty = machine["commit"].partition("-")
     commit = commit[:10] + (" with changes" if dirty else "")
     return f"loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}"
 
 
 def optim_step(report: dict[str, Any]) -> list[Table]:
-    """All tables of the benchmark of that name; those without rows are left out."""
+    """Return all tables of that benchmark; those without rows are left out."""
     return [table for table in (times(report), ratios(report), bandwidths(report), peaks(report)) if table.rows]
 
 
 def optim_step_gpu(report: dict[str, Any]) -> list[Table]:
-    """All tables of the benchmark of that name; those without rows are left out."""
+    """Return all tables of that benchmark; those without rows are left out."""
     tables = (targets(report, "Targets of the CUDA step"), gpu_times(report), gpu_shares(report), gpu_ratios(report))
     return [table for table in tables if table.rows]
 
@@ -304,7 +304,7 @@ RENDERERS = {
     "block_sparse": tables_block_sparse.block_sparse,
     "block_sparse_gpu": tables_block_sparse.block_sparse_gpu,
 }
-# What a section says while no result is committed.
+# Text of a section without committed results.
 _NO_GPU = "No GPU has been measured yet; `make device-check` on a machine with one does that."
 NOTHING_YET = {
     "compact": "Not measured yet; `make bench` does that.",
@@ -321,14 +321,14 @@ NOTHING_YET = {
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Prints a report's tables to a terminal."""
+    """Print a report's tables to a terminal."""
     console.print(description(report))
     for table in RENDERERS[report["benchmark"]](report):
         console.print(table.rich())
 
 
 def publish(report: dict[str, Any], out: Path | None) -> None:
-    """Writes a report, if a path is given, and prints its tables."""
+    """Write a report, if a path is given, and print its tables."""
     if out is not None:
         harness.write_json(out, report)
         print(f"written: {out}", file=sys.stderr)
@@ -336,7 +336,7 @@ def publish(report: dict[str, Any], out: Path | None) -> None:
 
 
 def section(name: str, results: Path) -> str:
-    """Markdown of every committed result of one benchmark."""
+    """Return the Markdown of every committed result of one benchmark."""
     parts = []
     for path in sorted(results.glob(f"{name}-*.json")):
         report = json.loads(path.read_text())
@@ -347,10 +347,10 @@ def section(name: str, results: Path) -> str:
 
 
 def render(text: str, results: Path) -> str:
-    """``text`` with every section between markers replaced.
+    """Return ``text`` with every section between markers replaced.
 
     Raises:
-        ValueError: ``text`` has no markers, or one of a benchmark that is not known.
+        ValueError: ``text`` has no markers, or one of an unknown benchmark.
     """
     names = [match[2] for match in SECTION.finditer(text)]
     unknown = sorted(set(names) - set(RENDERERS))
@@ -360,7 +360,7 @@ def render(text: str, results: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None, readme: Path = README, results: Path = harness.RESULTS) -> int:
-    """Rewrites or checks ``readme``."""
+    """Rewrite or check ``readme``."""
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
     arguments = parser.parse_args(argv)

@@ -13,7 +13,7 @@ def _case(record: dict[str, Any]) -> list[str]:
 
 
 def times(report: dict[str, Any]) -> Table:
-    """Medians."""
+    """Return a table of medians."""
     names = entries(report["results"], "candidates")
     rows = [
         [*_case(record), str(record["threads"]), *(milliseconds(record, name) for name in names)]
@@ -23,7 +23,7 @@ def times(report: dict[str, Any]) -> Table:
 
 
 def ratios(report: dict[str, Any]) -> Table:
-    """Ratios within rounds."""
+    """Return a table of ratios within rounds."""
     names = entries(report["results"], "ratios")
     rows = [
         [*_case(record), str(record["threads"]), *(ratio(record, name) for name in names)]
@@ -34,7 +34,7 @@ def ratios(report: dict[str, Any]) -> Table:
 
 
 def memory(report: dict[str, Any]) -> Table:
-    """What a call takes beyond what it returns."""
+    """Return a table of the memory of a call beyond its results."""
     names = list(dict.fromkeys(name for record in report["memory"] for name in record["share"]))
 
     def cell(share: float | None) -> str:
@@ -46,13 +46,13 @@ def memory(report: dict[str, Any]) -> Table:
 
 
 def block_sparse(report: dict[str, Any]) -> list[Table]:
-    """All tables of the benchmark of that name; those without rows are left out."""
+    """Return all tables of that benchmark; those without rows are left out."""
     wanted = targets(report, "Targets of block-sparse multiplication")
     return [table for table in (wanted, times(report), ratios(report), memory(report)) if table.rows]
 
 
 def gpu_times(report: dict[str, Any]) -> Table:
-    """Medians beside the floor, and ratios within rounds."""
+    """Return a table of medians beside the floor, and of ratios within rounds."""
     names, ratios = entries(report["results"], "candidates"), entries(report["results"], "ratios")
     rows = [
         [*_case(record), record["arithmetic"]]
@@ -70,6 +70,6 @@ def gpu_times(report: dict[str, Any]) -> Table:
 
 
 def block_sparse_gpu(report: dict[str, Any]) -> list[Table]:
-    """All tables of the benchmark of that name; those without rows are left out."""
+    """Return all tables of that benchmark; those without rows are left out."""
     wanted = targets(report, "Targets of the Triton kernels, of 64 channels, 32 x 32 pixels and a batch of 250")
     return [table for table in (wanted, gpu_times(report)) if table.rows]

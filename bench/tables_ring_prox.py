@@ -9,23 +9,23 @@ Records = Sequence[dict[str, Any]]
 
 
 def entries(records: Records, key: str) -> list[str]:
-    """The names that some record has an entry for, those of ours and the copy last."""
+    """Return the names that some record has an entry for, ours and the copy last."""
     names = dict.fromkeys(name for record in records for name in record[key])
     return sorted(names, key=lambda name: name in ("ours", "copy", "ours / copy"))
 
 
 def ratio(record: dict[str, Any], name: str, digits: int = 2) -> str:
-    """A ratio, or a dash where it was not measured."""
+    """Format a ratio, or a dash where it was not measured."""
     return f"{record['ratios'][name]:.{digits}f}" if name in record["ratios"] else MISSING
 
 
 def in_words(name: str) -> str:
-    """A candidate's name as a header."""
+    """Return a candidate's name as a header."""
     return name.replace("_", " ")
 
 
 def prox_times(report: dict[str, Any]) -> Table:
-    """Medians of the prox alone."""
+    """Return a table of medians of the prox alone."""
     names = entries(report["results"], "candidates")
     rows = [
         [record["case"], str(record["threads"]), f"{record['zeros']:.0%}", *(milliseconds(record, n) for n in names)]
@@ -36,7 +36,7 @@ def prox_times(report: dict[str, Any]) -> Table:
 
 
 def prox_ratios(report: dict[str, Any]) -> Table:
-    """Ratios of the prox alone."""
+    """Return a table of ratios of the prox alone."""
     names = entries(report["results"], "ratios")
     rows = [
         [record["case"], str(record["threads"]), *(ratio(record, name, 1) for name in names)]
@@ -50,7 +50,7 @@ def prox_ratios(report: dict[str, Any]) -> Table:
 
 
 def step_times(report: dict[str, Any]) -> Table:
-    """The optimizer step with and without a ring penalty."""
+    """Return a table of the optimizer step with and without a ring penalty."""
     columns = {"without": "without", "more than one tap": "spatial", "all": "all"}
     names = entries(report["steps"], "ratios")
     rows = [
@@ -67,19 +67,19 @@ def step_times(report: dict[str, Any]) -> Table:
 
 
 def ring_prox(report: dict[str, Any]) -> list[Table]:
-    """All tables of the benchmark of that name; those without rows are left out."""
+    """Return all tables of that benchmark; those without rows are left out."""
     tables = (targets(report, "Targets"), prox_times(report), prox_ratios(report), step_times(report))
     return [table for table in tables if table.rows]
 
 
 def microseconds(record: dict[str, Any], name: str) -> str:
-    """Of the GPU and, after the slash, of the host; a dash where it was not run."""
+    """Format the GPU's time and, after the slash, the host's; a dash where it was not run."""
     found = record["candidates"].get(name)
     return " / ".join(significant(1e6 * found[key]["median"]) for key in ("gpu", "host")) if found else MISSING
 
 
 def gpu_prox(report: dict[str, Any]) -> Table:
-    """The prox alone, and the bandwidth of ours beside a copy's."""
+    """Return a table of the prox alone, with the bandwidth of ours beside a copy's."""
     names = entries(report["results"], "candidates")
     shares = entries(report["results"], "of_copy")
     rows = [
@@ -97,7 +97,7 @@ def gpu_prox(report: dict[str, Any]) -> Table:
 
 
 def gpu_steps(report: dict[str, Any]) -> Table:
-    """The optimizer step with and without a ring penalty, on the GPU."""
+    """Return a table of the optimizer step with and without a ring penalty, on the GPU."""
     names, ratios = entries(report["steps"], "candidates"), entries(report["steps"], "ratios")
     rows = [
         [record["network"], RULE_NAMES[record["rule"]], record["mode"]]
@@ -114,5 +114,5 @@ def gpu_steps(report: dict[str, Any]) -> Table:
 
 
 def ring_prox_gpu(report: dict[str, Any]) -> list[Table]:
-    """All tables of the benchmark of that name; those without rows are left out."""
+    """Return all tables of that benchmark; those without rows are left out."""
     return [table for table in (gpu_prox(report), gpu_steps(report)) if table.rows]

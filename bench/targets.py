@@ -1,11 +1,11 @@
-"""What is to be reached beside what was measured, in the worst of the cases that count."""
+"""Targets of the benchmarks beside what was measured, in the worst of the cases that count."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def target(name: str, limit: float, measured: Mapping[str, float], at_least: bool) -> list[dict[str, Any]]:
-    """One entry: the worst of what was measured, and where; none if nothing was."""
+    """Return one entry with the worst measurement and its case; nothing if there was no measurement."""
     if not measured:
         return []
     where = (min if at_least else max)(measured, key=lambda key: measured[key])

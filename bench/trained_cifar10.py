@@ -1,10 +1,10 @@
-"""Networks trained on CIFAR-10 under a penalty, timed as they are and compacted.
+"""Networks trained on CIFAR-10 under a penalty, timed unchanged and compacted.
 
-    python -m bench.trained_cifar10 --data DIR      twenty minutes on one core; writes bench/results/
+    python -m bench.trained_cifar10 --data DIR      takes twenty minutes on one core; writes bench/results/
 
-ResNet-8 and its plain twin with 16 to 64 channels, and with four times as many, 5,000 training and 2,500 test images.
-From the dense network, one epoch under the exact prox of rings for each strength, the weaker first, batch
-normalisation folded; no refit.
+The networks are ResNet-8 and its plain twin with 16 to 64 channels, and with four times as many, on 5,000 training
+and 2,500 test images. From the dense network, each strength is trained for one epoch under the exact prox of
+rings, weaker strengths first, with batch norms folded and without a refit.
 """
 
 import argparse
@@ -28,7 +28,7 @@ STRENGTHS = {  # by width, from most of the multiply-adds to a few of them
 
 
 def path(model: str, width: float) -> frontier.FrontierSettings:
-    """The settings of one network."""
+    """Return the settings of one network."""
     training = settings.from_preset(
         "quick",
         model=model,
@@ -47,7 +47,7 @@ def path(model: str, width: float) -> frontier.FrontierSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, writes the JSON file, prints the table."""
+    """Train, write the JSON file, print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.trained_cifar10", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
     parser.add_argument("--runs", type=Path, default=Path("runs/trained_cifar10"), help="folder for the networks")

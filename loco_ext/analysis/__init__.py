@@ -1,4 +1,4 @@
-"""Measuring locality: statistics of weights, the decay they call for, cohesion of maps; the loss around weights."""
+"""Measure locality and the loss: weight statistics, the decay they suggest, map cohesion, and the loss near a model."""
 
 from loco_ext.analysis.cohesion import cohesion, localize
 from loco_ext.analysis.interpolation import interpolate

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint file, whatever network it is of. Loading never executes code from the file."""
+"""Read the tensors of a checkpoint file of any network. Loading never executes code from the file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,31 +11,33 @@ from loco_ext.checkpoints import DamagedFileError, load_weights
 from loco_ext.errors import UserError
 from loco_ext.input import open_regular
 
-# Where training scripts put the weights among other things.
+# Keys under which training scripts store the weights next to other entries.
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "net")
-# Put in front of every name by DistributedDataParallel and torch.compile.
+# Prefixes that DistributedDataParallel and torch.compile put in front of every name.
 _WRAPPERS = ("module.", "_orig_mod.")
-# Tensors may share their elements: files up to these times as large as theirs, or as this, are read.
+# Tensors may share storage, so they may add up to more than the file: up to _MOST_COPIES times its size plus
+# _ANY_SIZE bytes. More than that is rejected.
 _MOST_COPIES = 16
 _ANY_SIZE = 1 << 26
 
 
 class CheckpointError(UserError, ValueError):
-    """A file that holds no weights that can be read; the text names it."""
+    """Raised for a file from which no weights can be read; the message names the file."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Reads the weights in a file, by name.
+    """Read the weights in a file, by name.
 
     Args:
-        path: a safetensors file; or a file of torch.save, a state dict or a dict with one under "model", "state_dict",
-            "model_state_dict" or "net", that ``torch.load`` can read with ``weights_only=True``.
+        path: a safetensors file, or a file written by ``torch.save`` that ``torch.load`` can read with
+            ``weights_only=True``: a state dict, or a dict with one under "model", "state_dict", "model_state_dict" or
+            "net".
 
     Returns:
-        The tensors on the CPU; names without the prefixes of DistributedDataParallel and torch.compile.
+        The tensors on the CPU. Their names lack the prefixes of DistributedDataParallel and torch.compile.
 
     Raises:
-        CheckpointError: a file that is missing, cut short, or of another kind.
+        CheckpointError: the file is missing, truncated, or of another kind.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "model.pt"
@@ -58,7 +60,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def _check_size(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError where tensors have far more elements than the file: expanded ones take none of it."""
+    """Raise CheckpointError where tensors have far more bytes than the file: expanded tensors take no space in it."""
     size, total = path.stat().st_size, sum(tensor.nbytes for tensor in tensors.values())
     if total > _MOST_COPIES * size + _ANY_SIZE:
         raise CheckpointError(f"{path}: expected weights that fill the file, its {size} bytes hold tensors of {total}")
@@ -79,7 +81,7 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
         with open_regular(path) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file of another kind makes the unpickler fail in any way
+    except Exception as error:  # a file of another kind can make the unpickler raise anything
         raise CheckpointError(f"{path}: cannot be read as a torch file of weights only: {_line(error)}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: expected a state dict, found a {type(state).__name__}")

@@ -1,4 +1,4 @@
-"""Cohesion of feature maps, and placing features by it.
+"""Cohesion of feature maps, and placement of features by cohesion.
 
 Source: Schneider, "Locality-Promoting Representation Learning" (2022), section 4.1.
 """
@@ -17,25 +17,26 @@ Window = int | Sequence[int]
 
 
 def cohesion(map: Tensor, window: Window = 3, q: float = 2) -> Tensor:
-    """Attraction between the values in a window, at every position of the window (section 4.1, Theorem 1).
+    """Return the attraction between the values in a window, for every window position (section 4.1, Theorem 1).
 
-    ``F_tot`` is the sum of ``m_a * m_b / d**q`` over pairs of positions in the window, ``d`` apart; the constant is 1
-    and each pair counts once. Theorem 1: as long as the values in a 3x3 window are within a factor 1.675 and ``q`` is
-    2, cohesion gains most from a larger centre, and more from a larger direct neighbour than from a larger corner.
+    ``F_tot`` is the sum of ``m_a * m_b / d**q`` over pairs of positions in the window, where ``d`` is their distance;
+    the constant is 1 and each pair counts once. Theorem 1: as long as the values in a 3x3 window are within a factor of
+    1.675 of each other and ``q`` is 2, cohesion gains most from a larger centre, and more from a larger direct
+    neighbour than from a larger corner.
 
     Args:
         map: non-negative feature maps, floating-point, of shape ``(..., H, W)``.
-        window: an int of at least 2, or a pair, height and width, of more than one position.
-        q: how fast attraction falls with distance, at least 0.
+        window: height and width, as a pair or as one int of at least 2; it covers more than one position.
+        q: exponent of the distance, at least 0: how fast attraction decreases.
 
     Returns:
-        Tensor of shape ``(..., H - height + 1, W - width + 1)``, indexed by the window's top-left corner. float64 for
-        float64 maps, else computed and returned in float32. Differentiable.
+        Tensor of shape ``(..., H - height + 1, W - width + 1)``, indexed by the window's top-left corner. It is
+        float64 for float64 maps; other maps are computed and returned in float32. It is differentiable.
 
     Raises:
-        TypeError: ``map`` is no tensor, ``window`` is not made of ints, or ``q`` is no number.
-        ValueError: a map of fewer than 2 dimensions, not floating-point, or with a value that is negative, NaN or inf;
-            a window that is a single position or larger than the map; a negative or infinite ``q``.
+        TypeError: ``map`` is not a tensor, ``window`` is not made of ints, or ``q`` is not a number.
+        ValueError: ``map`` has fewer than 2 dimensions, is not floating-point, or has a value that is negative, NaN or
+            inf; ``window`` is a single position or larger than the map; ``q`` is negative or infinite.
 
     >>> cohesion(torch.ones(3, 4), window=2)  # four pairs at distance 1, two at distance sqrt(2)
     tensor([[5., 5., 5.],
@@ -48,25 +49,25 @@ def cohesion(map: Tensor, window: Window = 3, q: float = 2) -> Tensor:
 
 
 def localize(map: Tensor, count: int, window: Window = 3, strategy: str = "cohesion", q: float = 2) -> Tensor:
-    """Places windows on a feature map, the best first, none overlapping another (section 4.1, Figure 3).
+    """Place windows on a feature map without overlap, the best first (section 4.1, Figure 3).
 
-    Greedy: each window is the best of those that overlap none of the earlier ones; of equals, the first in row-major
-    order. Computed in float64.
+    The search is greedy: each window is the best of those that overlap no earlier one; ties go to the first in
+    row-major order. Scores are computed in float64.
 
     Args:
         map: one non-negative feature map, floating-point, of shape ``(H, W)``.
-        count: how many windows.
+        count: number of windows.
         window: as for :func:`cohesion`.
-        strategy: "cohesion", which prefers large values near the centre, or "sum" of the values in the window.
+        strategy: score of a window: "cohesion", which prefers large values near the centre, or "sum" of its values.
         q: as for :func:`cohesion`.
 
     Returns:
-        int64 CPU tensor of shape ``(count, 2)``: row and column of the windows' top-left corners.
+        int64 CPU tensor of shape ``(count, 2)``: row and column of each window's top-left corner.
 
     Raises:
-        TypeError: as :func:`cohesion`, or ``count`` is no int.
-        ValueError: as :func:`cohesion`, a map not of 2 dimensions, a count below 1, an unknown strategy, or fewer than
-            ``count`` windows fit.
+        TypeError: as :func:`cohesion`; ``count`` is not an int.
+        ValueError: as :func:`cohesion`; ``map`` does not have 2 dimensions, ``count`` is below 1, ``strategy`` is
+            unknown, or fewer than ``count`` windows fit.
 
     >>> map = torch.tensor([[3.0, 1.0, 3.0, 0.0, 2.0, 3.0, 1.0]])
     >>> localize(map, 2, window=(1, 3)).tolist(), localize(map, 2, window=(1, 3), strategy="sum").tolist()
@@ -99,7 +100,7 @@ def localize(map: Tensor, count: int, window: Window = 3, strategy: str = "cohes
 
 def _cohesion(masses: Tensor, height: int, width: int, q: float) -> Tensor:
     rows, columns = masses.shape[-2:]
-    # By distance, so that mirrored windows of integers score exactly the same.
+    # Pairs are summed by distance so that mirrored windows of integers score exactly the same.
     offsets: dict[int, list[tuple[int, int]]] = {}
     for down in range(height):
         for right in range(1 if down == 0 else 1 - width, width):
@@ -117,7 +118,7 @@ def _cohesion(masses: Tensor, height: int, width: int, q: float) -> Tensor:
 
 
 def _box_sums(values: Tensor, height: int, width: int) -> Tensor:
-    """Sums over every window. Additions of whole slices: the same window gives the same bits wherever it lies."""
+    """Return the sum of every window, in an order of additions that does not depend on where the window lies."""
     rows, columns = values.shape[-2] - height + 1, values.shape[-1] - width + 1
     lines = reduce(torch.add, [values[..., i : i + rows, :] for i in range(height)])
     return reduce(torch.add, [lines[..., j : j + columns] for j in range(width)])

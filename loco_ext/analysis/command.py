@@ -1,4 +1,4 @@
-"""``loco-ext analyze``: statistics of each checkpoint, factors over all of them, and the files that hold both."""
+"""Implementation of ``loco-ext analyze``: statistics per checkpoint, factors over all of them, and the output files."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, lo
 from loco_ext.folders import owned
 from loco_ext.output import json_text, one_line, replacing
 
-_LONGEST_NOTE = 1000  # as shown; analysis.json has all of it
+_LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What was found: statistics by checkpoint, factors by layer, notes on layers that had to be left out."""
+    """Result of ``analyze``: statistics by checkpoint, factors by layer, and notes on layers that were left out."""
 
     options: dict[str, Any]
     statistics: dict[str, LocalityStatistics]
     locality: dict[str, tuple[float, ...]]
     notes: list[str]
-    mean_abs_kernels: dict[str, Tensor]  # by layer, (1, 1, *kernel): over all checkpoints
+    mean_abs_kernels: dict[str, Tensor]  # by layer, [1, 1, *kernel], mean over all checkpoints
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it; ``loco-ext train --locality`` reads the entry "locality"."""
+        """Return data for JSON; ``loco-ext train --locality`` reads its entry "locality"."""
         return {
             "options": self.options,
             "statistics": {name: asdict(statistics) for name, statistics in self.statistics.items()},
@@ -43,11 +43,11 @@ class Analysis:
 
 
 def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, c: float) -> Analysis:
-    """Reads the checkpoints and measures them; options as in :mod:`loco_ext.analysis.locality`.
+    """Read the checkpoints and compute their statistics; for the options see :mod:`loco_ext.analysis.locality`.
 
     Raises:
-        ValueError: a file that cannot be read or has no kernels (:class:`CheckpointError`); or that does not go with
-            the first.
+        ValueError: a file cannot be read or has no convolution weights (:class:`CheckpointError`), or its layers
+            differ from those of the first.
     """
     models = {str(path): read_checkpoint(path) for path in paths}
     found = {}
@@ -76,7 +76,7 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
 
 
 def save(analysis: Analysis, out: Path) -> None:
-    """Writes analysis.json and taps.png to the folder ``out``."""
+    """Write analysis.json and taps.png to the folder ``out``."""
     with owned(out):
         with replacing(out / "taps.png") as temporary:
             report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
@@ -85,7 +85,7 @@ def save(analysis: Analysis, out: Path) -> None:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """For every path the shortest end of it that no other one has, without the suffix of the file.
+    """Return the shortest unique ending of every path, without the file suffix.
 
     >>> short_names(["runs/a/model.pt", "runs/b/model.pt"])
     {'runs/a/model.pt': 'a/model', 'runs/b/model.pt': 'b/model'}
@@ -100,7 +100,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def show(analysis: Analysis) -> None:
-    """Prints the tables, and the notes after them."""
+    """Print the tables, followed by the notes."""
     console = Console()
     labels = short_names(list(analysis.statistics))
     named = {labels[name]: statistics for name, statistics in analysis.statistics.items()}

@@ -1,4 +1,4 @@
-"""Paths between two models: straight in their weights, along a string that trains, and between their outputs."""
+"""Paths between two models: linear in the weights, along a trained string, or between the outputs."""
 
 from __future__ import annotations
 
@@ -30,31 +30,33 @@ def interpolate(
     learning_rate: float = 0.1,
     stiffness: float = STIFFNESS,
 ) -> Iterator[tuple[float, nn.Module]]:
-    """The models at equally spaced places of a path between two, its ends included.
+    """Return the models at equally spaced points of a path between two models, both ends included.
 
-    ``"linear"``: weights ``(1 - alpha) * first + alpha * second``. ``"string"``: from there, in each step, each inner
-    point in turn goes one step of gradient descent, all with the same batch, and then is drawn towards its neighbours,
-    ``x += stiffness * (before + after - 2 * x)``. ``"outputs"``: of the two models' outputs (logits), the mean
-    ``(1 - alpha) * first(x) + alpha * second(x)``.
+    ``"linear"`` uses the weights ``(1 - alpha) * first + alpha * second``. ``"string"`` starts there; in each step,
+    each inner point in turn takes one step of gradient descent, all on the same batch, and is then drawn towards its
+    neighbours, ``x += stiffness * (before + after - 2 * x)``. ``"outputs"`` averages the outputs (logits) of the two
+    models, ``(1 - alpha) * first(x) + alpha * second(x)``.
 
     Args:
-        first, second: models with the same parameters and buffers, by name and shape; for ``"outputs"`` any two. They
-            stay as they are.
-        points: of the path, at least 2.
-        method: one of the three.
-        loss, data: as for :func:`loco_ext.analysis.gradient_norm`; of ``"string"``, which takes one batch after the
-            other, over and over.
-        steps, learning_rate: of ``"string"``.
-        stiffness: of ``"string"``, at least 0 and less than 0.5. The draw keeps ``1 - 2 * stiffness`` of a step of
-            descent: at 0.5 it would throw all of it away, and the string would never leave the straight line.
+        first, second: models whose parameters and buffers have the same names and shapes; any two models for
+            ``"outputs"``. They are not modified.
+        points: number of points on the path, at least 2.
+        method: ``"linear"``, ``"string"`` or ``"outputs"``.
+        loss, data: as for :func:`loco_ext.analysis.gradient_norm`; used by ``"string"`` alone, which cycles through the
+            batches.
+        steps, learning_rate: used by ``"string"`` alone.
+        stiffness: used by ``"string"`` alone, at least 0 and less than 0.5. Drawing a point to its neighbours keeps
+            ``1 - 2 * stiffness`` of its gradient step: at 0.5 nothing would be left, and the string would never leave
+            the straight line.
 
     Returns:
-        Pairs ``(alpha, model)`` in ascending order, in evaluation mode. Of ``"linear"`` and ``"string"``, all are one
-        model with other weights each time: use each before the next.
+        Pairs ``(alpha, model)`` in ascending order of alpha, in evaluation mode. ``"linear"`` and ``"string"`` yield
+        the same model each time, with other weights: use each before advancing to the next.
 
     Raises:
-        TypeError: an argument of a wrong type; ``"string"`` without ``loss`` or ``data``.
-        ValueError: an unknown method; numbers out of range; models that differ in their parameters, buffers or blocks.
+        TypeError: an argument has the wrong type, or ``"string"`` lacks ``loss`` or ``data``.
+        ValueError: the method is unknown, a number is out of range, or the models differ in parameters, buffers or
+            blocks.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), appendix C.
@@ -97,7 +99,7 @@ def interpolate(
 
 
 class MeanOutputs(nn.Module):
-    """``(1 - alpha) * first(x) + alpha * second(x)``."""
+    """Module that computes ``(1 - alpha) * first(x) + alpha * second(x)``."""
 
     def __init__(self, first: nn.Module, second: nn.Module, alpha: float) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ def _tensors(model: nn.Module) -> State:
 
 
 def _mix(first: nn.Module, second: nn.Module, alpha: float) -> State:
-    """New tensors; the first model's where they are integers, such as counts of batches."""
+    """Return new, interpolated tensors. Integer tensors, such as batch counters, are those of the first model."""
     ends = _tensors(first), _tensors(second)
     return {name: torch.lerp(a, ends[1][name], alpha) if _is_mixed(a) else a.clone() for name, a in ends[0].items()}
 
@@ -173,6 +175,6 @@ def _check_alike(first: nn.Module, second: nn.Module) -> None:
 
 
 def _patterns(model: nn.Module) -> list[tuple[str, BlockPattern]]:
-    """Of locally connected layers, by name."""
+    """Return name and block pattern of each locally connected layer."""
     found = [(name, getattr(module, "pattern", None)) for name, module in model.named_modules()]
     return [(name, pattern.to("cpu")) for name, pattern in found if isinstance(pattern, BlockPattern)]

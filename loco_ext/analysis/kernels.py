@@ -1,4 +1,4 @@
-"""From a model to the weights of its convolutions, in order."""
+"""Collect the weights of a model's convolutions, in order."""
 
 import reprlib
 from collections.abc import Mapping
@@ -18,26 +18,26 @@ LARGEST_KERNEL = 15
 
 
 def kernels(model: Model, example_inputs: Inputs | None = None) -> dict[str, Tensor]:
-    """The weights of a model's convolutions that have distance classes to compare.
+    """Return the weights of a model's convolutions that have distance classes to compare.
 
     These are weights of more than one spatial tap whose spatial sizes are all odd and at most 15. A weight that several
     modules share appears once, with the first of them, as in :func:`loco_ext.optim.parameter_groups`.
 
     Args:
-        model: a module, of which Conv and ConvTranspose modules count; or a mapping of names to tensors, such as a
-            state dict, of which floating-point tensors of 3 to 5 dimensions named "weight" or "*.weight" count. Other
-            entries of a mapping are passed over.
-        example_inputs: None takes modules in the order of their registration. A tensor or a tuple of tensors, the
-            arguments of the module's forward, takes them in the order of their first call in one forward pass in eval
-            mode, without those that are not called. Every module's mode is put back.
+        model: a module, whose Conv and ConvTranspose modules count; or a mapping of names to tensors, such as a state
+            dict, whose floating-point tensors of 3 to 5 dimensions named "weight" or "*.weight" count. Other entries of
+            a mapping are ignored.
+        example_inputs: with None, modules come in the order of registration. With a tensor or a tuple of tensors, the
+            arguments of the module's forward, they come in the order of their first call in one forward pass in eval
+            mode, without modules that are not called. The mode of every module is restored.
 
     Returns:
-        Module names, such as "features.0", to detached float64 CPU tensors, in order. Their layout is the stored one:
-        ``(C_out, C_in / groups, *kernel)``, for transposed convolutions ``(C_in, C_out / groups, *kernel)``.
+        Detached float64 CPU tensors by module name, such as "features.0", in order. They have the stored layout,
+        ``(C_out, C_in / groups, *kernel)``, or ``(C_in, C_out / groups, *kernel)`` for transposed convolutions.
 
     Raises:
-        TypeError: ``model`` or ``example_inputs`` is of another type, or a mapping comes with inputs.
-        ValueError: no such weight, a lazy one that has no shape yet, or NaN or inf in one of them.
+        TypeError: ``model`` or ``example_inputs`` has another type, or a mapping comes with inputs.
+        ValueError: there is no such weight, one is lazy and has no shape yet, or one contains NaN or inf.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, (1, 7)))
     >>> {name: tuple(weight.shape) for name, weight in kernels(model).items()}

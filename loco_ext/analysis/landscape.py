@@ -1,4 +1,4 @@
-"""The training loss around a model's weights: the norm of its gradient, and its largest curvature."""
+"""The training loss around a model's weights: its gradient norm and its largest curvature."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Vector = list[Tensor]  # one tensor for each parameter
 
 
 class TopEigenvalue(NamedTuple):
-    """What the power iteration has found.
+    """Result of the power iteration.
 
     Attributes:
         value: the eigenvalue, as the Rayleigh quotient of the last vector.
-        residual: ``||H v - value * v||`` over ``|value|``: the Hessian has an eigenvalue at most so much of ``value``
-            away from it, and as a rule one much nearer.
-        iterations: products with the Hessian.
+        residual: ``||H v - value * v||`` over ``|value|``: the Hessian has an eigenvalue within this relative distance
+            of ``value``, and usually a much closer one.
+        iterations: number of Hessian-vector products.
 
     Example:
         >>> from loco_ext import analysis
@@ -39,16 +39,16 @@ class TopEigenvalue(NamedTuple):
 
 
 def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
-    """The norm of the loss's gradient in all parameters that require one, over all of ``data`` at once.
+    """Return the norm of the loss gradient in all parameters that require one, over all of ``data`` at once.
 
     Args:
-        model: computed in evaluation mode; neither its mode nor its parameters' ``grad`` changes.
-        loss: of outputs and targets, their mean over samples.
-        data: batches ``(inputs, targets)``, of any sizes.
+        model: evaluated in evaluation mode; its mode and the ``grad`` of its parameters are unchanged.
+        loss: function of outputs and targets that returns the mean over samples.
+        data: batches ``(inputs, targets)`` of any sizes.
 
     Raises:
-        TypeError: ``model`` is not a module, ``data`` not a sequence of pairs.
-        ValueError: no batches, or no parameter that requires a gradient.
+        TypeError: ``model`` is not a module, or ``data`` is not a sequence of pairs.
+        ValueError: there are no batches, or no parameter requires a gradient.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.2.
@@ -73,19 +73,19 @@ def gradient_norm(model: nn.Module, loss: Loss, data: Batches) -> float:
 def top_hessian_eigenvalue(
     model: nn.Module, loss: Loss, data: Batches, *, iterations: int = 100, tolerance: float = 1e-3, seed: int = 0
 ) -> TopEigenvalue:
-    """The largest eigenvalue of the loss's Hessian in all parameters that require a gradient, by power iteration.
+    """Return the largest eigenvalue of the loss Hessian in all parameters that require a gradient, by power iteration.
 
-    Products with the Hessian are exact: gradients of gradients, summed over the batches. Where the eigenvalue of the
-    largest magnitude turns out to be negative, a second iteration finds the largest one of what is left without it.
+    Hessian-vector products are exact: gradients of gradients, summed over the batches. If the eigenvalue of largest
+    magnitude is negative, a second iteration finds the largest eigenvalue after deflating the first.
 
     Args:
         model, loss, data: as for :func:`gradient_norm`; the loss has to be differentiable twice.
-        iterations: products with the Hessian, at most; a second iteration has as many.
-        tolerance: of the residual; see :class:`TopEigenvalue`.
-        seed: of the first vector, which is drawn on the CPU.
+        iterations: maximum number of Hessian-vector products; a second iteration has the same maximum.
+        tolerance: residual at which to stop; see :class:`TopEigenvalue`.
+        seed: seed of the start vector, which is drawn on the CPU.
 
     Raises:
-        TypeError, ValueError: as :func:`gradient_norm`; ``iterations`` below 1, a negative ``tolerance``.
+        TypeError, ValueError: as :func:`gradient_norm`; ``iterations`` is below 1 or ``tolerance`` is negative.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.2.
@@ -126,7 +126,7 @@ def top_hessian_eigenvalue(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; each module has its own mode back behind it."""
+    """Switch the model to evaluation mode and restore the mode of each module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -137,7 +137,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_data(data: Batches) -> None:
-    """Raises TypeError or ValueError unless ``data`` is a sequence of some batches."""
+    """Raise TypeError or ValueError unless ``data`` is a non-empty sequence of batches."""
     if not isinstance(data, Sequence) or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in data):
         raise TypeError(f"data: expected a sequence of pairs (inputs, targets), got {type(data).__name__}")
     if not sum(len(targets) for _, targets in data):
@@ -145,13 +145,13 @@ def check_data(data: Batches) -> None:
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raises TypeError unless ``model`` is a module."""
+    """Raise TypeError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: expected a module, got {type(model).__name__}")
 
 
 def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
-    """The parameters that require a gradient."""
+    """Check the arguments and return the parameters that require a gradient."""
     check_model("model", model)
     check_data(data)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -161,7 +161,7 @@ def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
 
 
 def _losses(model: nn.Module, loss: Loss, data: Batches) -> Iterator[Tensor]:
-    """Each batch's part of the mean over all samples."""
+    """Yield each batch's contribution to the mean loss over all samples."""
     count = sum(len(targets) for _, targets in data)
     for inputs, targets in data:
         yield loss(model(inputs), targets) * (len(targets) / count)
@@ -174,7 +174,7 @@ def _hessian_product(
     for value in _losses(model, loss, data):
         gradients = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True)
         curved = [(g, v) for g, v in zip(gradients, vector, strict=True) if g.requires_grad]
-        if curved:  # a loss that is linear in all parameters has none
+        if curved:  # a loss that is linear in all parameters has no second derivative
             outputs, directions = zip(*curved, strict=True)
             _add(total, torch.autograd.grad(outputs, parameters, directions, materialize_grads=True))
     return total
@@ -183,7 +183,7 @@ def _hessian_product(
 def _power_iteration(
     product: Callable[[Vector], Vector], start: Vector, iterations: int, tolerance: float
 ) -> TopEigenvalue:
-    """The eigenvalue of the largest magnitude."""
+    """Return the eigenvalue of largest magnitude."""
     norm = _norm(start)
     vector = [part / norm for part in start]
     value = residual = 0.0

@@ -1,4 +1,4 @@
-"""How far trained weights follow locality, and the locality-promoting decay that they call for.
+"""Statistics of locality in trained weights, and the locality-promoting decay that they suggest.
 
 Source: Schneider, "Locality-Promoting Representation Learning" (2022), "the paper" below. A *matrix* is the spatial
 kernel of one output and one input channel; its taps fall in the distance classes of
@@ -26,15 +26,15 @@ class Cell:
     """One cell of the paper's Table 4: by how much weights at one distance exceed those at the next.
 
     Attributes:
-        kernel_size: of the layers that count; a row of the table has cells of one size.
-        part: "all", "lower" or "upper", the layers of this size that count.
-        distances: of the two classes from the centre, the nearer one first.
-        mean: of the difference, in standard deviations of its layer.
-        standard_error: of ``mean``.
+        kernel_size: kernel size of the layers that count; a row of the table has cells of one size.
+        part: layers of this size that count: "all", "lower" or "upper".
+        distances: distances of the two classes from the centre, the nearer one first.
+        mean: mean difference, in standard deviations of its layer.
+        standard_error: standard error of ``mean``.
         p_greater: p-value of the one-sided t-test that the mean is above 0.
         p_two_sided: p-value of the t-test that it is not 0.
-        matrices: how many were compared.
-        layers: in how many layers.
+        matrices: number of matrices compared.
+        layers: number of layers they come from.
 
     >>> Cell((3, 3), "all", (0.0, 1.0), 0.5, 0.1, 1e-4, 2e-4, matrices=100, layers=2).mean
     0.5
@@ -53,11 +53,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class LocalityStatistics:
-    """What :func:`locality_statistics` returns; ``dataclasses.asdict`` turns it into plain data for JSON.
+    """Result of :func:`locality_statistics`; ``dataclasses.asdict`` turns it into plain data for JSON.
 
     Attributes:
-        weighting: as given.
-        cells: by kernel size (fewer dimensions first, then smaller sizes), by distances, then "all", "lower", "upper".
+        weighting: the argument ``weighting``.
+        cells: sorted by kernel size (fewer dimensions first, then smaller sizes), by distances, then "all", "lower",
+            "upper".
         skipped: names of layers that could not be standardised for at least one pair of classes, in forward order.
 
     >>> LocalityStatistics("halves", cells=(), skipped=("features.0",)).skipped
@@ -72,15 +73,15 @@ class LocalityStatistics:
 def locality_statistics(
     model: Model, weighting: str = "halves", example_inputs: Inputs | None = None
 ) -> LocalityStatistics:
-    """Tests whether weights decrease with distance from the centre (the paper's section 7.1, eq. 7.1 and Table 4).
+    """Test whether weights decrease with distance from the centre (the paper's section 7.1, eq. 7.1 and Table 4).
 
     For each matrix and each pair of consecutive distance classes, the difference ``s`` is the mean signed weight of the
     nearer class minus that of the farther one; it is divided by the population standard deviation of ``s`` in its layer
-    and averaged. Layers are compared with layers of the same kernel size alone, a 7x7 stem not with 3x3 layers and 1x7
-    not with 7x1: each size has cells of its own for each pair, two pairs for 3x3, five for 5x5. There is a cell for all
-    layers of the size, for the lower and for the upper half of them in forward order; the lower half takes the middle
-    one of an odd count, and the upper half of one layer has no cell. Kernels with an even size have no centre and do
-    not count.
+    and averaged. Only layers of the same kernel size are compared: a 7x7 stem is not compared with 3x3 layers, nor 1x7
+    with 7x1. Each size has its own cells for each pair: two pairs for 3x3, five for 5x5. There is one cell for all
+    layers of the size, one for the lower and one for the upper half of them in forward order. The lower half takes the
+    middle layer of an odd count, and a single layer has no cell for the upper half. Kernels with an even size have no
+    centre and do not count.
 
     A layer whose ``s`` does not vary by more than rounding, one of a single matrix for example, cannot be standardised:
     it is left out before halving and listed in ``skipped``.
@@ -91,15 +92,15 @@ def locality_statistics(
         weighting: "matrices" averages over all matrices, as eq. 7.1 does. "layers" takes the mean of the layers' means.
             "halves" averages over all matrices of a half, and takes the mean of the two halves for "all", as every row
             of Table 4 does.
-        example_inputs: None takes layers in order of registration as the forward order; a tensor or tuple of tensors
-            finds the order by one forward pass.
+        example_inputs: with None, the order of registration is taken as the forward order; with a tensor or a tuple of
+            tensors, the order is found by one forward pass.
 
     Returns:
-        Cells with the mean, its standard error, and p-values. An average over matrices has the one-sample t-test; a
-        mean of means combines standard errors, with Welch-Satterthwaite degrees of freedom.
+        Cells with the mean, its standard error, and p-values. An average over matrices is tested by the one-sample
+        t-test; a mean of means combines standard errors, with Welch-Satterthwaite degrees of freedom.
 
     Raises:
-        TypeError, ValueError: as :func:`loco_ext.analysis.kernels.kernels`, or an unknown ``weighting``.
+        TypeError, ValueError: as :func:`loco_ext.analysis.kernels.kernels`; ``weighting`` is unknown.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
     >>> with torch.no_grad():
@@ -142,45 +143,45 @@ def locality_statistics(
 def estimate_locality(
     models: Model | Sequence[Model], c: float = 1.5, eta_rule: str = "local", stat: str = "signed"
 ) -> dict[str, tuple[float, ...]]:
-    """Decay factors for each layer, from trained models of one architecture (the paper's section 7.2 and Table 6).
+    """Return decay factors of each layer from trained models of one architecture (the paper's section 7.2 and Table 6).
 
-    With ``m(I)`` the mean weight of the class ``I``, ``r(I, I')`` the ratio ``m(I) / m(I')`` over the matrices of a
-    layer, averaged over the models, and ``a(r) = 1 + c * (r - 1)``: ``gamma = a(r(I_n, I_c))`` for the centre and
-    ``eta = 1 / a(r(I_co, I_n))`` for the corners. Larger kernels go on outward, class by class: the factor of a class
-    is that of the one before divided by ``a(r(class, class before))``.
+    Let ``m(I)`` be the mean weight of class ``I``, ``r(I, I')`` the ratio ``m(I) / m(I')`` over the matrices of a
+    layer, averaged over the models, and ``a(r) = 1 + c * (r - 1)``. Then ``gamma = a(r(I_n, I_c))`` for the centre and
+    ``eta = 1 / a(r(I_co, I_n))`` for the corners. Larger kernels continue outward, class by class: the factor of a
+    class is that of the previous class divided by ``a(r(class, previous class))``.
 
     The paper prints ``eta = 1 / a(r(I_n, I_co))``. That is inverted: where weights decrease with distance it is below 1
     and decays corners *less*, against the paper's section 6. The default is the rule above.
 
-    Signed means can be near 0 or differ in sign, where ratios say nothing. A layer is left uniform, ``(1, 1)`` or all
-    ones, with one warning for all such layers, unless its means are of one sign in all classes and each is more than
-    three of its standard errors from 0. They are tested *pooled*: over the matrices of all models together, as they
-    are, with the standard error ``s / sqrt(n)`` for the sample standard deviation ``s`` of these ``n`` numbers. More
-    models of one kind thus leave fewer layers uniform. A depthwise layer has one matrix per channel; a layer of a
-    single matrix has no standard error in one model, so that it takes two models at least.
+    Signed means can be near 0 or differ in sign, where ratios are meaningless. A layer is left uniform, ``(1, 1)`` or
+    all ones, with one warning for all such layers, unless its means have one sign in all classes and each is more than
+    three standard errors from 0. The test is *pooled*: over the matrices of all models together, unscaled, with the
+    standard error ``s / sqrt(n)`` for the sample standard deviation ``s`` of these ``n`` numbers. More models of one
+    kind thus leave fewer layers uniform. A depthwise layer has one matrix per channel; a layer of a single matrix has
+    no standard error within one model and needs at least two models.
 
-    Ratios are averaged over the models, as in the paper, where every model passes that test by itself as well. Where
-    only the pooled means do, a single model's ratio may have a denominator of about 0: the ratio is then that of the
-    pooled means. ``a`` is clamped to [1/4, 4], for it has a zero. All factors are thus positive and finite.
+    Where every model passes that test by itself as well, ratios are averaged over the models, as in the paper. Where
+    only the pooled means pass, a single model's ratio may have a denominator of about 0, so the ratio is that of the
+    pooled means. ``a`` is clamped to [1/4, 4] because it has a zero. All factors are thus positive and finite.
 
     Args:
-        models: one or a sequence of modules or mappings, such as state dicts; see
+        models: one module or mapping, such as a state dict, or a sequence of them; see
             :func:`loco_ext.analysis.kernels.kernels` for what counts as a convolution.
-        c: how far deviations of the ratio from 1 are taken, at least 0.
-        eta_rule: "local", or "paper" for the printed rule: the factor of a class is that of the one before divided by
-            ``a(r(class before, class))``.
-        stat: of the weights of a class in one matrix, the mean ("signed", the paper's), the mean magnitude ("abs"), or
-            the root mean square ("rms").
+        c: scale of the ratio's deviation from 1, at least 0.
+        eta_rule: "local", or "paper" for the printed rule, in which the factor of a class is that of the previous class
+            divided by ``a(r(previous class, class))``.
+        stat: statistic of the weights of a class in one matrix: the mean ("signed", as in the paper), the mean
+            magnitude ("abs"), or the root mean square ("rms").
 
     Returns:
-        Layer names to ``(gamma, eta)`` for kernels of two or three distance classes (eta is 1 where there are two),
-        else to one factor per class, nearest first, with factor 1 for the class at distance 1: the ``per_layer`` of
+        By layer name, ``(gamma, eta)`` for kernels of two or three distance classes (eta is 1 for two), else one factor
+        per class, nearest first, with factor 1 for the class at distance 1. This is the ``per_layer`` of
         :func:`loco_ext.optim.parameter_groups`.
 
     Raises:
-        TypeError: ``models`` or ``c`` is of another type.
-        ValueError: no models, models whose layers differ, an unknown ``eta_rule`` or ``stat``, a negative or infinite
-            ``c``, or as :func:`loco_ext.analysis.kernels.kernels`.
+        TypeError: ``models`` or ``c`` has another type.
+        ValueError: there are no models, their layers differ, ``eta_rule`` or ``stat`` is unknown, ``c`` is negative or
+            infinite, or as :func:`loco_ext.analysis.kernels.kernels`.
 
     >>> weight = torch.ones(8, 8, 3, 3)
     >>> weight[..., 1, 1] = 1.25
@@ -228,7 +229,7 @@ def estimate_locality(
 
 
 def _class_means(weight: Tensor, stat: str) -> Tensor:
-    """``m(w, I)`` of every matrix and class, as ``[matrices, classes]``, in units of the layer's largest weight."""
+    """Return ``m(w, I)`` of every matrix and class, [matrices, classes], in units of the layer's largest weight."""
     taps = weight.flatten(2).flatten(0, 1)
     largest = taps.abs().max()
     if largest > 0:
@@ -243,11 +244,11 @@ def _class_means(weight: Tensor, stat: str) -> Tensor:
 def _cell(
     kernel_size: tuple[int, ...], part: str, distances: tuple[float, float], samples: list[Tensor], layers: int
 ) -> Cell:
-    """The mean of the samples' means, tested against 0."""
+    """Return the cell of the mean of the samples' means, tested against 0."""
     mean = math.fsum(sample.mean().item() for sample in samples) / len(samples)
     squared_errors = [sample.var().item() / len(sample) for sample in samples]
     error = math.sqrt(math.fsum(squared_errors)) / len(samples)
-    # Welch-Satterthwaite; of one sample, its size less 1.
+    # Welch-Satterthwaite degrees of freedom; one sample gives its size minus 1.
     freedom = math.fsum(squared_errors) ** 2 / math.fsum(
         square**2 / (len(sample) - 1) for square, sample in zip(squared_errors, samples, strict=True)
     )
@@ -270,10 +271,10 @@ class _ClassMeans:
     """Moments of ``m(w, I)`` over the matrices of a layer, by class.
 
     Attributes:
-        mean: ``[classes]``, in units of ``unit``.
-        deviation: root of the summed squares of deviations from ``mean``, ``[classes]``, in units of ``unit``.
-        matrices: how many.
-        unit: the layer's largest weight.
+        mean: mean by class, [classes], in units of ``unit``.
+        deviation: root of the summed squared deviations from ``mean``, [classes], in units of ``unit``.
+        matrices: number of matrices.
+        unit: magnitude of the layer's largest weight.
     """
 
     mean: Tensor
@@ -290,7 +291,7 @@ class _ClassMeans:
 
     @classmethod
     def pool(cls, models: Sequence["_ClassMeans"]) -> "_ClassMeans":
-        """Return the moments over the matrices of a layer in all models, as if these were one model's."""
+        """Return the moments over the matrices of one layer in all models, as if they belonged to one model."""
         unit = max(model.unit for model in models)
         scales = [model.unit / unit if unit > 0 else 1.0 for model in models]
         matrices = models[0].matrices
@@ -301,7 +302,7 @@ class _ClassMeans:
         return cls(mean, _norm(torch.cat([within, between])), len(models) * matrices, unit)
 
     def are_sure(self) -> bool:
-        """Whether the means of all classes are of one sign, and each more than 3 standard errors from 0."""
+        """Return whether the means of all classes have one sign and are each more than 3 standard errors from 0."""
         if self.matrices == 1:
             return False
         standard_error = self.deviation / math.sqrt((self.matrices - 1) * self.matrices)
@@ -310,13 +311,13 @@ class _ClassMeans:
 
 
 def _norm(values: Tensor) -> Tensor:
-    """Euclidean norm along the first dimension, whose squares neither overflow nor underflow."""
+    """Return the Euclidean norm along the first dimension; its squares neither overflow nor underflow."""
     largest = values.abs().amax(0)
     return (values / largest.where(largest > 0, 1)).square().sum(0).sqrt() * largest
 
 
 def _factors(means: Tensor, c: float, eta_rule: str) -> list[float]:
-    """One factor per class, nearest first, from means of shape ``[models, classes]``."""
+    """Return one factor per class, nearest first, from means of shape [models, classes]."""
 
     def modulated(i: int, j: int) -> float:
         ratio = min((means[:, i] / means[:, j]).mean().item(), sys.float_info.max)
@@ -329,7 +330,7 @@ def _factors(means: Tensor, c: float, eta_rule: str) -> list[float]:
 
 
 def _as_locality(factors: list[float]) -> tuple[float, ...]:
-    """Of up to three classes ``(gamma, eta)``; eta is the last factor, which is 1 where there are two."""
+    """Return ``(gamma, eta)`` for up to three classes, else all factors; eta is the last factor, 1 for two classes."""
     return tuple(factors) if len(factors) > 3 else (factors[0], factors[-1])
 
 

@@ -1,4 +1,4 @@
-"""What the blocks inside and outside of the kernels' receptive fields do alone."""
+"""Mask the blocks inside or outside of the kernels' receptive fields to see what the others do alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from loco_ext.geometry import BlockPattern
 
 @contextmanager
 def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
-    """Inside of the ``with``, the other blocks of all locally connected layers are zero; then they are as before.
+    """Zero all other blocks of all locally connected layers inside the ``with`` block; restore them on exit.
 
     Args:
-        model: locally connected layers, or a model with some. Biases and all other layers stay as they are.
-        kept: ``"local"``: the blocks inside of the kernels' receptive fields; ``"off-local"``: those outside.
+        model: a locally connected layer, or a model that contains some. Biases and all other layers are unchanged.
+        kept: ``"local"`` keeps the blocks inside of the kernels' receptive fields, ``"off-local"`` those outside.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: an unknown ``kept``; a model without such layers.
-        RuntimeError: at the end, for a layer that was grown or pruned inside; what was masked in it is lost.
+        ValueError: ``kept`` is unknown, or the model has no such layers.
+        RuntimeError: on exit, if a layer was grown or pruned inside; its masked blocks are lost.
 
     Source:
         d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), section 4.4.
@@ -57,7 +57,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
     finally:
         resized = False
         for layer, pattern, places, blocks in masked:
-            values = layer.values.detach()  # of another dtype or device, perhaps, than it was
+            values = layer.values.detach()  # the dtype or device may have changed inside
             if layer.pattern.to("cpu") is pattern:
                 values.index_copy_(0, places.to(values.device), blocks.to(values))
             else:

@@ -1,4 +1,4 @@
-"""What ``loco-ext analyze`` shows: the rows of LOCO-REG's Table 4, suggested factors, and a figure of the taps."""
+"""Output of ``loco-ext analyze``: the rows of LOCO-REG's Table 4, suggested factors, and a figure of the taps."""
 
 import itertools
 import math
@@ -15,22 +15,22 @@ from loco_ext.analysis.locality import LocalityStatistics
 from loco_ext.output import one_line
 
 PARTS = {"all": "all", "lower": "lower 1/2", "upper": "upper 1/2"}
-_COLUMNS = 6  # of the figure
-_MOST_PICTURES = 300  # in it
-_LONGEST_TITLE = 28  # of a picture
-_LONGEST_NAME = 80  # in a table
+_COLUMNS = 6  # pictures per row of the figure
+_MOST_PICTURES = 300  # pictures in the figure
+_LONGEST_TITLE = 28  # characters of a picture's title
+_LONGEST_NAME = 80  # characters of a name in a table
 
 
 def stars(p_value: float) -> str:
-    """As in the paper's tables: ``***`` below .001, ``**`` below .01, ``*`` below .1."""
+    """Return the significance stars of the paper's tables: ``***`` below .001, ``**`` below .01, ``*`` below .1."""
     return "*" * sum(p_value < level for level in (0.1, 0.01, 0.001))
 
 
 def statistics_table(named: dict[str, LocalityStatistics]) -> Table:
     """Return Table 4: means of the differences between the weights at consecutive distances from the centre.
 
-    There is one row for each network, kernel size and pair of distances. A star stands for a one-sided t-test, as in
-    the paper: below .1, .01, .001.
+    There is one row for each network, kernel size and pair of distances. Stars mark the p-value of a one-sided t-test,
+    as in the paper: below .1, .01, .001.
     """
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for name, found in named.items():
@@ -52,7 +52,7 @@ def statistics_table(named: dict[str, LocalityStatistics]) -> Table:
 
 
 def locality_table(locality: dict[str, tuple[float, ...]], title: str) -> Table:
-    """The suggested factors of every layer: (gamma, eta), or one per distance class."""
+    """Return a table of each layer's suggested factors: (gamma, eta), or one per distance class."""
     table = Table(title=title)
     table.add_column("layer")
     table.add_column("factors", justify="right")
@@ -66,9 +66,9 @@ def _name(name: str) -> Text:
 
 
 def tap_figure(kernels: dict[str, Tensor]) -> Figure:
-    """Mean absolute weight at every tap, one picture per layer; darker is larger, from 0 to the layer's largest.
+    """Draw the mean absolute weight of every tap, one picture per layer; darker is larger, from 0 to the layer maximum.
 
-    The slices of a 3-d kernel stand side by side. No more than the first 300 layers are drawn.
+    The slices of a 3-d kernel stand side by side. At most the first 300 layers are drawn.
     """
     drawn = dict(itertools.islice(kernels.items(), _MOST_PICTURES))
     columns = min(len(drawn), _COLUMNS)
@@ -77,7 +77,7 @@ def tap_figure(kernels: dict[str, Tensor]) -> Figure:
     figure = Figure(figsize=(width, height))
     some = "" if len(drawn) == len(kernels) else f", of the first {len(drawn)} of {len(kernels)} layers"
     figure.suptitle("Mean |weight| by tap" + some)
-    # All pictures share one pair of axes, in inches from its upper left corner: each pair takes long to draw.
+    # All pictures share one axes object, in inches from its upper left corner, because creating axes is slow.
     axes = figure.add_axes((0, 0, 1, 1 - 0.5 / height))
     axes.set_axis_off()
     for i, (name, weight) in enumerate(drawn.items()):
@@ -88,7 +88,7 @@ def tap_figure(kernels: dict[str, Tensor]) -> Figure:
 
 
 def _draw_taps(axes: Axes, left: float, top: float, name: str, taps: Tensor) -> None:
-    """Draws a picture of at most 1.9 inches in either direction, below its title."""
+    """Draw a picture of at most 1.9 inches in either direction, below its title."""
     if taps.dim() == 3:
         taps = taps.transpose(0, 1).flatten(1)  # [height, depth * width]
     picture = taps.reshape(-1, taps.shape[-1])
@@ -101,7 +101,7 @@ def _draw_taps(axes: Axes, left: float, top: float, name: str, taps: Tensor) -> 
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a PNG."""
+    """Write a PNG."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a box is drawn instead
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for a missing glyph
         figure.savefig(path, format="png", dpi=150)

@@ -1,7 +1,7 @@
-"""The commands of ``loco-ext``, one module each, and what they share.
+"""The commands of ``loco-ext``, one module each, and the code they share.
 
-A module has ``DESCRIPTION``, ``add_options(parser)`` and ``run(arguments)``. It is imported when its command is used:
-what commands need takes seconds to load, and comes with an extra.
+A module has ``DESCRIPTION``, ``add_options(parser)`` and ``run(arguments)``. It is imported only when its command is
+used, because its dependencies take seconds to load and come with an extra.
 """
 
 import argparse
@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that gets its options when it is used, and whose errors are one line, without the usage."""
+    """A parser that adds its options on first use, and prints errors as one line without the usage."""
 
     fill: Callable[["Parser"], None] | None = None
 
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Run the command in ``argv``, None for the process's arguments; a user's error is printed to stderr.
+    """Run the command in ``argv``; None means the process's arguments. Errors made by the user are printed to stderr.
 
     Returns:
         The exit code.
@@ -86,41 +86,41 @@ def _fill(parser: Parser) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """The option --device."""
+    """Add the option --device."""
     parser.add_argument(
         "--device", type=values.device, default="cpu", help="torch device, such as cpu or cuda:1 (default: %(default)s)"
     )
 
 
 def add_out(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
-    """The option --out; required without a default."""
+    """Add the option --out; it is required if there is no default."""
     told = "" if default is None else " (default: %(default)s)"
     parser.add_argument("--out", type=Path, default=default, required=default is None, help=f"folder {what}{told}")
 
 
 def add_data(parser: argparse.ArgumentParser, what: str = "digits need none") -> None:
-    """The option --data."""
+    """Add the option --data."""
     parser.add_argument("--data", type=Path, dest="folder", metavar="DIR", help=f"folder of the data set; {what}")
 
 
 def add_samples(parser: argparse.ArgumentParser) -> None:
-    """The option --samples."""
+    """Add the option --samples."""
     parser.add_argument("--samples", type=values.count, help="train with the first so many samples (default: all)")
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """The option --resume."""
+    """Add the option --resume."""
     parser.add_argument("--resume", action="store_true", help="go on with what is in --out, if there is something")
 
 
 def given(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """Return the options that were given, and are fields of the dataclass ``kind``, by name."""
+    """Return the options that were given and are fields of the dataclass ``kind``, by name."""
     fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
 
 
 def tell(arguments: argparse.Namespace, record: Callable[[], str], show: Callable[[], None]) -> None:
-    """Print a result: ``record()``, JSON, where that was asked for; else let ``show`` print it, unless --quiet."""
+    """Print ``record()``, which is JSON, if requested; otherwise let ``show`` print the result, unless --quiet."""
     if arguments.json:
         print(record())
     elif not arguments.quiet:
@@ -129,7 +129,7 @@ def tell(arguments: argparse.Namespace, record: Callable[[], str], show: Callabl
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Name ``folder`` where what is inside cannot write to it."""
+    """Turn an error in writing inside the ``with`` into one that names ``folder``."""
     try:
         yield
     except OSError as error:
@@ -139,7 +139,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def make_writable(folder: Path) -> None:
-    """Creates ``folder`` where it is missing, and tries it before time is spent on what is to be written there."""
+    """Create ``folder`` if it is missing and check that it is writable before time is spent on its content."""
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

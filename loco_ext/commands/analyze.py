@@ -1,4 +1,4 @@
-"""``loco-ext analyze``."""
+"""The command ``loco-ext analyze``."""
 
 import argparse
 from pathlib import Path

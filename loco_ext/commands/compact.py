@@ -1,4 +1,4 @@
-"""``loco-ext compact``."""
+"""The command ``loco-ext compact``."""
 
 import argparse
 from pathlib import Path

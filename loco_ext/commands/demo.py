@@ -1,4 +1,4 @@
-"""``loco-ext demo``."""
+"""The command ``loco-ext demo``."""
 
 import argparse
 from pathlib import Path

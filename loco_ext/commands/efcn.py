@@ -1,4 +1,4 @@
-"""``loco-ext efcn``."""
+"""The command ``loco-ext efcn``."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""``loco-ext frontier``."""
+"""The command ``loco-ext frontier``."""
 
 import argparse
 
@@ -15,7 +15,7 @@ DESCRIPTION = (
     "from the least that leaves nothing down, if none are given."
 )
 EPILOG = "Epochs, learning rate and optimizer are those of each point; --dense-* those of the training before."
-POINT = {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}  # in place of the preset's
+POINT = {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}  # replaces the preset's values
 TRAINING = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "momentum"}
 TRAINING |= {"weight_decay", "augment", "seed", "width", "penalty", "weighting", "kind"}
 

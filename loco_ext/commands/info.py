@@ -1,4 +1,4 @@
-"""``loco-ext info``."""
+"""The command ``loco-ext info``."""
 
 import argparse
 
@@ -6,7 +6,7 @@ DESCRIPTION = "Shows versions, which libraries are loaded or why not, and the ba
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Add no options; the command has none."""
 
 
 def run(arguments: argparse.Namespace) -> None:

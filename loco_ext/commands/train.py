@@ -1,4 +1,4 @@
-"""``loco-ext train``."""
+"""The command ``loco-ext train``."""
 
 import argparse
 from dataclasses import replace
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _start(setting: Settings, dataset: data.Dataset, path: Path | None) -> tuple[Settings, nn.Module | None]:
-    """The settings and the network of a run that starts from the weights in a file; without one, no network."""
+    """Return the settings and network of a run that starts from the weights in a file; no network without a file."""
     if path is None:
         return setting, None
     setting.check_data(dataset)

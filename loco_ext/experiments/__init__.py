@@ -1,4 +1,4 @@
-"""Training runs on real data, from the data to the figure. Their libraries are those of the extra ``demo``."""
+"""Training runs on real data, from the data to the figures. They need the libraries of the extra ``demo``."""
 
 from loco_ext.extras import need
 

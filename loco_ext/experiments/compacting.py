@@ -1,4 +1,4 @@
-"""A trained run, compacted: the smaller network as a file that loads anywhere, as ONNX, and what became of it.
+"""Compact a trained run: save the smaller network as a portable file and as ONNX, and report what changed.
 
 model.safetensors  the smaller network's tensors
 manifest.json      its graph, see sparsity.save
@@ -28,13 +28,13 @@ from loco_ext.experiments.train import evaluate
 from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing
 
-# Channels, and height and width, of the images of each data set.
+# Channels, and height = width, of the images of each data set.
 IMAGES = {"digits": (1, 8), "cifar10": (3, 32), "cifar100": (3, 32), "fashion-mnist": (1, 32)}
 
 
 @dataclass
 class Compacted:
-    """The smaller network, its report, and test accuracies in [0, 1] before and after, None without data."""
+    """The smaller network, its report, and test accuracies in [0, 1] before and after (None without data)."""
 
     network: nn.Module
     report: sparsity.Report
@@ -42,14 +42,14 @@ class Compacted:
     accuracy_after: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the network, as plain data."""
+        """Return everything but the network, as plain data."""
         accuracies = {"accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after}
         return {**accuracies, **self.report.to_dict()}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network, in eval mode, the names of its kind and of its data, and what its images are."""
+    """A trained network in eval mode, the names of its model and data set, and the shape and classes of its images."""
 
     model: nn.Module
     name: str
@@ -59,10 +59,10 @@ class Trained:
     classes: int
 
     def load_data(self, folder: Path | None) -> Dataset | None:
-        """Its data set; None where its files are needed and no folder is named.
+        """Return its data set, or None where that needs files and ``folder`` is None.
 
         Raises:
-            DataError: files that cannot be read, or images of other classes.
+            DataError: files cannot be read, or the images have other classes.
         """
         if folder is None and self.data != "digits":
             return None
@@ -73,11 +73,11 @@ class Trained:
 
 
 def read_trained(path: Path, name: str | None = None, data: str | None = None) -> Trained:
-    """The network of a run's folder, or the one named ``name``, for the data set ``data``, with a checkpoint's weights.
+    """Load a checkpoint into the network of a run's folder, or into the network ``name`` for the data set ``data``.
 
     Raises:
-        SettingsError: no such run, unknown or missing names, or weights of another network.
-        CheckpointError: a file that holds no weights.
+        SettingsError: there is no such run, a name is unknown or missing, or the weights are of another network.
+        CheckpointError: the file holds no weights.
     """
     settings: Mapping[str, Any] = {}
     images: tuple[int, int, int] | None = None
@@ -114,12 +114,12 @@ def compact(
     dataset: Dataset | None = None,
     device: str = "cpu",
 ) -> Compacted:
-    """Compacts a trained network for batches of its images, channels_last as training has them.
+    """Compact a trained network for batches of its images, in channels_last as in training.
 
     Args:
-        batch_size, device: of the batches that the network is to be fast on.
+        batch_size, device: size and device of the batches to optimise latency for.
         cost, fold_norms: as for :func:`loco_ext.sparsity.compact`.
-        dataset: whose test samples both networks are tried on; None: they are not.
+        dataset: both networks are evaluated on its test samples; with None they are not evaluated.
     """
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch_size, trained.channels, trained.size, trained.size, generator=generator).to(device)
@@ -137,10 +137,10 @@ def compact(
 
 
 def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> None:
-    """Writes the files named above to the folder ``out``.
+    """Write the files named above to the folder ``out``.
 
     Raises:
-        OSError: ``out`` cannot be written to, or another process does.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     record = {"model": trained.name, "data": trained.data, **compacted.to_dict()}
     with owned(out):
@@ -154,7 +154,7 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
 
 
 def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int]]:
-    """The settings of a run, and channels, size and classes of its images."""
+    """Return the settings of a run, and channels, size and classes of its images."""
     try:
         record = json.loads(path.read_text())
         channels, size, classes = (int(record["dataset"][name]) for name in ("channels", "size", "classes"))

@@ -1,4 +1,4 @@
-"""The curves of a training run: losses and accuracies by epoch."""
+"""Plot losses and accuracies of a training run by epoch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from loco_ext.experiments.train import Epoch
 
 
 def save(history: Sequence[Epoch], path: Path) -> None:
-    """Writes a PNG: training and test loss, and training and test accuracy, after each epoch."""
+    """Write a PNG with training and test loss, and training and test accuracy, after each epoch."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     epochs = [epoch.epoch for epoch in history]
     for axes, what in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):

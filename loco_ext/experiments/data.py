@@ -15,7 +15,7 @@ from loco_ext.experiments.files import DataError
 from loco_ext.experiments.image_folder import image_folder
 from loco_ext.experiments.samples import Samples
 
-# Few enough to learn from that the accuracy does not saturate, and enough to test on that it has three digits.
+# Small enough a training set that the accuracy does not saturate; large enough a test set for three digits.
 DIGITS_TRAIN_SIZE = 800
 
 READERS: dict[str, Callable[[Path], tuple[Samples, Samples]]] = {
@@ -24,16 +24,17 @@ READERS: dict[str, Callable[[Path], tuple[Samples, Samples]]] = {
     "fashion-mnist": files.fashion_mnist,
 }
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
-FOLDER = "folder"  # images of the user's own, of any classes
+FOLDER = "folder"  # images supplied by the user, of any classes
 DATA = (*CLASSES, FOLDER)
-IMAGE_SIZE = 32  # that images of a folder are brought to: the networks here are made for it
+IMAGE_SIZE = 32  # images of a folder are resized to this: the networks here are made for it
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples to train and to test on.
+    """Training and test samples of a data set.
 
-    ``augmented``: crops and flips of the images are images of the same class. ``class_names``: of a folder's classes.
+    ``augmented`` tells that crops and flips of the images stay in the same class; ``class_names`` are those of a
+    folder.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Dataset:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What a network trained on it depends on, as plain data; ``digest`` is one of all pixels and labels."""
+        """Return what a trained network depends on, as plain data; ``digest`` covers all pixels and labels."""
         content = hashlib.sha256()
         for part in (*self.train, *self.test):
             content.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
@@ -69,21 +70,21 @@ class Dataset:
         }
 
     def first(self, samples: int) -> "Dataset":
-        """The same with only the first training samples; all of them where there are no more."""
+        """Return the data set with only the first training samples, or all of them where there are fewer."""
         return replace(self, train=Samples(*(part[:samples] for part in self.train)))
 
 
 def load(name: str, folder: Path | None, image_size: int | None = None) -> Dataset:
-    """Reads a data set into memory.
+    """Read a data set into memory.
 
     Args:
         name: "digits", one of "cifar10", "cifar100", "fashion-mnist", see :mod:`loco_ext.experiments.files`, or
             "folder", see :func:`loco_ext.experiments.image_folder.image_folder`.
-        folder: where its files are; digits need none.
-        image_size: of the images of "folder"; None: IMAGE_SIZE.
+        folder: where its files are; "digits" needs none.
+        image_size: height and width to resize the images of "folder" to; None means IMAGE_SIZE.
 
     Raises:
-        DataError: an unknown name, no folder, or a file that is missing, cut short or corrupted.
+        DataError: the name is unknown, there is no folder, or a file is missing, truncated or corrupted.
     """
     if name not in DATA:
         raise DataError(f"data: expected one of {', '.join(DATA)}, got {name!r}")
@@ -98,10 +99,10 @@ def load(name: str, folder: Path | None, image_size: int | None = None) -> Datas
 
 
 def digits() -> tuple[Samples, Samples]:
-    """The handwritten digits that come with scikit-learn: 1797 grey images of 8x8 pixels, in ten classes.
+    """Return the handwritten digits of scikit-learn: 1797 grey images of 8x8 pixels in ten classes.
 
     Returns:
-        ``(train, test)``: 800 and 997 samples. The split is the same in every run, whatever the run's own seed.
+        ``(train, test)``: 800 and 997 samples. The split is the same in every run, whatever the seed.
 
     >>> train, test = digits()
     >>> train.images.shape, test.labels.shape

@@ -1,8 +1,8 @@
 """The demo: one network trained twice on handwritten digits, with ordinary and with locality-promoting weight decay.
 
-Both trainings start from the same weights and see the same batches. The peer is torch.optim.SGD itself; the other is
-this package's SGD with a decay map that is light at the centre of each kernel and heavy at its corners (LOCO-REG,
-section 6), of the same mean.
+Both trainings start from the same weights and see the same batches. The baseline uses torch.optim.SGD itself; the
+other uses this package's SGD with a decay map that is small at the centre of each kernel and large at its corners
+(LOCO-REG, section 6), with the same mean.
 """
 
 import copy
@@ -27,7 +27,7 @@ from loco_ext.output import json_text, replacing
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result: the same settings give the same numbers on the same machine's CPU."""
+    """Settings that determine the result: the same settings give the same numbers on the CPU of one machine."""
 
     seed: int
     device: str
@@ -39,7 +39,7 @@ class Settings:
     locality: tuple[float, float] = (0.5, 2.0)
 
     def training(self, locality: tuple[float, float] | None) -> settings.Settings:
-        """The settings of one of the two trainings."""
+        """Return the settings of one of the two trainings."""
         return settings.from_preset(
             "quick",
             model="small",
@@ -55,7 +55,7 @@ class Settings:
 
 
 class Results(NamedTuple):
-    """Both networks, what the second became when it learned its kernel sizes, and when its weights were not shared."""
+    """Both networks, and the second one after it learned its kernel sizes and after its weights were unshared."""
 
     networks: list[report.Network]
     shrunk: shrinking.Shrunk
@@ -63,14 +63,15 @@ class Results(NamedTuple):
 
 
 def run(settings: Settings, out: Path) -> Results:
-    """Trains both networks, shrinks and lifts the second, then writes demo.json, demo.png, a checkpoint per network and
-    the folder ``smaller`` to ``out``, a folder.
+    """Train both networks, shrink and lift the second, and write the results to the folder ``out``.
 
-    A checkpoint is a plain state dict: ``torch.load(path, weights_only=True)`` reads it; ``sparsity.load`` reads the
-    smaller network. Files that are there already are replaced, each in one move, so that none is ever half written.
+    The results are demo.json, demo.png, a checkpoint per network and the folder ``smaller``.
+
+    A checkpoint is a plain state dict, readable by ``torch.load(path, weights_only=True)``; ``sparsity.load`` reads the
+    smaller network. Existing files are replaced atomically, so that none is ever half written.
 
     Raises:
-        OSError: ``out`` cannot be written to, or another process does.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     with owned(out):
         samples = data.load("digits", None)
@@ -97,7 +98,7 @@ def _write(settings: Settings, trainings: list["Training"], results: Results, ou
 
 
 def to_json(settings: Settings, results: Results) -> str:
-    """The settings, the versions and all that was measured, as one JSON object."""
+    """Return the settings, the versions and all measurements as one JSON object."""
     record = {
         "settings": asdict(settings),
         "versions": versions(),
@@ -109,7 +110,7 @@ def to_json(settings: Settings, results: Results) -> str:
 
 
 class Training(NamedTuple):
-    """One of the two networks, with what trains it."""
+    """One of the two networks, with the optimizer and settings that train it."""
 
     name: str
     model: nn.Module
@@ -148,7 +149,7 @@ def _train(training: Training, samples: data.Dataset, demo: Settings) -> report.
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The same sums whatever the number of cores; and so small a network only waits for further threads."""
+    """Use one thread: sums do not depend on the number of cores, and a network this small gains nothing from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,13 +1,13 @@
-"""The eFCN experiment: a network trained, lifted at several times to one with fewer constraints, and trained on.
+"""The eFCN experiment: train a network, lift it at several times to one with fewer constraints, and train that on.
 
     settings.json       the settings and versions
     cnn/                the network's own run, with its weights at the switch times
-    branches/T-R/       the run from switch time T, relaxed as R says; "cnn" is the network itself, trained on
+    branches/T-R/       the run from switch time T, relaxed as R says; "cnn" continues the network itself
     fcn/                the run of the standard fully connected network
-    efcn.json           all of it: settings, versions, and the figures of every run
-    *.png               like the paper's figures 2 to 8 and 12, drawn from that
+    efcn.json           everything: settings, versions, and the metrics of every run
+    *.png               figures like the paper's 2 to 8 and 12, drawn from efcn.json
 
-Runs go on from their last whole epoch after a kill, to the same numbers.
+A run that was killed resumes from its last complete epoch and reaches the same numbers.
 
 d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolutions" (2019), sections 4.1 to 4.4,
 appendices A to C. The paper has no networks between the convolutional and the fully connected one.
@@ -42,22 +42,22 @@ from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.output import json_text, note, replacing
 
 Record = dict[str, Any]
-TOLERANCE = 1e-2  # of the power iteration's residual
+TOLERANCE = 1e-2  # on the residual of the power iteration
 EVALUATED = ("loss", "accuracy")
 EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
 
 def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
-    """Trains and measures all networks, or goes on with those in ``out``; writes its files there.
+    """Train and measure all networks, or resume those in ``out``; write the files listed above there.
 
     Returns:
-        What ``efcn.json`` holds.
+        The content of ``efcn.json``.
 
     Raises:
-        SettingsError: settings that do not fit the data or the model; another experiment in ``out``, or without
-            ``resume`` any; files in it that cannot be read.
+        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
+            ``resume``, any experiment; files in it cannot be read.
         MemoryError: a lifted network would take more than half of the free memory.
-        OSError: ``out`` cannot be written to, or another process does.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.training.check_data(data)
     settings_path, processes = out / "settings.json", Processes(torch.device(device))
@@ -90,7 +90,7 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
 
 @torch.no_grad()
 def reset_as_padded(layer: LocallyConnectedNd) -> None:
-    """As nn.Linear initialises a layer that has the zero padding among its inputs, which the authors' has."""
+    """Reinitialise like an nn.Linear whose inputs include the zero padding, as in the authors' code."""
     conv = layer.pattern.conv
     assert conv is not None
     padded = math.prod(size + sum(pads) for size, pads in zip(conv.input_size, conv.padding, strict=True))
@@ -100,7 +100,7 @@ def reset_as_padded(layer: LocallyConnectedNd) -> None:
 
 
 class _Experiment:
-    """The networks of one experiment."""
+    """The networks of one experiment, and the measurements on them."""
 
     def __init__(self, settings: EfcnSettings, data: Dataset, out: Path, processes: Processes) -> None:
         self.settings, self.data, self.out, self.processes = settings, data, out, processes
@@ -109,7 +109,7 @@ class _Experiment:
         self.some = Samples(*(part[: settings.landscape_samples] for part in self.train))
 
     def check(self) -> None:
-        """Raises SettingsError or MemoryError where the network cannot be lifted; nothing is written."""
+        """Raise SettingsError or MemoryError where the network cannot be lifted; nothing is written."""
         wanted = (*self.settings.relaxations, *([FCN] if self.settings.fcn_epochs else []))
         for relax in wanted:
             try:
@@ -118,7 +118,7 @@ class _Experiment:
                 raise SettingsError(f"model: expected one that can be lifted: {error}") from error
 
     def cnn(self) -> Record:
-        """The network's own training, which leaves its weights at the switch times."""
+        """Train the network itself and keep its weights at the switch times."""
         setting, folder, model = self.settings.training, self.out / CNN, self.network(0)
 
         def keep(epoch: int) -> dict[str, float | None]:
@@ -130,7 +130,7 @@ class _Experiment:
         return {"parameters": _size(model), "start": self.start(0), "epochs": _epochs(history)}
 
     def network(self, epoch: int) -> nn.Module:
-        """The convolutional network as it was after an epoch of its training."""
+        """Return the convolutional network as it was after an epoch of its training."""
         model = make_model(self.settings.training, self.data)
         if epoch:
             path = _snapshot(self.out / CNN, epoch)
@@ -144,7 +144,7 @@ class _Experiment:
         return model.to(self.processes.device)
 
     def lift(self, arm: "_Arm") -> nn.Module:
-        """The network of a switch time, relaxed; or the fully connected one, initialised as the authors' is."""
+        """Return the network of a switch time, relaxed; or the fully connected one, initialised as the authors do."""
         model = self.network(arm.time or 0)
         if arm.relax == CNN:
             return model
@@ -160,7 +160,7 @@ class _Experiment:
         return lifted
 
     def lifted(self, arm: "_Arm") -> Record:
-        """Everything about one lifted network, or the fully connected one; from its files where they are there."""
+        """Return the record of one lifted network, or of the fully connected one; existing files are reused."""
         folder = self.out / arm.folder
         folder.mkdir(parents=True, exist_ok=True)
         before, after = folder / "before.json", folder / "after.json"
@@ -174,7 +174,7 @@ class _Experiment:
         return _read(before) | _read(after)
 
     def before(self, model: nn.Module, arm: "_Arm") -> Record:
-        # A network computes what the one does that it was lifted from, which is faster.
+        # A lifted network computes the same function as the network it was lifted from, which is faster to evaluate.
         start = self.evaluate(model) if arm.time is None else self.start(arm.time)
         return {
             "switch_time": arm.time,
@@ -185,7 +185,7 @@ class _Experiment:
         }
 
     def train_on(self, model: nn.Module, arm: "_Arm") -> list[Epoch]:
-        """The training of a lifted network, with what is measured after each epoch."""
+        """Train a lifted network, with measurements after each epoch."""
         folder, epochs = self.out / arm.folder, arm.epochs(self.settings)
 
         def after_epoch(epoch: int) -> dict[str, float | None]:
@@ -208,20 +208,20 @@ class _Experiment:
         }
 
     def corners(self, model: nn.Module, arm: "_Arm") -> list[Any]:
-        """Of the weight matrix before and after; of the networks that were lifted last."""
+        """Return corners of the weight matrix before and after; empty unless lifted at the last switch time."""
         if arm.relax == CNN or arm.time != self.settings.switch_times[-1]:
             return []
         return [corner_of(self.lift(arm)), corner_of(model)]
 
     def start(self, time: int) -> dict[str, float]:
-        """What the network is at a switch time."""
+        """Return the losses and accuracies of the network at a switch time."""
         path = self.out / CNN / f"start-{time:03}.json"
         if not path.exists():
             _write_json(path, self.evaluate(self.network(time)))
         return _read(path)
 
     def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
-        """Losses and accuracies on the training samples, all or those given, and on the test samples."""
+        """Return losses and accuracies on the training samples (all, or those given) and on the test samples."""
         sets = {"train": train or self.train, "test": self.test}
         found = {name: evaluate(model, samples, self.normalization, self.processes) for name, samples in sets.items()}
         return {f"{name}_{what}": value for name in sets for what, value in zip(EVALUATED, found[name], strict=True)}
@@ -230,7 +230,7 @@ class _Experiment:
         return {} if arm.relax == CNN else deviation(model)._asdict()
 
     def masked(self, model: nn.Module, arm: "_Arm") -> dict[str, float | None]:
-        """Test accuracies of the local and of the other blocks alone, of networks that have both."""
+        """Return test accuracies of the local and of the off-local blocks alone, for networks that have both."""
         if arm.relax in (CNN, LCN):
             return {}
         accuracies: dict[str, float | None] = {}
@@ -241,7 +241,7 @@ class _Experiment:
         return accuracies
 
     def landscape(self, model: nn.Module, arm: "_Arm") -> dict[str, float]:
-        """The norm of the gradient and the largest eigenvalue of the Hessian."""
+        """Return the norm of the gradient and the largest eigenvalue of the Hessian."""
         batches = _Batches(self.some, self.normalization, self.settings.training.batch_size)
         found = {"gradient_norm": gradient_norm(model, cross_entropy, batches)}
         if self.settings.power_iterations:
@@ -252,7 +252,7 @@ class _Experiment:
         return found
 
     def interpolations(self, model: nn.Module, arm: "_Arm") -> dict[str, list[dict[str, float]]]:
-        """Losses and accuracies along the paths from the trained network, relaxed in the same way."""
+        """Return losses and accuracies along the paths from the trained network, relaxed in the same way."""
         settings = self.settings
         if not settings.interpolation_points:
             return {}
@@ -270,7 +270,7 @@ class _Experiment:
 
 @dataclass(frozen=True)
 class _Arm:
-    """One lifted network; ``time`` is None for the fully connected one."""
+    """One lifted network; ``time`` is its switch time, None for the fully connected one."""
 
     relax: str
     time: int | None = None
@@ -287,13 +287,13 @@ class _Arm:
         return settings.fcn_epochs if self.relax == FCN else settings.branch_epochs
 
     def pictured(self, settings: EfcnSettings) -> list[int]:
-        """The epochs whose filter is kept: as in the paper's figures 5 and 6, and the last."""
+        """Return the epochs whose filter is saved: those of the paper's figures 5 and 6, and the last."""
         last = self.epochs(settings)
         return [] if self.relax == CNN else sorted({0, max(1, round(0.11 * last)), round(0.78 * last), last})
 
 
 class _Batches(Sequence[tuple[Tensor, Tensor]]):
-    """Samples in their order, each batch normalised when it is asked for."""
+    """Samples in their stored order, each batch normalised on access."""
 
     def __init__(self, samples: Samples, normalization: Normalization, batch_size: int) -> None:
         self.images, self.labels = (part.split(batch_size) for part in samples)
@@ -307,7 +307,7 @@ class _Batches(Sequence[tuple[Tensor, Tensor]]):
 
 
 def rows(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells of a table of all networks; the curvature as it is in the end."""
+    """Return headers and cells of a table of all networks, with the curvature after training."""
     headers = ["network", "from", "weights", "test before", "test after", "delta local", "delta share", "top eigen"]
     own: Record = {"relax": CNN, "switch_time": None, "after": {}}
     cells = []
@@ -335,7 +335,7 @@ def _size(model: nn.Module) -> int:
 
 
 def _epochs(history: list[Epoch]) -> list[Record]:
-    """Without the times, which differ from run to run."""
+    """Return the epochs as records without their times, which differ from run to run."""
     return [{name: getattr(epoch, name) for name in EPOCH} | epoch.measures for epoch in history]
 
 

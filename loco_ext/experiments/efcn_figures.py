@@ -1,4 +1,4 @@
-"""Figures of the eFCN experiment, after the paper's figures 2 to 8 and 12, drawn from what ``efcn.json`` holds."""
+"""Figures of the eFCN experiment, after the paper's figures 2 to 8 and 12, drawn from the content of ``efcn.json``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ PANELS = {
     "train_accuracy": "training accuracy",
     "test_accuracy": "test accuracy",
 }
-MOST = 4  # switch times that a figure has a row or column for
+MOST = 4  # maximum number of switch times in a figure with a row or column for each
 
 
 def save(record: Record, out: Path) -> None:
-    """Writes a PNG for each figure that the record has something for."""
+    """Write a PNG for each figure that the record has data for."""
     lifted = [branch for branch in record["branches"] if branch["relax"] != CNN]
     write(dynamics(record), out / "dynamics.png")
     write(landscape(record), out / "landscape.png")
@@ -41,7 +41,7 @@ def save(record: Record, out: Path) -> None:
 
 
 def dynamics(record: Record) -> Figure:
-    """Figure 2: training loss and test accuracy over the epochs, one panel for each relaxation and quantity."""
+    """Draw figure 2: training loss and test accuracy over the epochs, one panel for each relaxation and quantity."""
     names = _relaxations(record)
     figure = Figure(figsize=(10, 3.6 * len(names)), layout="constrained")
     cells = figure.subplots(len(names), 2, squeeze=False)
@@ -63,7 +63,7 @@ def dynamics(record: Record) -> Figure:
 
 
 def landscape(record: Record) -> Figure:
-    """Figure 3: by switch time, final test accuracy, gradient norm and largest eigenvalue before and after."""
+    """Draw figure 3: final test accuracy, gradient norm and largest eigenvalue before and after, by switch time."""
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     accuracy, *others = figure.subplots(1, 3)
     for number, relax in enumerate(_relaxations(record)):
@@ -84,9 +84,9 @@ def landscape(record: Record) -> Figure:
 
 
 def deviations(record: Record) -> Figure:
-    """Figure 4: deviation from the convolutions by switch time, initial loss and final test accuracy.
+    """Draw figure 4: deviation from the convolutions by switch time, initial loss and final test accuracy.
 
-    The upper row is the paper's, off-local weights; the lower one adds what is not shared.
+    The upper row is the paper's: off-local weights. The lower row adds the deviation from weight sharing.
     """
     figure = Figure(figsize=(13, 7), layout="constrained")
     cells = figure.subplots(2, 3)
@@ -115,7 +115,7 @@ def deviations(record: Record) -> Figure:
 
 
 def filters(branches: list[Record]) -> Figure:
-    """Figure 5: a filter of the first layer, one row for each switch time, one column for each epoch of the branch."""
+    """Draw figure 5: a filter of the first layer, one row per switch time, one column per epoch of the branch."""
     epochs = list(branches[0]["filters"])
     figure = Figure(figsize=(2.6 * len(epochs) + 1, 2.6 * len(branches)), layout="constrained")
     figure.suptitle(f"A filter of the first layer, {_title(branches[0]['relax'])}: ln |weight|")
@@ -129,7 +129,7 @@ def filters(branches: list[Record]) -> Figure:
 
 
 def fcn_filters(fcn: Record) -> Figure:
-    """Figure 6: a filter of the standard fully connected network before and after, and what has changed."""
+    """Draw figure 6: a filter of the standard fully connected network before and after training, and the difference."""
     first, last = (np.array(fcn["filters"][epoch]) for epoch in _ends(fcn["filters"]))
     figure = Figure(figsize=(9, 3), layout="constrained")
     figure.suptitle("A filter of the first layer, FCN from scratch: ln |weight|")
@@ -141,7 +141,7 @@ def fcn_filters(fcn: Record) -> Figure:
 
 
 def masked(record: Record) -> Figure:
-    """Figure 7: final test accuracy, and that of the local and of the off-local blocks alone."""
+    """Draw figure 7: final test accuracy, and that of the local and of the off-local blocks alone."""
     names = [relax for relax in _relaxations(record) if "local_accuracy" in _last(record, relax)]
     figure = Figure(figsize=(4.8 * len(names), 3.8), layout="constrained")
     for axes, relax in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
@@ -155,7 +155,7 @@ def masked(record: Record) -> Figure:
 
 
 def corners(branches: list[Record]) -> Figure:
-    """Figure 8: a corner of the first layer's weight matrix as it was lifted, and trained on."""
+    """Draw figure 8: a corner of the first layer's weight matrix as it was lifted, and after training."""
     figure = Figure(figsize=(8, 3.6 * len(branches)), layout="constrained")
     figure.suptitle("First rows and columns of the first layer's matrix: ln |weight|")
     for row, branch in zip(figure.subplots(len(branches), 2, squeeze=False), branches, strict=True):
@@ -166,7 +166,7 @@ def corners(branches: list[Record]) -> Figure:
 
 
 def interpolations(branches: list[Record]) -> Figure:
-    """Figure 12: losses and accuracies between the trained network, alpha = 0, and a lifted one; a row for each."""
+    """Draw figure 12: losses and accuracies between the trained network (alpha = 0) and a lifted one, one per row."""
     figure = Figure(figsize=(14, 2.8 * len(branches)), layout="constrained")
     for row, branch in zip(figure.subplots(len(branches), 4, squeeze=False), branches, strict=True):
         for axes, (name, title) in zip(row, PANELS.items(), strict=True):
@@ -182,7 +182,7 @@ def interpolations(branches: list[Record]) -> Figure:
 
 
 def _relaxations(record: Record) -> list[str]:
-    """The network itself, trained on, comes first."""
+    """Return the relaxations in recorded order; "cnn", the network itself trained on, comes first."""
     return list(dict.fromkeys(branch["relax"] for branch in record["branches"]))
 
 
@@ -196,7 +196,7 @@ def _last(record: Record, relax: str) -> Record:
 
 
 def _widest(branches: list[Record]) -> list[Record]:
-    """Those of the last relaxation; at most MOST, from the first switch time to the last."""
+    """Return at most MOST branches of the last relaxation, from the first switch time to the last."""
     branches = [branch for branch in branches if branch["relax"] == branches[-1]["relax"]]
     if len(branches) <= MOST:
         return branches
@@ -212,7 +212,7 @@ def _getter(when: str, name: str) -> Any:
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
-    """JSON has null for what is not finite."""
+    """Replace None, JSON's null for numbers that are not finite, by NaN."""
     return [np.nan if value is None else value for value in values]
 
 
@@ -237,7 +237,7 @@ def _draw_by_time(
 
 
 def _scale_epochs(axes: Axes) -> None:
-    """Logarithmic from epoch 1 on."""
+    """Make the epoch axis logarithmic from epoch 1 on."""
     axes.set_xscale("symlog", linthresh=1)
     axes.xaxis.set_major_formatter("{x:g}")
 
@@ -250,7 +250,7 @@ def _draw_references(axes: Axes, record: Record) -> None:
 
 
 def _draw_logarithm(axes: Axes, values: Any) -> AxesImage:
-    """Weights that are zero, or missing, stay white."""
+    """Draw log magnitudes of weights; those that are zero or missing stay white."""
     sizes = np.abs(np.array(values, dtype=float))
     axes.set(xticks=[], yticks=[])
     return axes.imshow(np.log(sizes, out=np.full_like(sizes, np.nan), where=sizes > 0), cmap="viridis")

@@ -1,4 +1,4 @@
-"""What a lifted network's first layer looks like, as plain numbers: one filter, and a corner of its weight matrix."""
+"""Pictures of a lifted network's first layer as plain numbers: one filter, and a corner of its weight matrix."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 from loco_ext.nn import LocallyConnected2d
 
-EXACT, ROUGH = 9, 3  # significant digits: of a float32, whose changes are looked at, and of what is only seen
+EXACT, ROUGH = 9, 3  # significant digits: a float32 whose changes matter, and one that is only drawn
 CORNER = 200  # rows and columns of the weight matrix (eFCN, figure 8)
 
 
 def first_layer(model: nn.Module) -> LocallyConnected2d:
-    """The first locally connected layer."""
+    """Return the first locally connected layer."""
     return next(module for module in model.modules() if isinstance(module, LocallyConnected2d))
 
 
 def filter_of(model: nn.Module) -> list[list[float]]:
-    """All weights that an output pixel of the first layer has, in the shape of the image; first channels.
+    """Return all weights of one output pixel of the first layer, in the shape of the image; first channels only.
 
     The pixel is the first whose whole receptive field lies in the image (eFCN, section 4.4: at the top left).
     """
@@ -29,12 +29,12 @@ def filter_of(model: nn.Module) -> list[list[float]]:
 
 
 def corner_of(model: nn.Module) -> list[list[float]]:
-    """The first rows and columns of the first layer's weight matrix; first channels."""
+    """Return the first rows and columns of the first layer's weight matrix; first channels only."""
     return _rounded(_matrix(first_layer(model))[:CORNER, :CORNER], ROUGH)
 
 
 def _matrix(layer: LocallyConnected2d) -> Tensor:
-    """``[n_out, n_in]``, from the first input channel to the first output channel."""
+    """Return the weight matrix from the first input to the first output channel, [n_out, n_in]."""
     pattern = layer.pattern.to("cpu")
     matrix = torch.zeros(pattern.n_out, pattern.n_in)
     matrix[pattern.row_indices, pattern.col_indices] = layer.values.detach()[:, 0, 0, 0].cpu().float()

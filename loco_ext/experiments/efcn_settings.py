@@ -1,4 +1,4 @@
-"""What decides a run of the eFCN experiment."""
+"""Settings that determine a run of the eFCN experiment."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -10,16 +10,16 @@ from loco_ext.analysis.interpolation import STIFFNESS
 from loco_ext.experiments.settings import Settings, SettingsError, from_preset
 from loco_ext.options import Option
 
-CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; or a radius, as text
+CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; otherwise a radius, as text
 SNAPSHOTS = 20
 
 
 @dataclass(frozen=True)
 class EfcnSettings:
-    """One convolutional network and what it is lifted to.
+    """Settings of one convolutional network and of the networks it is lifted to.
 
-    ``training`` is that of the network; lifted ones are trained by the same, but for epochs and learning rate. The
-    network itself, trained on in the same way, comes for free.
+    ``training`` is the training of the network. Lifted networks are trained in the same way, except for epochs and
+    learning rate; so is the network itself, as a baseline.
     """
 
     training: Settings
@@ -101,14 +101,14 @@ class EfcnSettings:
         self.branch(self.branch_epochs)
 
     def branch(self, epochs: int) -> Settings:
-        """The training of a lifted network."""
+        """Return the training settings of a lifted network."""
         return replace(
             self.training, epochs=epochs, learning_rate=self.branch_learning_rate, schedule="steps", milestones=()
         )
 
 
 def switch_times(epochs: int) -> tuple[int, ...]:
-    """The paper's: 0, and epochs at equal distances on a logarithmic scale up to the last.
+    """Return the paper's switch times: 0, and epochs equally spaced on a logarithmic scale up to the last.
 
     >>> switch_times(30)
     (0, 1, 2, 3, 4, 5, 7, 8, 10, 12, 14, 17, 20, 25, 30)
@@ -116,7 +116,7 @@ def switch_times(epochs: int) -> tuple[int, ...]:
     return 0, *np.unique(np.geomspace(1, epochs, SNAPSHOTS).astype(int)).tolist()
 
 
-# eFCN, section 4: plain gradient descent, the samples always in the same order.
+# eFCN, section 4: plain gradient descent, with the samples always in the same order.
 _TRAINING: dict[str, Any] = {
     "model": "vanilla",
     "data": "cifar10",
@@ -132,9 +132,9 @@ _TRAINING: dict[str, Any] = {
 _QUICK = {"switch_times": (0, 3, 10, 30), "relaxations": (LCN,), "branch_epochs": 10, "fcn_epochs": 0}
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper": (_TRAINING, {}),
-    # Appendix B.
+    # eFCN, appendix B.
     "alexnet": (_TRAINING | {"model": "alexnet", "data": "cifar100"}, {}),
-    # What a processor without a GPU does in an hour: weights are no longer shared, locality stays.
+    # Takes about an hour without a GPU: weights are no longer shared, locality stays.
     "quick": (_TRAINING | {"epochs": 30}, _QUICK),
 }
 PRESETS_MEAN = (
@@ -144,12 +144,12 @@ PRESETS_MEAN = (
 
 
 def efcn_preset(preset: str, **overrides: Any) -> EfcnSettings:
-    """A preset's settings, some replaced, those of the training too; None leaves the preset's.
+    """Return a preset's settings with some replaced, those of the training too; None keeps the preset's value.
 
-    Switch times that are not given are those of the preset up to the last epoch, or the paper's for so many epochs.
+    Without given switch times, those of the preset up to the last epoch are used, or the paper's for that many epochs.
 
     Raises:
-        SettingsError: an unknown preset, or settings that cannot be.
+        SettingsError: the preset is unknown, or the settings are invalid.
 
     >>> efcn_preset("quick", epochs=20).switch_times
     (0, 3, 10)

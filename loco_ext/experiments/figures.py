@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from loco_ext.output import replacing
 
 Record = dict[str, Any]
-Series = dict[str, list[Record]]  # points of one method, by label
+Series = dict[str, list[Record]]  # points of one method, by label of their line
 
 
 def save(record: Record, out: Path) -> None:
-    """Writes ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
+    """Write ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
     path = record["paths"][0]
     points = [point for point in path["points"] if point["strength"] > 0]
     if record["settings"]["method"] != "width" and points:
@@ -30,7 +30,7 @@ def save(record: Record, out: Path) -> None:
 
 
 def by_tau(record: Record) -> Series:
-    """A frontier's points; those of several taus apart from each other."""
+    """Return a frontier's points, grouped by tau where there are several."""
     settings, series = record["settings"], Series()
     for path in record["paths"]:
         for point in path["points"]:
@@ -40,12 +40,12 @@ def by_tau(record: Record) -> Series:
 
 
 def error(point: Record) -> float:
-    """A recorded point's test error in percent, after its refit if it had one."""
+    """Return a recorded point's test error in percent, after its refit if it had one."""
     return 100 * (1 - (point["refitted"] or point["metrics"])["accuracy"])
 
 
 def widths(points: list[Record], title: str) -> Figure:
-    """Figure 1: the number of kernels left in each layer as the height of an area, one area for each strength."""
+    """Draw figure 1: the number of kernels left in each layer as the height of an area, one area for each strength."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     envelope = [sum(counts) for counts in points[0]["kernels"].values()]
@@ -56,7 +56,7 @@ def widths(points: list[Record], title: str) -> Figure:
 
 
 def sizes(points: list[Record], title: str) -> Figure:
-    """Figure 3: the number of kernels of one size in each layer, one panel for each size."""
+    """Draw figure 3: the number of kernels of one size in each layer, one panel for each size."""
     count = max(len(counts) for point in points for counts in point["kernels"].values())
     figure = Figure(figsize=(3.4 * count, 3.6), layout="constrained")
     figure.suptitle(title)
@@ -72,10 +72,10 @@ def sizes(points: list[Record], title: str) -> Figure:
 
 
 def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
-    """Figures 4 and 5: test error against multiply-adds, one line for each series, one panel for each title.
+    """Draw figures 4 and 5: test error against multiply-adds, one line for each series, one panel for each title.
 
     Args:
-        dense: multiply-adds of the whole network, or of each panel's.
+        dense: multiply-adds of the dense network, or one number for each panel.
     """
     figure = Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
     for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -84,7 +84,7 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
             axes.plot(*zip(*line, strict=True), marker=".", linewidth=1, label=label)
         whole = dense if isinstance(dense, int) else dense[title]
         axes.axvline(whole, color="grey", linestyle="--", linewidth=1)
-        # Networks with nothing left stand at the left edge: they have no place on a logarithmic axis.
+        # Empty networks, which have no place on a logarithmic axis, are drawn at the left edge.
         axes.set_xscale("symlog", linthresh=max(whole / 1000, 1))
         axes.set_xlim(0, 1.3 * whole)
         axes.set(title=title, xlabel="multiply-adds of one sample", ylabel="test error in percent")
@@ -95,7 +95,7 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
 
 
 def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]], envelope: list[int]) -> None:
-    """Areas around a horizontal line, the largest behind the others; ``figure`` gets the scale of their colours."""
+    """Draw areas around a horizontal line, the largest at the back; ``figure``, if any, gets their colour bar."""
     layers = np.arange(1, len(envelope) + 1)
     norm = LogNorm(min(areas), max(max(areas), min(areas) * 1.01))
     colors = matplotlib.colormaps["viridis"]
@@ -115,6 +115,6 @@ def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]]
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Writes a PNG, in one move."""
+    """Write a PNG atomically."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)

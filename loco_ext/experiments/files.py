@@ -1,7 +1,7 @@
-"""Image data sets in the binary layouts in which their authors publish them.
+"""Image data sets in the binary formats in which their authors publish them.
 
-CIFAR-10 and CIFAR-100: records of label bytes and 3072 pixel bytes, the red, green and blue planes of 32x32 row by row.
-Fashion-MNIST: idx files, a header of big-endian integers in front of the bytes, plain or gzipped.
+CIFAR-10 and CIFAR-100: records of label bytes and 3072 pixel bytes, the red, green and blue planes of 32x32 in
+row-major order. Fashion-MNIST: idx files, a header of big-endian integers followed by the bytes, plain or gzipped.
 """
 
 import gzip
@@ -23,20 +23,20 @@ _IDX_BYTES = 8  # the idx code of unsigned bytes
 
 
 class DataError(UserError, ValueError):
-    """A data file that is missing, cut short or not what its name says; the text names it."""
+    """Raised for a data file that is missing, truncated or not what its name says; the message names the file."""
 
 
 def cifar10(folder: Path) -> tuple[Samples, Samples]:
-    """CIFAR-10: ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, 10,000 records each.
+    """Read CIFAR-10: ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, 10,000 records each.
 
     Args:
         folder: holds the files, or ``cifar-10-batches-bin`` with them, as the archive unpacks.
 
     Returns:
-        ``(train, test)``, uint8 images of 3x32x32, labels 0 to 9.
+        ``(train, test)``: uint8 images, [N, 3, 32, 32], and labels 0 to 9.
 
     Raises:
-        DataError: naming the file.
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "cifar-10-batches-bin", "data_batch_1.bin")
     batches = [_cifar(folder / f"data_batch_{number}.bin", 10_000, 1, 10) for number in range(1, 6)]
@@ -45,33 +45,33 @@ def cifar10(folder: Path) -> tuple[Samples, Samples]:
 
 
 def cifar100(folder: Path) -> tuple[Samples, Samples]:
-    """CIFAR-100 with its 100 fine labels: ``train.bin``, 50,000 records, and ``test.bin``, 10,000.
+    """Read CIFAR-100 with its 100 fine labels: ``train.bin``, 50,000 records, and ``test.bin``, 10,000.
 
     Args:
         folder: holds the files, or ``cifar-100-binary`` with them, as the archive unpacks.
 
     Returns:
-        ``(train, test)``, uint8 images of 3x32x32, labels 0 to 99.
+        ``(train, test)``: uint8 images, [N, 3, 32, 32], and labels 0 to 99.
 
     Raises:
-        DataError: naming the file.
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "cifar-100-binary", "train.bin")
     return _cifar(folder / "train.bin", 50_000, 2, 100), _cifar(folder / "test.bin", 10_000, 2, 100)
 
 
 def fashion_mnist(folder: Path) -> tuple[Samples, Samples]:
-    """Fashion-MNIST, its 28x28 images resized to 32x32 (LOCO-REG, section 7), bilinearly.
+    """Read Fashion-MNIST, its 28x28 images resized bilinearly to 32x32 (LOCO-REG, section 7).
 
     Args:
-        folder: holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two of ``t10k``, each plain or
+        folder: holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two ``t10k`` files, each plain or
             with ``.gz``; or ``FashionMNIST/raw`` with them, as torchvision leaves them.
 
     Returns:
-        ``(train, test)``: 60,000 and 10,000 samples, uint8 images of 1x32x32, labels 0 to 9.
+        ``(train, test)``: 60,000 and 10,000 samples, uint8 images, [N, 1, 32, 32], and labels 0 to 9.
 
     Raises:
-        DataError: naming the file.
+        DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "FashionMNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
     return _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
@@ -88,7 +88,7 @@ def _find_folder(folder: Path, inner: str, *names: str) -> Path:
 
 
 def _read(path: Path, size: int, what: str) -> bytes:
-    """The ``size`` bytes that the file should hold; it is not read any further than shows that it holds more."""
+    """Return the ``size`` bytes that the file should hold; reading stops as soon as the file proves to be longer."""
     try:
         with open_regular(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
             content = file.read(size + 1)
@@ -109,7 +109,7 @@ def _check_labels(path: Path, labels: np.ndarray, classes: int) -> Tensor:
 
 
 def _cifar(path: Path, count: int, label_bytes: int, classes: int) -> Samples:
-    """One file of ``count`` records; the last of the label bytes is the label."""
+    """Read one file of ``count`` records; the last label byte of a record is its label."""
     content = _read(path, count * (label_bytes + _PIXELS), f"{count} records")
     records = np.frombuffer(content, np.uint8).reshape(count, -1)
     images = records[:, label_bytes:].reshape(count, 3, 32, 32).copy()

@@ -1,17 +1,18 @@
-"""The frontier of accuracy against cost: one network trained with many strengths of a penalty, from a dense start.
+"""The frontier of accuracy against cost: one network trained with penalties of many strengths, from a dense start.
 
     settings.json    the settings and versions
     dense-W/         the run that trains the network of width W without a penalty
-    runs/            the run of every point, each in a folder named by its start and its strength
-    path-W/          the records of the path from there, see sparsity.frontier
-    frontier.json    all of it: settings, versions, and per width the path with its points
-    *.png            the draft's figures 1, 3, 4 and 5
+    runs/            the run of every point, each in a folder named by its start weights and its strength
+    path-W/          the records of the path from that network, see sparsity.frontier
+    frontier.json    everything: settings, versions, and per width the path with its points
+    *.png            figures like the draft's 1, 3, 4 and 5
 
-Runs go on from their last whole epoch after a kill, and a path from its last whole point, to the same numbers.
+After a kill, a run resumes from its last complete epoch and a path from its last complete point, to the same numbers.
 
-The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers": sections 3.3 and 4. Its own method
-is "subgradient": the penalty is part of the loss, and what is not above tau is zero afterwards. "prox" is ours. "width"
-is what both have to beat: the base architecture with all its layers made narrower by one factor.
+The draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers": sections 3.3 and 4. Its own
+method is "subgradient": the penalty is part of the loss, and weights not above tau are set to zero afterwards. "prox"
+is this package's method. "width" is the baseline for both: the base architecture with all layers narrowed by one
+factor.
 """
 
 import itertools
@@ -42,19 +43,19 @@ from loco_ext.sparsity.strengths import convolutions
 
 METHODS = ("prox", "subgradient", "width")
 BATCH_NORMS = ("folded", "scaled", "live")
-LOSS_SAMPLES = 1000  # that alpha_max is estimated on
+LOSS_SAMPLES = 1000  # training samples on which alpha_max is estimated
 LATENCY_BATCH = 16
 
 
 @dataclass(frozen=True)
 class FrontierSettings:
-    """One path, or one per width.
+    """Settings of one path, or of one path per width.
 
-    ``training`` is that of each point; its strength and solver are not looked at, its width and penalty only where the
-    method is not "width". By default the penalty is one of the product of weights and the scales of batch norms (the
-    draft, eqs. 30 and 31), which decides what the network does. A penalty not only chooses weights but makes those
-    smaller that it leaves, which the refit makes up for: points before the last are refitted longer by what the path
-    still takes, so that all networks have had as many epochs.
+    ``training`` is the training of each point. Its strength and solver are ignored, and its width and penalty as well
+    for the method "width". By default the penalty is on the product of weights and batch norm scales (the draft, eqs.
+    30 and 31), which determines the function of the network. A penalty not only selects weights but also shrinks those
+    it keeps, which the refit undoes: points before the last are refitted for as many more epochs as the path still
+    takes, so that all networks are trained for the same number of epochs.
     """
 
     training: Settings
@@ -110,7 +111,7 @@ class FrontierSettings:
         if (self.training.penalty is None) != (self.method == "width"):
             expected = "none with the method width" if self.method == "width" else "rings or kernels"
             raise SettingsError(f"penalty: expected {expected}, got {self.training.penalty}")
-        if self.training.penalty == "complexity":  # no strength of it leaves nothing, where a path begins
+        if self.training.penalty == "complexity":  # a path begins where nothing is left; this penalty never gets there
             raise SettingsError("penalty: expected rings or kernels, got complexity")
         for width in self.used_widths:
             self.dense(width)
@@ -120,7 +121,7 @@ class FrontierSettings:
         return self.widths if self.method == "width" else (self.training.width,)
 
     def dense(self, width: float) -> Settings:
-        """The training that a path starts from."""
+        """Return the settings of the training that a path starts from."""
         return replace(
             self.without_penalty(width, self.dense_epochs),
             optimizer=self.dense_optimizer,
@@ -128,13 +129,13 @@ class FrontierSettings:
         )
 
     def without_penalty(self, width: float, epochs: int) -> Settings:
-        """Like that of a point, for a network that has its structure."""
+        """Return a point's training settings without the penalty, for a network that already has its structure."""
         return replace(
             self.training, epochs=epochs, width=width, penalty=None, folded=False, strength=0.0, solver="prox"
         )
 
     def point(self, width: float, strength: float) -> Settings:
-        """The training of one of its points."""
+        """Return the training settings of one point."""
         solver = "subgradient" if self.method == "subgradient" else "prox"
         folded = self.batch_norm == "scaled"
         return replace(self.training, width=width, strength=strength, solver=solver, folded=folded)
@@ -143,15 +144,15 @@ class FrontierSettings:
 def measure(
     settings: FrontierSettings, data: Dataset, out: Path, device: str, *, resume: bool = False
 ) -> dict[str, Any]:
-    """Trains and measures all points, or goes on with those in ``out``; writes its files there.
+    """Train and measure all points, or resume those in ``out``; write the files listed above there.
 
     Returns:
-        What ``frontier.json`` holds.
+        The content of ``frontier.json``.
 
     Raises:
-        SettingsError: settings that do not fit the data or the model; another experiment in ``out``, or without
-            ``resume`` any; files in it that cannot be read.
-        OSError: ``out`` cannot be written to, or another process does.
+        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
+            ``resume``, any experiment; files in it cannot be read.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.training.check_data(data)
     settings_path, processes = out / "settings.json", Processes(torch.device(device))
@@ -181,7 +182,7 @@ def measure(
 
 
 class _Path:
-    """The path of one width."""
+    """The path of one width: its training and its measurements."""
 
     def __init__(
         self, settings: FrontierSettings, width: float, data: Dataset, out: Path, processes: Processes
@@ -219,7 +220,7 @@ class _Path:
             raise SettingsError(str(error)) from error
 
     def fit(self, model: nn.Module, penalty: GroupPenalty) -> None:
-        """The training of a point; the method "width" has none."""
+        """Train a point; for the method "width" there is nothing to train."""
         if self.settings.method != "width":
             self.train(model, self.settings.point(self.width, penalty.strength), f"{penalty.strength:.6e}")
 
@@ -228,13 +229,13 @@ class _Path:
         self.train(model, self.settings.without_penalty(self.width, epochs), f"refit-{epochs}")
 
     def train(self, model: nn.Module, setting: Settings, name: str) -> None:
-        """The start names the folder and makes the seed: trainings that follow each other see other augmentations."""
+        """Train in a folder named after the start weights, which also give the seed, so that augmentations differ."""
         start = digest(model)
         folder, seed = self.out / "runs" / f"{start}-{name}", int(start[:8], 16)
         run.run(replace(setting, seed=seed), self.data, folder, self.processes, resume=True, model=model)
 
     def loss(self, model: nn.Module) -> Tensor:
-        """On the first training samples, without augmentation; batch normalisation as it is in evaluation."""
+        """Return the loss on the first training samples, without augmentation, in evaluation mode."""
         images, labels = (part[:LOSS_SAMPLES].to(self.processes.device) for part in self.data.train)
         return cross_entropy(model.eval()(self.normalization(images)), labels)
 
@@ -244,7 +245,7 @@ class _Path:
 
 
 def fold(model: nn.Module) -> None:
-    """Puts each batch normalisation that follows a convolution into it, in place: the same function in evaluation."""
+    """Fold each batch norm that follows a convolution into it, in place; evaluation computes the same function."""
     model.eval()
     for parent in list(model.modules()):
         children = list(parent.named_children())
@@ -257,11 +258,11 @@ def fold(model: nn.Module) -> None:
 
 @torch.no_grad()
 def kernel_norms(model: nn.Module) -> dict[str, float]:
-    """Means over the kernels that are not zero of ``||k||``, and of ``||k|| |gamma| / sigma``.
+    """Return the means of ``||k||`` and of ``||k|| |gamma| / sigma`` over the kernels ``k`` that are not zero.
 
-    gamma and sigma, running, are those of the batch normalisation behind the convolution, 1 where there is none. A
-    scale of the kernel makes no difference to what is normalised: the second product stays as it is when a penalty only
-    shrinks the weights. NaN where all kernels are zero.
+    gamma is the scale and sigma the running standard deviation of the batch norm behind the convolution; both are 1
+    where there is none. The scale of a kernel does not matter before a normalisation, so the second product is
+    unchanged when a penalty only shrinks the weights. The means are NaN where all kernels are zero.
     """
     norms, effective = [], []
     modules = list(model.modules())
@@ -269,7 +270,7 @@ def kernel_norms(model: nn.Module) -> dict[str, float]:
     for module in convolutions(model).values():
         norm = module.weight.detach().flatten(1).norm(dim=1).double()
         behind, scale = following.get(module), torch.ones_like(norm)
-        # Compaction may have split a convolution: its parts have no normalisation of their own.
+        # Compaction may have split a convolution into parts, which have no normalisation of their own.
         if (
             isinstance(behind, nn.BatchNorm2d)
             and behind.running_var is not None
@@ -282,7 +283,7 @@ def kernel_norms(model: nn.Module) -> dict[str, float]:
 
 
 def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells of a table of all points."""
+    """Return headers and cells of a table of all points."""
     width_only = record["settings"]["method"] == "width"
     headers = ["width" if width_only else "strength", "tau", "test error", "multiply-adds", "of dense", "kernels", "ms"]
     cells = []

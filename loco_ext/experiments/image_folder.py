@@ -1,4 +1,4 @@
-"""Images of the user's own, in folders named by their classes."""
+"""Images supplied by the user, in folders named by their classes."""
 
 from pathlib import Path
 
@@ -12,22 +12,22 @@ from loco_ext.nn.memory import free_memory
 from loco_ext.output import progress_bar
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-TESTS = ("val", "test")  # where the samples to test on are; the first of them that is there
+TESTS = ("val", "test")  # names of the folder of test samples; the first one that exists is used
 
 
 def image_folder(folder: Path, size: int) -> tuple[Samples, Samples, tuple[str, ...]]:
-    """Reads ``train/CLASS/*.png`` and ``val/CLASS/*.png`` or, where there is no ``val``, ``test/CLASS/*.png``.
+    """Read ``train/CLASS/*.png`` and ``val/CLASS/*.png`` or, where there is no ``val``, ``test/CLASS/*.png``.
 
     Args:
-        folder: holds these folders. Files of other suffixes than SUFFIXES, and hidden ones, are left out.
-        size: images are resized so that their shorter side has ``size`` pixels, and cropped around their centre.
+        folder: holds these folders. Hidden files and files whose suffix is not in SUFFIXES are skipped.
+        size: images are resized so that their shorter side has ``size`` pixels, then centre-cropped.
 
     Returns:
-        ``(train, test, classes)``: uint8 images of 3xsizexsize, red, green and blue; labels are places in ``classes``,
-        the sorted names of the folders in ``train``.
+        ``(train, test, classes)``: uint8 RGB images, [N, 3, size, size]; labels are indices into ``classes``, the
+        sorted names of the folders in ``train``.
 
     Raises:
-        DataError: naming the folder or the file.
+        DataError: a folder or file cannot be used; the message names it.
     """
     train = folder / "train"
     test = next((folder / name for name in TESTS if (folder / name).is_dir()), None)
@@ -71,12 +71,12 @@ def _samples(folder: Path, classes: tuple[str, ...], size: int) -> Samples:
 
 
 def _read(path: Path, size: int) -> np.ndarray:
-    """The pixels of one image, uint8 ``(size, size, 3)``, the right way up."""
+    """Return the pixels of one image, uint8 [size, size, 3], with its EXIF orientation applied."""
     try:
         with Image.open(path) as image:
             mode = image.mode
             upright = ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # a damaged file makes Pillow fail in any way
+    except Exception as error:  # a damaged file can make Pillow raise anything
         raise DataError(f"{path}: cannot be read as an image: {error}") from error
     if mode[0] in "IF":
         raise DataError(f"{path}: expected an image of 8 bits a channel, got Pillow's mode {mode!r}")

@@ -1,4 +1,4 @@
-"""A trained network whose convolutions become locally connected layers, and that is trained on as such."""
+"""Lift a trained network: its convolutions become locally connected layers, which are trained on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
 from loco_ext.experiments.train import Epoch, evaluate, train
 
-RADIUS = 1  # pixels more on each side than the convolutions read
-SLOWER = 10.0  # by which the learning rate is divided, as in the eFCN paper
+RADIUS = 1  # pixels on each side beyond the receptive field of the convolutions
+SLOWER = 10.0  # factor by which the learning rate is divided, as in the eFCN paper
 
 
 @dataclass
 class Lifted:
-    """The network, how far it has gone from the convolutions, and test accuracies in [0, 1]: of the network that it was
-    made of, of what was made, and after training on."""
+    """The lifted network, its deviation from the convolutions, and test accuracies in [0, 1].
+
+    The accuracies are those of the original network, of the lifted one, and of the lifted one after training.
+    """
 
     network: modules.Module
     deviation: nn.Deviation
@@ -35,16 +37,16 @@ class Lifted:
     accuracy: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the network, as plain data."""
+        """Return everything but the network, as plain data."""
         plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "network"}
         return {"radius": RADIUS, **plain, "deviation": self.deviation._asdict()}
 
 
 def lift(model: modules.Module, samples: Dataset, settings: Settings, processes: Processes) -> Lifted:
-    """Relaxes a copy of ``model`` and trains it on.
+    """Relax a copy of ``model`` and train it.
 
     Args:
-        settings: of the training; neither its weight decay nor its locality is used.
+        settings: of the training; its weight decay and locality are not used.
     """
     image = torch.zeros(1, samples.channels, samples.size, samples.size, device=processes.device)
     network = nn.to_efcn(model, image, relax=RADIUS)
@@ -66,7 +68,7 @@ def lift(model: modules.Module, samples: Dataset, settings: Settings, processes:
 
 
 def print_table(lifted: Lifted) -> None:
-    """Prints what lifting and training on have changed."""
+    """Print what lifting and training have changed."""
     table = Table(title=f"nn.to_efcn: weights of its own for each position, {RADIUS} pixel more on each side")
     for heading in ("", "weights", "test accuracy"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -1,19 +1,19 @@
-"""Memory that the C library keeps for the next step, instead of giving it back to the system each time."""
+"""Make the C library keep freed memory for the next step instead of returning it to the system each time."""
 
 import ctypes
 import sys
 
-# malloc.h of the GNU C library
+# Constants of malloc.h in the GNU C library.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep what it frees, from now on; False where the C library cannot be asked for that.
+    """Make this process keep memory that it frees from now on; return False where the C library does not support that.
 
-    Activations are freed in every step. By default the C library returns much of them to the system, which clears each
-    page anew when it is touched again: thousands of page faults a step, some percent of a small network's time. The
-    price is that memory below what is still in use is never given back.
+    Activations are freed in every step. By default the C library returns much of that memory to the system, which
+    clears each page again on the next access: thousands of page faults per step, several percent of a small network's
+    time. The cost is that memory below blocks still in use is never returned.
 
     Example:
         >>> keep_freed_memory() in (True, False)

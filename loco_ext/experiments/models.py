@@ -1,6 +1,6 @@
-"""The networks that the experiments train, by name, and their weights.
+"""The networks that the experiments train, by name, and loading of their weights.
 
-Every convolution is followed by batch normalisation and ReLU, but for those of the eFCN paper, which have no
+Every convolution is followed by batch norm and ReLU, except in the networks of the eFCN paper, which have no
 normalisation.
 """
 
@@ -18,14 +18,14 @@ from loco_ext.experiments.own_model import own_model
 
 
 def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequential:
-    """Three 3x3 convolutions of 32, 64 and 64 channels; 57 thousand parameters.
+    """Build three 3x3 convolutions of 32, 64 and 64 channels; 57 thousand parameters.
 
-    The maps are halved before the last convolution, and before the second too where images are 16 pixels wide or more.
+    The maps are halved before the last convolution, and also before the second for images at least 16 pixels wide.
 
     Args:
-        in_channels: channels of the images, float ``(N, in_channels, size, size)``.
-        classes: length of the output, ``(N, classes)`` logits.
-        size: of the images, at least 2.
+        in_channels: channels of the images, float [N, in_channels, size, size].
+        classes: number of logits; the output is [N, classes].
+        size: height and width of the images, at least 2.
 
     >>> import torch
     >>> small_cnn()(torch.zeros(2, 1, 8, 8)).shape
@@ -44,7 +44,7 @@ def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequ
 
 
 def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """The VGG13 of LOCO-REG, Table 3: ten 3x3 convolutions in pairs, a pooling after each pair, one linear layer.
+    """Build the VGG13 of LOCO-REG, Table 3: ten 3x3 convolutions in pairs, a pooling after each pair, one linear layer.
 
     >>> import torch
     >>> vgg13()(torch.zeros(2, 3, 32, 32)).shape
@@ -59,7 +59,7 @@ def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequent
 
 
 def mobilenet(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """The MobileNet of LOCO-REG, Table 3: depthwise 3x3 and pointwise convolutions in turn.
+    """Build the MobileNet of LOCO-REG, Table 3: alternating depthwise 3x3 and pointwise convolutions.
 
     >>> import torch
     >>> mobilenet()(torch.zeros(2, 3, 32, 32)).shape
@@ -76,7 +76,7 @@ def mobilenet(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Seq
 
 
 def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """ResNet-18 for small images: it begins with one 3x3 convolution, without a stride or a pooling.
+    """Build ResNet-18 for small images: it begins with one 3x3 convolution, without a stride or a pooling.
 
     >>> import torch
     >>> resnet18()(torch.zeros(2, 3, 32, 32)).shape
@@ -93,15 +93,15 @@ def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequ
 def cifar_resnet(
     in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
 ) -> nn.Sequential:
-    """A base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
+    """Build a base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
 
-    A 3x3 convolution, then three stages of ``blocks`` blocks of two, of 16, 32 and 64 channels; the last two stages
-    begin with a stride of 2. One linear layer.
+    It has a 3x3 convolution, then three stages of ``blocks`` blocks of two convolutions with 16, 32 and 64 channels,
+    and one linear layer. The last two stages begin with a stride of 2.
 
     Args:
         in_channels, classes, size: as for :func:`small_cnn`.
-        blocks: per stage; the depth that the draft counts is ``6 * blocks + 2``.
-        width: by which the numbers of channels are multiplied.
+        blocks: blocks per stage; the depth that the draft counts is ``6 * blocks + 2``.
+        width: factor on the numbers of channels.
 
     >>> import torch
     >>> cifar_resnet()(torch.zeros(2, 3, 32, 32)).shape
@@ -113,7 +113,7 @@ def cifar_resnet(
 def cifar_plain(
     in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
 ) -> nn.Sequential:
-    """The plain twin of :func:`cifar_resnet`: the same convolutions without the shortcuts around them.
+    """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts.
 
     >>> import torch
     >>> cifar_plain(blocks=1, width=0.5)(torch.zeros(2, 3, 32, 32)).shape
@@ -127,9 +127,9 @@ def cifar_plain(
 
 
 def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
-    """The VanillaCNN of the eFCN paper, section 4: three convolutions of 64 channels, poolings, one linear layer.
+    """Build the VanillaCNN of the eFCN paper, section 4: three convolutions of 64 channels, poolings, one linear layer.
 
-    Kernels of 4x4 with a stride of 2, 5x5 and 3x3, each with ReLU and 3x3 pooling of stride 2 behind it; 143,178
+    The kernels are 4x4 with a stride of 2, 5x5 and 3x3, each followed by ReLU and 3x3 pooling of stride 2; 143,178
     parameters for three channels and ten classes.
 
     >>> import torch
@@ -152,7 +152,9 @@ def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.S
 
 
 def alexnet(in_channels: int = 3, classes: int = 100, size: int = 32) -> nn.Sequential:
-    """The AlexNet of the eFCN paper, appendix B, for small images: five convolutions, three linear layers, dropout.
+    """Build the AlexNet of the eFCN paper, appendix B, for small images.
+
+    It has five convolutions, three linear layers and dropout.
 
     >>> import torch
     >>> alexnet()(torch.zeros(2, 3, 32, 32)).shape
@@ -195,8 +197,8 @@ class BasicBlock(nn.Module):
         self.residual = nn.Sequential(*first, last_norm)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            # A pooling of one pixel passes on what the stride reads: oneDNN's backward of a strided 1x1 convolution of
-            # few channels writes out of bounds (uxlfoundation/oneDNN#6035).
+            # Average pooling of one pixel replaces the stride, because oneDNN's backward of a strided 1x1 convolution
+            # of few channels writes out of bounds (uxlfoundation/oneDNN#6035).
             narrow = stride != 1 and in_channels < 16
             *shortcut, _ = _convolution(in_channels, out_channels, kernel_size=1, stride=1 if narrow else stride)
             self.shortcut = nn.Sequential(*([nn.AvgPool2d(1, stride)] if narrow else []), *shortcut)
@@ -207,9 +209,9 @@ class BasicBlock(nn.Module):
 
 
 class Model(NamedTuple):
-    """How a network is made, from channels, classes and size of the images, and the size that it needs at least.
+    """Builder of a network from channels, classes and size of the images, and the smallest size it accepts.
 
-    ``scalable``: it is made with a ``width`` too, by which its numbers of channels are multiplied.
+    ``scalable``: the builder also takes a ``width``, the factor on its numbers of channels.
     """
 
     make: Callable[..., nn.Module]
@@ -232,20 +234,20 @@ MODELS = {
 
 
 def is_own(name: str) -> bool:
-    """Whether the name is that of a function of the user's, MODULE:FUNCTION."""
+    """Return whether the name has the form MODULE:FUNCTION of a function written by the user."""
     return ":" in name
 
 
 def find_model(name: str) -> Model:
-    """The network of that name, one of MODELS or the user's own."""
+    """Return the network of that name, one of MODELS or the user's own."""
     return Model(partial(own_model, name), 1) if is_own(name) else MODELS[name]
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Gives ``model`` the weights of a file, see :func:`loco_ext.analysis.checkpoint.read_checkpoint`.
+    """Load the weights of a file into ``model``, see :func:`loco_ext.analysis.checkpoint.read_checkpoint`.
 
     Raises:
-        CheckpointError: a file that cannot be read, or whose names or shapes are those of another network.
+        CheckpointError: the file cannot be read, or its names or shapes are those of another network.
     """
     try:
         model.load_state_dict(read_checkpoint(path))
@@ -255,7 +257,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """A name for the weights of ``model``: 12 characters of their SHA-256."""
+    """Return an identifier of the weights of ``model``: 12 characters of their SHA-256."""
     content = hashlib.sha256()
     for value in model.state_dict().values():
         content.update(value.detach().cpu().flatten().view(torch.uint8).numpy().data)
@@ -263,7 +265,7 @@ def digest(model: nn.Module) -> str:
 
 
 def _after_poolings(size: int) -> int:
-    """What a 4x4 kernel with a stride of 2 and padding of 2, and three 3x3 poolings with a stride of 2 leave of it."""
+    """Return the size left by a 4x4 kernel with stride 2 and padding 2, and three 3x3 poolings with stride 2."""
     size = size // 2 + 1
     for _ in range(3):
         size = (size - 3) // 2 + 1
@@ -273,7 +275,7 @@ def _after_poolings(size: int) -> int:
 def _cifar(
     in_channels: int, classes: int, blocks: int, width: float, pair: Callable[[int, int, int], Iterable[nn.Module]]
 ) -> nn.Sequential:
-    """``pair``: modules with two convolutions, of input channels, output channels and the first one's stride."""
+    """Build the network; ``pair`` maps input channels, output channels and first stride to two convolutions."""
     first, *_ = widths = [max(1, round(width * channels)) for channels in (16, 32, 64)]
     layers: list[nn.Module] = [*_convolution(in_channels, first)]
     channels = first
@@ -287,7 +289,7 @@ def _cifar(
 def _convolution(
     in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1, groups: int = 1
 ) -> tuple[nn.Module, ...]:
-    # The normalisation that follows would cancel a bias.
+    # No bias: the normalisation that follows would cancel it.
     convolution = nn.Conv2d(
         in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, groups=groups, bias=False
     )

@@ -1,4 +1,4 @@
-"""A network that a function of the user's makes."""
+"""A network built by a function that the user wrote."""
 
 import importlib
 import inspect
@@ -15,20 +15,20 @@ from loco_ext.errors import UserError
 
 
 class ModelError(UserError, ValueError):
-    """A function that gives no network that fits; the text names it."""
+    """Raised for a function that returns no suitable network; the message names the function."""
 
 
 def own_model(name: str, channels: int, classes: int, size: int) -> nn.Module:
-    """Returns the network that a function makes, once it has given logits for two images.
+    """Return the network built by a function, after checking that it returns logits for two images.
 
     Args:
         name: ``MODULE:FUNCTION``; modules in the working directory are found too. The function is called with
             ``num_classes`` if it takes that.
-        channels, size: of the images, ``(N, channels, size, size)``.
-        classes: of the logits, ``(N, classes)``.
+        channels, size: shape of the images, [N, channels, size, size].
+        classes: number of logits, [N, classes].
 
     Raises:
-        ModelError: no such function, one that fails, or a result that is not such a network.
+        ModelError: there is no such function, it fails, or its result is not such a network.
     """
     make = _find(name)
     parameters = inspect.signature(make).parameters
@@ -60,7 +60,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _try(name: str, call: Callable[[], Any]) -> Any:
-    """What the call returns; whatever the user's code raises becomes a ModelError that tells the line."""
+    """Return the result of the call; convert any exception of the user's code to a ModelError that names the line."""
     try:
         return call()
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""The arithmetic of training steps: float32, or autocast with the scale of the loss that float16 needs."""
+"""Arithmetic of training steps: float32, or autocast with the loss scaling that float16 needs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,14 +10,14 @@ from loco_ext.experiments.settings import SettingsError
 
 
 class Precision:
-    """How the steps of one training are computed.
+    """Precision and loss scaling of the steps of one training.
 
     Args:
-        amp: under autocast: in bfloat16, or in float16 on GPUs that compute bfloat16 by emulation alone.
-        device: of the model.
+        amp: use autocast: bfloat16, or float16 on GPUs that only emulate bfloat16.
+        device: device of the model.
 
     Raises:
-        SettingsError: there is no autocast for such devices.
+        SettingsError: there is no autocast for that device type.
     """
 
     def __init__(self, amp: bool, device: torch.device) -> None:
@@ -30,11 +30,11 @@ class Precision:
         self.scaler = torch.amp.GradScaler(kind, enabled=amp and self.dtype == torch.float16)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A context for the forward pass."""
+        """Return a context manager for the forward pass."""
         return torch.autocast(self.kind, self.dtype) if self.amp else nullcontext()
 
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Backward and the optimizer's step, left out where float16's gradients overflow."""
+        """Run backward and the optimizer step; the step is skipped where float16 gradients overflow."""
         self.scaler.scale(loss).backward()
         self.scaler.step(optimizer)
         self.scaler.update()

@@ -1,4 +1,4 @@
-"""The processes that train together, as torchrun starts them; one process alone is the simplest case."""
+"""The processes that train together, as started by torchrun; a single process is the simplest case."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from loco_ext.experiments.settings import SettingsError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among them, and its device."""
+    """Rank of this process, number of processes, and device of this process."""
 
     device: torch.device
     rank: int = 0
@@ -24,23 +24,23 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes and reports."""
+        """Return whether this process is the one that writes files and reports."""
         return self.rank == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model to call in training, which averages gradients over the processes."""
+        """Return the model to call in training, which averages gradients over the processes."""
         if self.count == 1:
             return model
         return DistributedDataParallel(model, [self.device] if self.device.type == "cuda" else None)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of all processes' tensors, in place."""
+        """Sum a tensor over all processes, in place, and return it."""
         if self.count > 1:
             dist.all_reduce(values)
         return values
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Gives all processes the first one's buffers: running statistics are those of its own samples."""
+        """Broadcast the first process's buffers; each process has running statistics of its own samples alone."""
         if self.count > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
@@ -48,13 +48,13 @@ class Processes:
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """Joins the processes of this run, over NCCL on CUDA devices and Gloo on all others.
+    """Join the processes of this run, over NCCL on CUDA devices and Gloo on all others.
 
     Args:
-        device: "cuda" means the device of this process's local rank, as does any index in several processes.
+        device: "cuda" means the device of this process's local rank, as does any index if there are several processes.
 
     Raises:
-        SettingsError: the environment is not as torchrun leaves it, or has more processes than CUDA devices.
+        SettingsError: the environment is not as torchrun sets it, or there are more processes than CUDA devices.
     """
     if "WORLD_SIZE" not in os.environ or os.environ["WORLD_SIZE"] == "1":
         yield Processes(torch.device(device))
@@ -62,9 +62,9 @@ def joined(device: str) -> Iterator[Processes]:
     own = _join(torch.device(device))
     try:
         yield Processes(own, dist.get_rank(), dist.get_world_size())
-        dist.barrier()  # torchrun takes all processes down with the first that fails: none leaves while another writes
+        dist.barrier()  # torchrun ends all processes when the first fails: none may leave while another writes
     finally:
-        # DDP's reference cycles hold the group, whose threads abort a process that they outlive.
+        # DDP's reference cycles keep the process group alive, and its threads abort a process that exits before them.
         gc.collect()
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What a trained network looks like: the size of its weights by tap, as numbers, a table and a figure."""
+"""Report on trained networks: the magnitude of their weights by tap, as numbers, a table and a figure."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,20 @@ from loco_ext.analysis import LocalityStatistics, locality_statistics
 from loco_ext.analysis.report import statistics_table
 from loco_ext.output import replacing
 
-CLASSES = ("centre", "edge", "corner")  # the distance classes of a 3x3 kernel, nearest first
+CLASSES = ("centre", "edge", "corner")  # distance classes of a 3x3 kernel, nearest first
 
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network's numbers. The mean absolute weights are over all 3x3 convolutions, by tap and by distance."""
+    """Measurements of a trained network. Mean absolute weights are over all its 3x3 convolutions."""
 
     name: str
     optimizer: str
     locality: tuple[float, float]  # gamma and eta; (1, 1) is ordinary weight decay
     accuracy: float  # on the test samples after the last epoch, in [0, 1]
     accuracy_by_epoch: list[float]
-    mean_abs_weight: dict[str, float]  # centre, edge, corner
-    mean_abs_weight_by_tap: list[list[float]]  # 3 rows of 3
+    mean_abs_weight: dict[str, float]  # by class: centre, edge, corner
+    mean_abs_weight_by_tap: list[list[float]]  # [3][3]
     statistics: LocalityStatistics  # LOCO-REG, Table 4
 
 
@@ -40,7 +40,7 @@ def describe(
     locality: tuple[float, float],
     accuracies: list[float],
 ) -> Network:
-    """Gathers the numbers of a network that ``optimizer`` has trained; ``accuracies`` has one entry per epoch."""
+    """Measure a network that ``optimizer`` has trained; ``accuracies`` has one entry per epoch."""
     taps = mean_abs_weights(model)
     index, distances = geometry.distance_classes((3, 3))
     means = [taps[index == number].mean().item() for number in range(len(distances))]
@@ -58,7 +58,7 @@ def describe(
 
 @torch.no_grad()
 def mean_abs_weights(model: nn.Module) -> Tensor:
-    """Mean absolute weight at every tap, over all filters of all 3x3 convolutions: float64, shape (3, 3), on the CPU.
+    """Return the mean absolute weight of every tap over all filters of all 3x3 convolutions, float64 [3, 3] on the CPU.
 
     Raises:
         ValueError: ``model`` has no 3x3 convolution.
@@ -77,7 +77,7 @@ def mean_abs_weights(model: nn.Module) -> Tensor:
 
 
 def print_table(headers: list[str], rows: list[list[str]]) -> None:
-    """Prints cells, the first column to the left."""
+    """Print a table of cells with the first column left-aligned."""
     table = Table()
     for number, header in enumerate(headers):
         table.add_column(header, justify="right" if number else "left")
@@ -87,7 +87,7 @@ def print_table(headers: list[str], rows: list[list[str]]) -> None:
 
 
 def print_tables(networks: list[Network]) -> None:
-    """Prints, per network: test accuracy and mean absolute weight by distance; the statistics of LOCO-REG's Table 4."""
+    """Print test accuracy, mean absolute weight by distance, and LOCO-REG's Table 4 statistics of each network."""
     table = Table(title="Test accuracy and mean |weight| of the 3x3 convolutions")
     table.add_column("decay (gamma, eta)")
     for heading in ("accuracy", *CLASSES, "centre / corner"):
@@ -106,7 +106,7 @@ def print_tables(networks: list[Network]) -> None:
 
 
 def save_figure(networks: list[Network], path: Path) -> None:
-    """Writes a PNG: the mean absolute weight by tap of every network, on one colour scale, and the test accuracies."""
+    """Write a PNG: mean absolute weight by tap of every network, on one colour scale, and the test accuracies."""
     figure = Figure(figsize=(3.2 * len(networks) + 5, 3.6), layout="constrained")
     maps, right = figure.subfigures(1, 2, squeeze=False, width_ratios=[3.2 * len(networks), 5])[0]
     maps.suptitle("Mean |weight| of the 3x3 convolutions, by tap and decay (gamma, eta)")
@@ -134,7 +134,7 @@ def _draw_accuracies(axes: Axes, networks: list[Network]) -> None:
         epochs = range(1, len(network.accuracy_by_epoch) + 1)
         label = f"{network.name}, in the end {network.accuracy:.1%}"
         axes.plot(epochs, network.accuracy_by_epoch, marker=".", label=label)
-    # The first epochs start near chance: left out of view, so that the last ones can be told apart.
+    # The first epochs start near chance; they are out of view so that the last ones can be told apart.
     largest_error = max(1 - network.accuracy for network in networks)
     axes.set(xlabel="epoch", ylim=(max(0.0, 1 - 6 * largest_error - 0.01), 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

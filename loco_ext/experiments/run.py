@@ -1,14 +1,14 @@
 """One training run in a folder: settings, metrics after every epoch, a checkpoint to resume from, the final weights.
 
-    settings.json      the settings, what the run runs on, and versions
-    metrics.jsonl      one line per epoch; what is not finite is null
+    settings.json      the settings, the machine's relevant properties, and versions
+    metrics.jsonl      one line per epoch; numbers that are not finite are null
     checkpoint.pt      weights, optimizer and metrics after the last epoch: torch.load(..., weights_only=True)
-    model.safetensors  the weights, when all epochs are done
+    model.safetensors  the weights after all epochs
     .lock              held by the process that writes, see loco_ext.folders
 
-Every file is replaced in one move. A run killed at any moment goes on from its last whole epoch to the same numbers,
-given the same number of processes and, on a CPU, of threads. On CUDA that holds as far as its algorithms are
-deterministic; those of cuDNN are chosen so.
+Every file is replaced atomically. A run killed at any moment resumes from its last complete epoch to the same numbers,
+given the same number of processes and, on a CPU, of threads. On CUDA this holds as far as the algorithms are
+deterministic; those of cuDNN are chosen to be.
 """
 
 import json
@@ -39,13 +39,13 @@ CHECKPOINT = "checkpoint.pt"
 
 
 class DivergedError(UserError, RuntimeError):
-    """A run whose loss is not finite any more; the text names its folder."""
+    """Raised for a run whose loss is no longer finite; the message names its folder."""
 
     exit_code = 1
 
 
 class Part(Protocol):
-    """What goes into a checkpoint."""
+    """An object whose state is saved in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -65,25 +65,26 @@ def run(
     finite: bool = False,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> list[Epoch]:
-    """Trains as the settings say, or goes on with the run in ``out``; returns the figures of all epochs.
+    """Train as the settings say, or resume the run in ``out``; return the metrics of all epochs.
 
     Args:
-        data: of the name in the settings.
-        out: a folder; it is made, and written to by the first process only.
-        resume: go on from ``out``'s checkpoint, from the beginning where there is none yet.
-        model: trained in place, from its present weights; None: a new one, as the settings say.
-        label: of the progress bar.
-        measure: called after each epoch, counted from 1, before it counts as done; what it returns goes into the
-            epoch's figures. A file that it writes is written once more if the run is killed before that.
-        finite: stop after an epoch whose loss is not finite, and leave the checkpoint of the epoch before.
-        after_epoch: called in the first process with the figures of each epoch, when it is saved.
+        data: the data set named in the settings.
+        out: output folder; it is created and written to by the first process only.
+        resume: resume from the checkpoint in ``out``; without a checkpoint, start from the beginning.
+        model: network to train in place from its present weights; with None, the settings determine a new one.
+        label: label of the progress bar.
+        measure: called with the number of each epoch, from 1, before the epoch is saved; its result is added to the
+            epoch's metrics. If the run is killed before the epoch is saved, it is called for that epoch again and
+            writes its files once more.
+        finite: stop after an epoch whose loss is not finite, and keep the checkpoint of the epoch before.
+        after_epoch: called in the first process with the metrics of each epoch after it is saved.
 
     Raises:
-        DivergedError: a loss that is not finite.
-        SettingsError: settings that do not fit the data or the model; a run in ``out`` already, without ``resume``; a
-            checkpoint that is damaged, of other settings (there may be more epochs) or other data, or has diverged
-            before its last epoch.
-        OSError: ``out`` cannot be written to, or another process does.
+        DivergedError: the loss is not finite.
+        SettingsError: settings do not fit the data or the model; ``out`` has a run already and ``resume`` is false; the
+            checkpoint is damaged, has other settings (more epochs are allowed) or other data, or diverged before its
+            last epoch.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.check_data(data, processes.count)
     keep_freed_memory()
@@ -115,17 +116,17 @@ def run(
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Return the versions of everything that the numbers depend on."""
     return {"loco_ext": __version__, "torch": torch.__version__}
 
 
 def _describe(processes: Processes) -> dict[str, Any]:
-    """What the order of sums, and with it the last bits, depends on."""
+    """Return the facts that the order of summation, and with it the last bits, depends on."""
     return {"count": processes.count, "device": processes.device.type}
 
 
 def recorded_milestones(out: Path) -> tuple[int, ...] | None:
-    """The milestones of the run in ``out``; None where there is none, or none that can be read."""
+    """Return the milestones of the run in ``out``, or None where there is no run or none that can be read."""
     try:
         return tuple(json.loads((out / "settings.json").read_text())["settings"]["milestones"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -141,7 +142,7 @@ def _begin(
     *,
     resume: bool,
 ) -> list[Epoch]:
-    """Returns the epochs that are done, whose states the parts then have, and records the settings."""
+    """Record the settings, restore the states of the parts, and return the completed epochs."""
     path = out / CHECKPOINT
     if path.exists() and not resume:
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
@@ -173,7 +174,7 @@ def _restore(path: Path, settings: Settings, facts: dict[str, Any], parts: dict[
             part.load_state_dict(state[name])
     except SettingsError:
         raise
-    except Exception as error:  # a damaged file makes the unpickler, or what follows it, fail in any way
+    except Exception as error:  # a damaged file can make the unpickler, or the code after it, raise anything
         reason = str(error) if isinstance(error, DamagedFileError) else type(error).__name__
         raise SettingsError(f"{path}: not a checkpoint of such a run ({reason})") from error
     if not history or [epoch.epoch for epoch in history] != list(range(1, len(history) + 1)):

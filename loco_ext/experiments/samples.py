@@ -1,4 +1,4 @@
-"""A data set's images and labels in memory."""
+"""Images and labels of a data set in memory."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Samples(NamedTuple):
-    """Images, ``(N, C, H, W)``, uint8 or float32 scaled to [0, 1], and their labels, int64 ``(N,)``."""
+    """Images [N, C, H, W], uint8 or float32 scaled to [0, 1], and their int64 labels [N]."""
 
     images: Tensor
     labels: Tensor

@@ -1,4 +1,4 @@
-"""What decides a training run: the same settings give the same numbers on the same kind of machine."""
+"""Settings that determine a training run: the same settings give the same numbers on the same kind of machine."""
 
 import math
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ Locality = None | Factors | Mapping[str, Factors]
 
 
 class SettingsError(UserError, ValueError):
-    """A setting that cannot be; the text names it."""
+    """Raised for an invalid setting; the message names it."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. The paper's lambda is half the weight decay."""
+    """Settings of one training run. The paper's lambda is half the weight decay."""
 
     model: Annotated[
         str,
@@ -93,7 +93,7 @@ class Settings:
     amp: Annotated[
         bool, Option("compute under autocast: in bfloat16; on GPUs without it in float16, with a GradScaler", bool)
     ]
-    weights: str | None  # digest of the weights that training starts from; None: they are drawn
+    weights: str | None  # digest of the initial weights; None means that they are drawn at random
 
     def __post_init__(self) -> None:
         if not is_own(self.model):
@@ -145,19 +145,19 @@ class Settings:
         _choice("solver", self.solver, SOLVERS)
 
     def make_penalty(self) -> GroupPenalty | None:
-        """The penalty of each convolution; None also where they differ from layer to layer."""
+        """Return the penalty shared by all convolutions; None also where it differs from layer to layer."""
         if self.penalty == "rings":
             return RingPenalty(self.strength, self.kind, self.weighting)
         return KernelPenalty(self.strength, self.weighting) if self.penalty == "kernels" else None
 
     def learning_rate_of(self, epoch: int) -> float:
-        """The learning rate of an epoch, counted from 0."""
+        """Return the learning rate of an epoch, counted from 0."""
         if self.schedule == "cosine":
             return self.learning_rate * (1 + math.cos(math.pi * epoch / self.epochs)) / 2
         return self.learning_rate * self.factor ** sum(epoch >= milestone for milestone in self.milestones)
 
     def check_data(self, data: Dataset, processes: int = 1) -> None:
-        """Raises SettingsError where the network or the batches do not fit the data."""
+        """Raise SettingsError where the network or the batches do not fit the data."""
         least = find_model(self.model).least_size
         if data.size < least:
             raise SettingsError(
@@ -213,13 +213,12 @@ PRESETS_MEAN = (
 
 
 def from_preset(preset: str, **overrides: Any) -> Settings:
-    """A preset's settings, some replaced; None leaves the preset's.
+    """Return a preset's settings with some replaced; None keeps the preset's value.
 
-    Milestones move along with a new number of epochs; of those that then come at once one is left, and none after the
-    last epoch.
+    Milestones scale with the number of epochs. Those that coincide are merged, and those after the last epoch dropped.
 
     Raises:
-        SettingsError: an unknown preset, or settings that cannot be.
+        SettingsError: the preset is unknown, or the settings are invalid.
 
     >>> from_preset("paper", model="vgg13", data="cifar10", epochs=25).milestones
     (7, 14, 19, 23, 24)
@@ -239,13 +238,13 @@ def from_preset(preset: str, **overrides: Any) -> Settings:
 
 
 def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, path: Path) -> None:
-    """Raises SettingsError where settings differ from those of the run that goes on.
+    """Raise SettingsError where settings differ from those of the run to resume.
 
-    There may be more epochs, and other milestones among those to come.
+    The number of epochs may be larger, and milestones may differ among the epochs to come.
 
     Args:
         recorded: the settings of the run that ``path`` holds.
-        epochs: that are done.
+        epochs: number of completed epochs.
     """
     names = [field.name for field in fields(settings) if field.name not in ("epochs", "milestones")]
     different = [name for name in names if getattr(settings, name) != recorded.get(name)]

@@ -1,4 +1,4 @@
-"""A trained network that learns its kernel sizes and widths: trained on with a penalty, compacted, and tried again."""
+"""Shrink a trained network: train it with a penalty to learn kernel sizes and widths, compact it, and evaluate it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from loco_ext.experiments.settings import Settings
 from loco_ext.experiments.train import Epoch, evaluate, train
 
 STRENGTH, WEIGHTING = 0.015, "normalized"
-BATCH_SIZE = 64  # that the smaller network is to be fast on
+BATCH_SIZE = 64  # batch size for which latency is optimised
 
 
 @dataclass
 class Shrunk:
-    """The smaller network, and test accuracies in [0, 1]: of the network with zeros in it, and of the smaller one."""
+    """The smaller network, and test accuracies in [0, 1] of the network with zeros and of the smaller one."""
 
     network: nn.Module
     report: sparsity.Report
@@ -32,16 +32,16 @@ class Shrunk:
     accuracy_compacted: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the network, as plain data."""
+        """Return everything but the network, as plain data."""
         accuracies = {"accuracy": self.accuracy, "accuracy_compacted": self.accuracy_compacted}
         return {"strength": STRENGTH, "weighting": WEIGHTING, **accuracies, **self.report.to_dict()}
 
 
 def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
-    """Trains a copy of ``model`` on with a ring penalty on its kernels as batch norms scale them, and compacts it.
+    """Train a copy of ``model`` with a ring penalty on its kernels, scaled by the batch norms, and compact it.
 
     Args:
-        settings: of the training; neither its weight decay nor its locality is used.
+        settings: of the training; its weight decay and locality are not used.
     """
     model = copy.deepcopy(model)
     penalties = sparsity.folded_penalties(model, sparsity.RingPenalty(STRENGTH, weighting=WEIGHTING))
@@ -57,7 +57,7 @@ def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Pr
 
 
 def print_table(shrunk: Shrunk) -> None:
-    """Prints kernel sizes, multiply-adds and latency, before and after."""
+    """Print kernel sizes, multiply-adds and latency, before and after."""
     report = shrunk.report
     table = Table(title="Ring penalty, then sparsity.compact: what is left of each layer")
     for heading in ("layer", "kernels", "sizes", "channels read", "multiply-adds of an image"):

@@ -1,4 +1,4 @@
-"""Metrics of a training run for TensorBoard."""
+"""TensorBoard metrics of a training run."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ SCALARS = {
 
 
 class TensorBoard:
-    """Writes the figures of each epoch to event files, from the first call on; what they had of it is replaced.
+    """Writer of the metrics of each epoch to event files.
+
+    Metrics that the files already have from the first written epoch on are replaced.
 
     Raises:
         MissingExtraError: the package is not installed.

@@ -1,4 +1,4 @@
-"""The training loop: cross-entropy over the epochs of a :class:`Loader`, and the accuracy that it reaches."""
+"""The training loop: cross-entropy over the epochs of a :class:`Loader`, and evaluation of loss and accuracy."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +31,15 @@ EVALUATION_BATCH = 500
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch's figures: losses are means over samples, accuracies lie in [0, 1], seconds are those of training.
+    """Metrics of one epoch: losses are means over samples, accuracies are in [0, 1], seconds are training time.
 
-    ``measures``: what else was measured behind it, by name.
+    ``measures`` holds additional measurements after the epoch, by name.
     """
 
-    epoch: int  # from 1
+    epoch: int  # counted from 1
     learning_rate: float
     train_loss: float
-    train_accuracy: float  # of the augmented samples, while the weights change
+    train_accuracy: float  # on the augmented samples, while the weights change
     test_loss: float
     test_accuracy: float
     seconds: float
@@ -48,9 +48,9 @@ class Epoch:
 
 
 def make_model(settings: Settings, data: Dataset) -> nn.Module:
-    """The network, its weights drawn on the CPU from the seed alone and laid out channels_last, which is faster.
+    """Return the network in channels_last, which is faster; its weights are drawn on the CPU from the seed alone.
 
-    The caller's random state is left alone.
+    The caller's random state is unchanged.
     """
     make, _, scalable = find_model(settings.model)
     options = {"width": settings.width} if scalable else {}
@@ -61,10 +61,10 @@ def make_model(settings: Settings, data: Dataset) -> nn.Module:
 
 
 def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = None) -> torch.optim.Optimizer:
-    """Our optimizer over the model's parameters, convolutions decayed by the locality, with the penalty's prox.
+    """Return this package's optimizer for the model, with decay by locality on convolutions and the penalty's prox.
 
     Args:
-        data: whose images have the size that the penalty "complexity" counts; no other setting needs it.
+        data: data set whose image size the penalty "complexity" needs; no other setting needs it.
 
     Raises:
         SettingsError: the locality names a layer that the model lacks, or does not fit a kernel.
@@ -83,7 +83,7 @@ def make_optimizer(settings: Settings, model: nn.Module, data: Dataset | None = 
 
 
 def penalty_term(settings: Settings, model: nn.Module, data: Dataset | None = None) -> Callable[[], Tensor] | None:
-    """What the loss gets added by the solver "subgradient": the penalty's value, summed over all convolutions."""
+    """Return the term that the solver "subgradient" adds to the loss: the penalty summed over all convolutions."""
     penalties = layer_penalties(settings, model, data)
     if penalties is None or settings.solver != "subgradient":
         return None
@@ -92,7 +92,7 @@ def penalty_term(settings: Settings, model: nn.Module, data: Dataset | None = No
 
 
 def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) -> Mapping[str, Penalty] | None:
-    """The penalty of each convolution, by name."""
+    """Return the penalty of each convolution, by name."""
     if settings.penalty == "complexity":
         if data is None:
             raise SettingsError("penalty: expected data with the penalty complexity, which counts pixels")
@@ -118,14 +118,14 @@ def train(
     precision: Precision | None = None,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> None:
-    """Trains ``model`` in place from epoch ``start``, counted from 0, to the last.
+    """Train ``model`` in place from epoch ``start``, counted from 0, to the last.
 
     Args:
         model: maps images to logits; on the processes' device.
-        optimizer: over the parameters of ``model``.
-        label: stands in front of the progress bar, which goes to stderr.
-        precision: of the steps, with the state of a run that goes on; None: a new one, as the settings say.
-        after_epoch: called in every process with the figures of each epoch.
+        optimizer: optimizer of the parameters of ``model``.
+        label: text in front of the progress bar, which goes to stderr.
+        precision: precision of the steps, with its state if the run is resumed; None makes a new one from the settings.
+        after_epoch: called in every process with the metrics of each epoch.
     """
     normalization = Normalization(data.train)
     loader = _loader(data, settings, processes, normalization)
@@ -139,7 +139,8 @@ def train(
         for epoch in range(start, settings.epochs):
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate_of(epoch)
-            # Wrapped anew: after its first step DDP sums in another order, which a resumed run would not start with.
+            # Wrapped anew in each epoch: after its first step DDP sums in another order, which a resumed run would not
+            # have.
             called = processes.wrap(model)
             begin = time.perf_counter()
             with _dropout_from(settings.seed, epoch, processes):
@@ -180,7 +181,7 @@ def _loader(data: Dataset, settings: Settings, processes: Processes, normalizati
 def _agreeing(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, processes: Processes
 ) -> Iterator[None]:
-    """A context in which all processes step with the same running variances where the penalty depends on them."""
+    """Make all processes step with the same running variances inside the ``with`` if the penalty depends on them."""
     if not settings.folded or processes.count == 1:
         yield
         return
@@ -193,7 +194,7 @@ def _agreeing(
 
 @contextmanager
 def _dropout_from(seed: int, epoch: int, processes: Processes) -> Iterator[None]:
-    """What is drawn on the way through the model depends on the epoch and the process alone; then all is as before."""
+    """Seed dropout by epoch and process alone inside the ``with``, and restore the random state on exit."""
     (state,) = np.random.SeedSequence([seed, epoch, processes.rank]).generate_state(1, np.uint64)
     with torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []):
         torch.manual_seed(int(state))
@@ -209,11 +210,11 @@ def train_epoch(
     term: Callable[[], Tensor] | None = None,
     precision: Precision | None = None,
 ) -> Tensor:
-    """One pass over the loader's batches; ``term`` is added to the loss that is minimised, not to the one returned.
+    """Train for one pass over the loader's batches; ``term`` is added to the minimised loss, not to the returned one.
 
     Returns:
-        float64 ``(3,)``, on the device, which nothing waits for: this process's sum of losses, its number of correct
-        answers, and of samples.
+        float64 [3] on the device, without synchronisation: this process's sum of losses, number of correct predictions,
+        and number of samples.
     """
     model.train()
     precision = precision or Precision(False, loader.device)
@@ -238,7 +239,7 @@ def train_epoch(
 def evaluate(
     model: nn.Module, samples: Samples, normalization: Normalization, processes: Processes
 ) -> tuple[float, float]:
-    """Mean loss and share of samples whose largest logit is their label's. Leaves ``model`` in evaluation mode."""
+    """Return the mean loss and the accuracy (top 1). Leaves ``model`` in evaluation mode."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
     images, labels = (part[processes.rank :: processes.count] for part in samples)
