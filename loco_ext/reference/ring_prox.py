@@ -136,18 +136,16 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
     of_metric, d = _scaled(d.masked_fill(stays, 0.0))
     t = t * scale[:, None] * of_metric[:, None]
     alive = factors != 0  # [C_out, rings]; NaN is alive
-    rings = [index == n for n in range(t.shape[1])]
-
-    def damped(x: Tensor, c: Tensor) -> Tensor:
-        return x * torch.where(stays, 1.0, d / (d + c[:, None, index]))
+    # What each ring has of weights, metric and infinite metrics: [C_out, C_in, taps of the ring]
+    rings = [[each[:, :, index == n] for each in (scaled, d, stays)] for n in range(t.shape[1])]
 
     def coefficients(first: Tensor) -> tuple[Tensor, Tensor]:
         """Return c of every ring and beyond the last, given c of the first live ring; -1 once it is negative."""
         c, negative = first, torch.zeros_like(first, dtype=torch.bool)
         squares, found = torch.zeros_like(first), []
-        for n, ring in enumerate(rings):
+        for n, (u_of_ring, d_of_ring, stay) in enumerate(rings):
             found.append(c)
-            x = damped(scaled, c[:, None].expand_as(t))[:, :, ring]
+            x = u_of_ring * _damping(d_of_ring, stay, c[:, None, None])
             squares = torch.where(alive[:, n], squares + x.square().sum((1, 2)), squares)
             step = torch.where(alive[:, n] & (t[:, n] > 0), t[:, n] / squares.sqrt(), 0.0)
             negative |= c < 0
@@ -161,8 +159,13 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
             break
         upper = torch.where(short, upper * 2, upper)
     c = coefficients(_root(lambda first: coefficients(first)[1], upper))[0]
-    x = damped(u, c)
+    x = u * _damping(d, stays, c[:, None, index])
     return torch.where(alive[:, None, index], torch.where(c[:, None, index] == 0, u, x), u * 0.0)
+
+
+def _damping(d: Tensor, stays: Tensor, c: Tensor) -> Tensor:
+    """Return ``d / (d + c)``, and 1 for the weights that stay."""
+    return torch.where(stays, 1.0, d / (d + c))
 
 
 def _prox_l2_factors(u: Tensor, index: Tensor, t: Tensor) -> Tensor:
