@@ -13,6 +13,8 @@ from bench import bench_block_sparse, block_sparse_peers, harness, tables
 from bench.bench_block_sparse import PASSES, expected, make_problem, makers
 from bench.block_sparse_peers import PEERS, Layer, cannot
 
+pytestmark = pytest.mark.slow
+
 LAYERS = {
     "same size": Layer(4, 4, 5, 3),
     "smaller": Layer(3, 4, 8, 4, stride=2, padding=2),

@@ -15,6 +15,8 @@ from bench.bench_optim_step_gpu import Flush
 from bench.block_sparse_peers import Layer
 from loco_ext.ops import backends
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     REFERENCE: Layer(4, 4, 5, 3),
     "smaller": Layer(3, 4, 8, 4, stride=2, padding=2),

@@ -8,6 +8,8 @@ import torch
 from bench import bench_compact, harness, tables
 from loco_ext import sparsity
 
+pytestmark = pytest.mark.slow
+
 TINY = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1)
 
 

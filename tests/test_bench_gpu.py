@@ -15,6 +15,8 @@ from gpu_bench_on_cpu import FACTS, run_on_the_cpu
 from bench import bench_optim_step_gpu, harness, machine, shapes, tables
 from bench.bench_optim_step_gpu import Case
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("network", "tensors", "elements"), [("vit_b", 152, 86_567_656), ("thousand_small", 1000, 64_000)]

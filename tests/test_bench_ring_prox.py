@@ -15,6 +15,8 @@ from bench import bench_ring_prox, bench_ring_prox_gpu, harness, machine, ring_p
 from bench.bench_ring_prox import CASES, RULES
 from loco_ext import sparsity
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (9, 5, 3, 3)
 
 

@@ -191,6 +191,7 @@ PROX_VECTORS = {"double": [2], "float": [*[4] * 5, *[2] * 2]}
 PROX_RESULTS = {"double": 1, "float": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", FUSED)
 def test_steps_with_a_prox_move_16_bytes_at_a_time_and_fuse_only_what_the_rules_do(prox_kernels, rule):
     for kernel, instructions in kernels_named(prox_kernels, f"step_kernels<{rule},").items():

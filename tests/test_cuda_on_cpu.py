@@ -45,7 +45,7 @@ def sanitized(tmp_path_factory):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("build", ["plain", "sanitized"])
+@pytest.mark.parametrize("build", ["plain", pytest.param("sanitized", marks=pytest.mark.slow)])
 def test_right_kernels_pass_in_every_order(build, order, request):
     done = run_program(request.getfixturevalue(build), *CLEAN, order=order, timeout=TIMEOUT)
     assert done.stdout.splitlines() == [f"{name} ok" for name in CLEAN], done.stdout + done.stderr
@@ -83,6 +83,7 @@ def test_what_would_hang_or_be_refused_is_reported(plain, case, message, order):
     assert message in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "finding"),
     [
@@ -99,6 +100,7 @@ def test_sanitizers_find(sanitized, case, finding):
     assert finding in done.stderr
 
 
+@pytest.mark.slow
 def test_a_divergent_barrier_is_reported_under_sanitizers_too(sanitized):
     done = run_program(sanitized, "sum_divergent_barrier", timeout=TIMEOUT)
     assert "divergent synchronisation" in done.stderr

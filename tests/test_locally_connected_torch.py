@@ -182,6 +182,7 @@ def run_rank(rank, file):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_replicas_train_as_one(tmp_path):
     mp.spawn(run_rank, (str(tmp_path / "store"),), WORLD)
 

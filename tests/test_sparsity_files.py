@@ -279,6 +279,7 @@ def test_files_of_two_saves_do_not_load_together(tmp_path):
         sparsity.load(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_one_network_or_none_that_loads(tmp_path):
     old, new = network("plain"), network("residual")
     sparsity.save(new, tmp_path / "new")
