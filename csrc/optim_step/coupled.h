@@ -11,8 +11,9 @@
 
 namespace loco::optim_step {
 
-// Filters of one parameter that are shrunk together, with buffers from call.layer_memory: weights and metrics are
-// [filters, numel], sums [filters, sum_count], shares [filters], all contiguous. T: the compute dtype.
+// Filters of one parameter that are shrunk together. weights and metrics are [filters, numel], sums [filters,
+// sum_count], shares [filters], all contiguous and in call.layer_memory; weights are used in place if they can be. T:
+// the compute dtype.
 template <class Rule, typename T>
 class Layer {
  public:
