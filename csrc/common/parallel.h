@@ -5,8 +5,7 @@
 
 namespace loco {
 
-// A function that runs body(begin, end, context) over pieces of [begin, end), in parallel if the range is longer than
-// grain.
+// Runs body(begin, end, context) over pieces of [begin, end), in parallel if the range is longer than grain.
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                              void* context);
 

@@ -56,8 +56,8 @@ inline bool make_nest(const int8_t* order, int count, const int64_t* sizes, cons
   return true;
 }
 
-// Calls visit(position, offset, stride, count) for each evenly spaced run among the elements begin .. begin + count
-// - 1. The run has `count` elements, the first of which is element begin + position and lies at `offset`.
+// Calls visit(position, offset, stride, count) for each evenly spaced run among the `count` elements from `begin` on.
+// The run has its own `count` elements, the first of which is element begin + position and lies at `offset`.
 template <typename Visit>
 inline void for_runs(const Nest& nest, int64_t begin, int64_t count, const Visit& visit) {
   int64_t index[kMaxAxes];

@@ -7,13 +7,13 @@
 
 namespace loco::optim_step {
 
-// Arguments of an operator other than its lists of tensors.
+// Arguments of an operator other than its gradients and what Lists holds.
 struct Arguments {
   Options options;
   Tensor hyper;   // [groups, columns]
   Tensors lrs;    // one-element tensors on the parameters' device
   Ints lr_index;  // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
-  Ints first;     // SGD: [params], 1 where the momentum buffer is written without being read; empty: nowhere
+  Ints first;     // SGD: one per momentum buffer, 1: it is written without being read; empty: all are read
   std::optional<Tensor> grad_scale, found_inf;
   std::optional<int64_t> seed;
   int64_t rounding_step;

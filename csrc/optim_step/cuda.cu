@@ -3,13 +3,13 @@
 //
 // p: the launch's parameters; gpu_task.h gives the shapes of its arrays, which are contiguous and in global memory.
 // Entry::w, Entry::state[k] and p.grads[entry] are [numel]. Elements are numbered in the parameter's memory order, and
-// element i lies at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is one
-// element.
+// element i lies at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is a
+// single element.
 //
 // One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat and
 // reach a 16-byte boundary at the same element, a thread processes 16 bytes of each at a time. Elements before the
-// first boundary, after the last whole vector, and in all other entries are processed one per thread. `prepare` runs
-// before these launches with one thread per entry.
+// first boundary, after the last whole vector, and in all other entries are processed one at a time. For a rule that
+// counts steps, `prepare` runs before these launches with one thread per entry.
 #include "common/launch.h"
 #include "optim_step/cuda.h"
 #include "optim_step/cuda_prox.h"

@@ -8,11 +8,10 @@
 // weights [numel], metrics [numel] if the rule has any, squares [rings + 1]. w, g and states lie as in cuda.cu.
 //
 // 1. One block per filter updates its weights as in cuda_prox.cu, and leaves them in global memory.
-// 2. The shared factor is searched for in rounds. One block per filter computes the filter's contribution to the
-// layer's
-//    sum for the factor being tried; then one block per layer adds up the contributions and chooses the next factor.
-//    The host does not synchronize to see whether a factor has been found: it always launches kRounds rounds, and those
-//    after the last one needed return immediately.
+// 2. The shared factor is searched for in rounds. One block per filter computes the filter's contribution to the sum of
+//    its layer for the factor being tried; then one block per layer adds up the contributions and chooses the next
+//    factor. The host does not synchronize to see whether a factor has been found: it always launches kRounds rounds,
+//    and those after the last one needed return immediately.
 // 3. One block per filter shrinks its weights and writes them, rounded once.
 #include <limits>
 

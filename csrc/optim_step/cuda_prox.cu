@@ -2,14 +2,14 @@
 // ring_prox/math.h for each filter.
 //
 // p and q: the launch's parameters; gpu_task.h and gpu_prox.h give the shapes of their arrays, which are contiguous and
-// in global memory. w, g and states lie as in cuda.cu; filter k of an entry has elements k * numel .. (k + 1) * numel -
-// 1 of the parameter's memory order. In shared memory or in a slot a filter takes weights [numel] and, if the rule has
-// a metric, metrics [numel], both in ring order (ring_prox/gpu_table.h).
+// in global memory. w, g and states lie as in cuda.cu; a filter is numel consecutive elements in the parameter's memory
+// order, from k * numel on for filter k. In shared memory or in a slot it takes weights [numel] and, if the rule has a
+// metric, metrics [numel], both in ring order (ring_prox/gpu_table.h).
 //
 // One block steps one filter; blocks with slots take one filter after another.
 // 1. It updates the weights as cuda.cu does, but keeps them in shared memory, in the compute dtype and in ring order,
-// with
-//    their metrics if the rule has one. A filter that is too large for shared memory goes to a slot in global memory.
+// and
+//    with them their metrics if the rule has any. A filter that is too large for that goes to a slot in global memory.
 // 2. It solves for the scalars of the prox (ring_prox/gpu_solve.h).
 // 3. It writes every weight, rounded once, in memory order.
 // Filters of all entries for which the same number of threads is suitable share a launch. Filters that are shrunk

@@ -88,8 +88,8 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   return {is_double, on_chip, coupled, ring_prox::threads_for(shape), 0, 1, t.kernels, bytes};
 }
 
-// Collects the table's sections, then writes them one after another. Maps and proxes that several
-// tensors share are stored once.
+// Collects the table's sections, then writes them one after another. Maps and proxes that several tensors share
+// are stored once.
 class Builder {
  public:
   explicit Builder(GpuTable& table) : table_(table), s_(table.sections) { s_.clear(); }

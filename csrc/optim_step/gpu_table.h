@@ -1,5 +1,4 @@
-// The table from which the CUDA kernels of a step read about its tensors: one contiguous buffer that is copied to the
-// GPU.
+// The table that describes a step's tensors to its CUDA kernels: one contiguous buffer that is copied to the GPU.
 #pragma once
 
 #include <cstdint>

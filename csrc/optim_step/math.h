@@ -57,8 +57,8 @@ LOCO_HD T decayed_gradient(Decay decay, T w, T g, T c) {
   return g;
 }
 
-// Updates w and the momentum buffer, which is neither read nor written without momentum, and not read in the first
-// step.
+// Updates w and the momentum buffer. Without momentum the buffer is neither read nor written; the first step does not
+// read it.
 template <typename T>
 LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) {
   T d = decayed_gradient(f.decay, w, g, c);
@@ -70,8 +70,7 @@ LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) 
   w = std::fma(-s.lr, d, w);
 }
 
-// Updates w, m and v, and with amsgrad v_max, which is neither read nor written otherwise. Returns the denominator of
-// m.
+// Updates w, m, v and v_max; v_max is neither read nor written without amsgrad. Returns the denominator of m.
 template <typename T>
 LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
   if (f.decay == Decay::decoupled) w = w * c;

@@ -19,8 +19,7 @@ using ring_prox::kShortSum;
 using ring_prox::Moments;
 using ring_prox::Run;
 
-// How many elements ahead weights are prefetched. The hardware prefetcher is too late where each weight takes much
-// work.
+// How many elements ahead weights are prefetched: the hardware prefetcher is too late where weights take much work.
 constexpr int64_t kAhead = 768;
 
 LOCO_HD void fetch(const float* line) { __builtin_prefetch(line); }
