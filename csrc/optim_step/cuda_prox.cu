@@ -8,8 +8,8 @@
 //
 // One block steps one filter; blocks with slots take one filter after another.
 // 1. It updates the weights as cuda.cu does, but keeps them in shared memory, in the compute dtype and in ring order,
-// and
-//    with them their metrics if the rule has any. A filter that is too large for that goes to a slot in global memory.
+//    and with them their metrics if the rule has any. A filter that is too large for that goes to a slot in global
+//    memory.
 // 2. It solves for the scalars of the prox (ring_prox/gpu_solve.h).
 // 3. It writes every weight, rounded once, in memory order.
 // Filters of all entries for which the same number of threads is suitable share a launch. Filters that are shrunk
