@@ -1,3 +1,4 @@
+// Registers the CUDA implementations of the operators with torch.
 #include "optim_step/bind_cuda.h"
 #include "ring_prox/bind_cuda.h"
 

@@ -1,6 +1,6 @@
-// The pybind11 module _C: host functions without torch.
+// Defines the pybind11 module _C: host functions that do not use torch.
 
-// torch 2.11's copy of pybind11 refuses to be included where the stable ABI is asked for. This file uses none of it.
+// torch 2.11's copy of pybind11 refuses to compile when the stable ABI is requested. This file does not use that ABI.
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
@@ -14,7 +14,8 @@
 
 namespace {
 
-// <family>_levels and use_<family>_level.
+// Defines <family>_levels(), which lists the instruction-set levels of a family's kernels, and
+// use_<family>_level(name), which selects one of them.
 void define_levels(pybind11::module_& module, const std::string& family, const char* const* (*levels)(),
                    bool (*use)(const char*)) {
   module.def((family + "_levels").c_str(), [levels] {

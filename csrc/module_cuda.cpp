@@ -1,6 +1,6 @@
-// The pybind11 module _C_cuda: importing it registers the operators for CUDA tensors.
+// Defines the pybind11 module _C_cuda. Importing it registers the operators for CUDA tensors.
 
-// torch 2.11's copy of pybind11 refuses to be included where the stable ABI is asked for. This file uses none of it.
+// torch 2.11's copy of pybind11 refuses to compile when the stable ABI is requested. This file does not use that ABI.
 #undef TORCH_TARGET_VERSION
 #include <cuda.h>
 #include <pybind11/pybind11.h>

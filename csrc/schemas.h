@@ -1,26 +1,27 @@
-// The schemas of all operators.
+// Schemas of all operators.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
 namespace loco {
 
-// Shared by the optim_step operators: `group_index` names each parameter's row of `hyper`, `map_index` its entry of
-// `maps` (-1: uniform decay), `lr_index` each row's entry of `lrs` (-1, or no entries at all: the row has its learning
-// rate). `grads` are written only where `grad_scale` is given; `seed` rounds stochastically.
+// The optim_step operators share these arguments: `group_index` holds each parameter's row of `hyper`, `map_index` its
+// index into `maps` (-1: uniform decay), and `lr_index` each row's index into `lrs` (-1, or an empty list: the learning
+// rate is the one in the row). `grads` are written only if `grad_scale` is given. `seed` turns on stochastic rounding.
 //
-// The number that ring_penalty_hold returns stands for a penalty until release of the library that made it.
-// `penalties` has one for each parameter (0: none), or no entries at all; `like` is any tensor on the device of these
-// parameters.
+// ring_penalty_hold returns a handle to a penalty. It stays valid until it is passed to `release` of the library that
+// created it. `penalties` has one handle per parameter (0: no penalty), or is empty. `like` is any tensor on the device
+// of these parameters.
 //
-// The ring operators take the ring of every tap, counted from 0, in the order of a contiguous kernel.
+// `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
-// Activations of the block-sparse operators are [batch, pixels, channels], the channels of a pixel side by side, and
-// values [blocks, groups, channels of a group in, channels of a group out]. The input gradient takes the pattern by
-// input pixel: its entries' output pixels and blocks. by_pixel copies activations of any strides to where they are so.
+// The block-sparse operators take activations of shape [batch, pixels, channels] with the channels of a pixel
+// contiguous, and values of shape [blocks, groups, input channels of a group, output channels of a group]. The input
+// gradient takes the pattern by input pixel: `rows` and `blocks` hold the output pixel and the block of each entry.
+// block_sparse_by_pixel copies activations of any strides into this layout.
 //
-// Parts of mixed_conv2d have kernels of one size each, and four pads: above, below, left, right. Channel i of the
-// result is that of kernel order[i], counted over all parts.
+// Each part of mixed_conv2d has filters of one size and four entries of `pads`: above, below, left, right. Channel i of
+// the result is computed by filter order[i], counted over all parts.
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def(
       "optim_step_sgd("

@@ -1,4 +1,10 @@
-// A kernel's arguments are copied when it is launched, so that host memory may change at once. One block writes them.
+// Copies host bytes to global memory as kernel arguments: to[i] = from[i].
+//
+// from: [count] bytes on the host, contiguous. to: [count] bytes in global memory, contiguous, aligned to 16 bytes.
+// CUDA copies a kernel's arguments when it is launched, so host memory may change as soon as the launch returns.
+//
+// The bytes are divided into payloads of at most kSmallPayload or kLargePayload bytes, one launch each. One block
+// writes a payload; its threads take 16 bytes each in turn.
 #include <algorithm>
 
 #include "common/cuda_upload.h"

@@ -1,15 +1,16 @@
-// Bringing small tables to an NVIDIA GPU, and asking it whether all went well. Nothing here waits for it.
+// Uploads small tables to an NVIDIA GPU and reports launch errors. No function here synchronizes with the GPU.
 #pragma once
 
 #include <cstdint>
 
 namespace loco {
 
-// Copies host bytes to the GPU as arguments of kernels: at once, without pinned memory, and into a graph if one is
-// being captured. count is a multiple of 16, to is aligned to 16 bytes.
+// Copies host bytes to the GPU as kernel arguments. `from` may be changed or freed on return, need not be pinned, and
+// becomes part of the CUDA graph if one is being captured. from, to: [count] bytes, contiguous; count is a multiple of
+// 16, and `to` is aligned to 16 bytes.
 void upload(const unsigned char* from, unsigned char* to, int64_t count, void* stream);
 
-// The error of the launches so far, or null.
+// Returns the text of the last launch error and clears it, or null if there is none.
 const char* launch_error();
 
 }  // namespace loco

@@ -1,5 +1,5 @@
-// The four element types and exact conversions between them and the types that arithmetic is done in (float, double).
-// bfloat16 and float16 are held as their bits. Every function rounds to nearest even and keeps NaN and infinity.
+// The four element types, and exact conversions between them and the compute dtypes (float, double). bfloat16 and
+// float16 values are held as bit patterns. Every function rounds to nearest even and preserves NaN and infinity.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ LOCO_HD uint16_t float_to_bf16(float value) {
 LOCO_HD float f16_to_float(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
-  // Exponents are re-biased by 127 - 15 = 112; infinity and NaN need the same once more.
+  // Exponents are re-biased by 127 - 15 = 112. Infinity and NaN need that offset twice.
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t special = normal + (112u << 23);
   const uint32_t subnormal = to_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
@@ -52,7 +52,7 @@ LOCO_HD uint16_t float_to_f16(float value) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-  // Below 2^-14 the spacing of float16 is that of floats just above 0.5, so the addition does the rounding.
+  // Below 2^-14, float16 values are spaced like floats just above 0.5, so the addition does the rounding.
   const uint32_t subnormal = to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f);
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;

@@ -1,4 +1,4 @@
-// Reading and writing elements of any type in a kernel.
+// Loads and stores elements of any dtype in device code.
 #pragma once
 
 #include <vector_types.h>
@@ -37,7 +37,7 @@ LOCO_DEVICE Stored<dtype> narrowed(T value) {
   }
 }
 
-// Tells the compiler what it cannot know of pointers read from a table: that they are of the GPU's global memory.
+// Tells the compiler that a pointer refers to global memory, which it cannot know of pointers read from a table.
 template <typename P>
 LOCO_DEVICE P* in_global(P* pointer) {
 #if defined(__CUDA_ARCH__)
@@ -46,7 +46,7 @@ LOCO_DEVICE P* in_global(P* pointer) {
   return pointer;
 }
 
-// N consecutive elements from memory at a 16-byte boundary.
+// Loads N consecutive elements, the first of which lies at a 16-byte boundary, and converts them to T.
 template <DType dtype, int N, typename T>
 LOCO_DEVICE void load_vector(const void* memory, int64_t i, T (&out)[N]) {
   using S = Stored<dtype>;
@@ -62,7 +62,7 @@ LOCO_DEVICE void load_vector(const void* memory, int64_t i, T (&out)[N]) {
   for (int k = 0; k < N; ++k) out[k] = widened<dtype, T>(u.values[k]);
 }
 
-// The same way back, of elements as they are stored.
+// Stores N consecutive elements, already in their stored type, at a 16-byte boundary.
 template <typename S, int N>
 LOCO_DEVICE void store_vector(void* memory, int64_t i, const S (&values)[N]) {
   constexpr int kWords = N * sizeof(S) / sizeof(uint4);

@@ -1,4 +1,4 @@
-// Where a tensor's elements lie, and bringing them into contiguous memory and back.
+// Describes where a tensor's elements lie, and copies them to contiguous memory and back.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 
 namespace loco {
 
+// Element i lies at data + offset(i), in elements, where offset is the nest's, or i if the operand is flat.
 struct Operand {
   void* data;  // null: absent
   DType dtype;
@@ -20,6 +21,7 @@ struct Operand {
 template <typename T>
 constexpr DType dtype_of = std::is_same_v<T, double> ? DType::f64 : DType::f32;
 
+// Returns whether the operand can be used where it lies: it is flat and of type T.
 template <typename T>
 inline bool in_place(const Operand& operand) {
   return operand.dtype == dtype_of<T> && operand.flat();
@@ -29,6 +31,8 @@ inline char* element(const Operand& operand, int64_t offset) {
   return static_cast<char*>(operand.data) + offset * element_size(operand.dtype);
 }
 
+// Copies elements begin .. begin + count - 1 of the operand to `block`, or from it if to_memory. block: [count],
+// contiguous.
 template <typename Bits, bool to_memory>
 void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block) {
   Bits* memory = static_cast<Bits*>(operand.data);
@@ -43,6 +47,7 @@ void copy_runs(const Operand& operand, int64_t begin, int64_t count, Bits* block
   });
 }
 
+// The same for any dtype, whose bits are copied without conversion.
 template <bool to_memory>
 void copy_block(const Operand& operand, int64_t begin, int64_t count, void* block) {
   switch (element_size(operand.dtype)) {

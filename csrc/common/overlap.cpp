@@ -1,5 +1,5 @@
-// Intervals of memory are sorted and swept. Only tensors with gaps (views such as x[:, ::2]) whose intervals meet are
-// compared element by element; parameters nearly always are dense, so the sweep decides alone.
+// The regions' memory intervals are sorted and swept. Elements are compared one by one only for tensors with gaps
+// (views such as x[:, ::2]) whose intervals intersect. Parameters are nearly always dense, so the sweep alone decides.
 #include "common/overlap.h"
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace loco {
 namespace {
 
-// Marks the region's elements in a bitmap of element-sized cells from base on; false if a cell was marked already.
+// Marks the region's bytes in `cells`, which has one cell per byte from `base` on. Returns false if a cell was marked
+// already.
 bool mark(const Region& region, const char* base, std::vector<bool>& cells) {
   int64_t count = 1;
   int8_t order[kMaxDims];
@@ -35,6 +36,7 @@ bool mark(const Region& region, const char* base, std::vector<bool>& cells) {
   return true;
 }
 
+// Returns whether two measured regions whose intervals intersect share memory.
 bool touch(const Region& a, const Region& b) {
   if (a.dense && b.dense) return true;
   const char* base = std::min(a.data, b.data);
@@ -43,7 +45,7 @@ bool touch(const Region& a, const Region& b) {
   return !(mark(a, base, cells) && mark(b, base, cells));
 }
 
-// The number of elements of a region in row-major order without gaps, -1 for any other.
+// Returns the number of elements of a region in row-major order without gaps, or -1 for any other region.
 int64_t contiguous_elements(const Region& region) {
   int64_t expected = 1;
   for (int64_t d = region.ndim - 1; d >= 0; --d) {

@@ -1,4 +1,4 @@
-// Finds memory that would be written while something else of the same call uses it.
+// Finds memory that a call would write while another of its tensors uses it.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace loco {
 
-// One tensor's memory. Sizes and strides (in elements) stay owned by the caller.
+// One tensor's memory. Sizes and strides (in elements, [ndim]) stay owned by the caller.
 struct Region {
   const char* data;
   int64_t ndim;
@@ -14,9 +14,9 @@ struct Region {
   const int64_t* strides;
   int64_t element_size;
   bool written;
-  // Filled by measure():
-  int64_t bytes = 0;   // from the first to one past the last byte
-  bool dense = false;  // every byte of that range is used, once
+  // measure() fills these:
+  int64_t bytes = 0;   // from the first byte to one past the last
+  bool dense = false;  // every byte of that range is used exactly once
 };
 
 // Sets bytes and dense; returns false if two elements of the region share memory.
@@ -26,7 +26,8 @@ struct Conflict {
   int64_t first = -1, second = -1;  // indices into regions; -1: none
 };
 
-// The first two regions that share memory, at least one of them written. All must have been measured.
+// Returns the first two regions that share memory and of which at least one is written. All regions must have been
+// measured.
 Conflict find_conflict(const std::vector<Region>& regions);
 
 }  // namespace loco

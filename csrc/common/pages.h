@@ -1,4 +1,4 @@
-// Memory that is about to be written for the first time.
+// Prepares memory that is about to be written for the first time.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace loco {
 
-// Asks for huge pages, where a range has room for several: the system hands them out, zeroed, with a few faults
-// instead of one for every 4 KiB. The system uses a huge page only where it lies within what was asked for, so that no
-// memory is added; advice that it cannot take changes nothing.
+// Requests huge pages for a range with room for several, so that the system provides zeroed memory with a few page
+// faults instead of one for every 4 KiB. The system uses a huge page only if it lies within the requested range, so no
+// memory is added. A request that it cannot fulfil has no effect.
 inline void expect_writes(void* data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr int64_t kHugePage = 2 << 20;

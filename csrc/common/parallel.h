@@ -1,15 +1,15 @@
-// How code without torch is given torch's threads.
+// Lets code without torch run on torch's threads.
 #pragma once
 
 #include <cstdint>
 
 namespace loco {
 
-// Runs body(begin, end, context) over pieces of [begin, end), in parallel if that is longer than grain.
+// Runs body(begin, end, context) over pieces of [begin, end), in parallel if the range is longer than grain.
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                              void* context);
 
-// The same with a body that can be called: body(begin, end).
+// Calls body(begin, end) over pieces of [0, count). body is any callable object.
 template <typename Body>
 void run_parallel(ParallelFor parallel_for, int64_t count, int64_t grain, const Body& body) {
   const auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); };

@@ -13,7 +13,7 @@ struct Registry {
   int64_t next = 1;
 };
 
-// Never destroyed: other static objects may release what it keeps when they die.
+// The registry is never destroyed, because other static objects may release handles in their destructors.
 Registry& registry() {
   static Registry* const instance = new Registry;
   return *instance;
@@ -37,7 +37,7 @@ std::shared_ptr<Kept> find_kept(int64_t id) {
 
 void release(int64_t id) {
   Registry& r = registry();
-  std::shared_ptr<Kept> last;  // destroyed after the lock is given up
+  std::shared_ptr<Kept> last;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(r.mutex);
   const auto found = r.objects.find(id);
   if (found == r.objects.end()) return;

@@ -1,4 +1,4 @@
-// Objects kept alive between operator calls under an integer that Python holds.
+// Keeps objects alive between operator calls. Python holds an integer handle to each.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,13 @@ struct Kept {
   virtual ~Kept() = default;
 };
 
+// Stores the object and returns its handle, which is never 0.
 int64_t keep(std::shared_ptr<Kept> object);
 
-// Null for an identifier that was never given or has been released.
+// Returns null for a handle that was never issued or has been released.
 std::shared_ptr<Kept> find_kept(int64_t id);
 
+// Drops the registry's reference to the object. Does nothing if find_kept would return null.
 void release(int64_t id);
 
 }  // namespace loco

@@ -1,4 +1,4 @@
-// Reading torch tensors through LibTorch's stable ABI.
+// Reads torch tensors through LibTorch's stable ABI.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,7 +16,7 @@ namespace loco {
 
 using torch::stable::Tensor;
 
-// A strided tensor of one of the four element types; sizes and strides stay owned by the tensor.
+// A strided tensor of one of the four element types. Sizes and strides (in elements, [ndim]) stay owned by the tensor.
 struct View {
   void* data;
   int64_t ndim;
@@ -26,7 +26,7 @@ struct View {
   DType dtype;
 };
 
-// Where tensors are expected. The CPU's index is -1.
+// The device that tensors are expected on. The CPU's index is -1.
 struct Place {
   int32_t type, index;
 
@@ -56,6 +56,7 @@ inline std::string shape_text(const int64_t* sizes, int64_t ndim) {
   return text + ")";
 }
 
+// Converts torch's dtype code; returns false if it is none of the four element types.
 inline bool to_dtype(int32_t code, DType& dtype) {
   static const int32_t f64 = aoti_torch_dtype_float64(), f32 = aoti_torch_dtype_float32();
   static const int32_t bf16 = aoti_torch_dtype_bfloat16(), f16 = aoti_torch_dtype_float16();
@@ -66,8 +67,8 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   return false;
 }
 
-// Nothing may be read or written outside of the storage, which may have been freed or made smaller since the tensor was
-// made of it (untyped_storage().resize_).
+// Throws unless all elements lie inside the storage, which may have been freed or shrunk since the tensor was created
+// (untyped_storage().resize_).
 inline void check_storage(const Tensor& tensor, int64_t element_bytes, const char* list, size_t index) {
   const AtenTensorHandle handle = tensor.get();
   int64_t ndim = 0, bytes = 0, last = 0, *sizes, *strides;
@@ -84,8 +85,9 @@ inline void check_storage(const Tensor& tensor, int64_t element_bytes, const cha
                   " bytes of storage, got ", bytes, ": it has been freed or made smaller");
 }
 
-// list and index name the tensor in an error: "grads[3]". Layouts without strides or memory of their own (sparse,
-// mkldnn) are refused by torch when asked for them.
+// Returns a view of the tensor; throws unless it is on the expected device, of one of the four element types, and
+// inside its storage. Errors name the tensor by list and index: "grads[3]". For layouts without strides or memory of
+// their own (sparse, mkldnn), torch itself throws when asked for these.
 inline View view_of(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
   const AtenTensorHandle handle = tensor.get();
   int32_t code = 0;
@@ -109,7 +111,7 @@ inline View view_of(const Tensor& tensor, const char* list, size_t index, const 
   return view;
 }
 
-// A one-element float32 or float64 tensor.
+// Returns a view of a one-element float32 or float64 tensor; throws for any other.
 inline View scalar_view(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
   const View view = view_of(tensor, list, index, expected);
   STD_TORCH_CHECK(view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64), list, "[", index,
@@ -117,13 +119,13 @@ inline View scalar_view(const Tensor& tensor, const char* list, size_t index, co
   return view;
 }
 
-// Of a scalar_view on the CPU.
+// Returns the element of a scalar_view on the CPU.
 inline double value_of(const View& scalar) {
   return scalar.dtype == DType::f64 ? *static_cast<const double*>(scalar.data)
                                     : *static_cast<const float*>(scalar.data);
 }
 
-// torch's intra-op thread pool, as a plain function.
+// Runs body on torch's intra-op thread pool; matches ParallelFor.
 inline void parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
                          void* context) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));

@@ -1,9 +1,9 @@
-// Walking tensors of any strides in one common order.
+// Walks tensors of any strides in one common order.
 //
-// A tensor's elements are numbered along its dimensions taken from the fastest to the slowest in the memory of a
-// leading tensor (the parameter). Each operand then has its own Nest: the same sequence of elements, with the
-// dimensions that it steps through evenly merged. A Nest of one axis with stride 1 is "flat": element i lies at data +
-// i.
+// Elements are numbered along the dimensions, ordered from the fastest to the slowest in the memory of a leading tensor
+// (the parameter). Each operand has its own Nest, which gives the offsets of the same sequence of elements, with
+// dimensions merged where the operand steps through them evenly. A Nest of one axis with stride 1 is "flat": element i
+// lies at data + i.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace loco {
 
-constexpr int kMaxDims = 64;  // of a tensor, as in torch
-constexpr int kMaxAxes = 12;  // of a nest
+constexpr int kMaxDims = 64;  // most dimensions of a tensor, as in torch
+constexpr int kMaxAxes = 12;  // most axes of a nest
 
 struct Axis {
   int64_t size;
@@ -26,7 +26,7 @@ struct Nest {
   bool flat() const { return count == 0 || (count == 1 && axes[0].stride == 1); }
 };
 
-// Writes the dimensions with more than one element to order, fastest in memory first, and returns how many there are.
+// Writes the dimensions with more than one element to `order`, fastest in memory first, and returns their number.
 inline int memory_order(int64_t ndim, const int64_t* sizes, const int64_t* strides, int8_t* order) {
   int count = 0;
   for (int64_t d = ndim - 1; d >= 0; --d) {
@@ -38,7 +38,7 @@ inline int memory_order(int64_t ndim, const int64_t* sizes, const int64_t* strid
   return count;
 }
 
-// False when more than kMaxAxes remain after merging.
+// Merges the dimensions order[0 .. count - 1] into `nest`. Returns false if more than kMaxAxes axes remain.
 inline bool make_nest(const int8_t* order, int count, const int64_t* sizes, const int64_t* strides, Nest& nest) {
   nest.count = 0;
   for (int k = 0; k < count; ++k) {
@@ -56,8 +56,8 @@ inline bool make_nest(const int8_t* order, int count, const int64_t* sizes, cons
   return true;
 }
 
-// Calls visit(position, offset, stride, count) for each evenly spaced run of the elements begin .. begin + count - 1:
-// `count` elements from `offset` on, the first of which is number begin + position.
+// Calls visit(position, offset, stride, count) for each evenly spaced run among the `count` elements from `begin` on.
+// The run has its own `count` elements, the first of which is element begin + position and lies at `offset`.
 template <typename Visit>
 inline void for_runs(const Nest& nest, int64_t begin, int64_t count, const Visit& visit) {
   int64_t index[kMaxAxes];

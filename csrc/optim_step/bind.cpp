@@ -1,3 +1,4 @@
+// Reads the arguments of the optim_step operators, the same way for every device.
 #include "optim_step/bind.h"
 
 namespace loco::optim_step {

@@ -1,4 +1,4 @@
-// The operators of the family, the same for every device. Schemas: schemas.h.
+// Defines the optim_step operators, shared by all devices. Their schemas are in schemas.h.
 #pragma once
 
 #include <optional>
@@ -7,13 +7,13 @@
 
 namespace loco::optim_step {
 
-// Arguments that change from step to step, beside the gradients.
+// Arguments of an operator other than its gradients and what Lists holds.
 struct Arguments {
   Options options;
-  Tensor hyper;
-  Tensors lrs;    // one-element tensors, on the parameters' device
-  Ints lr_index;  // of each group's entry in lrs, -1: its row of hyper has it; empty: all rows have theirs
-  Ints first;     // SGD: 1 where the momentum buffer is to be written, not read; empty: nowhere
+  Tensor hyper;   // [groups, columns]
+  Tensors lrs;    // one-element tensors on the parameters' device
+  Ints lr_index;  // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
+  Ints first;     // SGD: one per momentum buffer, 1: it is written without being read; empty: all are read
   std::optional<Tensor> grad_scale, found_inf;
   std::optional<int64_t> seed;
   int64_t rounding_step;
@@ -23,14 +23,16 @@ struct Arguments {
   }
 };
 
-// Lets gather read the lists, with the rule's own checks.
+// Reads the lists into `gather` and makes the checks specific to the rule.
 template <class Rule>
 void read_step(Gather& gather, const Lists& lists, const Tensors& grads, const Arguments& arguments);
 
-// For each group a view of its entry in lrs, its data null where there is none; empty if no group has one.
+// Returns a view of each group's entry in lrs, shape [groups]. Its data is null if the group has none. The result is
+// empty if lr_index is.
 std::vector<View> read_lrs(const Arguments& arguments, int64_t groups, const Place& place);
 
-// Device::step<Rule>(gather, lists, arguments) makes the step that gather has read.
+// Implements the operators for a device: Device::step<Rule>(gather, lists, arguments) executes the step that `gather`
+// has read.
 template <class Device>
 struct Operators {
   static void sgd(Tensors params, Tensors grads, Tensors momentum_buffers, Ints first, Ints group_index, Tensor hyper,

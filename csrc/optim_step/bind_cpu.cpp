@@ -1,10 +1,11 @@
-// torch.ops.loco_ext.optim_step_* on CPU tensors.
+// Implements torch.ops.loco_ext.optim_step_* for CPU tensors.
 #include "optim_step/bind.h"
 #include "optim_step/cpu.h"
 
 namespace loco::optim_step {
 namespace {
 
+// Returns the gradient scale, or 0 if there is none.
 double read_grad_scale(const Arguments& arguments) {
   if (!arguments.grad_scale) return 0;
   const double scale = value_of(scalar_view(*arguments.grad_scale, "grad_scale", 0));
@@ -16,7 +17,7 @@ bool found_inf(const Arguments& arguments) {
   return arguments.found_inf && value_of(scalar_view(*arguments.found_inf, "found_inf", 0)) != 0;
 }
 
-// One learning rate for each row of hyper, or none at all.
+// Returns the learning rate of each row of hyper, shape [groups], or nothing if all are the rows' own.
 std::vector<double> merged_lrs(const Arguments& arguments, const double* hyper, int64_t groups, int columns) {
   std::vector<double> result;
   for (const View& view : read_lrs(arguments, groups, Place::cpu())) {
@@ -25,7 +26,7 @@ std::vector<double> merged_lrs(const Arguments& arguments, const double* hyper, 
   return result;
 }
 
-// Adds one to the step counts, in memory too.
+// Increments the step counters in memory and copies the results to the steps.
 void count_steps(std::vector<TensorStep>& steps) {
   for (TensorStep& step : steps) {
     if (step.counter == nullptr) continue;

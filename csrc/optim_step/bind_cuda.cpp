@@ -1,4 +1,4 @@
-// torch.ops.loco_ext.optim_step_* on tensors of an NVIDIA GPU.
+// Implements torch.ops.loco_ext.optim_step_* for tensors on an NVIDIA GPU.
 #include "optim_step/bind_cuda.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -14,7 +14,7 @@
 namespace loco::optim_step {
 namespace {
 
-// Bytes of the table in the GPU's memory, with scratch bytes behind.
+// Uploads the table's bytes and returns a tensor of them, followed by `scratch` uninitialised bytes.
 Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, const Tensor& like, void* stream) {
   const auto size = static_cast<int64_t>(bytes.size());
   Tensor memory =

@@ -1,3 +1,4 @@
+// Registers the optim_step operators for CUDA tensors.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

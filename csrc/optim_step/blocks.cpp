@@ -1,6 +1,9 @@
-// Each exported function is cloned per x86-64 level and holds one plain loop for every combination of flags, so that
-// the compiler vectorises without branches inside. Parameters, gradients and states never overlap (checked by the
-// caller).
+// The update rules of math.h, w, state <- rule(w, g, state), for a block of elements. The pointers' shapes and strides
+// are given in blocks.h.
+//
+// Each exported function is cloned per x86-64 level. It contains one plain loop per combination of flags, so that the
+// compiler vectorises it without branches. Parameters, gradients and states never overlap; the caller has checked this.
+// A call runs on the calling thread: cpu.cpp divides the work.
 #include "optim_step/blocks.h"
 
 #include <algorithm>
@@ -10,8 +13,8 @@
 namespace loco::optim_step {
 namespace {
 
-// Runs loop(begin, end, coefficients) over a block in pieces that the table covers; coefficients[i] is that of element
-// i.
+// Calls loop(begin, end, coefficients) for pieces of a block, each covered by the table without wrapping.
+// coefficients[i] belongs to element i.
 template <typename T, typename Loop>
 LOCO_HD void over_table(const Block<T>& block, const Loop& loop) {
   int64_t phase = block.phase;

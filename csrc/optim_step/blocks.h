@@ -1,4 +1,5 @@
-// The inner loops: one update rule over a block of consecutive elements, vectorised for each x86-64 level.
+// The inner loops on the CPU: each applies an update rule to a block of consecutive elements, vectorised for each
+// x86-64 level.
 #pragma once
 
 #include <cstdint>
@@ -7,27 +8,27 @@
 
 namespace loco::optim_step {
 
-// Contiguous elements in the type that arithmetic is done in. state: momentum_buffer, or exp_avg, exp_avg_sq and
-// max_exp_avg_sq; those that the rule lacks are null.
+// Contiguous elements in the compute dtype T. All pointers but table are [count] with stride 1.
 template <typename T>
 struct Block {
   int64_t count;
   T* w;
   const T* g;
-  T* state[3];
-  const T* table;  // decay coefficients, used over and over, or null: uniform
+  T* state[3];     // momentum_buffer; or exp_avg, exp_avg_sq, max_exp_avg_sq; null: the rule has no such state
+  const T* table;  // [period], decay coefficients, used cyclically; null: uniform
   int64_t period;  // the table's length
-  int64_t phase;   // the first element's place in it
-  T uniform;
-  T* metric;  // where Adam's denominators go, or null
+  int64_t phase;   // the first element's index into the table
+  T uniform;       // decay coefficient of all elements if table is null
+  T* metric;       // output, Adam's denominators; null: not needed
 
-  // To as many elements that come next; the metric is written anew.
+  // Advances by `count` elements. The metric stays where it is and is overwritten.
   void advance() {
     T* const same = metric;
     *this = part(count, count);
     metric = same;
   }
 
+  // Returns the sub-block of `length` elements from `begin` on.
   Block part(int64_t begin, int64_t length) const {
     Block result = *this;
     result.count = length;
@@ -40,6 +41,7 @@ struct Block {
   }
 };
 
+// Updates w, the states and the metric of a block in place (formulas: math.h).
 void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars);
 void update(const Block<double>& block, SgdFlags flags, const SgdScalars<double>& scalars);
 void update(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars);
@@ -52,8 +54,10 @@ void unscale(double* g, int64_t count, double scale);
 void negate(float* g, int64_t count);
 void negate(double* g, int64_t count);
 
-// Four random words for each of `count` elements, whose logical indices stand in `elements`.
+// Writes four random words per element, one to each array of `words` (each [count]). elements: [count], the elements'
+// logical indices.
 void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]);
+// Rounds floats to bfloat16 stochastically. from, random, to: [count], contiguous.
 void store_stochastic(const float* from, const uint32_t* random, uint16_t* to, int64_t count);
 
 }  // namespace loco::optim_step

@@ -1,5 +1,5 @@
-// A parameter whose kernels are shrunk together (ring_prox/penalty.h), on the CPU: all have been updated and summed up
-// before the factor that they share is searched.
+// The CPU step of a parameter with a coupled penalty (ring_prox/penalty.h), whose filters share a shrinkage factor: all
+// filters are updated and their ring sums computed before the search for the factor begins.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,9 @@
 
 namespace loco::optim_step {
 
-// T: the type that arithmetic is done in.
+// Filters of one parameter that are shrunk together. weights and metrics are [filters, numel], sums [filters,
+// sum_count], shares [filters], all contiguous and in call.layer_memory; weights are used in place if they can be. T:
+// the compute dtype.
 template <class Rule, typename T>
 class Layer {
  public:
@@ -31,10 +33,10 @@ class Layer {
   T* metrics(int64_t kernel) const { return metrics_ ? metrics_ + kernel * numel_ : nullptr; }
   double* sums(int64_t kernel) const { return sums_ + kernel * sum_count_; }
 
-  // In parallel: body(kernel, what shrinks it).
+  // Calls body(filter, shrinkage) for each filter, in parallel.
   template <class Body>
   void for_kernels(const Body& body) const {
-    constexpr int64_t kLeastShare = 16384;  // weights; a thread with fewer is not worth waking
+    constexpr int64_t kLeastShare = 16384;  // in weights; waking a thread for fewer costs more than it saves
     const int64_t grain = std::max<int64_t>(1, kLeastShare / numel_);
     run_parallel(call_.parallel_for, tensor_.kernels, grain, [&](int64_t begin, int64_t end) {
       Shrinkage<Rule, T> shrinks = shrinkage();
@@ -44,7 +46,7 @@ class Layer {
     });
   }
 
-  // By which all kernels are to be shrunk.
+  // Searches for the factor that shrinks all filters, and returns it. Shares are added up by one thread, in order.
   double factor() const {
     ring_prox::FactorSearch search;
     for (int i = 0; i < ring_prox::kMostTrials; ++i) {

@@ -1,6 +1,12 @@
-// One parallel region over all tensors, a share for each thread. Each element is updated alone, so neither the shares
-// nor the number of threads can change a result. A tensor whose kernels are shrunk together has regions of its own;
-// what its kernels add to their sum is added up by one thread.
+// The optimizer step on the CPU: w, state <- rule(w, g, state) for each element (math.h), followed by the prox of each
+// filter where there is a penalty (ring_prox/math.h).
+//
+// w, g and states are [numel]; element i lies at the offset that the operand's nest gives, or at i if it is flat
+// (common/operand.h). The map is read through map_nest. hyper is [groups, columns] and lrs [groups], both contiguous.
+//
+// One parallel region covers all tensors and gives each thread a share. Each element, or each filter with a penalty, is
+// processed independently of all others, so neither the shares nor the number of threads affects the result. A tensor
+// with a coupled penalty has parallel regions of its own; one thread adds up the contributions of its filters.
 #include "optim_step/cpu.h"
 
 #include <algorithm>
@@ -17,23 +23,26 @@
 namespace loco::optim_step {
 namespace {
 
-// Work is counted in elements; kSegmentCost stands for what a tensor costs however small it is.
+// Work is measured in elements. kSegmentCost is the fixed cost of a tensor.
 constexpr int64_t kSegmentCost = 128;
-constexpr int64_t kLeastShare = 32768;  // a thread with less to do is not worth waking
-constexpr int64_t kSmallTensor = 8192;  // not split
+constexpr int64_t kLeastShare = 32768;  // waking a thread for less work costs more than it saves
+constexpr int64_t kSmallTensor = 8192;  // tensors up to this size are not split
 constexpr int64_t kSplitGranularity = 64;
 
+// Elements begin .. end - 1 of a tensor.
 struct Segment {
   int64_t tensor, begin, end;
 };
 
 using Share = std::vector<Segment>;
 
-// Whether its kernels are shrunk together: such a tensor is no thread's, but stepped when all others have been.
+// Returns whether the tensor's filters are shrunk together. Such a tensor belongs to no thread's share, but is stepped
+// after all others.
 bool are_coupled(const TensorStep& tensor) { return tensor.penalty != nullptr && tensor.penalty->coupled; }
 
-// Thread k's share is the k-th slice of every tensor, as in torch's own operators on it: what a thread has read or
-// written in the forward and backward passes may still lie in its caches. Small tensors go where there is least to do.
+// Divides the tensors into one share per thread. Thread k gets the k-th slice of every tensor, as in torch's own
+// operators, because what the thread has read or written in the forward and backward passes may still be in its caches.
+// Small tensors go to the share with the least work. Tensors with a penalty are split between filters only.
 std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t threads) {
   int64_t total = 0;
   for (int64_t t = 0; t < count; ++t) total += are_coupled(tensors[t]) ? 0 : tensors[t].numel + kSegmentCost;
@@ -60,23 +69,24 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   return result;
 }
 
-// What a tensor's blocks have in common.
+// State shared by all blocks of one tensor.
 template <class Rule>
 struct Job {
   const TensorStep* tensor;
   typename Rule::Flags flags;
   typename Rule::template Scalars<double> scalars;
   Coefficients coefficients;
-  double uniform;     // used if the map is null or constant
-  const void* table;  // T*, or null
+  double uniform;     // the coefficient if the map is null or constant
+  const void* table;  // T*, [period], or null
   int64_t period;     // the table's length
-  bool fill;          // coefficients are filled in block by block
-  bool stochastic;    // what is bfloat16 is rounded so
+  bool fill;          // coefficients are computed block by block
+  bool stochastic;    // bfloat16 operands are rounded stochastically
   double lr;
-  void* metric;  // T*, of the element `origin` on, or null
+  void* metric;  // T*, output from element `origin` on; null: not needed
   int64_t origin;
 };
 
+// Buffers for one staged block.
 template <typename T>
 struct Workspace {
   T operands[2 + kStates][kBlock];
@@ -140,8 +150,9 @@ class Step {
     run_blocks<T>(job, segment.begin, segment.end);
   }
 
-  // Steps kernel after kernel, each followed by its prox while it lies in the caches. Parameters are held in the
-  // arithmetic type meanwhile if they are of another or not flat, so that they are rounded once, afterwards.
+  // Steps one filter after another and applies its prox while it is still in the caches. Weights of another dtype or
+  // that are not flat are copied to a buffer in the compute dtype meanwhile, so that they are rounded once, after the
+  // prox.
   template <typename T>
   void run_kernels(const Job<Rule>& job, int64_t begin, int64_t end) const {
     const TensorStep& t = *job.tensor;
@@ -173,7 +184,7 @@ class Step {
     }
   }
 
-  // Steps all kernels, then shrinks them together. What has to be held meanwhile is held of all.
+  // Steps all filters, then shrinks them together. Buffers hold all filters meanwhile.
   template <typename T>
   void run_coupled(const Job<Rule>& job) const {
     const TensorStep& t = *job.tensor;
@@ -205,6 +216,7 @@ class Step {
     });
   }
 
+  // Returns `numel` elements of the operand in the compute dtype: in place, or copied to `values`.
   template <typename T>
   static T* fetch(const Operand& operand, int64_t begin, int64_t numel, std::vector<T>& values) {
     if (in_place<T>(operand)) return static_cast<T*>(operand.data) + begin;
@@ -213,6 +225,7 @@ class Step {
     return values.data();
   }
 
+  // Copies `numel` elements of the operand to `to`, [numel].
   template <typename T>
   static void copy_in(const Operand& operand, int64_t begin, int64_t numel, T* to) {
     RawBlock raw;
@@ -221,6 +234,7 @@ class Step {
     }
   }
 
+  // Writes the weights `w`, [numel], back to the parameter unless they lie there already.
   template <typename T>
   void put_back(const Job<Rule>& job, const T* w, int64_t begin, int64_t numel) const {
     const Operand& operand = job.tensor->w;
@@ -234,6 +248,7 @@ class Step {
     }
   }
 
+  // Updates elements begin .. end - 1, without the prox.
   template <typename T>
   void run_blocks(const Job<Rule>& job, int64_t begin, int64_t end) const {
     if (!is_staged<T>(job)) {
@@ -242,7 +257,7 @@ class Step {
     for (int64_t at = begin; at < end; at += kBlock) run_staged<T>(job, at, std::min(kBlock, end - at));
   }
 
-  // Whether anything has to be brought into buffers for the update.
+  // Returns whether the update needs an operand or the coefficients in a buffer.
   template <typename T>
   bool is_staged(const Job<Rule>& job) const {
     const TensorStep& t = *job.tensor;
@@ -263,6 +278,7 @@ class Step {
     return block;
   }
 
+  // Returns a block whose operands are all used in place.
   template <typename T>
   static Block<T> direct_block(const Job<Rule>& job, int64_t begin, int64_t count) {
     const TensorStep& t = *job.tensor;
@@ -297,7 +313,8 @@ class Step {
     write_back(job, begin, block, space);
   }
 
-  // The gradient divided by grad_scale (which is written back, as torch's fused optimizers do) and negated to maximize.
+  // Returns the gradient divided by grad_scale and negated to maximize. The divided gradient is written back, as
+  // torch's fused optimizers do.
   template <typename T>
   const T* gradient(const Operand& g, int64_t begin, int64_t count, Workspace<T>& space) const {
     T* block = space.operands[1];
@@ -310,6 +327,7 @@ class Step {
     return block;
   }
 
+  // Writes the block's parameter and states back unless they are used in place.
   template <typename T>
   void write_back(const Job<Rule>& job, int64_t begin, const Block<T>& block, Workspace<T>& space) const {
     const TensorStep& t = *job.tensor;
@@ -323,6 +341,7 @@ class Step {
     for (int k = 0; k < kStates; ++k) write(t.state[k], block.state[k], 1 + k);
   }
 
+  // Draws random words for `count` elements into space.words.
   template <typename T>
   void draw(const TensorStep& t, int64_t begin, int64_t count, Workspace<T>& space) const {
     if (t.logical_nest == nullptr) {

@@ -1,4 +1,4 @@
-// The optimizer step on the CPU, without torch: plain structs in, memory updated in place.
+// The optimizer step on the CPU. It does not use torch: it takes plain structs and updates memory in place.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,10 @@
 
 namespace loco::optim_step {
 
-// Grows, and is used for one thing after the other.
+// A buffer that grows on demand and is reused. Each call of `of` invalidates what earlier calls returned.
 class Memory {
  public:
+  // Returns uninitialised memory for `count` elements, aligned to a cache line.
   template <typename T>
   T* of(int64_t count) {
     const size_t lines = (count * sizeof(T) + sizeof(CacheLine) - 1) / sizeof(CacheLine);
@@ -20,7 +21,7 @@ class Memory {
   }
 
  private:
-  // Vectors do not straddle two of them where memory begins with one.
+  // Memory is aligned to cache lines so that vectors do not straddle two of them.
   struct alignas(64) CacheLine {
     char bytes[64];
   };
@@ -28,29 +29,29 @@ class Memory {
   std::vector<CacheLine> lines_;
 };
 
-// For one parameter at a time whose kernels are shrunk together.
+// Buffers for a parameter with a coupled penalty (coupled.h); such parameters are stepped one at a time.
 struct LayerMemory {
   Memory weights, metrics, sums, shares;
 };
 
 struct Call {
-  const TensorStep* tensors;
+  const TensorStep* tensors;  // [count]
   int64_t count;
-  const double* hyper;  // [groups, columns], see SgdColumn and AdamColumn
-  const double* lrs;    // [groups], which replace hyper's; null: none
+  const double* hyper;  // [groups, columns], contiguous; columns: SgdColumn or AdamColumn
+  const double* lrs;    // [groups], learning rates that replace those in hyper; null: none
   Options options;
-  double grad_scale;  // 0: none; else gradients are divided by it, in memory too
+  double grad_scale;  // gradients are divided by it, also in memory; 0: none
   Rounding rounding;
   ParallelFor parallel_for;
-  int64_t threads;            // that parallel_for uses at most
-  LayerMemory* layer_memory;  // where there is a parameter whose kernels are shrunk together
+  int64_t threads;            // the most that parallel_for uses
+  LayerMemory* layer_memory;  // needed if a parameter has a coupled penalty
 };
 
-// Rule: Sgd or Adam.
+// Steps all tensors of a call. Rule: Sgd or Adam.
 template <class Rule>
 void step_cpu(const Call& call);
 
-// The instruction set that this machine's clones were chosen for.
+// Returns the name of the x86-64 level whose clones this machine runs.
 const char* cpu_capability();
 
 }  // namespace loco::optim_step

@@ -1,6 +1,15 @@
-// One block steps one chunk of a tensor. Elements are numbered in the parameter's memory order. Where all operands are
-// flat and reach a 16-byte boundary together, a thread takes 16 bytes of each at a time; elements before the first
-// boundary, after the last whole vector and in all other tensors are taken one by one.
+// The optimizer step on an NVIDIA GPU, for entries without a penalty: w, state <- rule(w, g, state) for each element
+// (math.h).
+//
+// p: the launch's parameters; gpu_task.h gives the shapes of its arrays, which are contiguous and in global memory.
+// Entry::w, Entry::state[k] and p.grads[entry] are [numel]. Elements are numbered in the parameter's memory order, and
+// element i lies at the offset that the operand's nest gives, or at i if the nest is kFlat. Entry::counter is a
+// single element.
+//
+// One block steps one chunk of an entry; a launch covers all chunks of the same types. If all operands are flat and
+// reach a 16-byte boundary at the same element, a thread processes 16 bytes of each at a time. Elements before the
+// first boundary, after the last whole vector, and in all other entries are processed one at a time. For a rule that
+// counts steps, `prepare` runs before these launches with one thread per entry.
 #include "common/launch.h"
 #include "optim_step/cuda.h"
 #include "optim_step/cuda_prox.h"
@@ -10,12 +19,12 @@ namespace loco::optim_step {
 namespace {
 
 constexpr int kThreads = 256;
-// Blocks at a time on a multiprocessor, at least: accesses in flight hide their latency.
+// Least number of resident blocks per multiprocessor: having many accesses in flight hides their latency.
 constexpr int kBlocks = 3;
-constexpr int kBlocksOfMany = 2;   // of kernels that need many registers
-constexpr uint32_t kTable = 2048;  // coefficients of a cyclic map that a block keeps in shared memory
+constexpr int kBlocksOfMany = 2;   // the same for kernels that need many registers
+constexpr uint32_t kTable = 2048;  // most coefficients of a cyclic map that a block caches in shared memory
 
-// One thread for each entry: counts the step and works out its scalars.
+// Increments each entry's step counter and computes the scalars of its step. One thread handles one entry.
 template <class Rule>
 __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Parameters<Rule> p, int64_t count) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -31,11 +40,13 @@ __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Para
   p.scalars[i] = Rule::scalars(row_of(p, entry), lr_of(p, entry), step);
 }
 
+// Returns the first element of a chunk.
 template <class Rule>
 LOCO_DEVICE int64_t begin_of(const Parameters<Rule>& p, const Chunk& chunk) {
   return chunk.index == 0 ? 0 : p.entries[chunk.entry].head + chunk.index * kChunk;
 }
 
+// Returns the number of elements of a chunk.
 template <class Rule>
 LOCO_DEVICE uint32_t count_of(const Parameters<Rule>& p, const Chunk& chunk) {
   const Entry& entry = p.entries[chunk.entry];
@@ -50,6 +61,7 @@ LOCO_DEVICE void step_and_store(const Task<Rule, T>& task, uint32_t offset) {
            [&](T w, T, int64_t at, uint32_t random) { store_any(e.w_dtype, e.w, at, w, task.stochastic(), random); });
 }
 
+// Steps a chunk element by element.
 template <class Rule, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksOfMany)
     step_elements(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {
@@ -60,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMany)
   for (uint32_t k = threadIdx.x; k < count; k += kThreads) step_and_store(task, k);
 }
 
+// Steps the elements in 16 bytes of the parameter with stochastic rounding.
 template <class Types, class Rule, typename T>
 LOCO_DEVICE void step_stochastically(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset) {
   constexpr int n = Types::template taken<true>;
@@ -69,6 +82,7 @@ LOCO_DEVICE void step_stochastically(const Task<Rule, T>& task, const Cycle<T>& 
   kept.store(task.entry.w, task.begin + offset);
 }
 
+// Steps a chunk 16 bytes at a time.
 template <class Rule, class Types, bool stochastic>
 __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types::T) == 8 ? kBlocksOfMany : kBlocks)
     step_vectors(const __grid_constant__ Parameters<Rule> p, int64_t first_chunk) {
@@ -89,12 +103,12 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
       step_vector<Types>(task, cycle, offset);
     }
   }
-  // Fewer than 8 elements before the vectors, and after them.
+  // There are fewer than 8 elements before the vectors, and fewer than 8 after them; each is stepped by one thread.
   const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head;
   if (end < head || (end >= tail && end < count)) step_and_store(task, end);
 }
 
-// Of the scalars of all entries; a multiple of 16.
+// Returns the bytes of the scalars of all entries, rounded up to a multiple of 16; 0 if the rule counts no steps.
 template <class Rule>
 int64_t scalar_bytes(const GpuTable& table) {
   const int64_t bytes = table.entry_count * static_cast<int64_t>(sizeof(typename Rule::template Scalars<double>));

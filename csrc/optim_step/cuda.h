@@ -1,4 +1,4 @@
-// The optimizer step on an NVIDIA GPU, without torch. Nothing here waits for the GPU.
+// The optimizer step on an NVIDIA GPU. It does not use torch, and no function here synchronizes with the GPU.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,19 @@ namespace loco::optim_step {
 
 struct CudaCall {
   const GpuTable* table;
-  unsigned char* memory;  // on the GPU: a copy of the table's bytes, then scratch_bytes
+  unsigned char* memory;  // in GPU memory: a copy of the table's bytes, followed by scratch_bytes
   Options options;
-  DeviceScalar grad_scale;  // gradients are divided by it, in memory too
-  DeviceScalar found_inf;   // not zero: nothing changes
+  DeviceScalar grad_scale;  // gradients are divided by it, also in memory
+  DeviceScalar found_inf;   // if not zero, nothing changes
   Rounding rounding;
   void* stream;
 };
 
-// What a step needs on the GPU beyond the table's bytes.
+// Returns how many bytes of GPU memory a step needs after the table's bytes.
 template <class Rule>
 int64_t scratch_bytes(const GpuTable& table);
 
-// Rule: Sgd or Adam. Adam's counters are incremented.
+// Launches the kernels of a step. Rule: Sgd or Adam. Adam's step counters are incremented.
 template <class Rule>
 void step_cuda(const CudaCall& call);
 

@@ -1,11 +1,18 @@
-// The step of kernels (output channels) that are shrunk together with all of their layer (ring_prox/penalty.h).
+// The step of parameters with a coupled penalty (ring_prox/penalty.h): all filters of a layer are shrunk together.
 //
-// 1. One block for each kernel updates it as in cuda_prox.cu, and leaves it in global memory.
-// 2. The factor that all share is searched in rounds. One block for each kernel works out what it would add to the
-//    layer's sum if that were the factor; then one block for each layer adds up and says which factor is next. Nothing
-//    waits for the GPU to see when a factor is found: there are as many rounds as there may be, and those behind the
-//    last that is needed return at once.
-// 3. One block for each kernel shrinks and writes it, rounded once.
+// Each filter becomes x = prox of its updated weights (ring_prox/math.h) with thresholds t + f q. The layer's filters
+// share the factor f, the root of f = 2 sum_filters sum_n q_n ||x(G_n)||.
+//
+// p and q: the launch's parameters; gpu_task.h and gpu_prox.h give the shapes of their arrays, which are contiguous and
+// in global memory. Of q, searches is [chunks], shares is [kernels], and held has one HeldKernel per filter:
+// weights [numel], metrics [numel] if the rule has any, squares [rings + 1]. w, g and states lie as in cuda.cu.
+//
+// 1. One block per filter updates its weights as in cuda_prox.cu, and leaves them in global memory.
+// 2. The shared factor is searched for in rounds. One block per filter computes the filter's contribution to the sum of
+//    its layer for the factor being tried; then one block per layer adds up the contributions and chooses the next
+//    factor. The host does not synchronize to see whether a factor has been found: it always launches kRounds rounds,
+//    and those after the last one needed return immediately.
+// 3. One block per filter shrinks its weights and writes them, rounded once.
 #include <limits>
 
 #include "common/launch.h"
@@ -18,9 +25,9 @@ using ring_prox::kInfinity;
 using ring_prox::Scratch;
 using ring_prox::Sums;
 
-constexpr int kRounds = 64;  // of which a search mostly takes some ten
+constexpr int kRounds = 64;  // most rounds of a search, which usually takes about ten
 
-// A block's kernel.
+// The filter that a block works on.
 template <class Rule, typename T>
 struct BlockKernel {
   int64_t layer;
@@ -39,6 +46,7 @@ struct BlockKernel {
         held(q, task.entry, rings, blockIdx.x - chunk.index) {}
 };
 
+// Updates the weights of each filter and resets the searches.
 template <class Rule, typename T>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     update_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
@@ -49,7 +57,8 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
   if (int64_t{blockIdx.x} == block.chunk.index && threadIdx.x == 0) q.searches[block.layer] = Search{{}, false};
 }
 
-// Sums up the squares of a kernel's rings the first time, and remembers them.
+// Caches the sums of squares over a filter's rings, which are computed in the first round. memory: [rings + 1], the
+// sums and their scale. known: whether they are in memory already.
 template <class Sums>
 struct Remembering {
   Sums& sums;
@@ -70,7 +79,8 @@ struct Remembering {
   }
 };
 
-// Writes what each kernel adds to its layer's sum at the factor in question; one without a norm adds nothing.
+// Writes each filter's contribution to its layer's sum for the factor being tried. A filter without a finite norm
+// contributes 0.
 template <class Rule, typename T>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     weigh_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
@@ -100,7 +110,8 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
 
 struct Nothing {};
 
-// One block for each layer: takes the sum of what its kernels add. tolerance: of the factor, relative.
+// Adds up the contributions of each layer's filters and advances its search. One block handles one layer. tolerance:
+// the factor's relative tolerance.
 __global__ void __launch_bounds__(kMostThreads)
     search_factors(const __grid_constant__ ProxParameters q, const Chunk* chunks, DeviceScalar found_inf,
                    double tolerance) {
@@ -115,6 +126,7 @@ __global__ void __launch_bounds__(kMostThreads)
   if (threadIdx.x == 0) search.found = search.factor.take(sum[0], tolerance);
 }
 
+// Shrinks each filter by its layer's factor and writes its weights.
 template <class Rule, typename T>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     shrink_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {

@@ -1,12 +1,19 @@
-// One block steps one kernel (output channel) of a parameter with a penalty, and ends with its prox.
+// The step of parameters with a penalty: the update w, state <- rule(w, g, state) of math.h, followed by the prox of
+// ring_prox/math.h for each filter.
 //
-// 1. It updates the weights as cuda.cu does, but keeps them on chip: in shared memory, in the type that arithmetic is
-//    done in, in ring order, with their metrics where the rule has one. A kernel that is too large for that goes to a
-//    slot of global memory; blocks with slots take one kernel after the other.
+// p and q: the launch's parameters; gpu_task.h and gpu_prox.h give the shapes of their arrays, which are contiguous and
+// in global memory. w, g and states lie as in cuda.cu; a filter is numel consecutive elements in the parameter's memory
+// order, from k * numel on for filter k. In shared memory or in a slot it takes weights [numel] and, if the rule has a
+// metric, metrics [numel], both in ring order (ring_prox/gpu_table.h).
+//
+// One block steps one filter; blocks with slots take one filter after another.
+// 1. It updates the weights as cuda.cu does, but keeps them in shared memory, in the compute dtype and in ring order,
+//    and with them their metrics if the rule has any. A filter that is too large for that goes to a slot in global
+//    memory.
 // 2. It solves for the scalars of the prox (ring_prox/gpu_solve.h).
-// 3. It writes every weight, rounded once, in the order of memory.
-// Kernels of all entries that the same number of threads suits share a launch. Kernels that are shrunk together are
-// stepped in cuda_coupled.cu.
+// 3. It writes every weight, rounded once, in memory order.
+// Filters of all entries for which the same number of threads is suitable share a launch. Filters that are shrunk
+// together are stepped in cuda_coupled.cu.
 #include <algorithm>
 
 #include "common/launch.h"
@@ -17,8 +24,9 @@
 namespace loco::optim_step {
 namespace {
 
-constexpr int64_t kSlots = 304;  // as many blocks as the largest GPUs hold at least
+constexpr int64_t kSlots = 304;  // least number of blocks that the largest GPUs hold at a time
 
+// Steps the launch's filters. on_chip: they fit in shared memory.
 template <class Rule, typename T, bool on_chip>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     step_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
@@ -36,7 +44,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     const Task<Rule, T> task(p, chunk.entry, (k - chunk.index) * rings.numel());
     T* const weights = reinterpret_cast<T*>(on_chip ? memory : q.slots + blockIdx.x * q.slot_bytes);
     const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
-    __syncthreads();  // all have written the kernel before
+    __syncthreads();  // all threads have written the previous filter
     update_kernel(task, kernel, coefficients);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     __syncthreads();
@@ -49,9 +57,10 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
   }
 }
 
+// Returns how many blocks a launch has.
 int64_t blocks_of(const ProxWork& work) { return work.on_chip ? work.kernels : std::min(work.kernels, kSlots); }
 
-// Where what kernels need beside the table begins in the GPU's memory.
+// Offsets in bytes, in GPU memory, of what the launches need in addition to the table. Slots begin at 0.
 struct Layout {
   int64_t held = 0, searches, shares, bytes;
 

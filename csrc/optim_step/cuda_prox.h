@@ -1,4 +1,4 @@
-// The step of entries with a penalty: each of their kernels (output channels) ends with its prox.
+// The CUDA step of entries with a penalty: it ends with the prox of each filter.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,11 @@
 
 namespace loco::optim_step {
 
-// Memory for kernels that are too large for a block's shared memory, and for those that are shrunk together.
+// Returns the bytes of GPU memory needed for filters that are too large for a block's shared memory, and for those that
+// are shrunk together.
 int64_t prox_bytes(const GpuTable& table);
 
-// memory: prox_bytes of the GPU's, at a 16-byte boundary.
+// Launches the kernels of this step. memory: prox_bytes of GPU memory, aligned to 16 bytes.
 template <class Rule>
 void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned char* memory);
 

@@ -1,8 +1,8 @@
-// Decay coefficients laid out for the inner loops.
+// Tables of decay coefficients, laid out for the inner loops.
 //
-// Along a parameter's memory a decay map repeats: every 9 elements for a contiguous 3x3 kernel, every 9*C_in for a
-// channels_last one. A table holds as many whole periods as fit into kTable elements, a multiple of kVector periods
-// where it can, so that a loop over vectors comes to its end without a tail. Longer periods get no table.
+// A decay map repeats along a parameter's memory: every 9 elements for a contiguous 3x3 kernel, every 9*C_in for a
+// channels_last one. A table holds as many whole periods as fit into kTable elements, and a multiple of kVector periods
+// if possible, so that a loop over vectors ends without a tail. Maps with a period above kTable get no table.
 #pragma once
 
 #include <algorithm>
@@ -15,22 +15,24 @@
 
 namespace loco::optim_step {
 
-constexpr int64_t kTable = 2048;
-constexpr int64_t kVector = 16;  // tables are whole vectors where they can be, to spare the loops a tail
+constexpr int64_t kTable = 2048;  // most elements of a table
+constexpr int64_t kVector = 16;   // elements of the widest vector
 
-// The axes of a map's nest up to the last one along which it changes.
+// Returns the axes of a map's nest up to the last one along which the map changes.
 inline Nest repeating_part(const Nest& nest) {
   Nest part = nest;
   while (part.count > 0 && part.axes[part.count - 1].stride == 0) --part.count;
   return part;
 }
 
+// Returns the number of elements of a nest.
 inline int64_t length(const Nest& nest) {
   int64_t product = 1;
   for (int a = 0; a < nest.count; ++a) product *= nest.axes[a].size;
   return product;
 }
 
+// Writes the decay coefficients of elements begin .. begin + count - 1 to `out`, [count].
 template <typename T>
 void fill_coefficients(const double* map, const Nest& nest, const Coefficients& c, int64_t begin, int64_t count,
                        T* out) {
@@ -43,11 +45,12 @@ void fill_coefficients(const double* map, const Nest& nest, const Coefficients& 
   });
 }
 
-// The tables of one call: parameters that share map, group and memory layout share the table.
+// Caches the tables of one call. Parameters that share map, group and memory layout share a table.
 template <typename T>
 class DecayTables {
  public:
-  // part: repeating_part of the map's nest, of at least one axis and at most kTable elements.
+  // Returns the table for `part`, the repeating_part of the map's nest; it must have at least one axis and at most
+  // kTable elements. The reference stays valid as long as this object.
   const std::vector<T>& find_or_make(const double* map, const Nest& part, int64_t group, const Coefficients& c) {
     for (const Table& table : tables_) {
       if (table.map == map && table.group == group && same(table.part, part)) return table.values;

@@ -1,3 +1,4 @@
+// Reads and checks every tensor of a step, then checks that no memory that is written overlaps any other.
 #include "optim_step/gather.h"
 
 #include "common/registry.h"
@@ -9,8 +10,8 @@ void check_length(const char* name, size_t length, size_t expected) {
   STD_TORCH_CHECK(length == expected, name, ": expected ", expected, " entries, one per parameter, got ", length);
 }
 
-// Reads what view_of will read, in loops so short that the processor waits for many tensors' cache lines at a time. The
-// loops that check the tensors one by one would wait for each.
+// Prefetches what view_of will read. These loops are so short that the processor waits for the cache lines of many
+// tensors at a time, whereas the loops that check the tensors one by one would wait for each.
 void bring_near(const Tensors& tensors) {
   for (const Tensor& tensor : tensors) __builtin_prefetch(tensor.get());
   for (const Tensor& tensor : tensors) {
@@ -113,7 +114,8 @@ void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
   step.map_nest = keep_nest(leads_[index], strides, "maps", which);
 }
 
-// Kernels have to lie one after the other, whatever the order within each that KernelSolver knows.
+// Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
+// supports.
 void Gather::read_penalty(const Ints& penalties, size_t index) {
   const auto held = std::dynamic_pointer_cast<const ring_prox::HeldPenalty>(find_kept(penalties[index]));
   STD_TORCH_CHECK(held, "penalties[", index, "]: expected 0 or a number from ring_penalty_hold, got ",

@@ -1,4 +1,4 @@
-// From lists of tensors to TensorStep structs, with every check of memory safety on the way.
+// Converts lists of tensors to TensorStep structs and makes every check of memory safety.
 #pragma once
 
 #include <cstdint>
@@ -18,30 +18,31 @@ namespace loco::optim_step {
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 
-// The tensors of a step but its gradients, and what says which belong together. Lists run parallel to params; those of
-// states (momentum_buffers; or exp_avgs, exp_avg_sqs, max_exp_avg_sqs) and steps are empty where the rule has none.
+// The tensors of a step other than its gradients, and the indices that link them. All lists but maps have one entry per
+// parameter. Lists of states (momentum_buffers; or exp_avgs, exp_avg_sqs, max_exp_avg_sqs) and steps are empty if the
+// rule has none.
 struct Lists {
   Tensors params;
   Tensors states[kStates];
-  Tensors steps;  // Adam's counters
-  Ints group_index;
+  Tensors steps;     // Adam's counters
+  Ints group_index;  // row of hyper
   Tensors maps;
-  Ints map_index;  // -1: uniform decay
-  Ints penalties;  // numbers of kept penalties, 0: none; may be empty
-  Ints ordinals;   // needed for stochastic rounding only
+  Ints map_index;  // index into maps; -1: uniform decay
+  Ints penalties;  // handles to penalties, 0: none; may be empty
+  Ints ordinals;   // needed only for stochastic rounding
 };
 
-// What distinguishes the rules before any arithmetic.
+// Properties of a rule that reading its lists depends on.
 struct Layout {
   const char* state_names[kStates];
-  int columns;  // of hyper
+  int columns;  // number of columns of hyper
 };
 
 // Reads and checks the lists of one step.
 class Gather {
  public:
-  // Throws, before anything is written, unless the step can be made. All tensors but hyper and maps, which lie in the
-  // CPU's memory, are expected where the first parameter is.
+  // Throws, before anything is written, unless the step can be executed. hyper and maps are expected on the CPU, all
+  // other tensors on the device of the first parameter. logical: stochastic rounding needs logical indices.
   void read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout, bool grads_written,
             bool logical);
 
@@ -52,7 +53,8 @@ class Gather {
   int64_t groups() const { return groups_; }
 
  private:
-  struct Lead {  // what the parameter decides for its operands
+  // The parameter's view and the order of its dimensions in memory, which all its operands are walked in.
+  struct Lead {
     View view;
     int axes;
     int8_t order[kMaxDims];
@@ -75,8 +77,8 @@ class Gather {
   std::vector<Lead> leads_;
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
-  std::deque<Nest> nests_;                                                // those that steps_ points to
-  std::vector<std::shared_ptr<const ring_prox::HeldPenalty>> penalties_;  // likewise
+  std::deque<Nest> nests_;                                                // steps_ points to these
+  std::vector<std::shared_ptr<const ring_prox::HeldPenalty>> penalties_;  // and to these
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
 };

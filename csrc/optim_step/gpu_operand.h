@@ -1,4 +1,4 @@
-// Elements of the step's operands in a kernel.
+// Loads and stores elements of a step's operands in device code.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace loco::optim_step {
 
-// N consecutive elements to memory at a 16-byte boundary.
+// Stores N consecutive elements, the first of which lies at a 16-byte boundary.
 template <DType dtype, int N, typename T>
 LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N]) {
   Stored<dtype> stored[N];
@@ -18,8 +18,8 @@ LOCO_DEVICE void store_vector(void* memory, int64_t i, const T (&values)[N]) {
   loco::store_vector(memory, i, stored);
 }
 
-// N elements at a 16-byte boundary, as memory holds them. A loop takes some from the front and puts as many at the back
-// at a time; unrolled or not, it leaves them all in registers.
+// A queue of N elements in their stored type, loaded from and stored at a 16-byte boundary. A loop takes some elements
+// from the front and pushes as many at the back; unrolled or not, all elements stay in registers.
 template <DType dtype, int N>
 class Packed {
  public:
@@ -35,7 +35,7 @@ class Packed {
     for (int k = 0; k < kWords / 4; ++k) to[k] = all_.vectors[k];
   }
 
-  // The first n.
+  // Converts the first n elements to T.
   template <int n, typename T>
   LOCO_DEVICE void front(T (&out)[n]) const {
     Part<n> part;
@@ -45,14 +45,14 @@ class Packed {
     for (int k = 0; k < n; ++k) out[k] = widened<dtype, T>(part.values[k]);
   }
 
-  // Drops the first n.
+  // Drops the first n elements.
   template <int n>
   LOCO_DEVICE void pop() {
 #pragma unroll
     for (int k = kWordsOf<n>; k < kWords; ++k) all_.words[k - kWordsOf<n>] = all_.words[k];
   }
 
-  // Drops the first n; others come to the back. random: words for rounding bfloat16 stochastically, or null.
+  // Drops the first n elements and appends `values`. random: [n], words for stochastic rounding to bfloat16, or null.
   template <int n, typename T>
   LOCO_DEVICE void push(const T (&values)[n], const uint32_t* random = nullptr) {
     pop<n>();
@@ -87,7 +87,7 @@ class Packed {
   } all_;
 };
 
-// The last axis takes whatever is left.
+// Returns an element's offset in a nest. The last axis takes the remaining index, whatever its size.
 template <typename Index>
 LOCO_DEVICE int64_t offset_of(const Nest& nest, Index element) {
   int64_t offset = 0;
@@ -100,13 +100,15 @@ LOCO_DEVICE int64_t offset_of(const Nest& nest, Index element) {
   return offset + static_cast<int64_t>(element) * nest.axes[nest.count - 1].stride;
 }
 
-// narrow: the tensor has less than 2^32 elements, so that divisions of 32 bits do.
+// Returns an element's offset in nest `number`, or the element itself if that is kFlat. narrow: the tensor has fewer
+// than 2^32 elements, so 32-bit divisions suffice.
 LOCO_DEVICE int64_t offset_in(const Nest* nests, int32_t number, int64_t element, bool narrow) {
   if (number == kFlat) return element;
   const Nest& nest = nests[number];
   return narrow ? offset_of(nest, static_cast<uint32_t>(element)) : offset_of(nest, static_cast<uint64_t>(element));
 }
 
+// Stores one element of any dtype; bfloat16 is rounded stochastically with the word `random` if `stochastic`.
 template <typename T>
 LOCO_DEVICE void store_any(DType dtype, void* memory, int64_t i, T value, bool stochastic, uint32_t random) {
   if (stochastic && dtype == DType::bf16) {

@@ -1,5 +1,5 @@
-// What the kernels that end a step with a prox share: their parameters, and how a kernel (output channel) is updated
-// and written.
+// Shared by the CUDA kernels that end a step with a prox: their parameters, and how a block updates and writes the
+// weights of a filter.
 #pragma once
 
 #include <cmath>
@@ -18,30 +18,31 @@ using ring_prox::Rings;
 using ring_prox::Span;
 using ring_prox::Walk;
 
-constexpr int kProxBlocks = 2;           // on a multiprocessor, at least
-constexpr uint32_t kCoefficients = 256;  // of a cyclic map that a block keeps in shared memory
+constexpr int kProxBlocks = 2;           // least number of blocks per multiprocessor
+constexpr uint32_t kCoefficients = 256;  // most coefficients of a cyclic map that a block caches in shared memory
 
-// For the factor that kernels which are shrunk together share.
+// State of the search for the factor shared by the filters of one entry.
 struct Search {
   ring_prox::FactorSearch factor;
   bool found;
 };
 
-// What a launch reads beside the parameters of all.
+// Parameters of a launch in addition to Parameters<Rule>. All arrays are contiguous and in global memory.
 struct ProxParameters {
-  const Prox* proxes;
-  const ring_prox::Tap* taps;
-  const uint32_t* begins;
-  const double* thresholds;
+  const Prox* proxes;          // [proxes], indexed by Entry::prox
+  const ring_prox::Tap* taps;  // [tap_count] of each prox, one after the other, from Prox::taps on
+  const uint32_t* begins;      // [rings + 1] of each prox, from Prox::begins on
+  const double* thresholds;    // [rings] for each of Prox::plain and Prox::squared
+  // The launch's chunks, one per entry, and the number of filters of these entries.
   int64_t first_chunk, chunks, kernels;
-  unsigned char* slots;
+  unsigned char* slots;  // [blocks, slot_bytes], memory for filters that do not fit in shared memory
   int64_t slot_bytes;
-  // Where kernels are shrunk together.
-  unsigned char* held;  // all of them
+  // For filters that are shrunk together:
+  unsigned char* held;  // weights, metrics and ring sums of all these filters (HeldKernel)
   Search* searches;     // [chunks]
   double* shares;       // [kernels]
 
-  // Which of the launch's chunks kernel k of it belongs to.
+  // Returns which of the launch's chunks its filter k belongs to. of_launch: [chunks].
   LOCO_DEVICE int64_t find(const Chunk* of_launch, int64_t k) const {
     int64_t low = 0, high = chunks;
     while (high - low > 1) {
@@ -56,13 +57,15 @@ struct ProxParameters {
   }
 };
 
-// Where the parameter's elements lie as vectors, if all operands do.
+// Returns how the filter's elements divide into vectors of 16 bytes and single elements. vectors: whether all operands
+// can be accessed in vectors.
 LOCO_DEVICE Span span_of(const Entry& entry, int64_t begin, uint32_t count, bool vectors) {
   if (!vectors) return Span(count);
   const uint32_t size = static_cast<uint32_t>(element_size(entry.w_dtype));
   return Span(static_cast<const char*>(entry.w) + begin * size, count, size);
 }
 
+// Updates the elements of the span's vectors and puts them in ring order; each thread takes 16 bytes at a time.
 template <class Types, bool stochastic = false, class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_vectors(const Task<Rule, T>& task, const Cycle<T>& cycle, const Span& span,
                                 const Ordered<T, on_chip>& kernel) {
@@ -85,7 +88,8 @@ LOCO_DEVICE void update_bf16_vectors(const Task<Rule, T>& task, const Cycle<T>& 
   update_vectors<Types>(task, cycle, span, kernel);
 }
 
-// Updates the elements of a kernel and puts them in ring order.
+// Updates all elements of a filter and puts them in ring order. The threads of a block share the work. coefficients:
+// [kCoefficients] in shared memory.
 template <class Rule, typename T, bool on_chip>
 LOCO_DEVICE void update_kernel(const Task<Rule, T>& task, const Ordered<T, on_chip>& kernel, T* coefficients) {
   const Types types = task.entry.types;
@@ -111,6 +115,7 @@ LOCO_DEVICE void update_kernel(const Task<Rule, T>& task, const Ordered<T, on_ch
   }
 }
 
+// Writes the elements of the span's vectors; each thread takes 16 bytes at a time.
 template <DType dtype, bool stochastic = false, class Rule, typename T, class At>
 LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, const Span& span, const At& at) {
   using Types = VectorTypes<dtype, dtype>;
@@ -138,7 +143,7 @@ LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, co
   }
 }
 
-// at(walk): the weight that it has come to.
+// Writes all weights of a filter, rounded to their dtype. at(walk) returns the weight that the walk has reached.
 template <class Rule, typename T, class At>
 LOCO_DEVICE void write_kernel(const Task<Rule, T>& task, const Rings& rings, const At& at) {
   const Entry& e = task.entry;
@@ -164,12 +169,13 @@ LOCO_DEVICE void write_kernel(const Task<Rule, T>& task, const Rings& rings, con
   }
 }
 
-// The thresholds of the task's kernel, for a step of its size.
+// Returns the thresholds of the task's filter, scaled to its step size. plain, squared: [rings] in shared memory; the
+// caller must synchronize the block before it reads them.
 template <class Rule, typename T>
 LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, const Prox& prox,
                                                     const Task<Rule, T>& task, double* plain, double* squared) {
   for (int n = threadIdx.x; n < prox.rings; n += blockDim.x) {
-    // Read here, as prox.squared is: variables above take two registers more.
+    // step and prox.squared are read inside the loop: reading them before it takes two more registers.
     const double step = task.prox_step();
     plain[n] = step * q.thresholds[prox.plain + n];
     if (prox.squared >= 0) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
@@ -177,11 +183,11 @@ LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, con
   return {plain, prox.squared >= 0 ? squared : nullptr};
 }
 
-// A kernel in global memory where it is held until all of its layer have been updated.
+// A filter in global memory, where it is kept until all filters of its layer have been updated.
 template <class Rule, typename T>
 struct HeldKernel {
-  T* weights;
-  double* squares;  // of its rings, and behind them what its weights have been scaled by for that
+  T* weights;       // [numel], or [2, numel] with the metrics if the rule has any
+  double* squares;  // [rings + 1], sums of squares per ring, then the scale applied to the weights for these sums
 
   LOCO_DEVICE HeldKernel(const ProxParameters& q, const Entry& entry, const Rings& rings, int64_t kernel) {
     constexpr bool is_double = sizeof(T) == 8;

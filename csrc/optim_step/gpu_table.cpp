@@ -1,3 +1,4 @@
+// Builds the table that the CUDA kernels of a step read.
 #include "optim_step/gpu_table.h"
 
 #include <algorithm>
@@ -8,20 +9,21 @@
 namespace loco::optim_step {
 namespace {
 
-constexpr int64_t kAlignment = 16;
+constexpr int64_t kAlignment = 16;  // of sections and vectors, in bytes
 
-// Elements before the first that lies at a 16-byte boundary.
+// Returns the number of elements before the first one at a 16-byte boundary.
 int64_t head_of(const TensorStep& t) {
   const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.w.data) % kAlignment);
   return std::min((kAlignment - past) % kAlignment / element_size(t.w.dtype), t.numel);
 }
 
+// Returns whether the operand is flat and its element number `head` lies at a 16-byte boundary.
 bool reaches_boundary(const Operand& operand, int64_t head) {
   const auto address = reinterpret_cast<uintptr_t>(operand.data) + head * element_size(operand.dtype);
   return operand.flat() && address % kAlignment == 0;
 }
 
-// The types of vectors, or any.
+// Returns the types for kernels that process 16 bytes at a time, or any or any_f64 if none of them supports the tensor.
 Types types_of(const TensorStep& t, MapKind map_kind) {
   const DType w = t.w.dtype;
   const Types any = w == DType::f64 ? Types::any_f64 : Types::any;
@@ -37,10 +39,10 @@ Types types_of(const TensorStep& t, MapKind map_kind) {
   return w == DType::f32 ? Types::f32 : w == DType::f64 ? Types::f64 : w == DType::bf16 ? Types::bf16 : Types::f16;
 }
 
-// A decay map's distinct values and how they spread over a parameter.
+// A decay map's distinct values, and which of them each element of the parameter has.
 struct MapLayout {
-  Nest source;  // of the values, in the map's memory: axes along which it changes
-  Nest spread;  // element to number of its value: all axes up to the last one along which the map changes
+  Nest source;  // offsets of the values in the map's memory: the axes along which it changes
+  Nest spread;  // maps an element to the number of its value: all axes up to the last along which the map changes
 };
 
 MapLayout layout_of(const Nest& nest) {
@@ -76,7 +78,7 @@ ring_prox::Shape shape_of(const TensorStep& t) {
   return {channels, penalty.taps(), penalty.rings(), penalty.ring_of_tap.data(), t.channels_fastest};
 }
 
-// A launch for one tensor.
+// Returns the work of a single tensor, which may be merged with that of others.
 ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const ring_prox::Shape shape = shape_of(t);
   const bool is_double = t.w.dtype == DType::f64, coupled = t.penalty->coupled;
@@ -86,6 +88,8 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   return {is_double, on_chip, coupled, ring_prox::threads_for(shape), 0, 1, t.kernels, bytes};
 }
 
+// Collects the table's sections, then writes them one after another. Maps and proxes that several tensors share
+// are stored once.
 class Builder {
  public:
   explicit Builder(GpuTable& table) : table_(table), s_(table.sections) { s_.clear(); }
@@ -213,6 +217,7 @@ class Builder {
     return static_cast<int32_t>(s_.proxes.size() - 1);
   }
 
+  // Appends `more` to `values` and returns its index there.
   template <typename T>
   static int64_t extend(std::vector<T>& values, const std::vector<T>& more) {
     const auto begin = static_cast<int64_t>(values.size());
@@ -230,6 +235,7 @@ class Builder {
     return static_cast<int32_t>(s_.nests.size() - 1);
   }
 
+  // Divides entries without a prox into chunks, sorted by types, and makes one Work per run of equal types.
   void add_chunks(const std::vector<TensorStep>& tensors) {
     table_.works.clear();
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -248,6 +254,7 @@ class Builder {
     }
   }
 
+  // Makes one chunk per entry with a prox, and groups into one ProxWork the entries whose filters can share launches.
   void add_prox_chunks(const std::vector<TensorStep>& tensors, bool has_metric) {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
     constexpr int64_t most_held = std::numeric_limits<uint32_t>::max() * kHeldUnit;
@@ -287,6 +294,7 @@ class Builder {
     }
   }
 
+  // Appends a section of `count` values to the bytes, padded to kAlignment, and returns its offset.
   template <typename T>
   int64_t append(const T* values, int64_t count) {
     const auto begin = static_cast<int64_t>(table_.bytes.size());

@@ -1,4 +1,4 @@
-// What the kernels of a step read about its tensors, as one stretch of bytes that is copied to the GPU.
+// The table that describes a step's tensors to its CUDA kernels: one contiguous buffer that is copied to the GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,18 @@
 
 namespace loco::optim_step {
 
-constexpr int64_t kChunk = 8192;  // elements that one block steps
+constexpr int64_t kChunk = 8192;  // most elements that a block steps, not counting an entry's head
 
-// How the decay map's value at an element is found.
+// How the decay map's value at an element is looked up.
 enum class MapKind : uint8_t {
-  uniform,  // one value
-  cyclic,   // number element / run % period
-  nest      // by the nest
+  uniform,  // all elements have value 0 of the entry
+  cyclic,   // an element has value element / run % period
+  nest      // an element has the value that the entry's nest kNestMap maps it to
 };
 
-// The types of parameters, gradients and states for which there are kernels that take 16 bytes at a time: all operands
-// must be flat and reach such a boundary together. Entries of any other kind are taken element by element.
+// Combinations of dtypes of parameters, gradients and states. The first six have kernels that process 16 bytes at a
+// time, which requires all operands to be flat and to reach a 16-byte boundary at the same element. Entries of any
+// other kind (any, any_f64) are processed element by element.
 enum class Types : uint8_t { f32, f64, bf16, f16, bf16_f32, f16_f32, any, any_f64 };
 
 enum NestOf { kNestW, kNestG, kNestState, kNestLogical = kNestState + kStates, kNestMap, kNests };
@@ -28,84 +29,86 @@ enum NestOf { kNestW, kNestG, kNestState, kNestLogical = kNestState + kStates, k
 constexpr int32_t kFlat = -1;
 constexpr int64_t kHeldUnit = 16;
 
+// One parameter and its operands.
 struct Entry {
-  void* w;
-  void* state[kStates];
-  void* counter;
+  void* w;               // [numel]; element i lies at the offset that nests[kNestW] gives, in elements
+  void* state[kStates];  // [numel] each, likewise; null: absent
+  void* counter;         // one float32 or float64 element: steps made so far; null: the rule counts none
   int64_t numel;
-  int64_t map;            // the first of its values among the table's
-  uint32_t run, period;   // of a cyclic map
-  int32_t nests[kNests];  // numbers of nests, or kFlat
+  int64_t map;            // index of its first value among the table's maps
+  uint32_t run, period;   // for a cyclic map
+  int32_t nests[kNests];  // indices into the table's nests, or kFlat
   int32_t group;          // row of hyper
-  int32_t prox;           // that ends the step: number among the table's, or -1
-  uint32_t held;          // where its kernels are held if they are shrunk together, in units of kHeldUnit bytes
+  int32_t prox;           // index of the prox that ends the step, or -1
+  uint32_t held;          // where its filters are kept if they are shrunk together, in units of kHeldUnit bytes
   uint32_t ordinal;       // for stochastic rounding
-  uint8_t head;           // elements before the first at a 16-byte boundary; 0 for those taken one by one
+  uint8_t head;           // elements before the first one at a 16-byte boundary; 0 for any and any_f64
   MapKind map_kind;
   Types types;
   bool first, counter_is_double;
   DType w_dtype, g_dtype, state_dtype[kStates];
 };
 
-// The prox of a penalty on kernels of one shape.
+// The prox of a penalty on filters of one shape.
 struct Prox {
-  int64_t taps, begins;    // where its ring order begins among the table's
-  int64_t plain, squared;  // the same of its thresholds; squared -1: none
+  int64_t taps, begins;    // where its ring order begins in these sections of the table
+  int64_t plain, squared;  // where its thresholds t and q begin in theirs; squared -1: none
   uint32_t channels, tap_count;
   int32_t rings;
   bool channels_fastest, linf;
 };
 
-// Elements begin .. end - 1 of an entry, where begin is 0 or head + a multiple of kChunk. Of an entry with a prox all,
-// and index is the number of its first kernel in the launch.
+// Elements begin .. end - 1 of an entry, where begin is 0 (index 0) or head + index * kChunk. For an entry with a prox
+// the chunk is the whole entry, and index counts the filters of the launch before the entry's first.
 struct Chunk {
   int32_t entry;
   int32_t index;
 };
 
-// A scalar in the GPU's memory, null: absent.
+// A float32 or float64 scalar in GPU memory; null: absent.
 struct DeviceScalar {
   const void* data;
   int64_t is_double;
 };
 
-// That a kernel takes with its metrics in the type that arithmetic is done in.
+// Returns the bytes of one filter including its metrics, in the compute dtype.
 LOCO_HD int64_t bytes_of_kernel(int64_t weights, bool is_double, bool has_metric) {
   return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + kHeldUnit - 1) / kHeldUnit * kHeldUnit;
 }
 
-// And with the squares of its rings and their scale, where it is held.
+// Returns the bytes of one filter that is kept for a shared factor: the above, sums of squares per ring, and their
+// scale.
 LOCO_HD int64_t bytes_of_held_kernel(int64_t weights, int rings, bool is_double, bool has_metric) {
   return bytes_of_kernel(weights, is_double, has_metric) + (rings + 2) / 2 * kHeldUnit;
 }
 
-// Consecutive chunks whose entries have these types.
+// Consecutive chunks whose entries have the same types; one launch steps them.
 struct Work {
   Types types;
   int64_t first, count;
 };
 
-// Consecutive chunks of entries with a prox whose kernels are stepped by the same launches.
+// Consecutive chunks of entries with a prox whose filters are stepped by the same launches.
 struct ProxWork {
-  bool is_double;  // what arithmetic is done in
-  bool on_chip;    // shared memory holds a kernel
-  bool coupled;    // each entry's kernels are shrunk together
-  unsigned threads;
-  int64_t first, count;
-  int64_t kernels;
-  int64_t bytes;  // that a kernel takes there, or in a slot of global memory, at most
+  bool is_double;        // whether the compute dtype is float64
+  bool on_chip;          // shared memory can hold a filter
+  bool coupled;          // filters of each entry are shrunk together
+  unsigned threads;      // per block
+  int64_t first, count;  // chunks
+  int64_t kernels;       // filters of all entries
+  int64_t bytes;         // the most that a filter takes in shared memory or in a slot of global memory
 };
 
-// The sections of a table while it is built.
+// The sections of a table while it is being built.
 struct Sections {
-  // Distinct values of a decay map, from number begin of all maps' on.
+  // A decay map whose distinct values begin at index `begin` of maps.
   struct Map {
     const double* values;
     Nest source;
     int64_t begin;
   };
 
-  // One for all parameters with the same penalty and as many channels in the same order.
+  // Identifies a prox. Parameters share it if they have the same penalty and number of channels in the same order.
   struct KnownProx {
     const ring_prox::Penalty* penalty;
     int64_t channels;
@@ -118,9 +121,9 @@ struct Sections {
   std::vector<double> maps;
   std::vector<Map> known_maps;
   std::vector<Chunk> chunks;
-  std::vector<std::pair<Types, int32_t>> order;  // of entries that have elements and no prox
+  std::vector<std::pair<Types, int32_t>> order;  // entries with elements and without a prox, by types
   std::vector<Prox> proxes;
-  std::vector<KnownProx> known_proxes;  // in the order of proxes
+  std::vector<KnownProx> known_proxes;  // parallel to proxes
   std::vector<ring_prox::Tap> taps;
   std::vector<uint32_t> begins;
   std::vector<double> thresholds;
@@ -136,17 +139,17 @@ struct GpuTable {
   std::vector<Work> works;
   std::vector<ProxWork> prox_works;
   int64_t entry_count = 0;
-  // Of the entries of a ProxWork whose kernels are shrunk together, at most: their number, that of their kernels, and
-  // the bytes of these.
+  // Maxima over all coupled ProxWorks: the number of entries, the number of their filters, and the bytes of these.
   int64_t layers = 0, layer_kernels = 0, held_bytes = 0;
-  // Where sections begin among the bytes. Those that change most come first.
+  // Offsets of the sections in bytes. Sections that change most often come first.
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;
   int64_t proxes = 0, taps = 0, begins = 0, thresholds = 0;
   bool has_lrs = false;
   Sections sections;
 };
 
-// lrs: as many as hyper has rows, or none. has_metric: the rule's proxes need one.
+// Builds the table. hyper: [groups, columns], contiguous. lrs: [groups], or empty. has_metric: the rule's proxes need a
+// metric.
 void build(GpuTable& table, const std::vector<TensorStep>& tensors, const double* hyper, int64_t groups, int columns,
            bool has_metric, const std::vector<DeviceScalar>& lrs);
 

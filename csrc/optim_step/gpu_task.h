@@ -1,5 +1,5 @@
-// What the kernels of a step share: their parameters, what the elements of an entry have in common, and the update of
-// one of them or of 16 bytes.
+// Shared by the CUDA kernels of a step: their parameters, the state common to the elements of an entry, and the update
+// of one element or of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,17 @@
 
 namespace loco::optim_step {
 
+// Kernel parameters of all launches of a step. All arrays are contiguous and in global memory.
 template <class Rule>
 struct Parameters {
-  void* const* grads;
-  const double* hyper;
-  const DeviceScalar* lrs;  // null: none
-  const Entry* entries;
-  const Nest* nests;
-  const double* maps;
-  const Chunk* chunks;
-  typename Rule::template Scalars<double>* scalars;  // one for each entry; null: made from hyper
+  void* const* grads;                                // [entries], each [numel]; elements lie as nests[kNestG] says
+  const double* hyper;                               // [groups, columns]
+  const DeviceScalar* lrs;                           // [groups], data null: use hyper; null: use hyper for all
+  const Entry* entries;                              // [entries]
+  const Nest* nests;                                 // indexed by Entry::nests
+  const double* maps;                                // distinct values of the decay maps, from Entry::map on
+  const Chunk* chunks;                               // [chunks]
+  typename Rule::template Scalars<double>* scalars;  // [entries]; null: computed from hyper
   Options options;
   DeviceScalar grad_scale, found_inf;
   Rounding rounding;
@@ -43,7 +44,7 @@ LOCO_DEVICE double lr_of(const Parameters<Rule>& p, const Entry& entry) {
   return own ? row_of(p, entry)[0] : value_of(p.lrs[entry.group]);
 }
 
-// Returns the weight's metric for a prox after the step, of a rule that has one.
+// Updates one weight and its states. Returns the weight's metric for a prox that follows, or 1 if the rule has none.
 template <typename T>
 LOCO_DEVICE T update(T& w, T g, T (&state)[kStates], T c, SgdFlags flags, const SgdScalars<T>& scalars) {
   sgd(w, g, state[0], c, flags, scalars);
@@ -55,7 +56,7 @@ LOCO_DEVICE T update(T& w, T g, T (&state)[kStates], T c, AdamFlags flags, const
   return adam(w, g, state[0], state[1], state[2], c, flags, scalars);
 }
 
-// What elements of an entry, those from `begin` on, have in common.
+// State shared by the elements of an entry from `begin` on, which a block steps.
 template <class Rule, typename T>
 struct Task {
   const Parameters<Rule>& p;
@@ -76,6 +77,7 @@ struct Task {
     scalars = Rule::template as<T>(p.scalars ? p.scalars[number] : Rule::scalars(row, lr, 0));
   }
 
+  // Returns the decay coefficient for the entry's map value number `value`.
   LOCO_DEVICE T coefficient(int64_t value) const { return static_cast<T>(coefficients.at(p.maps[entry.map + value])); }
 
   LOCO_DEVICE PhiloxKey key() const {
@@ -83,31 +85,33 @@ struct Task {
     return {static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), entry.ordinal, r.step};
   }
 
-  // Of the prox that may end the step.
+  // Returns the step size of the prox that may end the step.
   LOCO_DEVICE double prox_step() const {
     return Rule::prox_step(row_of(p, entry), lr_of(p, entry), entry.state[0] != nullptr);
   }
 
-  // Whether parameters and states of bfloat16 are rounded so.
+  // Returns whether parameters and states of bfloat16 are rounded stochastically.
   LOCO_DEVICE bool stochastic() const { return p.rounding.stochastic && entry.w_dtype == DType::bf16; }
 
+  // Draws random words for element i: one for the parameter, then one per state.
   LOCO_DEVICE void draw(int64_t i, uint32_t (&words)[1 + kStates]) const {
     philox(key(), static_cast<uint64_t>(offset_in(p.nests, entry.nests[kNestLogical], i, narrow())), words);
   }
 
+  // Returns whether 32-bit indices suffice for the entry's elements.
   LOCO_DEVICE bool narrow() const { return entry.numel <= UINT32_MAX; }
 
-  // The gradient as the rule wants it; written back if it is scaled.
+  // Returns the gradient of what is minimised: negated to maximize.
   LOCO_DEVICE T descent(T gradient) const { return p.options.maximize ? -gradient : gradient; }
   LOCO_DEVICE T grad_scale() const { return static_cast<T>(value_of(p.grad_scale)); }
 };
 
-// GCC does not see that absent states have no places.
+// GCC does not see that at[k] is used only for states that are present.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// Updates one element, whatever its operands' types and strides. keep(w, its metric, where it lies, random word) stores
-// the parameter.
+// Updates one element of operands of any dtypes and strides. A gradient that is divided by grad_scale is written back.
+// keep(w, metric, offset of w, random word) stores the parameter.
 template <class Rule, typename T, class Keep>
 LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep& keep) {
   const Entry& e = task.entry;
@@ -145,15 +149,15 @@ LOCO_DEVICE void step_one(const Task<Rule, T>& task, uint32_t offset, const Keep
 
 #pragma GCC diagnostic pop
 
-// The decay coefficients of a task whose map repeats, if it has one.
+// Decay coefficients of a task whose map is cyclic or uniform.
 template <typename T>
 struct Cycle {
-  const T* table;        // in shared memory; null: too long for it
+  const T* table;        // [period] in shared memory; null: the period is too long for it
   uint32_t run, period;  // 0: uniform
-  uint32_t rest, phase;  // the task's beginning / run leaves rest, its quotient modulo period is phase
+  uint32_t rest, phase;  // rest = begin % run and phase = begin / run % period, for the task's begin
   T uniform;
 
-  // table: memory for so many coefficients.
+  // Fills the table, then synchronizes the block; all threads must call this. table: [size] in shared memory.
   template <class Rule>
   LOCO_DEVICE Cycle(const Task<Rule, T>& task, T* table, uint32_t size) : uniform(task.coefficient(0)) {
     const Entry& e = task.entry;
@@ -167,6 +171,7 @@ struct Cycle {
     __syncthreads();
   }
 
+  // Reads the coefficients of N elements from begin + offset on.
   template <int N, class Rule>
   LOCO_DEVICE void read(const Task<Rule, T>& task, uint32_t offset, T (&c)[N]) const {
     if (period == 0) {
@@ -187,18 +192,20 @@ struct Cycle {
   }
 };
 
-// DTypes of parameters and gradients, and of states.
+// The dtype w_ of parameters and gradients, and state_ of states, for kernels that process 16 bytes at a time.
 template <DType w_, DType state_>
 struct VectorTypes {
   static constexpr DType w = w_, state = state_;
+  // Elements of the parameter in 16 bytes.
   static constexpr int width = w == DType::f64 ? 2 : w == DType::f32 ? 4 : 8;
-  // The elements that step_packed steps at a time: random words take many registers.
+  // Elements that step_packed updates at a time. There are fewer with stochastic rounding, whose random words take many
+  // registers.
   template <bool stochastic>
   static constexpr int taken = stochastic || w == DType::f64 ? 2 : 4;
   using T = std::conditional_t<w == DType::f64, double, float>;
 };
 
-// Updates n elements; metric: what a prox needs of them.
+// Updates n elements. metric: output for a prox that follows.
 template <int n, class Rule, typename T>
 LOCO_DEVICE void update_all(const Task<Rule, T>& task, T (&w)[n], const T (&g)[n], T (&state)[kStates][n],
                             const T (&c)[n], T (&metric)[n]) {
@@ -211,7 +218,7 @@ LOCO_DEVICE void update_all(const Task<Rule, T>& task, T (&w)[n], const T (&g)[n
   }
 }
 
-// Random words for n elements from i on, of the parameter and of its states.
+// Draws random words for n elements from i on: [0] for the parameter, [1 + k] for state k.
 template <int n, class Rule, typename T>
 LOCO_DEVICE void draw_all(const Task<Rule, T>& task, int64_t i, uint32_t (&random)[1 + kStates][n]) {
 #pragma unroll
@@ -223,7 +230,7 @@ LOCO_DEVICE void draw_all(const Task<Rule, T>& task, int64_t i, uint32_t (&rando
   }
 }
 
-// Updates as many elements as fill 16 bytes of the parameter, at a 16-byte boundary of every operand.
+// Updates the elements in 16 bytes of the parameter; every operand must reach a 16-byte boundary at the first.
 template <class Types, class Rule, typename T>
 LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset) {
   constexpr int N = Types::width;
@@ -250,8 +257,8 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, u
   }
 }
 
-// The same where registers are scarce: all but the elements in hand stay as memory holds them. keep(w, their metrics,
-// random words or null) stores the parameter's.
+// The same for kernels short of registers: all elements but the few being updated stay in their stored type.
+// keep(w, metrics, random words or null) stores the parameter's elements.
 template <class Types, bool stochastic, class Rule, typename T, class Keep>
 LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, uint32_t offset, const Keep& keep) {
   constexpr int n = Types::template taken<stochastic>;
@@ -259,7 +266,7 @@ LOCO_DEVICE void step_packed(const Task<Rule, T>& task, const Cycle<T>& cycle, u
   const int64_t i = task.begin + offset;
   const bool is_scaled = task.p.grad_scale.data != nullptr;
   Packed<Types::w, Types::width> all_w, all_g;
-  // Zeros where there is no state: registers that nothing sets would be kept from vector to vector, and be spilled.
+  // Absent states are zeroed: registers that are never set would stay live from vector to vector and be spilled.
   Packed<Types::state, Types::width> all_state[kStates] = {};
   all_w.load(e.w, i);
   all_g.load(task.g, i);

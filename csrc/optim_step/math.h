@@ -1,12 +1,15 @@
-// The update rules of SGD, Adam and AdamW, one weight at a time, and the random bits of stochastic rounding.
+// The update rules of SGD, Adam and AdamW for one weight, and the random bits of stochastic rounding.
 //
 // d = gradient with its decay      l2: g + c*w      l1: g + c*sign(w)      decoupled: w <- c*w, d = g
 // SGD   b = d at the first step, then mu*b + (1 - dampening)*d;  w <- w - lr*(nesterov ? d + mu*b : b)
 // Adam  m <- m + (1-b1)(d - m);  v <- b2*v + (1-b2)*d*d;  w <- w - lr/(1-b1^t) * m / (sqrt(v/(1-b2^t)) + eps)
 //
-// c is weight_decay times the decay map at the weight's place (l2, l1) or 1 - lr*weight_decay*map (decoupled). The
-// order of the operations is that of torch.optim's for-loop; without fused multiply-adds every backend gives the same
-// bits.
+// c is weight_decay times the decay map at the weight's position (l2, l1), or 1 - lr*weight_decay*map (decoupled).
+// Operations are in the order of torch.optim's for-loop. Only the std::fma calls are fused (contraction is disabled
+// when compiling), so every backend gives the same bits.
+//
+// Every function works on one element: references are to scalars, and philox's out is [4]. How elements are divided
+// among threads is up to the callers (blocks.cpp, cuda.cu).
 #pragma once
 
 #include <cmath>
@@ -20,7 +23,7 @@ namespace loco::optim_step {
 enum class Decay : uint8_t { none, l2, l1, decoupled };
 enum class Momentum : uint8_t { none, first, next };
 
-// Flags are known when a loop is compiled for the CPU, and alike for a whole block on a GPU.
+// Flags are compile-time constants in the loops on the CPU, and uniform across a block on a GPU.
 struct SgdFlags {
   Decay decay;
   Momentum momentum;
@@ -39,13 +42,14 @@ struct SgdScalars {
 
 template <typename T>
 struct AdamScalars {
-  T lerp_weight;  // 1 - beta1, less 1 with lerp_from_end
+  T lerp_weight;  // 1 - beta1, minus 1 if lerp_from_end
   T beta2, one_minus_beta2, eps;
   T negative_step_size;     // -lr / (1 - beta1^t)
   T bias_correction2_sqrt;  // sqrt(1 - beta2^t)
-  bool lerp_from_end;       // torch.lerp's second form, for 1 - beta1 of one half and above
+  bool lerp_from_end;       // use torch.lerp's second form, for 1 - beta1 >= 0.5
 };
 
+// Returns d. It differs from g for l2 and l1 only.
 template <typename T>
 LOCO_HD T decayed_gradient(Decay decay, T w, T g, T c) {
   if (decay == Decay::l2) return std::fma(c, w, g);
@@ -53,7 +57,8 @@ LOCO_HD T decayed_gradient(Decay decay, T w, T g, T c) {
   return g;
 }
 
-// buffer is neither read nor written without momentum.
+// Updates w and the momentum buffer. Without momentum the buffer is neither read nor written; the first step does not
+// read it.
 template <typename T>
 LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) {
   T d = decayed_gradient(f.decay, w, g, c);
@@ -65,7 +70,7 @@ LOCO_HD void sgd(T& w, T g, T& buffer, T c, SgdFlags f, const SgdScalars<T>& s) 
   w = std::fma(-s.lr, d, w);
 }
 
-// v_max is neither read nor written without amsgrad. Returns what m is divided by.
+// Updates w, m, v and v_max; v_max is neither read nor written without amsgrad. Returns the denominator of m.
 template <typename T>
 LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScalars<T>& s) {
   if (f.decay == Decay::decoupled) w = w * c;
@@ -83,12 +88,13 @@ LOCO_HD T adam(T& w, T g, T& m, T& v, T& v_max, T c, AdamFlags f, const AdamScal
   return denominator;
 }
 
-// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+// The random number generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 struct PhiloxKey {
   uint32_t seed_low, seed_high;
-  uint32_t tensor, step;  // the counter's upper half
+  uint32_t tensor, step;  // upper half of the counter
 };
 
+// Writes the four random words of an element; it is the lower half of the counter.
 LOCO_HD void philox(const PhiloxKey& key, uint64_t element, uint32_t out[4]) {
   uint32_t c0 = static_cast<uint32_t>(element), c1 = static_cast<uint32_t>(element >> 32);
   uint32_t c2 = key.tensor, c3 = key.step, k0 = key.seed_low, k1 = key.seed_high;
@@ -105,7 +111,7 @@ LOCO_HD void philox(const PhiloxKey& key, uint64_t element, uint32_t out[4]) {
   out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-// Rounds up with a probability equal to the part that bfloat16 cannot hold; infinity and NaN stay.
+// Rounds away from zero with a probability equal to the fraction that bfloat16 drops. Infinity and NaN are preserved.
 LOCO_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
   const uint32_t bits = to_bits(value);
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;

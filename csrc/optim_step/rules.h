@@ -1,5 +1,5 @@
-// What each rule makes of its row of hyper-parameters: the coefficients and scalars of math.h, in float64, rounded once
-// to the type that arithmetic is done in.
+// Computes the coefficients and scalars of math.h from a rule's row of hyper-parameters. This is done in float64, and
+// the results are rounded once to the compute dtype.
 #pragma once
 
 #include <cmath>
@@ -9,20 +9,21 @@
 
 namespace loco::optim_step {
 
-constexpr int kStates = 3;
+constexpr int kStates = 3;  // most states of a rule
 
+// Columns of hyper.
 enum SgdColumn { kSgdLr, kSgdWeightDecay, kSgdMomentum, kSgdDampening, kSgdColumns };
 enum AdamColumn { kAdamLr, kAdamWeightDecay, kAdamBeta1, kAdamBeta2, kAdamEps, kAdamColumns };
 
-// The decay coefficient of a weight, by the decay map's value at its place.
+// Maps the decay map's value at a weight to the weight's decay coefficient.
 struct Coefficients {
   Decay decay;
-  double factor;  // the weight decay; times the learning rate if it is decoupled
+  double factor;  // weight decay, multiplied by the learning rate if decoupled
 
   LOCO_HD double at(double map) const { return decay == Decay::decoupled ? 1 - factor * map : factor * map; }
 };
 
-// What a call says of all its tensors; each rule uses what it knows.
+// Options that apply to all tensors of a call. Each rule ignores those of the other.
 struct Options {
   bool maximize, l1;
   bool nesterov;            // SGD
@@ -40,12 +41,12 @@ struct Sgd {
     const Decay kind = o.l1 ? Decay::l1 : Decay::l2;
     return {row[kSgdWeightDecay] == 0 ? Decay::none : kind, row[kSgdWeightDecay]};
   }
-  // buffer: there is one; first: it is to be written, not read.
+  // buffer: whether there is a momentum buffer; first: whether it is written without being read.
   LOCO_HD static Flags flags(const Options& o, Decay decay, bool buffer, bool first) {
     return {decay, !buffer ? Momentum::none : first ? Momentum::first : Momentum::next, o.nesterov};
   }
-  // The prox that ends a step has thresholds this many times those for a step of 1: so that a weight that has come to
-  // rest is at the minimum, momentum has to be made up for.
+  // prox_step is the factor on the thresholds of the prox that ends a step, relative to those for a step of 1. It
+  // compensates for momentum, so that a weight that has come to rest is at the minimum.
   static constexpr bool has_metric = false;
   LOCO_HD static double prox_step(const double* row, double lr, bool buffer) {
     return buffer ? lr * (1 - row[kSgdDampening]) / (1 - row[kSgdMomentum]) : lr;
@@ -72,11 +73,11 @@ struct Adam {
     return {row[kAdamWeightDecay] == 0 ? Decay::none : kind, factor};
   }
   LOCO_HD static Flags flags(const Options& o, Decay decay, bool, bool) { return {decay, o.amsgrad}; }
-  // The prox that ends a step is in the metric (sqrt(v / (1-b2^t)) + eps) / lr, with the thresholds for a step of 1;
-  // all of it times lr, the metric is what the update divides by.
+  // The prox that ends a step uses the metric (sqrt(v / (1-b2^t)) + eps) / lr with the thresholds for a step of 1. Both
+  // are multiplied by lr here, so that the metric is the update's denominator.
   static constexpr bool has_metric = true;
   LOCO_HD static double prox_step(const double*, double lr, bool) { return lr; }
-  // step: the number of this step, from 1.
+  // step: the number of this step, counted from 1.
   LOCO_HD static Scalars<double> scalars(const double* row, double lr, double step) {
     const double beta1 = row[kAdamBeta1], beta2 = row[kAdamBeta2];
     const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);

@@ -1,4 +1,4 @@
-// The prox of a ring penalty as the last act of a step on the CPU.
+// Applies the prox of a ring penalty at the end of a step on the CPU.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,8 @@
 
 namespace loco::optim_step {
 
-// T: the type that arithmetic is done in.
+// Shrinks the filters of one parameter, one at a time. w and metric arguments are [numel] of one filter, contiguous,
+// and sums are [sum_count]. T: the compute dtype.
 template <class Rule, typename T>
 class Shrinkage {
   using Flags = typename Rule::Flags;
@@ -27,10 +28,11 @@ class Shrinkage {
     }
   }
 
-  // Of one kernel that has been updated; metric: null if the rule has none.
+  // Shrinks a filter that has been updated. metric: null if the rule has none.
   void apply(T* w, const T* metric) { solver_.prox(w, metric, thresholds(), penalty_.linf, w); }
 
-  // Updates a kernel first. summing: whether this block and those that come after it can be summed up meanwhile.
+  // Updates a filter, then shrinks it. summing: the result of can_sum for the first of a sequence of blocks, each
+  // `count` elements after the last.
   void step(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing) {
     if (!summing) {
       update(kernel, flags, scalars);
@@ -40,11 +42,13 @@ class Shrinkage {
     solver_.prox_of_summed(kernel.w, kernel.metric, thresholds(), kernel.w);
   }
 
-  // What follows is for kernels that are shrunk together, by a factor that all of them decide about: sums, of which
-  // there are sum_count, are kept until then.
+  // The functions below are for filters that are shrunk together by a factor that depends on all of them. Each filter's
+  // ring sums are kept until that factor has been found.
 
+  // Returns the number of sums kept for each filter.
   int sum_count() const { return penalty_.linf ? 0 : solver_.sum_count(Rule::has_metric); }
 
+  // Updates a filter and writes its sums.
   void step_and_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing, double* sums) {
     if (!summing) {
       update(kernel, flags, scalars);
@@ -54,13 +58,15 @@ class Shrinkage {
     solver_.keep_sums(Rule::has_metric, sums);
   }
 
+  // Writes the sums of a filter that has been updated.
   void sum(const T* w, const T* metric, double* sums) {
     if (penalty_.linf) return;
     solver_.sum(w, metric);
     solver_.keep_sums(Rule::has_metric, sums);
   }
 
-  // What the kernel adds to the layer's sum if it is shrunk by this factor; a kernel without a norm adds nothing.
+  // Returns the filter's contribution to the layer's sum if it is shrunk by this factor. A filter without a finite norm
+  // contributes 0.
   double share(const T* w, const T* metric, const double* sums, double factor) {
     if (!penalty_.linf) solver_.take_sums(Rule::has_metric, sums);
     const double share = penalty_.linf ? solver_.linf_penalty(w, metric, thresholds(), factor)
@@ -68,6 +74,7 @@ class Shrinkage {
     return std::isfinite(share) ? share : 0;
   }
 
+  // Shrinks a filter by the factor that was found.
   void apply_by(double factor, T* w, const T* metric, const double* sums) {
     double merged[ring_prox::kMaxRings];
     ring_prox::merge(thresholds(), penalty_.rings(), factor, 1, merged);
@@ -76,6 +83,7 @@ class Shrinkage {
     solver_.prox_of_summed(w, metric, {merged, nullptr}, w);
   }
 
+  // Returns whether the filter's sums can be computed while it is updated.
   bool can_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) const {
     bool all = std::is_same_v<T, float> && !penalty_.linf;
     if constexpr (std::is_same_v<T, float>) {

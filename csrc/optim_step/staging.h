@@ -1,7 +1,7 @@
-// Bringing a block of an operand into contiguous memory of the arithmetic type, and back.
+// Copies a block of an operand to contiguous memory in the compute dtype, and back.
 //
-// An operand that is flat and already of that type is used where it lies. Any other is gathered and converted into a
-// buffer that stays in the first-level cache, and scattered after the update.
+// An operand that is flat and already of that dtype is used in place. Any other is gathered and converted into a buffer
+// that fits in the first-level cache, and scattered back after the update.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@ struct alignas(64) RawBlock {
   unsigned char bytes[kBlock * 8];
 };
 
+// Reads elements begin .. begin + count - 1 of the operand into `block`, [count]. count is at most kBlock.
 template <typename T>
 void stage_in(const Operand& operand, int64_t begin, int64_t count, T* block, RawBlock& raw) {
   if (operand.flat()) return load(operand.dtype, element(operand, begin), block, count);
@@ -27,7 +28,7 @@ void stage_in(const Operand& operand, int64_t begin, int64_t count, T* block, Ra
   load(operand.dtype, raw.bytes, block, count);
 }
 
-// random: one word per element for stochastic rounding, or null.
+// Writes `block`, [count], back to the operand. random: [count], words for stochastic rounding to bfloat16, or null.
 template <typename T>
 void stage_out(const Operand& operand, int64_t begin, int64_t count, const T* block, const uint32_t* random,
                RawBlock& raw) {

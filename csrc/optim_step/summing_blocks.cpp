@@ -1,4 +1,10 @@
-// Sums go on in registers: those in memory would be read again before what they wait for, the weights, has come.
+// The update rules of math.h, fused with sums over each ring of the new weights:
+//   SGD   sums[0][ring] += x^2
+//   Adam  sums[k][ring] += x^2 / d^k, k = 0 .. 3, with the denominator d as the metric
+// The pointers' shapes and strides are given in blocks.h; sums are [count][kMaxRings], indexed by ring.
+//
+// A call runs on the calling thread, which takes kLanes elements at a time. The running sums stay in registers: if they
+// were in memory, they would be reloaded before the weights that they wait for have arrived.
 #include "optim_step/summing_blocks.h"
 
 #include <algorithm>
@@ -13,12 +19,12 @@ using ring_prox::kShortSum;
 using ring_prox::Moments;
 using ring_prox::Run;
 
-// How far ahead weights are fetched, which the processor does too late where much has to be done for each of them.
+// How many elements ahead weights are prefetched: the hardware prefetcher is too late where weights take much work.
 constexpr int64_t kAhead = 768;
 
 LOCO_HD void fetch(const float* line) { __builtin_prefetch(line); }
 
-// Writes the new weights' squares to terms[0].
+// Updates kLanes elements from `begin` on and writes the squares of the new weights to terms[0]. c: [kLanes].
 template <Decay decay, Momentum momentum, bool nesterov>
 struct SgdUpdate {
   static constexpr int count = 1;
@@ -44,7 +50,8 @@ struct SgdUpdate {
   }
 };
 
-// Writes the new weights' squares over the powers of their denominators to `terms`.
+// Updates kLanes elements from `begin` on and writes the squares of the new weights, divided by the k-th power of their
+// denominators, to terms[k].
 template <Decay decay>
 struct AdamUpdate {
   static constexpr int count = Moments::kPowers;
@@ -72,6 +79,7 @@ struct AdamUpdate {
   }
 };
 
+// Updates a block and adds its sums. rings: how many rings the run has.
 template <int rings, class Update>
 LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& run,
                     double* const (&sums)[Update::count]) {
@@ -128,7 +136,7 @@ LOCO_HD void adam_with_decay(const Block<float>& block, const AdamScalars<float>
   by_rings(block, AdamUpdate<decay>{block, s}, run, sums);
 }
 
-// Whether a run is made up of whole vectors, and so are what is used over and over along it.
+// Returns whether a run consists of whole vectors, and so do the patterns that repeat along it (rings and the table).
 bool of_vectors(const Block<float>& block, const Run& run) {
   const bool lanes = run.uniform() || (run.period % kLanes == 0 && run.rings <= ring_prox::kMostRingSums);
   const bool table = block.table == nullptr || (block.period % kLanes == 0 && block.phase % kLanes == 0);

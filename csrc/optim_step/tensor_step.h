@@ -1,4 +1,4 @@
-// What a step must know of each tensor, the same for every device.
+// Describes the tensors of a step, the same way for every device.
 #pragma once
 
 #include <cstdint>
@@ -9,25 +9,25 @@
 
 namespace loco::optim_step {
 
-// A parameter and everything that steps with it. All nests, which the caller owns, walk the elements in the parameter's
-// memory order.
+// A parameter and its operands. All nests walk the elements in the parameter's memory order; the caller owns them.
 struct TensorStep {
   int64_t numel;
-  Operand w, g, state[kStates];
-  const double* map;  // null: uniform decay
-  const Nest* map_nest;
-  const Nest* logical_nest;  // the element's index in a contiguous tensor of the same shape; null: the same index
-  int64_t group;             // row of hyper
-  bool first;                // SGD: the momentum buffer is to be written, not read
-  void* counter;             // Adam: steps made so far, in the device's memory; null: the rule counts none
-  DType counter_dtype;       // f32 or f64
-  double step;               // Adam: the number of this step, from 1; not set for a GPU, which reads counter itself
-  const ring_prox::Penalty* penalty;  // whose prox ends the step; null: none
-  int64_t kernels;                    // with a penalty: output channels, of numel / kernels consecutive elements each
-  bool channels_fastest;              // with a penalty: within a kernel; else taps are
-  uint32_t ordinal;                   // which parameter this is, for stochastic rounding
+  Operand w, g, state[kStates];  // [numel] each
+  const double* map;             // decay map, broadcast by strides of 0; null: uniform decay
+  const Nest* map_nest;          // offsets of the elements' values in map
+  const Nest* logical_nest;      // elements' indices in a contiguous tensor of the same shape; null: unchanged
+  int64_t group;                 // row of hyper
+  bool first;                    // SGD: the momentum buffer is written without being read
+  void* counter;                 // Adam: one element, steps made so far, in device memory; null: the rule counts none
+  DType counter_dtype;           // f32 or f64
+  double step;  // Adam: number of this step, from 1; not set for GPU kernels, which read counter themselves
+  const ring_prox::Penalty* penalty;  // its prox ends the step; null: none
+  int64_t kernels;                    // with a penalty: number of filters, each of numel / kernels consecutive elements
+  bool channels_fastest;              // with a penalty: channels lie fastest in a filter; else taps do
+  uint32_t ordinal;                   // identifies the parameter, for stochastic rounding
 };
 
+// Stochastic rounding draws from Philox with this seed and step.
 struct Rounding {
   bool stochastic;
   uint64_t seed;
