@@ -10,7 +10,7 @@ namespace loco::block_sparse {
 
 using Indices = std::vector<int64_t>;
 
-// Image and kernel axes, outermost first; images of fewer axes have leading ones of size 1.
+// Image axes and filter axes, outermost first. Images of fewer axes have leading axes of size 1.
 constexpr int kAxes = 3;
 using Sizes = std::array<int64_t, kAxes>;
 

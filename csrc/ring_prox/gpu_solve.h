@@ -91,7 +91,7 @@ class Sums {
     }
     reduce(sizes, Larger());
     if (!(sizes[0] > 0 && sizes[0] < kInfinity && sizes[1] > 0)) return 1;
-    constexpr int kMost = 960;  // so that sums of metrics do not overflow either
+    constexpr int kMost = 960;  // bound that keeps sums of metrics from overflowing, too
     int of_weight, of_metric;
     std::frexp(sizes[0], &of_weight);
     std::frexp(sizes[1], &of_metric);
