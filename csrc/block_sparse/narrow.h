@@ -51,7 +51,7 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
     for (const auto* const last = block + depth; block < last; x += kLanes, block += kLanes) {
       typename A::In v[width];
       LOCO_UNROLL for (int c = 0; c < width; ++c) v[c] = words<A>(block + c * depth);
-      // The processor's address modes give three addresses from each base for free, but not more.
+      // The processor's addressing modes give three addresses from each base for free, but not more.
       LOCO_UNROLL for (int i = 0; i < samples; ++i) {
         const typename A::In word = words<A>(x + i / 3 * 3 * stride + i % 3 * stride);
         LOCO_UNROLL for (int c = 0; c < width; ++c) sums[i][c] = A::multiply_add(word, v[c], sums[i][c]);
