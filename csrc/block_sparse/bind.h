@@ -1,4 +1,4 @@
-// What the block-sparse operators take, checked and read. Schemas: schemas.h.
+// Checks and conversions of the block-sparse operators' arguments. The schemas are in schemas.h.
 #pragma once
 
 #include <optional>
@@ -8,7 +8,7 @@
 
 namespace loco::block_sparse {
 
-// A one-dimensional int64 tensor on the CPU, contiguous.
+// A contiguous one-dimensional int64 tensor on the CPU.
 struct Indices {
   const int64_t* data;
   int64_t count;
@@ -28,10 +28,10 @@ inline Indices indices_of(const Tensor& tensor, const char* name) {
   return {static_cast<const int64_t*>(data), tensor.size(0)};
 }
 
-// Indices from 0 to below `bound`.
+// Return indices after checking that they lie in [0, bound).
 inline Indices bounded(const Tensor& tensor, const char* name, int64_t bound) {
   const Indices indices = indices_of(tensor, name);
-  uint64_t largest = 0;  // a negative one is larger than any
+  uint64_t largest = 0;  // as unsigned numbers, negative indices exceed any bound
   for (int64_t i = 0; i < indices.count; ++i) {
     const auto index = static_cast<uint64_t>(indices.data[i]);
     largest = index > largest ? index : largest;
@@ -41,7 +41,7 @@ inline Indices bounded(const Tensor& tensor, const char* name, int64_t bound) {
   return indices;
 }
 
-// Where rows begin: from 0, never descending, to `total`.
+// Return row starts after checking that they begin at 0, never descend and end at `total`.
 inline Indices row_starts(const Tensor& tensor, const char* name, int64_t total) {
   const Indices starts = indices_of(tensor, name);
   bool ordered = starts.count >= 1 && starts.data[0] == 0 && starts.data[starts.count - 1] == total;
@@ -50,7 +50,8 @@ inline Indices row_starts(const Tensor& tensor, const char* name, int64_t total)
   return starts;
 }
 
-// [batch, pixels, channels], channels side by side, or pixels where that will do.
+// Activations [batch, pixels, channels] in which channels have stride 1, or, with by_channel, pixels may have it
+// instead.
 struct Activations {
   View view;
 
@@ -66,7 +67,7 @@ struct Activations {
   Pixels layout() const { return {view.data, view.strides[0], view.strides[1], channel_stride()}; }
 };
 
-// [blocks, groups, channels of a group in, channels of a group out].
+// Block values [blocks, groups, channels of a group in, channels of a group out], contiguous.
 struct Blocks {
   View view;
 

@@ -1,6 +1,6 @@
 #include "block_sparse/bind_pattern.h"
 
-// torch 2.11's copy of pybind11 refuses to be included where the stable ABI is asked for. This file uses none of it.
+// torch 2.11's copy of pybind11 raises an error if the stable ABI is requested. This file uses none of the stable ABI.
 #undef TORCH_TARGET_VERSION
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -16,9 +16,9 @@ namespace loco::block_sparse {
 namespace {
 
 using Array = py::array_t<int64_t, py::array::c_style>;
-using Tables = std::array<Array, kAxes>;  // each [out, taps]
+using Tables = std::array<Array, kAxes>;  // each of shape [out, taps]
 
-// An array that owns the indices, without a copy.
+// Return an array that takes ownership of the indices without copying them.
 Array to_array(Indices&& indices) {
   auto* held = new Indices(std::move(indices));
   const py::capsule owner(held, [](void* pointer) { delete static_cast<Indices*>(pointer); });
@@ -39,7 +39,7 @@ Axes to_axes(const Tables& pixels, const Sizes& image) {
   return axes;
 }
 
-// What a function of pattern.h returns; other Python threads run meanwhile.
+// Call a function of pattern.h without the GIL, so that other Python threads can run meanwhile, and return its result.
 template <typename F>
 auto without_gil(F&& compute) {
   const py::gil_scoped_release release;

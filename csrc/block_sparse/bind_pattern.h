@@ -1,4 +1,4 @@
-// The functions of pattern.h on numpy arrays, as functions of the module _C.
+// Python bindings of pattern.h for numpy arrays, as functions of the module _C.
 #pragma once
 
 namespace pybind11 {

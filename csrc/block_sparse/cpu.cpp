@@ -1,4 +1,14 @@
-// Which kernels run, and on how many threads: items go to threads in whole, so that their number changes no bit.
+// Dispatch of the block-sparse operators on the CPU.
+//
+//   product         to[n, r] = bias[r] + sum over entries j of row r of from[n, source[j]] block(j)
+//   value_gradient  values[j] = sum over n of from[n, source[j]]^T to[n, row of j]
+//   turn            to[n, pixel, channel] = from[n, channel, pixel]
+//
+// Shapes and strides of all pointers are given in cpu.h.
+//
+// A call goes to the kernels of the best instruction set that has them for the dtype and block size. Its work is a list
+// of items (panels of rows and batch, entries, or tiles of pixels), of which each thread takes a contiguous range.
+// Items are never split, so the number of threads changes no bit.
 #include "block_sparse/cpu.h"
 
 #include <atomic>
@@ -9,7 +19,7 @@
 namespace loco::block_sparse {
 namespace {
 
-constexpr int64_t kLeastShare = 1 << 18;  // multiply-adds; a thread with fewer is not worth waking
+constexpr int64_t kLeastShare = 1 << 18;  // MACs; waking a thread does not pay below that
 
 #ifdef LOCO_X86_LEVELS
 const Level* const kLevels[] = {&kLevelV4Bf16, &kLevelV4, &kLevelV3, &kLevelPortable};
@@ -17,7 +27,7 @@ const Level* const kLevels[] = {&kLevelV4Bf16, &kLevelV4, &kLevelV3, &kLevelPort
 const Level* const kLevels[] = {&kLevelPortable};
 #endif
 
-// The levels that run here, best first, and their names.
+// The levels that this machine supports, best first, and their names.
 struct Found {
   const Level* levels[5] = {};
   const char* names[5] = {};
@@ -37,7 +47,7 @@ const Found& found() {
 
 std::atomic<int> first_level{0};
 
-// Of the first level from the chosen one on that has kernels of its own for the type and size of blocks.
+// Return the kernels of the first level, from the chosen one on, that has its own for the dtype and block size.
 const Kernels& kernels_for(DType dtype, int64_t depth, int64_t width) {
   const auto kernels = depth == 1 && width == 1 ? &Level::depthwise : &Level::kernels;
   const int type = static_cast<int>(dtype);

@@ -1,5 +1,5 @@
-// Multiplication by block-sparse matrices on the CPU, without torch: plain structs in. Strides are in elements; blocks
-// are stored as [block][group][channel in][channel out].
+// Multiplication by block-sparse matrices on the CPU, without torch: plain structs in. Strides are in elements. Block
+// values are contiguous [blocks, groups, channels in, channels out].
 #pragma once
 
 #include <cstdint>
@@ -9,27 +9,28 @@
 
 namespace loco::block_sparse {
 
-// Activations [batch, pixels, groups * channels of a group]. Channels lie side by side, or else pixels, in what
-// products with blocks of one element read.
+// Activations [batch, pixels, groups * channels of a group]. channel_stride is 1, except that in inputs of products
+// with blocks of one element pixel_stride may be 1 instead.
 struct Pixels {
   void* data;
   int64_t batch_stride, pixel_stride, channel_stride;
 };
 
-// to[n, r] = bias[r] + sum over the entries j of row r, in their order, of from[n, source[j]] times block(j), which is
-// block j as it is, or block blocks[j] transposed where `blocks` is given.
+// to[n, r] = bias[r] + sum over the entries j of row r, in their order, of from[n, source[j]] times block(j). block(j)
+// is block j as it is, or, if `blocks` is given, block blocks[j] transposed.
 struct Product {
   DType dtype;
   int64_t batch, rows, groups;
   int64_t depth, width;  // channels of a group in `from` and in `to`
-  const int64_t* first;  // [rows + 1]: where each row's entries begin
+  const int64_t* first;  // [rows + 1]: index of each row's first entry
   const int64_t *source, *blocks;
   Pixels from, to;
-  const void *values, *bias;  // bias [rows, groups * width], or null
+  const void *values, *bias;  // values [blocks, groups, ...]; bias [rows, groups * width], or null
   ParallelFor parallel_for;
 };
 
-// values[j] = sum over the batch of from[n, source[j]] (outer product) to[n, row of j], by groups.
+// values[j] = sum over the batch of the outer products of from[n, source[j]] and to[n, row of j], for each group.
+// values is [entries, groups, depth, width]; the other members are as in Product.
 struct ValueGradient {
   DType dtype;
   int64_t batch, rows, groups, depth, width;
@@ -39,13 +40,13 @@ struct ValueGradient {
   ParallelFor parallel_for;
 };
 
-// to[n, pixel, channel] = from[n, channel, pixel]: images whose pixels lie side by side, by pixel.
+// to[n, pixel, channel] = from[n, channel, pixel]: transposes images in which pixels have stride 1.
 struct Turn {
   DType dtype;
   int64_t batch, pixels, channels;
   const void* from;
   int64_t batch_stride, channel_stride;
-  void* to;  // contiguous
+  void* to;  // contiguous [batch, pixels, channels]
   ParallelFor parallel_for;
 };
 
@@ -53,10 +54,10 @@ void product_cpu(const Product& call);
 void value_gradient_cpu(const ValueGradient& call);
 void turn_cpu(const Turn& call);
 
-// The instruction sets that the kernels can use on this machine, best first, up to the null that ends them.
+// Return the names of the instruction sets that the kernels can use on this machine, best first, ending with null.
 const char* const* levels();
 
-// From now on, the kernels of one of levels(), by name; false if there is no such.
+// Use the kernels of one of levels(), by name, from now on. Return false if there is no such level.
 bool use_level(const char* name);
 
 }  // namespace loco::block_sparse

@@ -1,10 +1,18 @@
-// Blocks of one element: every channel has a matrix of its own, as in a depthwise convolution, and vectors lie along
-// the channels. Elements are converted as they are read.
+// Products with blocks of one element, as in a depthwise convolution: every channel has a sparse matrix of its own.
 //
-// Where rows read the same pixels, a product copies what they read of few samples, one vector of channels at a time,
-// into a ring: in the tensor, pixels lie so far apart, and often at such even distances, that the first cache would not
-// hold them until the next row. Each row copies what the one before it lacked, and asks for what later ones will, so
-// that memory is read all the time.
+//   to[n, r, c] = bias[r, c] + sum over entries e of row r of from[n, source[e], c] values[blocks ? blocks[e] : e, c]
+//
+// from is [batch, pixels, channels], to [batch, rows, channels], both with the strides of Pixels (cpu.h); values
+// [entries, channels] and bias [rows, channels] are contiguous. Vectors lie along the channels, and elements are
+// converted as they are read.
+//
+// An item is one row for one tile of channels and one part of the batch of at most kDepthwiseSamples samples, whose
+// sums stay in registers. A thread takes a range of items, in which rows follow each other.
+//
+// If rows read the same pixels, a thread first copies the pixels of its few samples and its vector of channels into a
+// ring buffer: in the tensor, pixels are so far apart, and often at such even distances, that the L1 cache would not
+// keep them until the next row. Each row copies the pixels that the row before it did not have and prefetches those of
+// later rows, so that memory is read all the time.
 #pragma once
 
 #include <cstring>
@@ -14,15 +22,15 @@
 
 namespace loco::block_sparse {
 
-constexpr int kDepthwiseSamples = 11;        // whose sums stay in registers
-constexpr int64_t kDepthwiseRing = 1 << 20;  // bytes at most
-constexpr int64_t kDepthwiseReads = 3;       // of a pixel, from which on a ring pays
-constexpr int64_t kDepthwiseTurned = 16;     // pixels that are copied at once where they lie side by side
-// What is asked for ahead of its use.
+constexpr int kDepthwiseSamples = 11;        // samples whose sums stay in registers
+constexpr int64_t kDepthwiseRing = 1 << 20;  // bytes of a ring, at most
+constexpr int64_t kDepthwiseReads = 3;       // reads per pixel from which on a ring pays
+constexpr int64_t kDepthwiseTurned = 16;     // pixels copied at once where pixels have stride 1
+// Prefetch distances.
 constexpr int64_t kDepthwisePixelsAhead = 16, kDepthwiseEntriesAhead = 96;
 
-// Elements of a type, in vectors of an arithmetic; where not whole, only the first `count` are there. Which elements a
-// vector holds is the arithmetic's to say where there are two.
+// Loads and stores of elements of a dtype as vectors of an arithmetic. Unless `whole`, only the first `count` elements
+// exist. Which elements each of two vectors holds is up to the arithmetic.
 template <typename A, DType type>
 struct Elements {
   using Arithmetic = A;
@@ -31,7 +39,7 @@ struct Elements {
   using Storage = std::conditional_t<type == DType::bf16 || type == DType::f16, uint16_t, Acc>;
   static constexpr bool kPlain = std::is_same_v<Storage, Acc>;
   using Square = std::conditional_t<kPlain, typename A::Square, PlainSquare<A>>;
-  // Of a tile: those of half precision take a line, too, where registers allow it.
+  // Vectors in a tile. Half precision, too, takes a whole cache line where there are registers for that.
   static constexpr int kVectors = A::kVectors > 2 && !kPlain ? 2 : 1;
 
   template <int vectors, bool whole>
@@ -79,13 +87,13 @@ struct Elements {
     }
   }
 
-  // By itself, for the compiler to see that it is a loop.
+  // A separate function, so that the compiler recognises the loop.
   __attribute__((noinline)) static void narrow(const Acc* from, Storage* to) {
     for (int i = 0; i < A::kWidth; ++i) to[i] = type == DType::f16 ? float_to_f16(from[i]) : float_to_bf16(from[i]);
   }
 };
 
-// What a row's sums start from.
+// Load the initial values of a row's sums: its bias, or zeros.
 template <typename E, int vectors, bool whole>
 LOCO_HD void depthwise_start(const Product& call, int64_t row, int64_t channel, typename E::Vec (&to)[vectors]) {
   const typename E::Acc zeros[E::Arithmetic::kWidth] = {};
@@ -95,7 +103,7 @@ LOCO_HD void depthwise_start(const Product& call, int64_t row, int64_t channel, 
   E::template read<vectors, whole>(bias, call.groups - channel, to);
 }
 
-// Pixels from `begin` to before `end`, or none.
+// The pixels in [begin, end), or none.
 struct Span {
   int64_t begin = INT64_MAX, end = 0;
 
@@ -106,11 +114,11 @@ struct Span {
   }
 };
 
-// From one pixel of a copy to the next, in vectors of channels: an odd number, for pixels below each other to be held
-// by different sets of the cache.
+// Return the distance between pixels of a copy, in vectors of channels. It is odd so that pixels below each other are
+// in different cache sets.
 constexpr int64_t depthwise_stride(int64_t samples) { return samples | 1; }
 
-// The pixels that each row reads, and how large rings have to be, if any.
+// The pixels that each row reads, and the size of the rings, if any are used.
 template <typename E>
 class DepthwiseSpans {
   static constexpr int64_t kPixel =
@@ -131,7 +139,7 @@ class DepthwiseSpans {
     }
     ordered_ = ordered;
     const bool pays = widest * kPixel <= kDepthwiseRing && call.first[call.rows] >= kDepthwiseReads * all_.length();
-    // What lies by channel has to be copied.
+    // If pixels have stride 1, they have to be copied.
     if (pays || unit_ > 1) size_ = pieces(widest + unit_ - 1, unit_) * unit_;
   }
 
@@ -143,11 +151,11 @@ class DepthwiseSpans {
     for (int64_t entry = begin; entry < end; ++entry) span.join({call_.source[entry], call_.source[entry] + 1});
     return span;
   }
-  // Behind the last pixel that any row reads.
+  // Return the end of the pixels that any row reads.
   int64_t end() const { return all_.end; }
-  // So many pixels are copied at once, from a multiple of that on.
+  // Return the number of pixels that are copied at once, which begin at a multiple of it.
   int64_t unit() const { return unit_; }
-  // Pixels in a ring, a multiple of the unit; none if tiles read the tensor.
+  // Return the number of pixels in a ring, a multiple of the unit, or 0 if tiles read the tensor directly.
   int64_t size() const { return size_; }
   int64_t bytes() const { return size_ * kPixel; }
 
@@ -155,19 +163,19 @@ class DepthwiseSpans {
   const Product& call_;
   const int64_t unit_;
   Span all_;
-  bool ordered_ = false;  // the entries of each row
+  bool ordered_ = false;  // whether the entries of each row ascend
   int64_t size_ = 0;
 };
 
-// Some samples and vectors of channels: of all pixels in the tensor, or of some in a ring of so many, [pixel % size]
-// [sample][channel], zeros behind the last channel.
+// Some samples and vectors of channels: of all pixels, in the tensor, or of the pixels in a ring of `size` pixels,
+// [pixel % size, sample, channel], with zeros beyond the last channel.
 template <typename E>
 struct Window {
   typename E::Storage* data;
   int64_t batch, samples, channel, size;
 };
 
-// The sums of one row, which reads pixels from `lowest` on.
+// Compute one row, which reads pixels from `lowest` on.
 template <typename E, int samples, int vectors, bool whole, bool copied>
 void depthwise_tile(const Product& call, const Window<E>& window, int64_t row, int64_t lowest) {
   using A = typename E::Arithmetic;
@@ -202,7 +210,7 @@ void depthwise_tile(const Product& call, const Window<E>& window, int64_t row, i
   }
 }
 
-// Copies some samples of a pixel whose channels lie side by side.
+// Copy some samples of a pixel whose channels have stride 1.
 template <typename E, int samples, int channels, bool whole>
 void depthwise_copy(const Product& call, const Window<E>& window, int64_t pixel, int64_t last,
                     typename E::Storage* to) {
@@ -218,7 +226,7 @@ void depthwise_copy(const Product& call, const Window<E>& window, int64_t pixel,
   }
 }
 
-// Copies some samples of `length` pixels that lie side by side.
+// Copy some samples of `length` pixels, transposed: pixels have stride 1.
 template <typename E, int samples, int channels, bool whole>
 void depthwise_turn(const Product& call, const Window<E>& window, int64_t pixel, int64_t length,
                     typename E::Storage* to) {
@@ -238,13 +246,13 @@ void depthwise_turn(const Product& call, const Window<E>& window, int64_t pixel,
   }
 }
 
-// Copies to a ring what it lacks of the pixels of `span`; it holds those of `held`.
+// Copy the pixels of `span` that are missing in a ring, which has those of `held`.
 template <typename E, int samples, int vectors, bool whole>
 void depthwise_hold(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, Span span,
                     Span& held) {
   constexpr int kChannels = vectors * E::Arithmetic::kWidth, kPixel = depthwise_stride(samples) * kChannels;
   const int64_t unit = spans.unit();
-  // The first with which there is room for the last: later rows may read further back than this one.
+  // The first pixel that leaves room for the last: later rows may read further back than this one.
   const int64_t first = pieces(most(span.end - window.size, 0), unit) * unit;
   if (span.begin < held.begin || first > held.end) held = {first, first};
   while (held.end < span.end) {
@@ -260,7 +268,7 @@ void depthwise_hold(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
 }
 
-// Rows `row` to before `last`; from a ring, or the tensor.
+// Compute rows `row` to before `last`, from a ring or from the tensor.
 template <typename E, int vectors, bool whole, bool copied, int samples = kDepthwiseSamples>
 void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, int64_t row,
                     int64_t last) {
@@ -279,7 +287,7 @@ void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const W
   }
 }
 
-// Channels go in tiles of kVectors, and then of one vector.
+// Divides channels into tiles of kVectors vectors, and the rest into tiles of one vector.
 template <typename E>
 struct DepthwiseTiles {
   static constexpr int64_t kWidth = E::Arithmetic::kWidth, kWide = kWidth * E::kVectors;
@@ -303,7 +311,7 @@ int64_t depthwise_items(const Product& call) {
   return call.rows * DepthwiseTiles<E>(call.groups).count * pieces(call.batch, kDepthwiseSamples);
 }
 
-// Items are the rows of `to` for one tile of channels, then for the next, of one part of the batch, then of the next.
+// Compute items begin .. end - 1. Items are ordered by part of the batch, then tile of channels, then row of `to`.
 template <typename E>
 void depthwise_range(const Product& call, int64_t begin, int64_t end) {
   const DepthwiseTiles<E> tiles(call.groups);

@@ -1,21 +1,29 @@
-// Value gradients of blocks of one element (see depthwise.h). The batch is taken in small parts: in the tensor, pixels
-// lie so far apart that the first cache would not hold those of more samples until the next row.
+// Value gradients of blocks of one element (see depthwise.h).
+//
+//   values[e, c] = sum over n of from[n, source[e], c] to[n, row of e, c]
+//
+// from is [batch, pixels, channels] and to [batch, rows, channels], with the strides of Pixels (cpu.h) and contiguous
+// channels; values is contiguous [entries, channels].
+//
+// An item is an entry. A thread takes its entries in groups whose sums fit into scratch memory, and for each group the
+// batch in small parts: in the tensor, pixels are so far apart that the L1 cache would not keep those of more samples
+// until the next row.
 #pragma once
 
 #include "block_sparse/depthwise.h"
 
 namespace loco::block_sparse {
 
-constexpr int64_t kDepthwiseBatch = 12;    // of value gradients
-constexpr int64_t kDepthwiseSums = 16384;  // of value gradients that wait for the rest of the batch
+constexpr int64_t kDepthwiseBatch = 12;    // samples in a part of the batch
+constexpr int64_t kDepthwiseSums = 16384;  // sums that wait for the rest of the batch, at most
 
-// Sums of an entry: whole vectors.
+// Return the number of sums of an entry, in whole vectors.
 template <typename E>
 int64_t depthwise_sums_row(const ValueGradient& call) {
   return pieces(call.groups, E::Arithmetic::kWidth) * E::Arithmetic::kWidth;
 }
 
-// Of some entries of one row and some vectors of channels, over a part of the batch.
+// Add the gradients of some entries of one row and some vectors of channels over a part of the batch.
 template <typename E, int entries, int vectors, bool whole>
 void depthwise_gradient_tile(const ValueGradient& call, const int64_t* source, int64_t row, int64_t batch,
                              int64_t batch_end, int64_t channel, typename E::Acc* sums) {
@@ -41,7 +49,7 @@ void depthwise_gradient_tile(const ValueGradient& call, const int64_t* source, i
   }
 }
 
-// The same of all channels.
+// Add the gradients of some entries of one row over a part of the batch, for all channels.
 template <typename E, int entries>
 void depthwise_gradient_channels(const ValueGradient& call, const int64_t* source, int64_t row, int64_t batch,
                                  int64_t batch_end, typename E::Acc* sums) {
@@ -55,7 +63,7 @@ void depthwise_gradient_channels(const ValueGradient& call, const int64_t* sourc
   }
 }
 
-// Writes the sums of one entry.
+// Write the sums of one entry to `values`.
 template <typename E>
 void depthwise_gradient_write(const ValueGradient& call, const typename E::Acc* sums, typename E::Storage* values) {
   using A = typename E::Arithmetic;
@@ -70,7 +78,7 @@ void depthwise_gradient_write(const ValueGradient& call, const typename E::Acc* 
   store(call.dtype, sums + rest, values + rest, call.groups - rest);
 }
 
-// Entries begin to end, all of which find room for their sums.
+// Compute entries begin .. end - 1, whose sums all fit into `sums`.
 template <typename E>
 void depthwise_gradient_entries(const ValueGradient& call, int64_t begin, int64_t end, int64_t row,
                                 typename E::Acc* sums) {
@@ -93,7 +101,7 @@ void depthwise_gradient_entries(const ValueGradient& call, int64_t begin, int64_
   }
 }
 
-// Items are entries.
+// Compute items begin .. end - 1; an item is an entry.
 template <typename E>
 void depthwise_gradient_range(const ValueGradient& call, int64_t begin, int64_t end) {
   const int64_t sums_row = depthwise_sums_row<E>(call);

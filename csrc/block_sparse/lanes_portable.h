@@ -1,4 +1,8 @@
-// Arithmetic in vectors of 16 bytes by the compiler's own means, for any CPU.
+// Vector arithmetic on 16 bytes with the compiler's vector extensions, for any CPU.
+//
+// An arithmetic multiplies words and adds the products to accumulators: multiply_add(a, b, c)[i] = a[i] * b[i] + c[i].
+// Pointers are to contiguous elements, without alignment. kWidth is the number of accumulators in a vector, kVectors
+// the widest tile in vectors, and kPair the number of elements in a word.
 #pragma once
 
 #include <cstring>

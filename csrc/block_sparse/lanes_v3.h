@@ -1,4 +1,5 @@
-// Arithmetic in vectors of 32 bytes, for files that are compiled for AVX2 with fused multiply-adds.
+// Vector arithmetic on 32 bytes, for files that are compiled for AVX2 with fused multiply-adds. Its members are
+// described in lanes_portable.h.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,5 @@
-// Arithmetic in vectors of 64 bytes, for files that are compiled for AVX-512.
+// Vector arithmetic on 64 bytes, for files that are compiled for AVX-512. Its members are described in
+// lanes_portable.h.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +10,8 @@
 
 namespace loco::block_sparse::v4 {
 
-// Transposes 16 x 16 words of 4 bytes: quarters of rows are brought side by side in loading, then turned 4 x 4.
+// Transposes 16 x 16 words of 4 bytes: loads put quarters of four rows next to each other in a vector, and shuffles
+// then transpose 4 x 4 words.
 struct Square16 {
   static constexpr int64_t kSize = 16;
 
@@ -20,8 +22,8 @@ struct Square16 {
             [&](int64_t column, __m512d words) LOCO_INLINE { _mm512_storeu_pd(to + column * to_row, words); });
   }
 
-  // Of a square whose first rows alone are wanted: `rows` words of each column are written, to to + places[column]. All
-  // rows are read.
+  // Transpose a square of which only the first `rows` rows are wanted: write `rows` words of each column to to +
+  // places[column]. All rows are read.
   static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, float* to, const int64_t* places) {
     if (rows == kSize) {
       columns(from, row_bytes,
@@ -34,7 +36,7 @@ struct Square16 {
     });
   }
 
-  // Four of the columns.
+  // Transpose only the first four columns.
   template <typename Word>
   static LOCO_INLINE void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
     static_assert(sizeof(Word) == 4, "words of 4 bytes");
@@ -64,7 +66,7 @@ struct Square16 {
     store(3, _mm512_unpackhi_pd(ab_high, cd_high));
   }
 
-  // 16 bytes of each of rows 0, 4, 8 and 12.
+  // Load 16 bytes of each of rows 0, 4, 8 and 12.
   static LOCO_INLINE __m512 rows(const char* at, int64_t row_bytes) {
     const auto quarter = [&](int64_t row)
                              LOCO_INLINE { return _mm_loadu_ps(reinterpret_cast<const float*>(at + row * row_bytes)); };
@@ -87,10 +89,10 @@ struct Float {
   static Vec load_f16(const uint16_t* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
   }
-  // 32 elements of bfloat16: those at even places, and those at odd ones.
+  // Convert 32 elements of bfloat16: those at even positions to to[0], those at odd positions to to[1].
   static LOCO_INLINE void split(const uint16_t* at, Vec (&to)[2]) {
     __m512i pairs = _mm512_loadu_si512(at);
-    asm("" : "+v"(pairs));  // or else the compiler would load it twice
+    asm("" : "+v"(pairs));  // otherwise the compiler would load it twice
     to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
     to[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
@@ -98,7 +100,8 @@ struct Float {
     const __m512i even = _mm512_srli_epi32(rounded(from[0]), 16), odd = rounded(from[1]);
     _mm512_storeu_si512(at, _mm512_mask_mov_epi16(even, 0xaaaaaaaa, odd));
   }
-  // To bfloat16, in the upper halves of words; below them, anything. A NaN becomes a quiet one.
+  // Round to bfloat16. The results are in the upper halves of the words; the lower halves are undefined. A NaN becomes
+  // quiet.
   static LOCO_INLINE __m512i rounded(Vec value) {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -112,7 +115,8 @@ struct Float {
   static Vec multiply_add(In a, In b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static LOCO_INLINE void totals(const Vec (&of)[4], float* to) { _mm_storeu_ps(to, four_totals(of)); }
   static LOCO_INLINE __m128 four_totals(const Vec (&of)[4]) {
-    // Sums of two lanes each: of 0 and 1, and of 2 and 3, by turns; then of four, in the order of `of`.
+    // First sum pairs of lanes, of vectors 0 and 1 and of 2 and 3 interleaved; then sum four lanes of each vector, in
+    // the order of `of`.
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
     const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));

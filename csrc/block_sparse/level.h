@@ -1,4 +1,4 @@
-// The kernels of one instruction set.
+// The table of kernels of one instruction set.
 #pragma once
 
 #include "block_sparse/cpu.h"
@@ -9,7 +9,8 @@
 
 namespace loco::block_sparse {
 
-// For one element type: how many items a call has, and the work on some of them.
+// The kernels for one dtype: product_items returns the number of items of a call, and the others compute items begin ..
+// end - 1.
 struct Kernels {
   int64_t (*product_items)(const Product&);
   void (*product)(const Product&, int64_t begin, int64_t end);
@@ -19,7 +20,7 @@ struct Kernels {
 struct Level {
   const char* name;
   bool (*runs_here)();
-  // By DType; none: those of the next level.
+  // Indexed by DType. Where null, the next level's are used.
   Kernels kernels[4], depthwise[4];
   void (*turn[4])(const Turn&, int64_t begin, int64_t end);
 };
@@ -34,7 +35,7 @@ constexpr Kernels depthwise_of() {
   return {depthwise_items<E>, depthwise_range<E>, depthwise_gradient_range<E>};
 }
 
-// All that an instruction set has of its own.
+// Return the table of an instruction set with arithmetics Double and Float.
 template <typename Double, typename Float>
 constexpr Level level_of(const char* name, bool (*runs_here)()) {
   return {name,

@@ -1,7 +1,8 @@
 #include "common/platform.h"
 
 #ifdef LOCO_X86_LEVELS
-// Headers of others come before the pragma: what they define belongs to all files.
+// Headers that other files share come before the pragma: otherwise their inline functions would be compiled for this
+// instruction set and used by all files.
 #include <immintrin.h>
 
 #include <cstdint>

@@ -1,7 +1,8 @@
 #include "common/platform.h"
 
 #ifdef LOCO_X86_LEVELS
-// Headers of others come before the pragma: what they define belongs to all files.
+// Headers that other files share come before the pragma: otherwise their inline functions would be compiled for this
+// instruction set and used by all files.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 #include "common/convert.h"
 #include "common/parallel.h"
-// GCC 12 warns of its own intrinsics.
+// GCC 12 gives these warnings for its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")

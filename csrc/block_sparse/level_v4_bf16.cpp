@@ -1,7 +1,8 @@
 #include "common/platform.h"
 
 #ifdef LOCO_X86_LEVELS
-// Headers of others come before the pragma: what they define belongs to all files.
+// Headers that other files share come before the pragma: otherwise their inline functions would be compiled for this
+// instruction set and used by all files.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 #include "common/convert.h"
 #include "common/parallel.h"
-// GCC 12 warns of its own intrinsics.
+// GCC 12 gives these warnings for its own intrinsics.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512")
@@ -21,7 +22,7 @@
 namespace loco::block_sparse {
 namespace v4_bf16 {
 
-// Sums in float of products of pairs.
+// An arithmetic whose words are pairs of bfloat16: it adds the products of both elements to a float32 accumulator.
 struct Bf16Pair {
   using Word = uint32_t;
   using Acc = float;
@@ -38,14 +39,14 @@ struct Bf16Pair {
     std::memcpy(&word, at, sizeof word);
     return _mm512_set1_epi32(word);
   }
-  // A vector, or less at the end of `count`, rounded.
+  // Store a vector rounded to bfloat16, or only its first `count` elements.
   static LOCO_INLINE void store(const float* from, uint16_t* to, int64_t count) {
     const __m512i bits = v4::Float::rounded(_mm512_maskz_loadu_ps(mask_of(count), from));
     _mm256_mask_storeu_epi16(to, mask_of(count), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
   }
   static LOCO_INLINE __mmask16 mask_of(int64_t count) { return count < kWidth ? (1 << count) - 1 : 0xffff; }
-  // A vector of words, or less at the end of `count` columns, of elements of two rows; of the second, zeros if it is
-  // null.
+  // Store a vector of words, or only the first `count`, each made of an element of row `low` and one of row `high`, or
+  // zero if `high` is null.
   static LOCO_INLINE void pair(const uint16_t* low, const uint16_t* high, int64_t count, uint32_t* to) {
     const __mmask16 mask = mask_of(count);
     __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, low));
@@ -55,7 +56,7 @@ struct Bf16Pair {
     }
     _mm512_mask_storeu_epi32(to, mask, words);
   }
-  // The conversion takes subnormals for zeros; of sums, multiply_add has done so before.
+  // The conversion treats subnormals as zeros; for sums, multiply_add has already done so.
   static void round(Vec value, uint16_t* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(value));
   }

@@ -1,9 +1,10 @@
-// How stored elements become the words of an arithmetic.
+// Modes: how stored elements become the words that an arithmetic multiplies.
 //
-// A mode packs matrices into panels of words: `pack_rows` those whose rows follow the depth, [steps][to_row], and
-// `pack_left` those whose rows lie across it, [rows][steps]. Where elements are words already, they are read in place.
-// `store` makes elements of sums. kInPlace: any matrix may be read in place; kVectorsInPlace: vectors
-// along the depth.
+// A mode packs matrices into contiguous panels of words. pack_rows packs a matrix whose rows follow the depth, [depth,
+// columns] with a row stride, to [steps, to_row], padded with zeros. pack_left packs one whose rows lie across the
+// depth, [rows, depth], to [rows, steps]. A step is one word along the depth. store converts sums back to elements.
+// kInPlace tells whether any matrix can be read in place, without packing, and kVectorsInPlace whether vectors along
+// the depth can.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@
 
 namespace loco::block_sparse {
 
-// Elements are words.
+// The words are the elements themselves.
 template <typename A>
 struct Plain {
   using Arithmetic = A;
@@ -42,7 +43,7 @@ struct Plain {
   }
 };
 
-// Elements of half precision, converted.
+// Elements of half precision, which are converted to words.
 template <typename A>
 struct Converted {
   using Arithmetic = A;
@@ -67,7 +68,7 @@ struct Converted {
   static void store(DType dtype, const Word* from, Storage* to, int64_t count) { loco::store(dtype, from, to, count); }
 };
 
-// bfloat16 in pairs along the depth; a zero follows where that is odd.
+// Words are pairs of bfloat16 along the depth, padded with a zero if the depth is odd.
 template <typename A>
 struct Pairs {
   using Arithmetic = A;
@@ -101,7 +102,8 @@ struct Pairs {
   }
 };
 
-// to[k][i] = from[i][k], of words in rows that are row_bytes apart. Whole squares go by Square::transpose.
+// Write to[k][i] = from[i][k] for words, with from [rows, columns] whose rows are row_bytes apart and to [columns,
+// rows] with row stride to_row in words. Full squares are transposed by Square::transpose.
 template <typename Square, typename Word>
 void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t columns, Word* to, int64_t to_row) {
   constexpr int64_t kSize = Square::kSize;
@@ -122,7 +124,7 @@ void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t column
   }
 }
 
-// The sums of four vectors' lanes.
+// Write the sum of the lanes of each of four vectors.
 template <typename A>
 LOCO_HD void totals_of_lanes(const typename A::Vec (&of)[4], typename A::Acc* to) {
   for (int i = 0; i < 4; ++i) {
@@ -133,7 +135,8 @@ LOCO_HD void totals_of_lanes(const typename A::Vec (&of)[4], typename A::Acc* to
   }
 }
 
-// By plain loops, for words of an arithmetic: each instruction set has its own.
+// Transposes a square by plain loops. It is parametrised by the arithmetic so that each instruction set has its own
+// copy.
 template <typename Arithmetic>
 struct PlainSquare {
   static constexpr int64_t kSize = 8;
@@ -143,7 +146,7 @@ struct PlainSquare {
     part<kSize>(from, row_bytes, to, to_row);
   }
 
-  // Its first rows alone; column b goes to to + places[b].
+  // Transpose only the first rows; column b goes to to + places[b].
   template <typename Word>
   static LOCO_HD void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to,
                                      const int64_t* places) {
@@ -154,7 +157,7 @@ struct PlainSquare {
     }
   }
 
-  // Four of its columns.
+  // Transpose only the first four columns.
   template <typename Word>
   static LOCO_HD void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
     part<4>(from, row_bytes, to, to_row);

@@ -1,6 +1,13 @@
-// Products with transposed blocks of few rows, as for gradients of images: blocks lie as [channel of `to`][channel of
-// `from`], and so vectors lie along the depth. Each sum has its terms in the lanes of one vector, which are added up in
-// the end.
+// Products with transposed blocks of at most kNarrow rows, as for gradients of images with few channels.
+//
+//   to[n, row, g, c] = sum over entries e of the row, sum over k of from[n, source[e], g, k] values[blocks[e], g, c, k]
+//
+// from is [batch, pixels, groups * depth], to is [batch, rows, groups * width], with strides as in cpu.h, and values is
+// contiguous [blocks, groups, width, depth]. So vectors lie along the depth k. Each sum is accumulated in the lanes of
+// one vector, which are added at the end.
+//
+// A thread computes one row of `to` for a part of the batch at a time: group by group, in tiles of as many samples as
+// registers can hold the sums of, and all `width` channels.
 #pragma once
 
 #include <cstring>
@@ -9,7 +16,7 @@
 
 namespace loco::block_sparse {
 
-constexpr int kNarrow = 4;  // channels of a group in `to`
+constexpr int kNarrow = 4;  // the most channels of a group in `to`
 
 template <typename M>
 bool is_narrow(const Product& call) {
@@ -23,7 +30,7 @@ LOCO_HD typename A::In words(const Storage* at) {
   return A::words(reinterpret_cast<const typename A::Word*>(at));
 }
 
-// Some samples of one row and group, all channels.
+// Compute all channels of one row and group for some samples.
 template <typename M, int samples, int width>
 void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group) {
   using A = typename M::Arithmetic;
@@ -33,7 +40,7 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
       static_cast<const Storage*>(call.from.data) + batch * call.from.batch_stride + group * call.depth;
   const auto* const values = static_cast<const Storage*>(call.values) + group * call.depth * width;
   const typename A::Acc zeros[A::kWidth] = {};
-  typename A::Vec sums[samples][kNarrow];  // zeros behind `width`
+  typename A::Vec sums[samples][kNarrow];  // zeros beyond `width`
   LOCO_UNROLL for (int i = 0; i < samples; ++i) {
     LOCO_UNROLL for (int c = 0; c < kNarrow; ++c) sums[i][c] = A::load(zeros);
   }
@@ -44,7 +51,7 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
     for (const auto* const last = block + depth; block < last; x += kLanes, block += kLanes) {
       typename A::In v[width];
       LOCO_UNROLL for (int c = 0; c < width; ++c) v[c] = words<A>(block + c * depth);
-      // Three addresses from each base are as many as the processor works out by itself.
+      // The processor's addressing modes give three addresses from each base for free, but not more.
       LOCO_UNROLL for (int i = 0; i < samples; ++i) {
         const typename A::In word = words<A>(x + i / 3 * 3 * stride + i % 3 * stride);
         LOCO_UNROLL for (int c = 0; c < width; ++c) sums[i][c] = A::multiply_add(word, v[c], sums[i][c]);
@@ -60,7 +67,7 @@ void narrow_tile(const Product& call, int64_t row, int64_t batch, int64_t group)
   }
 }
 
-// `rows` samples from `batch` on, by so many at once as registers allow.
+// Compute `rows` samples from `batch` on, in tiles of as many as registers allow.
 template <typename M, int width, int samples = M::Arithmetic::kVectors <= 2 ? kRows / 2 : kRows>
 void narrow_samples(const Product& call, int64_t row, int64_t batch, int64_t rows, int64_t group) {
   for (; rows >= samples; rows -= samples, batch += samples) narrow_tile<M, samples, width>(call, row, batch, group);
@@ -72,7 +79,7 @@ void narrow_rows(const Product& call, int64_t row, int64_t batch, int64_t rows) 
   for (int64_t group = 0; group < call.groups; ++group) narrow_samples<M, width>(call, row, batch, rows, group);
 }
 
-// `rows` of the batch from `batch` on, of one row of `to`.
+// Compute one row of `to` for `rows` samples from `batch` on.
 template <typename M>
 void narrow_product(const Product& call, int64_t row, int64_t batch, int64_t rows) {
   static_assert(kNarrow == 4, "a tile for each width");

@@ -1,13 +1,15 @@
-// What the panels of products and value gradients share.
+// Code shared by the panels of products and value gradients.
 //
-// product: a panel is a row of `to`, some of the batch, and as many of its channels as a tile is wide. The row's
-// entries come in strips of so many steps that their blocks stay in cache over all tiles, or, where they have to be
-// packed, fit into scratch memory; entries of short depth run together. Sums stay in registers during a strip. Products
-// to few channels have tiles of another kind (narrow.h). value_gradient: the depth is the batch, a panel is a part of a
-// block, its tiles' rows are channels of `from`.
+// product: a panel is a row of `to` for a part of the batch and as many channels as a tile is wide. The row's entries
+// are taken in strips of a limited number of steps, so that their blocks stay in cache over all tiles or, where they
+// have to be packed, fit into scratch memory; entries of short depth are joined to runs. Sums stay in registers during
+// a strip. Products with few output channels have tiles of another kind (narrow.h).
 //
-// A sum's terms are added in one order, whoever computes it and whatever lies beside it: what that order depends on, as
-// runs of entries do, follows from pattern and block size alone.
+// value_gradient: the depth is the batch, a panel is a part of a block, and the rows of its tiles are channels of
+// `from`.
+//
+// The terms of a sum are added in one order, whichever thread computes it and whatever is computed beside it:
+// everything that the order depends on, such as runs of entries, follows from the pattern and the block size alone.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +23,17 @@ namespace loco::block_sparse {
 
 constexpr int64_t kStripSteps = 64, kStripStepsInPlace = 640;
 constexpr int64_t kSquareRows = 16;
-constexpr int64_t kShort = 16;  // depths below this run together
+constexpr int64_t kShort = 16;  // entries of smaller depth are joined to runs
 constexpr int64_t kMostRowsAhead = 8;
-constexpr int64_t kMostBatch = 256, kMostBatchPacked = 128;  // of one panel
+constexpr int64_t kMostBatch = 256, kMostBatchPacked = 128;  // samples in one panel, at most
 
 LOCO_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 LOCO_HD int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 LOCO_HD int64_t pieces(int64_t count, int64_t most) { return (count + most - 1) / most; }
-// The length of pieces of about equal length, none longer than `most`.
+// Return the length of pieces of about equal length, none longer than `most`.
 LOCO_HD int64_t piece_length(int64_t count, int64_t most) { return count > 0 ? pieces(count, pieces(count, most)) : 1; }
 
-// Of the batch, what one panel takes: an even number where there are several.
+// Return the number of samples in one panel, which is even if there are several panels.
 template <typename M>
 int64_t panel_batch(int64_t batch) {
   constexpr int64_t kMost = M::kInPlace ? kMostBatch : kMostBatchPacked;
@@ -39,8 +41,8 @@ int64_t panel_batch(int64_t batch) {
   return (piece_length(batch, kMost) + 1) / 2 * 2;
 }
 
-// How many entries from `entry` on, before `end`, are taken for one of so many times the depth: where that is short,
-// and pixels follow each other, as their blocks do.
+// Return how many entries from `entry` on, before `end`, are joined to one entry of a multiple of the depth: more than
+// one if the depth is short and the pixels follow each other, as their blocks do.
 template <typename Call>
 LOCO_HD int64_t run_length(const Call& call, int64_t entry, int64_t end) {
   int64_t run = 1;
@@ -57,7 +59,7 @@ struct Counting {
 };
 inline constexpr Counting kCounting;
 
-// Uninitialised, and on lines of its own.
+// Uninitialised memory, aligned to cache lines and sharing none with other data.
 template <typename T>
 class Memory {
  public:
@@ -75,13 +77,14 @@ class Memory {
   T* held_;
 };
 
-// What a panel packs and adds up, of so many words and sums: on the stack, or if there is no room on the heap.
+// Scratch memory for packed words and sums of a panel, whose numbers are given: on the stack, or on the heap if it does
+// not fit there.
 template <typename M>
 class Scratch {
   using Word = typename M::Word;
   using Acc = typename M::Arithmetic::Acc;
   static_assert(alignof(Word) == alignof(Acc), "sums follow words");
-  static constexpr int64_t kNear = 1 << 15;  // bytes
+  static constexpr int64_t kNear = 1 << 15;  // bytes on the stack
 
  public:
   static constexpr int64_t kPanel = M::Arithmetic::kWidth * M::Arithmetic::kVectors;
@@ -109,7 +112,7 @@ class Scratch {
   Acc* const sums_;
 };
 
-// Columns of a panel, in whole vectors.
+// Return the number of columns of a panel, in whole vectors.
 template <typename M>
 int64_t panel_row(int64_t width) {
   constexpr int64_t kWidth = M::Arithmetic::kWidth;

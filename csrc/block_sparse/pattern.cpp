@@ -13,7 +13,7 @@ int64_t product(int64_t a, int64_t b) {
   return result;
 }
 
-// The pixels that each output position of one axis reads, ascending, each once.
+// Return the pixels that each output position of one axis reads, ascending, without repetition.
 Pattern live_pixels(const Axis& axis) {
   Pattern live{{0}, {}};
   live.crow.reserve(axis.out + 1);
@@ -28,7 +28,7 @@ Pattern live_pixels(const Axis& axis) {
   return live;
 }
 
-// An interval of an axis; with `ends_touch` it is the whole axis, whose last position is next to its first.
+// An interval of an axis. With `ends_touch` it is the whole axis, whose last position is next to its first.
 struct Span {
   int64_t first, count;
   bool ends_touch;
@@ -40,12 +40,12 @@ Span grown_span(int64_t low, int64_t high, int64_t size, int64_t radius, bool wr
   return {first, std::min(size - 1, high + radius) - first + 1, false};
 }
 
-// Marks of a box of pixels, one axis after the other spread by the radius.
+// Marks the pixels of a box and dilates them by the radius, one axis after the other.
 class Box {
  public:
   Box(const Sizes& image, int64_t radius, bool wraps) : image_(image), radius_(radius), wraps_(wraps) {}
 
-  // Appends what the pixels grow to, ascending.
+  // Append the pixels that the given ones grow to, ascending.
   void grow(const int64_t* pixels, int64_t count, Indices& out) {
     enclose(pixels, count);
     for (int64_t i = 0; i < count; ++i) marks_[mark_of(pixels[i])] = 1;
@@ -97,7 +97,7 @@ class Box {
     }
   }
 
-  // A position is marked where the last mark before it or the next one after it is near enough.
+  // Mark a position if the last mark before it or the next one after it is at most radius_ away.
   void spread_line(char* line, int64_t stride, const Span& span) {
     near_.resize(span.count);
     int64_t ahead = radius_ + 1, behind = radius_ + 1;  // the distances to these marks
@@ -145,7 +145,7 @@ Pattern conv_pattern(const Axes& axes) {
     blocks = product(blocks, static_cast<int64_t>(live[axis].col.size()));
   }
 
-  // A row is the product of its axes' pixels, and ascends as they do.
+  // The pixels of a row are the Cartesian product of those of its axes and ascend as they do.
   Pattern pattern;
   pattern.crow.reserve(rows + 1);
   pattern.col.reserve(blocks);

@@ -1,4 +1,16 @@
-// Product of one instruction set and mode: see panels.h.
+// Products with blocks of more than one element, for one instruction set and mode (see panels.h).
+//
+//   to[n, r, g, c] = bias[r, g, c] + sum over entries e of row r, sum over k of from[n, source[e], g, k] B_e[g, k, c]
+//
+// B_e is values[e], [groups, depth, width], or, if `blocks` is given, values[blocks[e]], [groups, width, depth],
+// transposed. from is [batch, pixels, groups * depth] and to [batch, rows, groups * width], with the strides of Pixels
+// (cpu.h) and contiguous channels; bias is contiguous [rows, groups * width], and `first` [rows + 1] gives each row's
+// entries.
+//
+// An item is one row of `to` for one part of the batch. The thread that has it computes one panel after the other: for
+// each group, as many channels as a tile is wide. A panel takes its entries strip by strip, packs the factors where
+// they cannot be read in place, and adds their product to its sums by tiles (tile.h), which prefetch the blocks of the
+// next strip.
 #pragma once
 
 #include <cstring>
@@ -8,7 +20,7 @@
 
 namespace loco::block_sparse {
 
-// One panel: `rows` of the batch from `batch` on, some channels of a group from `column` on.
+// A panel: `rows` samples from `batch` on, and the channels of a group from `column` on that fit into a tile.
 template <typename M>
 class ProductPanel {
   using A = typename M::Arithmetic;
@@ -37,7 +49,7 @@ class ProductPanel {
   void run(int64_t row) {
     const int64_t end = call_.first[row + 1];
     Storage* to = to_ + row * call_.to.pixel_stride;
-    // Transposed blocks leave what is behind the last channel as it is.
+    // Packing transposed blocks does not write beyond the last channel, so clear those columns.
     if (call_.blocks && columns_ < row_) std::memset(scratch_.right(), 0, kStripSteps * row_ * sizeof(Word));
     Sums<A> sums{start(row), 0, scratch_.sums(), row_};
     Strip strip{};
@@ -60,15 +72,15 @@ class ProductPanel {
   }
 
  private:
-  // All steps of some runs of entries, each of so many pixels, or some steps of one run.
+  // All steps of `runs` runs of entries, each of `pixels` pixels, or some steps of a single run.
   struct Strip {
     int64_t entry, pixels, runs, step, steps;
-    int64_t depth;  // elements in the steps
+    int64_t depth;  // elements in these steps
     int64_t next_entry, next_step;
     bool left_in_place;
   };
 
-  // The order of a sum's terms depends on runs where words are pairs: there, pixels that lie apart run together, too.
+  // If words are pairs, runs affect the order of a sum's terms, so pixels that are not adjacent form runs, too.
   int64_t run_at(int64_t entry, int64_t end) const {
     return call_.blocks || !(adjacent_ || A::kPair > 1) ? 1 : run_length(call_, entry, end);
   }
@@ -105,14 +117,14 @@ class ProductPanel {
     return scratch_.start();
   }
 
-  // A panel's part of a block, from a step on.
+  // Return the panel's part of a block, from a step on.
   const Storage* part(int64_t index, int64_t step, int64_t column) const {
     const int64_t k = step * A::kPair;
     const int64_t at = call_.blocks ? column * call_.depth + k : k * call_.width + column;
     return values_ + index * call_.groups * block_ + at;
   }
 
-  // The products of a strip to the sums.
+  // Add the products of a strip to the sums.
   void add(const Strip& strip, const Sums<A>& sums, int64_t end) {
     Factors<A> f;
     f.entries = strip.runs, f.steps = strip.steps, f.step_bytes = sizeof(Word);
@@ -175,7 +187,7 @@ class ProductPanel {
     }
   }
 
-  // What the next strip takes of the blocks.
+  // Return the parts of the blocks that the next strip reads.
   Ahead ahead_of(const Strip& strip) const {
     const bool turned = call_.blocks;
     const int64_t entry = strip.next_entry;
@@ -201,7 +213,7 @@ class ProductPanel {
   Storage* to_;
 };
 
-// Of the batch, what one panel takes: less where there are too few rows for many threads.
+// Return the number of samples in one panel, which is smaller if there are too few rows for many threads.
 template <typename M>
 int64_t product_batch(const Product& call) {
   constexpr int64_t kFewRows = 64, kLittleBatch = 64;
@@ -213,7 +225,7 @@ int64_t product_items(const Product& call) {
   return call.rows * pieces(call.batch, product_batch<M>(call));
 }
 
-// For panels of so many rows.
+// Return the scratch memory for panels of `rows` samples.
 template <typename M>
 Scratch<M> product_scratch(const Product& call, int64_t rows) {
   if constexpr (M::kVectorsInPlace) {
@@ -226,7 +238,7 @@ Scratch<M> product_scratch(const Product& call, int64_t rows) {
           left_in_place ? 0 : kSquareRows * kStripSteps, M::kInPlace && whole ? 0 : rows * row};
 }
 
-// Items are the rows of `to`, and within each what panels take of the batch.
+// Compute items begin .. end - 1. Items are ordered by row of `to`, then part of the batch.
 template <typename M>
 void product_range(const Product& call, int64_t begin, int64_t end) {
   const int64_t most = product_batch<M>(call), parts = pieces(call.batch, most);

@@ -1,9 +1,14 @@
-// A tile of a product of matrices, kept in registers: up to kRows rows by kVectors vectors of columns, to which every
-// step along the depth adds a column of the left factor, one word at a time, times a row of the right one.
+// A tile of a matrix product, kept in registers.
 //
-// Words are what arithmetic reads: a float, a double, or a pair of bfloat16 that lie one after the other along the
-// depth. The left factor is read where it lies: rows and pixels that are powers of two apart, each line of cache once.
-// Everything here is a template of an arithmetic, which belongs to one instruction set (see lanes_*.h).
+//   to[i, j] = from[i, j] + sum over entries e and steps k of left[e, i, k] right[e, k, j]
+//
+// A tile has up to kRows rows and up to A::kVectors vectors of columns. For every step along the depth, each row's word
+// of the left factor is broadcast and multiplied by a row of the right factor. Factors and Sums give the layout and
+// strides of all pointers. One thread computes all tiles of a panel, kRows rows at a time.
+//
+// Words are the operands of the arithmetic: a float, a double, or a pair of bfloat16 that are adjacent along the depth.
+// The left factor is read in place, where rows and pixels may be powers of two apart, and each of its cache lines is
+// read once. Everything here is a template of an arithmetic, which belongs to one instruction set (see lanes_*.h).
 #pragma once
 
 #include <cstdint>
@@ -15,16 +20,16 @@
 namespace loco::block_sparse {
 
 constexpr int kRows = 6;
-constexpr int64_t kLine = 64;        // bytes of a line of cache
-constexpr int64_t kAheadSteps = 16;  // between two looks ahead: a line of floats
+constexpr int64_t kLine = 64;        // bytes of a cache line
+constexpr int64_t kAheadSteps = 16;  // steps between two prefetches: a cache line of floats
 
-// What will be read next, brought nearer on the way: `rows` rows of each of `entries` blocks.
+// The blocks that will be read next, to be prefetched during the product: `rows` rows of each of `entries` blocks.
 struct Ahead {
   const char* data;
-  int64_t block_bytes, row_bytes, lines;  // lines of a row
-  const int64_t* blocks;                  // null: one after the other
+  int64_t block_bytes, row_bytes, lines;  // cache lines per row
+  const int64_t* blocks;                  // null: blocks are consecutive
   int64_t entries, rows;
-  int64_t per_step;  // rows for every kAheadSteps steps
+  int64_t per_step;  // rows to prefetch every kAheadSteps steps
   int64_t entry = 0, row = 0;
 
   LOCO_HD void advance() {
@@ -36,19 +41,20 @@ struct Ahead {
   }
 };
 
-// The factors of one product: sums over entries, and along the depth of each.
+// The factors of one product, which sums over entries and along the depth of each.
 template <typename A>
 struct Factors {
-  const char* left;       // row i, step k of entry e lies at left + e's pixel + i * row_bytes + k * (bytes of a step)
-  const int64_t* pixels;  // of entry e: number e * pixels_step
+  const char* left;       // row i, step k of entry e: left + pixel of e * pixel_bytes + i * row_bytes + k * step_bytes
+  const int64_t* pixels;  // the pixel of entry e is pixels[e * pixels_step]
   int64_t pixels_step, entries, pixel_bytes, row_bytes;
-  int64_t steps, step_bytes;  // step_bytes is read where rows are side by side, else steps are
+  int64_t steps, step_bytes;  // kStepsAdjacent: steps are one word apart; otherwise rows are, and step_bytes is read
   const typename A::Word* right;
-  int64_t right_entry, right_step;  // in words
-  int64_t next_pixel;               // read after these entries, of the same rows
+  int64_t right_entry, right_step;  // row k of entry e is at right + e * right_entry + k * right_step
+  int64_t next_pixel;               // the pixel to prefetch after the last entry, for the same rows
 };
 
-// The sums start from `from` and go to `to`; or, of pairs, rounded to `halves`, where that is not null.
+// Sums start from `from` and are written to `to`, or, for words that are pairs, rounded to `halves` if that is not
+// null. Row strides are in elements; from_row may be 0.
 template <typename A>
 struct Sums {
   const typename A::Acc* from;
@@ -138,7 +144,7 @@ Tile<A> tile_of(int64_t rows, int64_t vectors) {
   return vectors == 2 ? tile_of_rows<A, 2, kStepsAdjacent>(rows) : tile_of_rows<A, 1, kStepsAdjacent>(rows);
 }
 
-// All tiles of `rows` rows and so many vectors of columns.
+// Compute all tiles of `rows` rows and the given number of vectors of columns.
 template <typename A, bool kStepsAdjacent>
 void tiles(const Factors<A>& factors, int64_t rows, int64_t vectors, const Sums<A>& sums, Ahead* ahead) {
   const Tile<A> whole = tile_of<A, kStepsAdjacent>(kRows, vectors);

@@ -1,11 +1,14 @@
-// Turn of one instruction set: see cpu.h.
+// Transposition to pixel-major order for one instruction set: to[n, pixel, channel] = from[n, channel, pixel].
+//
+// from is [batch, channels, pixels] with strides batch_stride and channel_stride and contiguous pixels; to is
+// contiguous [batch, pixels, channels]. An item is kTurnPixels pixels of one sample, all channels.
 #pragma once
 
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
 
-constexpr int64_t kTurnPixels = 64;  // of one item
+constexpr int64_t kTurnPixels = 64;  // pixels per item
 
 inline int64_t turn_items(const Turn& call) { return call.batch * pieces(call.pixels, kTurnPixels); }
 

@@ -1,4 +1,14 @@
-// ValueGradient of one instruction set and mode: see panels.h.
+// Value gradients of blocks of more than one element, for one instruction set and mode (see panels.h).
+//
+//   values[e, g, k, c] = sum over n of from[n, source[e], g, k] to[n, row of e, g, c]
+//
+// from is [batch, pixels, groups * depth] and to [batch, rows, groups * width], with the strides of Pixels (cpu.h) and
+// contiguous channels; values is contiguous [entries, groups, depth, width], and `first` [rows + 1] gives each row's
+// entries.
+//
+// An item is an entry. A thread takes its entries in runs, and of each run one panel after the other: some channels of
+// `from` (tile rows) by as many channels of `to` as a tile is wide. The depth of the product is the batch, taken in
+// parts whose rows of `to` are packed once and kept while they stay the same.
 #pragma once
 
 #include "block_sparse/panels.h"
@@ -25,7 +35,7 @@ class ValueGradientPanels {
     return {steps * row, M::kInPlace ? 0 : steps * kDepth, 0, in_place ? 0 : kDepth * row};
   }
 
-  // A run of entries, which are in `row`.
+  // Compute a run of entries, all of which are in `row`.
   void run(int64_t entry, int64_t entries, int64_t row) {
     for (int64_t group = 0; group < call_.groups; ++group) {
       for (int64_t column = 0; column < call_.width; column += Scratch<M>::kPanel) {
@@ -37,7 +47,7 @@ class ValueGradientPanels {
   }
 
  private:
-  // `depth` channels from `channel` on.
+  // Compute one panel: `depth` channels of `from` from `channel` on.
   void panel(int64_t entry, int64_t row, int64_t group, int64_t column, int64_t channel, int64_t depth) {
     const int64_t columns = least(Scratch<M>::kPanel, call_.width - column);
     const int64_t vectors = pieces(columns, A::kWidth), to_row = vectors * A::kWidth;
@@ -65,7 +75,7 @@ class ValueGradientPanels {
     }
   }
 
-  // Which part of `to` scratch_.right() holds.
+  // Identifies the part of `to` that is packed in scratch_.right().
   struct Key {
     int64_t row, group, column, batch;
 
@@ -103,7 +113,7 @@ class ValueGradientPanels {
   Key held_{-1, 0, 0, 0};
 };
 
-// Items are entries.
+// Compute items begin .. end - 1; an item is an entry.
 template <typename M>
 void value_gradient_range(const ValueGradient& call, int64_t begin, int64_t end) {
   Scratch<M> scratch = ValueGradientPanels<M>::scratch_for(call);

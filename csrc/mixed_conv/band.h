@@ -1,8 +1,8 @@
-// A band of rows of the result, and the part of the images that it is made of, copied (copy.h) to where vectors of
-// pixels can be loaded whatever the kernels' sizes, the stride, and the width of the images.
+// Layout of a band: some rows of the result, for which the part of the images that they depend on is copied (copy.h) so
+// that vectors of pixels can be loaded whatever the filters' sizes, the stride, and the width of the images.
 //
-// Some images lie side by side, element by element, so that vectors are full where rows are short. Columns that a
-// stride does not bring together lie apart: [channel][row][column % stride][column / stride][image].
+// Several images are interleaved element by element so that vectors are full even if rows are short. Columns that
+// differ modulo the stride are stored apart: [channel, row, column % stride, column / stride, image].
 #pragma once
 
 #include <algorithm>
@@ -11,23 +11,23 @@
 
 namespace loco::mixed_conv {
 
-constexpr int64_t kLine = 16;  // elements; planes an odd number of them apart use all sets of the cache
+constexpr int64_t kLine = 16;  // elements of a cache line; planes an odd number of lines apart use all cache sets
 
 struct Layout {
-  int64_t lanes;                // of a vector
-  int64_t images;               // side by side, a power of two
-  int64_t columns;              // of the result in a vector
-  int64_t vectors;              // in a row of the result
-  int64_t rows, bands;          // of the result in a band, and how many there are
-  int64_t top, left;            // the most that any part sees before the image
-  int64_t height, width;        // of what is copied: rows, and columns that a stride brings together
-  int64_t residue, row, plane;  // steps in elements
+  int64_t lanes;                // in a vector
+  int64_t images;               // interleaved images, a power of two
+  int64_t columns;              // columns of the result in a vector
+  int64_t vectors;              // vectors in a row of the result
+  int64_t rows, bands;          // rows of the result in a band, and the number of bands
+  int64_t top, left;            // the largest padding of any part before the image
+  int64_t height, width;        // size of the copy: rows, and columns of one residue of the stride
+  int64_t residue, row, plane;  // strides of the copy in elements
 
   int64_t groups(const Convolution& call) const { return (call.to.batch + images - 1) / images; }
   int64_t elements(const Convolution& call) const { return call.from.channels * plane; }
 };
 
-// As few lanes without a pixel as can be, and then as few images.
+// Return the number of images to interleave that leaves the fewest lanes empty, and the smallest such number.
 static inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
   const auto rounded = [&](int64_t images) { return (call.to.width * images + lanes - 1) / lanes * lanes; };
   int64_t best = 1;
@@ -37,7 +37,8 @@ static inline int64_t images_side_by_side(const Convolution& call, int64_t lanes
   return best;
 }
 
-// Bands of no more elements, if they have several rows, and one for each thread, if there are rows for that.
+// Return a layout whose bands have at most most_elements elements, unless a band of one row has more, and with at least
+// one band for each thread if there are enough rows.
 static inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
   Layout all{};
   all.lanes = lanes;
@@ -48,7 +49,7 @@ static inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t m
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     all.top = std::max(all.top, part->top), all.left = std::max(all.left, part->left);
   }
-  int64_t reach[2] = {0, 0};  // from the first row and column that any part reads at a pixel to the last
+  int64_t reach[2] = {0, 0};  // rows and columns from the first that any part reads for a pixel to the last
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     reach[0] = std::max(reach[0], all.top - part->top + (part->height - 1) * call.dilation[0]);
     reach[1] = std::max(reach[1], all.left - part->left + (part->width - 1) * call.dilation[1]);

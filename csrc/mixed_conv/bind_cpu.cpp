@@ -9,12 +9,13 @@
 namespace loco::mixed_conv {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 31;  // of what sizes are computed with, so that no product overflows
-// Of what a band of the images is copied to, zeros included: elements beside those of the images and the result, and
-// how often these.
+// Bound of the numbers that sizes are computed from, so that no product overflows.
+constexpr int64_t kMost = int64_t{1} << 31;
+// The copy of a band, zeros included, may have at most kSpare elements plus kTimes as many as the images and the result
+// have.
 constexpr double kSpare = int64_t{1} << 28, kTimes = 64;
 
-// A contiguous tensor of the images' dtype.
+// Return the view of a tensor after checking that it is contiguous and has the images' dtype.
 View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, DType dtype) {
   const View view = view_of(tensor, list, index);
   STD_TORCH_CHECK(view.ndim == ndim && view.dtype == dtype && tensor.is_contiguous(), list, "[", index,
@@ -22,7 +23,8 @@ View dense(const Tensor& tensor, const char* list, size_t index, int64_t ndim, D
   return view;
 }
 
-// Of a contiguous tensor [batch, channels, height, width], or else [batch, height, width, channels].
+// Return the images of a contiguous tensor [batch, channels, height, width], or, with channels_last, [batch, height,
+// width, channels].
 Images images_of(const View& view, bool channels_last) {
   const int64_t *size = view.sizes, first = size[1], second = size[2], third = size[3];
   if (!channels_last)
@@ -30,7 +32,8 @@ Images images_of(const View& view, bool channels_last) {
   return {view.data, size[0], third, first, second, first * second * third, 1, second * third, third};
 }
 
-// For each kernel, the parts' in turn, the channel of the result that is its: where `order` names it.
+// Return the output channel of each filter, [filters], one part's filters after the other's. `order` lists the filter
+// of each output channel; without it the channels are in the filters' order.
 std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t kernels) {
   std::vector<int64_t> places(kernels, -1);
   const int64_t* kernel = nullptr;
@@ -60,7 +63,8 @@ int64_t result_size(int64_t size, int64_t before, int64_t after, int64_t taps, i
   return room < 0 ? 0 : room / step + 1;
 }
 
-// Far pads, strides and dilations may ask for more memory than there is, however small the images and the result are.
+// Check that a band fits into memory: large pads, strides and dilations may need more memory than there is, however
+// small the images and the result are.
 void check_room(const Images& from, const View& to, int64_t width, const std::vector<Part>& parts,
                 const int64_t* stride, const int64_t* dilation) {
   constexpr double kLanes = 16;
@@ -78,7 +82,7 @@ void check_room(const Images& from, const View& to, int64_t width, const std::ve
                   " elements are held beside the images, got ", copied);
 }
 
-// Where what the results are added to lies, or null.
+// Return the data of the tensor that the results are added to, or null.
 const void* addend(const std::optional<Tensor>& add, const View& to) {
   if (!add) return nullptr;
   const View view = view_of(*add, "add", 0);

@@ -1,4 +1,16 @@
-// Convolution of bands of rows: all parts, tile by tile.
+// Convolution by filters of several sizes, for one instruction set.
+//
+//   to[n, o, y, x] = bias[o] + sum over channels c and taps (i, j) of weight[o, c, i, j] *
+//       from[n, c, y * stride + i * dilation - top, x * stride + j * dilation - left]
+//   and then: add `add` if given, and take the maximum with 0 if relu
+//
+// A part is the set of filters of one size; its weight is contiguous [filters, channels in, height, width] and its bias
+// [filters]; o is its channels[filter]. from and to are [batch, channels, height, width] with the strides of Images
+// (cpu.h), and pixels outside of `from` are zero. `add` is laid out as `to` is.
+//
+// An item is a band: some rows of the result, for as many images as are interleaved (band.h). The thread that has it
+// copies the pixels that the band depends on (copy.h), and then computes tiles of L::kKernels filters by L::kPixels
+// vectors of pixels (tile.h), part by part, before it adds `add` (write.h).
 #pragma once
 
 #include "mixed_conv/tile.h"
@@ -6,9 +18,9 @@
 
 namespace loco::mixed_conv {
 
-constexpr int64_t kBandBytes = 384 << 10;  // less than the second cache, which weights go through too
+constexpr int64_t kBandBytes = 384 << 10;  // less than the L2 cache, which the weights pass through, too
 
-// Where the vectors of `rows` rows are, row by row.
+// Write the places of the vectors of `rows` rows, row by row.
 template <typename L>
 void fill_places(const Convolution& call, const Layout& layout, const typename L::Word* copy, int64_t first_image,
                  int64_t first_row, int64_t rows, Place<L>* places) {
@@ -23,7 +35,7 @@ void fill_places(const Convolution& call, const Layout& layout, const typename L
   }
 }
 
-// Functions of their own: all tiles in one would be too much for the compiler's registers.
+// Not inlined: with all tiles in one function, the compiler would run out of registers.
 template <typename L, int K, int V>
 __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const Taps& taps, int64_t kernel,
                                     int64_t index) {
@@ -41,13 +53,13 @@ __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const
   multiply<L, K, V>(taps, weight, at, sums);
   if (band.call.relu && !band.call.add) {
     LOCO_UNROLL for (int k = 0; k < K; ++k) {
-      LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = sums[k][v] < Vec{} ? Vec{} : sums[k][v];  // a NaN stays
+      LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = sums[k][v] < Vec{} ? Vec{} : sums[k][v];  // NaN is kept
     }
   }
   LOCO_UNROLL for (int v = 0; v < V; ++v) band.store(places[v], part.channels + kernel, sums, v);
 }
 
-// Calls tile with these numbers of kernels and vectors, known to the compiler.
+// Call tile with these numbers of filters and vectors as template arguments.
 template <typename L, int K = L::kKernels, int V = L::kPixels>
 void some(int64_t kernels, int64_t vectors, const Band<L>& band, const Part& part, const Taps& taps, int64_t kernel,
           int64_t index) {
@@ -60,7 +72,7 @@ void some(int64_t kernels, int64_t vectors, const Band<L>& band, const Part& par
   tile<L, K, V>(band, part, taps, kernel, index);
 }
 
-// `total` things in as few shares of `most` as can be, which differ by one at most.
+// Divides `total` things into as few shares of at most `most` as possible, whose sizes differ by at most one.
 struct Shares {
   int64_t total, count;
 
@@ -69,8 +81,8 @@ struct Shares {
   int64_t size(int64_t share) const { return begin(share + 1) - begin(share); }
 };
 
-// All kernels at the vectors of pixels from `begin` on, in shares. Kernels of a share are computed at all of them
-// before the next ones, whose weights take the cache's place of theirs.
+// Compute all filters at `count` vectors of pixels from `begin` on. The filters of one share are computed at all
+// vectors before the next share, whose weights then replace theirs in the cache.
 template <typename L>
 void convolve_vectors(const Band<L>& band, int64_t begin, int64_t count) {
   const Convolution& call = band.call;

@@ -1,6 +1,14 @@
-// The part of the images that a band is made of, copied as its Layout says.
+// Copying the pixels that a band depends on, as its Layout describes.
 //
-// What is not inlined depends on the arithmetic L: or else the linker would keep one instruction set's copy for all.
+//   to[channel, row, column % stride, column / stride, image]
+//       = from[first_image + image, channel, first_row * stride + row - top, column - left]
+//
+// with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels (Turn) are
+// contiguous. to has the strides of Layout (band.h). One thread copies a band, row by row: for each residue of the
+// column stride, vectors of four elements are loaded and transposed where images or channels have to be interleaved.
+//
+// Functions that are not inlined are templates of the arithmetic L: otherwise the linker would keep one instruction
+// set's copy for all.
 #pragma once
 
 #include <cstring>
@@ -27,12 +35,12 @@ LOCO_HD Four<T> load_four(const T* from) {
   return four;
 }
 
-// Elements 0, step, 2 * step and 3 * step.
+// Load elements 0, step, 2 * step and 3 * step.
 template <typename T>
 LOCO_HD Four<T> load_four(const T* from, int64_t step) {
   if (step == 1) return load_four(from);
   if (step > 2) return Four<T>{from[0], from[step], from[2 * step], from[3 * step]};
-  const Four<T> low = load_four(from), high = load_four(from + 3);  // nothing beyond the last element is read
+  const Four<T> low = load_four(from), high = load_four(from + 3);  // reads nothing beyond the last element
   return Four<T>{low[0], low[2], high[1], high[3]};
 }
 
@@ -41,13 +49,13 @@ LOCO_HD void store_four(Four<T> four, T* to) {
   std::memcpy(to, &four, sizeof four);
 }
 
-// columns[i][j] = rows[j][i]
+// Write columns[i][j] = rows[j][i].
 template <typename Vec>
 LOCO_HD void transpose(const Vec (&rows)[kSide], Vec (&columns)[kSide]) {
   for (int i = 0; i < kSide; ++i) columns[i] = Vec{rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
 }
 
-// to[i * to_step] = from[i * from_step]
+// Write to[i * to_step] = from[i * from_step].
 template <typename T>
 LOCO_HD void spread(const T* from, int64_t from_step, int64_t count, T* to, int64_t to_step) {
   for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
@@ -61,8 +69,8 @@ LOCO_HD void copy_side_by_side(const T* from, int64_t count, T* to) {
   for (; i < count; ++i) to[i] = from[i];
 }
 
-// Which columns of the images are copied where, for one residue of the stride: column shift + place * step to `place`,
-// from the first place to the last but one; the others are zero.
+// The columns of the images that are copied, for one residue of the stride: column shift + place * step goes to
+// `place`, for places first .. past - 1. The other places are zero.
 struct Span {
   int64_t step, shift, first, past;
 
@@ -73,14 +81,14 @@ struct Span {
   }
 };
 
-// Rows of images whose columns lie side by side. In the place of images that are not there, one that is.
+// Copies rows of images in which columns are contiguous. Images beyond the batch are replaced by the last one.
 template <typename L>
 struct Weave {
   using T = typename L::Word;
   const Span& span;
   int64_t images, present, batch_stride;
 
-  // Of one channel.
+  // Copy a row of one channel.
   void row(const T* from, T* to) const {
     const int64_t step = span.step, count = span.past - span.first;
     from += span.first * step + span.shift;
@@ -115,7 +123,7 @@ struct Weave {
   LOCO_HD const T* image(const T* from, int64_t n) const { return from + std::min(n, present - 1) * batch_stride; }
 };
 
-// Rows of images whose channels lie side by side, as Weave's.
+// Copies rows of images in which channels are contiguous, to the same layout as Weave.
 template <typename L>
 struct Turn {
   using T = typename L::Word;
@@ -123,7 +131,7 @@ struct Turn {
   const Span& span;
   int64_t images, present, batch_stride, column_stride, channels, plane;
 
-  // Of all channels.
+  // Copy a row of all channels.
   void row(const T* from, T* to) const {
     from += span.shift * column_stride;
     int64_t place = span.first * images;
@@ -133,7 +141,7 @@ struct Turn {
     for (; place < past; ++place) spread(pixel(from, place), 1, channels, to + place, plane);
   }
 
-  // A square's pixels, of one image.
+  // Copy as many pixels of one image as a square has, all channels.
   LOCO_HD void square(const T* from, int64_t place, T* to) const {
     const int64_t row_bytes = span.step * column_stride * static_cast<int64_t>(sizeof(T));
     int64_t channel = 0;
@@ -149,7 +157,7 @@ struct Turn {
       four_pixels(from, four, channel, to);
   }
 
-  // All channels from `channel` on.
+  // Copy four pixels, all channels from `channel` on.
   LOCO_HD void four_pixels(const T* from, int64_t place, int64_t channel, T* to) const {
     const T* pixels[kSide];
     for (int i = 0; i < kSide; ++i) pixels[i] = pixel(from, place + i);
@@ -170,7 +178,7 @@ struct Turn {
   }
 };
 
-// Which residues of the stride taps read, of rows (axis 0) or columns (axis 1).
+// The residues of the stride that taps read, for rows (axis 0) or columns (axis 1).
 struct Residues {
   static constexpr int64_t kMost = 64;
   int64_t stride;
@@ -187,7 +195,7 @@ struct Residues {
 
   LOCO_HD bool has(int64_t residue) const { return stride > kMost || read >> residue & 1; }
 
-  // body(i) for those from `begin` to `end`
+  // Call body(i) for each i in [begin, end) whose residue is read.
   template <typename Body>
   LOCO_HD void between(int64_t begin, int64_t end, const Body& body) const {
     for (int64_t i = begin, residue = begin % stride; i < end; ++i) {
@@ -197,14 +205,14 @@ struct Residues {
   }
 };
 
-// What the rows of the result from `first_row` on are made of. Columns that are outside the images are zero before.
+// Copy what the rows of the result from `first_row` on depend on. Columns outside the images must be zero already.
 template <typename L>
 void copy_band(const Convolution& call, const Layout& layout, int64_t first_image, int64_t first_row,
                typename L::Word* to) {
   using T = typename L::Word;
   const Images& images = call.from;
   const int64_t present = std::min(layout.images, images.batch - first_image);
-  const int64_t top = first_row * call.stride[0] - layout.top;  // of the images, the band's first
+  const int64_t top = first_row * call.stride[0] - layout.top;  // the band's first row of the images
   const int64_t first = std::clamp<int64_t>(-top, 0, layout.height);
   const int64_t past = std::clamp(images.height - top, first, layout.height);
   for (int64_t c = 0; c < images.channels; ++c) {

@@ -1,4 +1,8 @@
-// Which kernels run, and on how many threads: bands go to threads in whole, so that their number changes no bit.
+// Dispatch of the mixed convolution on the CPU. The formula is in convolve.h, and the shapes and strides of all
+// pointers are in cpu.h.
+//
+// A call goes to the kernels of the chosen instruction set. Its items are bands of rows of the result, of which each
+// thread takes a contiguous range. A band is computed by one thread, so the number of threads changes no bit.
 #include "mixed_conv/cpu.h"
 
 #include <atomic>
@@ -11,7 +15,7 @@
 namespace loco::mixed_conv {
 namespace {
 
-constexpr int64_t kLeastShare = 1 << 18;  // multiply-adds; a thread with fewer is not worth waking
+constexpr int64_t kLeastShare = 1 << 18;  // MACs; waking a thread does not pay below that
 
 #ifdef LOCO_X86_LEVELS
 const Level* const kLevels[] = {&kLevelV4, &kLevelV3, &kLevelPortable};
@@ -19,7 +23,7 @@ const Level* const kLevels[] = {&kLevelV4, &kLevelV3, &kLevelPortable};
 const Level* const kLevels[] = {&kLevelPortable};
 #endif
 
-// The levels that run here, best first, and their names.
+// The levels that this machine supports, best first, and their names.
 struct Found {
   const Level* levels[4] = {};
   const char* names[4] = {};

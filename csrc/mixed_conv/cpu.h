@@ -1,4 +1,4 @@
-// Convolution by kernels of different sizes on the CPU, without torch: plain structs in. Strides are in elements.
+// Convolution by filters of different sizes on the CPU, without torch: plain structs in. Strides are in elements.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace loco::mixed_conv {
 
-// Kernels of one size, and where their results go.
+// The filters of one size, and the output channels that they compute.
 struct Part {
-  const void *weight, *bias;  // contiguous [kernels, channels in, height, width]; [kernels], or null
+  const void *weight, *bias;  // contiguous [filters, channels in, height, width]; [filters], or null
   int64_t kernels, height, width;
-  int64_t top, left;        // rows and columns of zeros before the image; negative: so many of its own are not seen
-  const int64_t* channels;  // of the result, one for each kernel
+  int64_t top, left;        // padding rows and columns before the image; negative: cropped rows and columns
+  const int64_t* channels;  // [filters], the output channel of each filter
 };
 
-// An image batch [batch, channels, height, width]: either the columns of a row or the channels of a pixel lie side by
-// side.
+// A batch of images [batch, channels, height, width] in which either the columns of a row or the channels of a pixel
+// are contiguous.
 struct Images {
   void* data;
   int64_t batch, channels, height, width;
@@ -32,21 +32,21 @@ struct Convolution {
   const Part* parts;
   int64_t count;
   int64_t stride[2], dilation[2];
-  const void* add;  // what the results are added to, laid out as they are; or null
-  bool relu;        // of these sums
+  const void* add;  // tensor that the results are added to, with the layout of `to`; or null
+  bool relu;        // whether to apply ReLU after the addition
   int64_t threads;
   ParallelFor parallel_for;
 };
 
 void convolve_cpu(const Convolution& call);
 
-// Memory that the thread keeps for its next call, at the beginning of a line of the cache.
+// Return memory of at least `bytes`, aligned to a cache line, which the thread keeps for its next call.
 void* scratch(int64_t bytes);
 
-// The instruction sets that the kernels can use on this machine, best first, up to the null that ends them.
+// Return the names of the instruction sets that the kernels can use on this machine, best first, ending with null.
 const char* const* levels();
 
-// From now on, the kernels of one of levels(), by name; false if there is no such.
+// Use the kernels of one of levels(), by name, from now on. Return false if there is no such level.
 bool use_level(const char* name);
 
 }  // namespace loco::mixed_conv

@@ -1,4 +1,4 @@
-// The kernels of one instruction set.
+// The table of kernels of one instruction set.
 #pragma once
 
 #include "mixed_conv/convolve.h"
@@ -13,10 +13,10 @@ struct Kernels {
 struct Level {
   const char* name;
   bool (*runs_here)();
-  Kernels kernels[2];  // float64, float32
+  Kernels kernels[2];  // indexed by DType: float64, float32
 };
 
-// An arithmetic, and the most kernels and vectors of pixels whose sums its registers hold.
+// An arithmetic with the size of its tiles: the most filters and vectors of pixels whose sums fit into registers.
 template <typename A, int Kernels, int Pixels>
 struct Tiled : A {
   static constexpr int kKernels = Kernels, kPixels = Pixels;

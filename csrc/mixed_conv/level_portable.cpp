@@ -1,4 +1,4 @@
-// Functions that return vectors are inlined: how they would return them does not matter.
+// All functions that return vectors are inlined, so their ABI does not matter.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #include "block_sparse/lanes_portable.h"
 #include "mixed_conv/level.h"

@@ -1,5 +1,10 @@
-// The results of some kernels at some vectors of pixels, summed in registers: a weight is read once for all of the
-// vectors, and nothing is computed that a smaller kernel does not have.
+// A tile: the results of K filters at V vectors of pixels, summed in registers.
+//
+//   sums[k, v] += sum over channels c and taps t of weight[k, c, t] * at[v][c * plane + offsets[t]]
+//
+// weight is contiguous [filters, channels, taps]; at[v] points to vector v in the copy of the band, whose channels are
+// `plane` elements apart; offsets is [taps]. One thread computes a tile. A weight is read once for all vectors, and no
+// MACs are spent on taps that a smaller filter does not have.
 #pragma once
 
 #include "block_sparse/tile.h"
@@ -7,13 +12,13 @@
 
 namespace loco::mixed_conv {
 
-// Where the taps of a part read, from a vector's place in the band.
+// Offsets of a part's taps, relative to a vector's place in the band.
 struct Taps {
   const int64_t* offsets;
   int64_t count, channels, plane;
 };
 
-// One tap of one channel.
+// Add the products of one tap of one channel.
 template <typename L, int K, int V>
 LOCO_HD void multiply_tap(const typename L::Word* weight, int64_t per_kernel, const typename L::Word* const (&at)[V],
                           int64_t offset, typename L::Vec (&sums)[K][V]) {
@@ -25,8 +30,8 @@ LOCO_HD void multiply_tap(const typename L::Word* weight, int64_t per_kernel, co
   }
 }
 
-// sums[k][v] += over channels and taps, in this order, weight[k][channel][tap] * vector v there. Each channel's pixels
-// are fetched while those of the one before are multiplied.
+// Add weight[k][channel][tap] times vector v there to sums[k][v], in the order of channels, then taps. Each channel's
+// pixels are prefetched while those of the channel before are multiplied.
 template <typename L, int K, int V>
 LOCO_HD void multiply(const Taps& taps, const typename L::Word* weight, const typename L::Word* const (&at)[V],
                       typename L::Vec (&sums)[K][V]) {

@@ -1,4 +1,4 @@
-// What a thread needs for its bands.
+// Scratch memory that a thread needs for its bands.
 #pragma once
 
 #include <cstring>
@@ -7,9 +7,10 @@
 
 namespace loco::mixed_conv {
 
-constexpr int64_t kWeightBytes = 512 << 10;  // what the second cache holds of them beside a band
+constexpr int64_t kWeightBytes = 512 << 10;  // weights that the L2 cache holds beside a band
 
-// Where a vector of pixels is read, and where the results for its columns of the first image go.
+// The place of a vector of pixels: where it is read, and where the results for its columns of the first image are
+// written.
 template <typename L>
 struct Place {
   const typename L::Word* from;
@@ -17,8 +18,8 @@ struct Place {
   int64_t columns;
 };
 
-// Where channels lie side by side, kernels write to the same lines of memory: results wait for each other then, if the
-// cache holds all weights.
+// Return whether results are gathered and written by whole pixels. If channels are contiguous, filters write to the
+// same cache lines, so this pays as long as all weights fit into the cache.
 template <typename L>
 bool writes_whole_pixels(const Convolution& call) {
   int64_t weights = 0;
@@ -27,7 +28,7 @@ bool writes_whole_pixels(const Convolution& call) {
   return call.to.by_pixel() && weights * static_cast<int64_t>(sizeof(typename L::Word)) <= kWeightBytes;
 }
 
-// Where the taps of all parts read, one part after the other.
+// Write the offsets of the taps of all parts, one part after the other.
 static inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     for (int64_t y = 0; y < part->height; ++y) {
@@ -41,19 +42,20 @@ static inline void fill_offsets(const Convolution& call, const Layout& layout, i
   }
 }
 
-// Side by side in the scratch of the thread.
+// The arrays, which are consecutive in the thread's scratch memory.
 template <typename L>
 struct Workspace {
   using Word = typename L::Word;
   static constexpr int64_t kTileLanes = L::kPixels * L::kWidth, kSquare = L::Square::kSize;
 
-  Word* copy;  // as Layout says
-  // [channels that fill squares][lanes of a tile] and [lanes of a vector][channels of a square], for pixels that are
-  // written when all of their channels are there; null otherwise.
+  Word* copy;  // copy of a band, see Layout
+  // Buffers for pixels that are written when all of their channels are done: results is [channels rounded up to
+  // squares, lanes of a tile] and turned [lanes of a vector, channels of a square]. Null if results are written
+  // directly.
   Word *results = nullptr, *turned = nullptr;
-  Place<L>* places;                      // of a band's vectors
-  int64_t *lane_places, *turned_places;  // of a vector's pixels, from the first one's, and of those in `turned`
-  int64_t* offsets;                      // of taps
+  Place<L>* places;                      // one for each vector of a band
+  int64_t *lane_places, *turned_places;  // [lanes], offsets of a vector's pixels in the result and in `turned`
+  int64_t* offsets;                      // offsets of taps
 
   Workspace(const Convolution& call, const Layout& layout) {
     const int64_t channels = writes_whole_pixels<L>(call) ? (call.to.channels + kSquare - 1) / kSquare * kSquare : 0;
@@ -64,7 +66,7 @@ struct Workspace {
     copy = static_cast<Word*>(
         scratch(words * sizeof(Word) + vectors * sizeof(Place<L>) + (2 * L::kWidth + taps) * sizeof(int64_t)));
     if (channels) results = copy + copied, turned = results + waiting;
-    std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay so
+    std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay zero
     places = reinterpret_cast<Place<L>*>(copy + words);
     lane_places = reinterpret_cast<int64_t*>(places + vectors);
     turned_places = lane_places + L::kWidth;

@@ -1,4 +1,11 @@
-// How the results of a band are written, and what they are added to.
+// Writing the results of a band, and adding to them.
+//
+//   to[n, o, y, x] = result[n, o, y, x], or, if `add` is given, max(result[n, o, y, x] + add[n, o, y, x], least)
+//
+// where least is 0 with relu and -infinity without. Results are vectors of interleaved images and columns (band.h). to
+// and add are [batch, channels, height, width] with the strides of Images (cpu.h). The thread that computes a band
+// writes it: by vectors if columns are contiguous and no images are interleaved, otherwise lane by lane, or, with
+// Workspace::results, by transposing squares of lanes and channels.
 #pragma once
 
 #include <limits>
@@ -8,7 +15,7 @@
 
 namespace loco::mixed_conv {
 
-// A band that is being computed.
+// The band that a thread is computing.
 template <typename L>
 struct Band {
   using Word = typename L::Word;
@@ -19,7 +26,7 @@ struct Band {
 
   static constexpr int64_t kTileLanes = Workspace<L>::kTileLanes, kSquare = Workspace<L>::kSquare;
 
-  // The results of K kernels at vector v of a tile.
+  // Store the results of K filters at vector v of a tile.
   template <int K, int V>
   LOCO_HD void store(const Place<L>& place, const int64_t* channels, const typename L::Vec (&sums)[K][V], int v) const {
     const Images& to = call.to;
@@ -39,7 +46,7 @@ struct Band {
     });
   }
 
-  // body(lane, pixel) for those of a vector's lanes that are pixels of the result.
+  // Call body(lane, pixel) for the lanes of a vector that are pixels of the result.
   template <typename Body>
   LOCO_HD void for_pixels(const Place<L>& place, const Body& body) const {
     for (int64_t n = 0; n < images(); ++n) {
@@ -49,7 +56,7 @@ struct Band {
     }
   }
 
-  // Results of a tile, by pixel.
+  // Write the gathered results of a tile, pixel by pixel.
   void write_pixels(int64_t index, int64_t count) const {
     for (int64_t v = 0; v < count; ++v) {
       const Place<L>& place = work.places[index + v];
@@ -68,7 +75,7 @@ struct Band {
     }
   }
 
-  // to[places[lane] + channel] = the channel's lane
+  // Write to[places[lane] + channel] = lanes[channel, lane].
   static LOCO_HD void turn(const Word* lanes, int64_t channels, Word* to, const int64_t* places) {
     if constexpr (L::kWidth % kSquare == 0) {
       for (int64_t lane = 0; lane < L::kWidth; lane += kSquare) {
@@ -83,7 +90,7 @@ struct Band {
     }
   }
 
-  // To the rows that are written; they still are in the cache.
+  // Add to the rows that have been written, while they are still in the cache.
   void add(int64_t first_row, int64_t rows) const {
     const Images& to = call.to;
     const int64_t planes = to.by_pixel() ? 1 : to.channels;
@@ -99,7 +106,7 @@ struct Band {
     const Word least = call.relu ? 0 : -std::numeric_limits<Word>::infinity();
     for (int64_t i = 0; i < count; ++i) {
       const Word sum = to[i] + from[i];
-      to[i] = sum < least ? least : sum;  // a NaN stays
+      to[i] = sum < least ? least : sum;  // NaN is kept
     }
   }
 

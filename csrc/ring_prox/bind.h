@@ -1,4 +1,4 @@
-// What the ring operators take, checked and read, the same for every device. Schemas: schemas.h.
+// Checks and conversions of the ring operators' arguments, shared by all devices. The schemas are in schemas.h.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@ inline bool same_shape(const View& a, const View& b) {
   return a.ndim == b.ndim && std::equal(a.sizes, a.sizes + a.ndim, b.sizes);
 }
 
-// A weight's shape as its kernels see it: (kernels, channels, *taps).
+// A weight tensor of shape [filters, channels, *taps] and the ring of each tap, checked and converted to plain structs.
 struct Reader {
   Place place;
   View view;
   std::vector<int> ring_of_tap;
-  Shape shape;  // channels are fastest where they lie side by side and taps do not
+  Shape shape;  // channels_fastest where channels have stride 1 and there are several of them
 
   Reader(const Tensor& weight, const Ints& rings, int64_t count)
       : place(place_of(weight)), view(view_of(weight, "weight", 0, place)) {
@@ -45,7 +45,7 @@ struct Reader {
 
   int64_t kernel_count() const { return view.sizes[0]; }
 
-  // Of another tensor on the weight's device and of its shape.
+  // Return the view of another tensor, which must be on the weight's device and have its shape.
   View view_like(const Tensor& tensor, const char* name) const {
     const View other = view_of(tensor, name, 0, place);
     STD_TORCH_CHECK(same_shape(other, view), name, ": expected weight's shape ", shape_text(view.sizes, view.ndim),
@@ -54,7 +54,7 @@ struct Reader {
   }
 };
 
-// t and q of math.h: [kernels, rings], or [rings] with a stride of 0; q may be null.
+// The thresholds t and q of math.h, [filters, rings], or [rings] with a stride of 0. `squared` may be null.
 struct ThresholdRows {
   const double *plain, *squared;
   int64_t stride;
@@ -75,11 +75,11 @@ inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::option
   return rows;
 }
 
-// Keeps a penalty for the steps of parameters on the device of `like`, and returns its number.
+// Store a penalty for optimizer steps of parameters on the device of `like`, and return its handle.
 int64_t ring_penalty_hold(Tensor like, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
                           bool coupled);
 
-// For the norms of all rings.
+// Return an uninitialised tensor [filters, rings] for norms: float64 for a float64 weight, float32 otherwise.
 inline Tensor empty_norms(const Tensor& weight, const Reader& reader) {
   const bool is_double = reader.view.dtype == DType::f64;
   const auto dtype = is_double ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;

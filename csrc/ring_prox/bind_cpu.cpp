@@ -11,7 +11,8 @@
 namespace loco::ring_prox {
 namespace {
 
-// nest is where the kernels' own is kept.
+// Return the filters of a tensor. `nest` receives the sizes and strides of one filter; it must outlive the result,
+// which points to it.
 Kernels kernels_of(const View& tensor, const Shape& shape, Nest& nest) {
   int8_t order[kMaxDims];
   int axes = 0;

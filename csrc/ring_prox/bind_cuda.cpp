@@ -36,8 +36,8 @@ CudaCall call_of(const Reader& reader) {
   return {reader.kernel_count(), reader.shape, placed(reader.view)};
 }
 
-// Brings the call's table to the weight's GPU, and launches: launch(table, its copy, stream). The copy's memory is
-// given back at once; the stream's next user comes after the kernels.
+// Copy the call's table to the weight's GPU and call launch(table, its device copy, stream). The device memory of the
+// copy is released at once: the caching allocator reuses it in stream order, after the kernels.
 template <class Launch>
 void run(const CudaCall& call, const Reader& reader, const Tensor& weight, const Launch& launch) {
   if (call.kernels == 0) return;

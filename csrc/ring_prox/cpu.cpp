@@ -1,5 +1,15 @@
-// A kernel is used where it lies if it is flat and of the type that it is worked on in, else from a copy. Each is
-// handled by one thread from its first sum to its last weight, so the number of threads changes no bit.
+// The prox of math.h and the ring norms on the CPU.
+//
+//   norms[o, r] = ||w(o, ring r)||_2
+//   out[o] = argmin_x 1/2 sum_i d_i (x_i - w_i)^2 + sum_n t_n ||x(G_n)|| + (sum_n q_n ||x(G_n)||)^2
+//
+// weight, metric and out are [filters, channels, taps]; each has its own dtype, a stride between filters in elements
+// and a nest of strides within one. norms is contiguous [filters, rings] in float64; thresholds and squared are float64
+// [filters, rings] with a stride between rows, 0 if all filters share one.
+//
+// Filters are divided among threads, and each is handled by one thread from its first sum to its last weight, so the
+// number of threads changes no bit. A filter is used in place if it is contiguous and already of the compute type;
+// otherwise the thread works on a converted copy.
 #include "ring_prox/cpu.h"
 
 #include <algorithm>
@@ -11,12 +21,12 @@
 namespace loco::ring_prox {
 namespace {
 
-constexpr int64_t kLeastShare = 16384;  // weights; a thread with fewer is not worth waking
-constexpr int64_t kLarge = 4 << 20;     // bytes; what is smaller the caches hold
-constexpr int64_t kAhead = 24 << 10;    // bytes: half of the first cache
+constexpr int64_t kLeastShare = 16384;  // weights; waking a thread does not pay below that
+constexpr int64_t kLarge = 4 << 20;     // bytes; smaller tensors stay in cache and need no prefetch
+constexpr int64_t kAhead = 24 << 10;    // bytes: half of the L1 cache
 constexpr int64_t kCacheLine = 64;
 
-// Lets memory that will be written come nearer while other memory is read.
+// Prefetch memory that will be written while other memory is being read.
 template <typename T>
 void fetch_for_writing(const T* to, int64_t count) {
   const int64_t bytes = std::min(count * static_cast<int64_t>(sizeof(T)), kAhead);
@@ -26,7 +36,7 @@ void fetch_for_writing(const T* to, int64_t count) {
 template <typename T>
 class Copy {
  public:
-  // The weights of kernel o, in the order of the nest.
+  // Return the weights of filter o as T, in the order of the nest.
   const T* load(const Kernels& kernels, int64_t o, int64_t count) {
     const Operand at = moved(kernels, o);
     if (in_place<T>(at)) return static_cast<const T*>(at.data);
@@ -41,7 +51,7 @@ class Copy {
     return values_.data();
   }
 
-  // Where kernel o is to be written; done() brings it to its place.
+  // Return where to write filter o; done() then stores it to the tensor if that is a copy.
   T* place(const Kernels& kernels, int64_t o, int64_t count) {
     const Operand at = moved(kernels, o);
     if (in_place<T>(at)) return static_cast<T*>(at.data);

@@ -1,4 +1,5 @@
-// The prox of nested groups on the CPU, without torch: plain structs in, one kernel (output channel) after the other.
+// Norms and prox of nested groups on the CPU, without torch: plain structs in. Each filter (one output channel's
+// weights) is solved by itself.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,9 @@
 
 namespace loco::ring_prox {
 
-// The weights of all kernels: those of kernel o are `operand` moved by o times the stride, its nest one kernel's.
+// The weights of all filters. Filter o lies at `operand` moved by o * stride; the operand's nest describes one filter.
 struct Kernels {
-  Operand operand;  // data null: absent
+  Operand operand;  // data is null if the tensor is absent
   int64_t stride;   // in elements
 };
 
@@ -19,7 +20,7 @@ struct NormsCall {
   int64_t kernels;
   Shape shape;
   Kernels weight;
-  double* norms;  // [kernels, rings]
+  double* norms;  // [filters, rings]
   ParallelFor parallel_for;
 };
 
@@ -27,13 +28,14 @@ struct ProxCall {
   int64_t kernels;
   Shape shape;
   Kernels weight, metric, out;
-  const double *thresholds, *squared;  // t and q of math.h, [kernels, rings], or [rings] with a stride of 0; q or null
+  // t and q of math.h, [filters, rings], or [rings] with a stride of 0. `squared` may be null.
+  const double *thresholds, *squared;
   int64_t thresholds_stride;
   bool linf;
   ParallelFor parallel_for;
 };
 
-// T: the type that weights are held in meanwhile, float or double.
+// T is the type weights are converted to for the computation, float or double.
 template <typename T>
 void norms_cpu(const NormsCall& call);
 template <typename T>

@@ -1,9 +1,19 @@
-// One block works on one kernel (output channel), in ring order (gpu_table.h).
+// The prox of math.h and the ring norms on an NVIDIA GPU.
 //
-// 1. It brings the weights into shared memory, 16 bytes at a time where they lie flat. A kernel too large for that is
-//    read from global memory whenever its weights are needed.
-// 2. It solves for the scalars of math.h (gpu_solve.h).
-// 3. It writes every weight once, in the order of memory.
+//   norms[o, r] = ||w(o, ring r)||_2
+//   out[o] = argmin_x 1/2 sum_i d_i (x_i - w_i)^2 + sum_n t_n ||x(G_n)|| + (sum_n q_n ||x(G_n)||)^2
+//
+// weight, metric and out are [filters, channels, taps] with strides in elements (struct Weights; tap offsets come from
+// the table). norms is contiguous [filters, rings]. plain (t) and squared (q) are float64 [filters, rings] with row
+// stride thresholds_stride, 0 if all filters share one row.
+//
+// One block works on one filter (one output channel's weights), in ring order (gpu_table.h); blockIdx.x is the filter.
+//
+// 1. The block loads the weights into shared memory, 16 bytes at a time if they are contiguous. A filter too large for
+//    shared memory is read from global memory whenever its weights are needed.
+// 2. Each thread sums over its share of the weights. Warps reduce by shuffles and meet in shared memory, and thread 0
+//    solves for the scalars of math.h (gpu_solve.h).
+// 3. Every weight is written once, in memory order.
 #include <cmath>
 
 #include "common/launch.h"
@@ -15,7 +25,7 @@
 namespace loco::ring_prox {
 namespace {
 
-constexpr int kBlocks = 2;  // on a multiprocessor, at least; more would leave too few registers
+constexpr int kBlocks = 2;  // blocks per multiprocessor, at least; more would leave too few registers
 
 template <typename T, bool staged>
 __global__ void __launch_bounds__(kMostThreads, kBlocks) norms(const __grid_constant__ Parameters p, T* out) {
@@ -60,10 +70,10 @@ Parameters parameters_of(const CudaCall& call, const GpuTable& table, const unsi
           call.thresholds_stride};
 }
 
-// Of a launch.
+// Launch configuration.
 struct Size {
   unsigned blocks, threads;
-  unsigned staged;  // bytes; 0: too many
+  unsigned staged;  // bytes of shared memory; 0 if the filter is too large to stage
 
   template <typename T>
   static Size of(const CudaCall& call) {

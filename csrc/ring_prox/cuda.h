@@ -1,4 +1,5 @@
-// Ring norms and prox on an NVIDIA GPU, without torch. Nothing here waits for the GPU.
+// Ring norms and prox on an NVIDIA GPU, without torch. All calls are asynchronous: nothing here synchronizes with the
+// GPU.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,10 @@ namespace loco::ring_prox {
 
 struct GpuTable;
 
-// Where the weights of all kernels lie: number o, channel c, tap k at o * kernel_stride + c * channel_stride +
-// tap_offsets[k], in elements.
+// A strided tensor [filters, channels, taps]. Filter o, channel c, tap k lies at o * kernel_stride + c * channel_stride
+// + tap_offsets[k], in elements.
 struct Placed {
-  void* data = nullptr;  // null: absent
+  void* data = nullptr;  // null if the tensor is absent
   DType dtype = DType::f32;
   int64_t kernel_stride = 0, channel_stride = 0;
   std::vector<int64_t> tap_offsets = {};
@@ -22,16 +23,16 @@ struct Placed {
 
 struct CudaCall {
   int64_t kernels;
-  Shape shape;  // of less than 2^31 weights
+  Shape shape;  // of fewer than 2^31 weights
   Placed weight;
   Placed metric = {}, out = {};
-  const double *plain = nullptr, *squared = nullptr;  // t and q of math.h, on the host, as in ProxCall of cpu.h
+  const double *plain = nullptr, *squared = nullptr;  // t and q of math.h, in host memory, as in ProxCall of cpu.h
   int64_t thresholds_stride = 0;
   bool linf = false;
 };
 
-// table is the call's, memory a copy of its bytes on the GPU, norms [kernels, rings] in float64 for weights in float64
-// and in float32 for all others.
+// `table` must have been built from the call, and `memory` is a copy of its bytes on the GPU. `norms` is [filters,
+// rings], float64 for float64 weights and float32 for all others.
 void norms_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* norms, void* stream);
 void prox_cuda(const CudaCall& call, const GpuTable& table, const unsigned char* memory, void* stream);
 

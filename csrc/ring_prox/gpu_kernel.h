@@ -1,4 +1,4 @@
-// A kernel's weights in the hands of the block that works on it: brought on chip, and written.
+// Loading, visiting and writing the weights of the filter that a block works on.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace loco::ring_prox {
 
 struct Weights {
-  void* data;  // null: absent
+  void* data;  // null if the tensor is absent
   int64_t kernel_stride, channel_stride;
   DType dtype;
   bool flat;
@@ -29,16 +29,18 @@ struct Parameters {
   }
 };
 
-// vector(i) for each 16 bytes at a boundary, one(i) for each element before and after them, from element i on.
+// Call vector(i) for each aligned vector of 16 bytes, which begins at element i, and one(i) for each element before and
+// after the vectors. The work is divided among the threads of the block.
 template <DType dtype, class Vector, class One>
 LOCO_DEVICE void split(const void* data, uint32_t count, const Vector& vector, const One& one) {
   constexpr uint32_t size = sizeof(Stored<dtype>), width = 16 / size;
   const Span span(data, count, size);
   for (uint32_t k = threadIdx.x; k < span.vectors; k += blockDim.x) vector(span.head + k * width);
-  if (threadIdx.x < span.ends()) one(span.end(threadIdx.x));  // a block has 32 threads or more
+  if (threadIdx.x < span.ends()) one(span.end(threadIdx.x));  // fewer than 32 ends, and a block has at least 32 threads
 }
 
-// A block's kernel. T: the type that weights are held in meanwhile.
+// The filter of this block. T is the compute type of the weights; `staged` tells whether they are copied to shared
+// memory.
 template <typename T, bool staged>
 class Kernel {
  public:
@@ -50,7 +52,7 @@ class Kernel {
     }
   }
 
-  // visit(weight, its metric) for this thread's share of a ring.
+  // Call visit(weight, its metric) for this thread's share of a ring.
   template <class Visit>
   LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
     if constexpr (staged) {
@@ -68,7 +70,7 @@ class Kernel {
     }
   }
 
-  // out = shrunk(weight, its metric, its ring)
+  // Write out = shrunk(weight, its metric, its ring).
   template <class Shrunk>
   LOCO_DEVICE void write(const Shrunk& shrunk) const {
     const auto at = [&](const Walk& walk) {
@@ -107,7 +109,7 @@ class Kernel {
     return {p.rings, weights, p.metric.data ? weights + p.rings.numel() : nullptr};
   }
 
-  // Where the block's kernel begins.
+  // Return the first weight of the block's filter.
   static LOCO_DEVICE void* of_block(const Weights& weights) {
     return static_cast<char*>(weights.data) + blockIdx.x * weights.kernel_stride * element_size(weights.dtype);
   }
@@ -125,7 +127,7 @@ class Kernel {
     return finite_metric(load_any<T>(p_.metric.dtype, of_block(p_.metric), offset(p_.metric, kMetric, tap, channel)));
   }
 
-  // Brings the kernel to shared memory, in ring order.
+  // Copy the filter to shared memory, in ring order.
   LOCO_DEVICE void stage(const Weights& weights, OperandOf which, T* to) const {
     const void* from = of_block(weights);
     if (!weights.flat) {

@@ -1,4 +1,4 @@
-// A kernel's weights in memory order and in ring order (gpu_table.h), and how a block walks them.
+// A filter's weights in memory order and in ring order (gpu_table.h), and how the threads of a block traverse them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace loco::ring_prox {
 
-// Of all kernels of a weight; the arrays are those of RingOrder.
+// The rings of one weight tensor, the same for all its filters. The arrays are those of RingOrder.
 struct Rings {
   const Tap* taps;
   const uint32_t* begins;
@@ -21,7 +21,7 @@ struct Rings {
   LOCO_HD uint32_t numel() const { return channels * tap_count; }
 };
 
-// Goes through a kernel's weights in the order of memory, from number i on.
+// Iterates over a filter's weights in memory order, from weight i on.
 class Walk {
  public:
   LOCO_DEVICE Walk(const Rings& rings, uint32_t i)
@@ -35,7 +35,7 @@ class Walk {
   LOCO_DEVICE uint32_t channel() const { return rings_.channels_fastest ? inner_ : outer_; }
   LOCO_DEVICE uint32_t tap() const { return rings_.channels_fastest ? outer_ : inner_; }
   LOCO_DEVICE int ring() const { return rings_.taps[tap()].ring; }
-  // The weight's number in ring order.
+  // Return the weight's index in ring order.
   LOCO_DEVICE uint32_t place() const {
     const Tap& tap = rings_.taps[this->tap()];
     return tap.begin + channel() * tap.step;
@@ -46,11 +46,11 @@ class Walk {
   uint32_t size_, outer_, inner_;
 };
 
-// A kernel that lies in ring order: in shared memory, or in global memory where it is too large for that.
+// A filter stored in ring order: in shared memory, or in global memory if it is too large for that.
 template <typename T, bool on_chip>
 struct Ordered {
   const Rings& rings;
-  T *weights, *metrics;  // metrics null: 1
+  T *weights, *metrics;  // metrics may be null: all are 1
 
   LOCO_DEVICE T weight(uint32_t i) const { return on_chip ? weights[i] : in_global(weights)[i]; }
   LOCO_DEVICE T metric(uint32_t i) const {
@@ -62,7 +62,7 @@ struct Ordered {
     if (metrics != nullptr) (on_chip ? metrics : in_global(metrics))[i] = metric;
   }
 
-  // visit(weight, its metric) for this thread's share of a ring.
+  // Call visit(weight, its metric) for this thread's share of a ring.
   template <class Visit>
   LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
     const uint32_t end = rings.begins[ring + 1];
@@ -81,8 +81,8 @@ LOCO_DEVICE void with_dtype(DType dtype, const Visit& visit) {
   visit(Constant<DType::f16>());
 }
 
-// How `count` elements from an address on divide: those that lie in whole vectors of 16 bytes at a boundary, from
-// number head on, and fewer than 16 "ends" before and after them.
+// Divides `count` elements from an address on into aligned vectors of 16 bytes, the first of which begins at element
+// `head`, and "ends": the elements before and after the vectors, fewer than 16 in all.
 struct Span {
   uint32_t head, vectors, tail, count;
 
@@ -93,7 +93,7 @@ struct Span {
     vectors = (count - head) / width;
     tail = head + vectors * width;
   }
-  // Of elements that are taken one by one.
+  // A span without vectors: its elements are taken one by one.
   LOCO_DEVICE explicit Span(uint32_t count) : head(count), vectors(0), tail(count), count(count) {}
 
   LOCO_DEVICE uint32_t ends() const { return head + count - tail; }

@@ -1,6 +1,6 @@
-// The scalars of math.h for a block's kernel. All threads go the same way: a sum over weights is that of the whole
-// block, in float64, in an order that the shape alone decides, and every thread gets it. Arrays of scalars lie in
-// shared memory, and thread 0 alone writes to them.
+// Solver for the scalars of math.h for the filter of a block. All threads take the same branches: a sum over weights is
+// that of the whole block, in float64, in an order that depends on the shape alone, and every thread receives it.
+// Arrays of scalars lie in shared memory, and only thread 0 writes to them.
 #pragma once
 
 #include <cmath>
@@ -14,14 +14,14 @@
 namespace loco::ring_prox {
 
 constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kMostSums = 3;  // that are made at a time
+constexpr int kMostSums = 3;  // computed in one reduction
 
-// Where sums meet; two of each, so that one barrier a sum is enough.
+// Partial sums of the warps. They are double-buffered so that one barrier per sum is enough.
 struct Scratch {
   double parts[2][kMostSums][kMostWarps];
 };
 
-// What all threads' values are made one with. k: the number of the value.
+// Binary operations for Sums::reduce. k is the index of the value among those reduced together.
 struct Add {
   LOCO_DEVICE double operator()(int, double a, double b) const { return a + b; }
 };
@@ -31,13 +31,13 @@ struct Larger {
   LOCO_DEVICE double operator()(int, double a, double b) const { return (*this)(a, b); }
 };
 
-// As Above asks for it.
+// The operation for Above: its first two values are added, and of the last the maximum is taken.
 struct AddButLast {
   LOCO_DEVICE double operator()(int k, double a, double b) const { return k == 2 ? Larger()(a, b) : a + b; }
 };
 
-// Sums over a kernel's weights. T: the type that these are held in; held.for_ring(ring, visit) calls visit(weight, its
-// metric, made finite) for a thread's share of a ring.
+// Sums over a filter's weights. T is their compute type; held.for_ring(ring, visit) calls visit(weight, its metric,
+// made finite) for this thread's share of a ring.
 template <typename T, class Held>
 class Sums {
  public:
@@ -50,7 +50,7 @@ class Sums {
     held_.for_ring(ring, visit);
   }
 
-  // What op makes of all threads' values, in an order that never varies; every thread gets it.
+  // Reduce all threads' values by op in a fixed order; every thread receives the result.
   template <int count, class Op>
   LOCO_DEVICE void reduce(double (&values)[count], const Op& op) {
     turn_ ^= 1;
@@ -71,18 +71,18 @@ class Sums {
     }
   }
 
-  // A weight times the power of two that scaled_squares has found.
+  // Return a weight times the power of two that scaled_squares has found.
   LOCO_DEVICE T scaled(T u) const {
     if constexpr (sizeof(T) == 4) return u;
     return u * static_cast<T>(scale_);
   }
 
-  // The power of two that metrics are multiplied by, so that sums of their products with weights neither vanish nor
+  // Return the power of two to multiply metrics by so that sums of their products with weights neither vanish nor
   // overflow.
   LOCO_DEVICE double scale_of_products() {
-    if constexpr (sizeof(T) == 4) return 1;  // products of floats are within float64
+    if constexpr (sizeof(T) == 4) return 1;  // products of floats fit in float64
     double sizes[2] = {0, 0};
-#pragma unroll 1  // else registers are spilled
+#pragma unroll 1  // unrolling would spill registers
     for (int r = 0; r < rings_; ++r) {
       for_ring(r, [&](T u, T d) {
         sizes[0] = Larger()(sizes[0], std::fabs(static_cast<double>(u)));
@@ -91,7 +91,7 @@ class Sums {
     }
     reduce(sizes, Larger());
     if (!(sizes[0] > 0 && sizes[0] < kInfinity && sizes[1] > 0)) return 1;
-    constexpr int kMost = 960;  // so that sums of metrics do not overflow either
+    constexpr int kMost = 960;  // bound that keeps sums of metrics from overflowing, too
     int of_weight, of_metric;
     std::frexp(sizes[0], &of_weight);
     std::frexp(sizes[1], &of_metric);
@@ -99,7 +99,7 @@ class Sums {
     return std::ldexp(1.0, exponent < -1020 ? -1020 : exponent > 1020 ? 1020 : exponent);
   }
 
-  // The largest size in rings begin .. end - 1; NaN if any is.
+  // Return the largest magnitude in rings begin .. end - 1; NaN if any is NaN.
   LOCO_DEVICE double largest(int begin, int end) {
     double size[1] = {0};
     for (int r = begin; r < end; ++r) {
@@ -109,12 +109,12 @@ class Sums {
     return size[0];
   }
 
-  // Sums the squares of each ring to to[0], and of the weights times the metric to to[1] if that is asked for, times a
-  // power of two that keeps them within float64, and returns that.
+  // Write each ring's sum of squares to to[0], and that of weight times metric to to[1] if given. Weights are
+  // multiplied by a power of two that keeps the sums within float64; return that power.
   template <int count>
   LOCO_DEVICE double scaled_squares(double* const (&to)[count]) {
     sum_squares(to);
-    if constexpr (sizeof(T) == 4) return 1;  // their squares are within float64
+    if constexpr (sizeof(T) == 4) return 1;  // squares of floats fit in float64
     bool safe = true;
     for (int r = 0; r < rings_; ++r) safe = safe && to[0][r] > 1e-280 && to[0][r] < 1e280;
     if (safe) return 1;
@@ -127,8 +127,8 @@ class Sums {
     return scale_;
   }
 
-  // Where the sums of squares of weights times the metric, which scaled_squares has made, vanish or overflow: makes
-  // them anew of these times a power of two, and returns its exponent.
+  // If the sums of squares of weight times metric, which scaled_squares has made, vanish or overflow, recompute them
+  // from the products times a power of two. Return the exponent of that power, 0 if nothing was recomputed.
   LOCO_DEVICE int scale_weighed(double* weighed) {
     if constexpr (sizeof(T) == 4) return 0;
     bool safe = true;
@@ -180,7 +180,7 @@ class Sums {
   int turn_ = 0;
 };
 
-// An array for thread 0; what other threads do with theirs goes nowhere.
+// An array that only thread 0 reads and writes; reads of other threads give 0 and their writes are dropped.
 struct OfLeader {
   struct Element {
     double* at;
@@ -194,9 +194,9 @@ struct OfLeader {
   LOCO_DEVICE Element operator[](int i) const { return {threadIdx.x == 0 ? values + i : nullptr}; }
 };
 
-// Each of these is the shared memory of one way to solve. prepare(sums, thresholds, use) calls use(solve, penalty,
-// found), which are as solve_squared takes them; the last solve() leaves there what shrunk(weight, its metric, its
-// ring) needs, for all threads to read.
+// Each of the following structs is the shared memory of one way to solve. prepare(sums, thresholds, use) calls
+// use(solve, penalty, found), whose arguments are those of solve_squared; the last solve() leaves in the struct what
+// shrunk(weight, its metric, its ring) needs, for all threads to read.
 struct L2 {
   double squares[kMaxRings], t[kMaxRings], factors[kMaxRings];
 
@@ -221,7 +221,7 @@ struct L2 {
   }
 };
 
-// What solve_metric asks of a kernel.
+// The sums that solve_metric takes, over the block's filter.
 template <class Sums>
 struct MetricSums {
   Sums& sums;
@@ -243,8 +243,8 @@ struct MetricSums {
 struct L2InMetric {
   double squares[kMaxRings], weighed[kMaxRings], norms[kMaxRings], t[kMaxRings], factors[kMaxRings],
       coefficients[kMaxRings], derivatives[kMaxRings];
-  int first;             // ring that does not vanish
-  int weighed_exponent;  // of what `weighed` has been scaled by
+  int first;             // first ring that does not vanish
+  int weighed_exponent;  // exponent of the power of two that scales `weighed`
 
   template <class Sums, class Use>
   LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
@@ -257,11 +257,11 @@ struct L2InMetric {
       double sum = 0;
       for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares[r]);
     }
-    int alive = 0;  // first, while no thread may change it
+    int alive = 0;  // copy of `first` in registers: no thread may read the original while thread 0 writes it
     const auto solve = [&](double factor) {
       if (threadIdx.x == 0) {
         merge(thresholds, rings, factor, scale, t);
-#pragma unroll 1  // else two registers more
+#pragma unroll 1  // unrolling would take two more registers
         for (int n = 0; n < rings; ++n) derivatives[n] = std::ldexp(t[n], weighed_exponent);
         first = chain(weighed, derivatives, rings, factors);
       }
@@ -339,7 +339,7 @@ LOCO_DEVICE void solve(Solver& solver, Sums& sums, const Thresholds& thresholds)
   });
 }
 
-// sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q; for thread 0.
+// Return sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q. The result is valid in thread 0.
 template <class Solver, class Sums>
 LOCO_DEVICE double penalty_at(double factor, Solver& solver, Sums& sums, const Thresholds& thresholds) {
   double result = 0;
@@ -350,7 +350,7 @@ LOCO_DEVICE double penalty_at(double factor, Solver& solver, Sums& sums, const T
   return result;
 }
 
-// One of them, as the penalty asks for it.
+// Shared memory of whichever solver the penalty needs.
 template <bool in_metric>
 union AnySolver {
   Linf linf;

@@ -20,7 +20,7 @@ int64_t append(std::vector<unsigned char>& bytes, const T* values, int64_t count
 }  // namespace
 
 unsigned threads_for(const Shape& shape) {
-  constexpr int64_t kShare = 32;  // weights
+  constexpr int64_t kShare = 32;  // weights per thread
   unsigned threads = 32;
   while (threads < kMostThreads && threads * kShare < shape.numel()) threads *= 2;
   return threads;

@@ -1,7 +1,7 @@
-// What the kernels of a call read beside its weights, as one stretch of bytes that is copied to the GPU.
+// The tables that CUDA kernels read besides the weights, as one byte buffer that is copied to the GPU.
 //
-// A block works on a kernel's weights in *ring order*: ring after ring, the outermost first; in a ring as they lie in
-// memory, taps fastest or channels fastest.
+// A block works on a filter's weights in *ring order*: ring after ring, the outermost first; within a ring in memory
+// order, taps fastest or channels fastest.
 #pragma once
 
 #include <cstdint>
@@ -11,42 +11,42 @@
 
 namespace loco::ring_prox {
 
-constexpr unsigned kMostThreads = 256;     // of a block
-constexpr int64_t kMostStaged = 40 << 10;  // bytes of weights and metrics that it brings into shared memory
+constexpr unsigned kMostThreads = 256;     // per block
+constexpr int64_t kMostStaged = 40 << 10;  // bytes of weights and metrics that a block loads into shared memory
 
-// How many threads work on a kernel: the fewest warps whose threads have few enough weights each.
+// Return the number of threads per filter: the fewest warps that leave each thread few enough weights.
 unsigned threads_for(const Shape& shape);
 
 enum OperandOf { kWeight, kMetric, kOut, kOperands };
 
 struct Tap {
-  uint32_t begin, step;  // channel c is number begin + c * step in ring order
+  uint32_t begin, step;  // channel c has index begin + c * step in ring order
   int32_t ring;
-  int32_t ordered;  // the tap whose rank, counted ring after ring, is this entry's number
+  int32_t ordered;  // the tap whose rank in ring order is this entry's index
 };
 
 struct RingOrder {
   std::vector<Tap> taps;
-  std::vector<uint32_t> begins;  // [rings + 1], of each ring's first weight
+  std::vector<uint32_t> begins;  // [rings + 1], index of each ring's first weight
 };
 
 RingOrder ring_order(const Shape& shape);
 
-// In elements, of a tap's channel 0.
+// Offsets of a tap's channel 0 in each operand, in elements.
 struct Offsets {
   int64_t of[kOperands];
 };
 
 struct GpuTable {
-  std::vector<unsigned char> bytes;  // as many as a multiple of 16
-  // Where sections begin among the bytes: Offsets and Tap of each tap, begins of the ring order, t and q of math.h;
-  // those that there are.
+  std::vector<unsigned char> bytes;  // size is a multiple of 16
+  // Byte offsets of the sections: Offsets and Tap [taps], begins of the ring order [rings + 1], t and q of math.h
+  // [filters or 1, rings]. Only the sections that the call needs are present.
   int64_t offsets, taps, begins, plain, squared;
 };
 
 GpuTable build(const CudaCall& call);
 
-// Whether the weights of a kernel lie side by side in the order in which the call walks them.
+// Return whether a filter's weights are contiguous in the order in which the call traverses them.
 bool is_flat(const Placed& operand, const Shape& shape);
 
 }  // namespace loco::ring_prox

@@ -1,4 +1,4 @@
-// A penalty that is kept for many steps.
+// A penalty in the registry, which optimizer steps refer to by its handle.
 #pragma once
 
 #include "common/registry.h"

@@ -1,5 +1,15 @@
-// The largest norm needs the channels of each tap side by side; a kernel whose taps are fastest is turned for it, and
-// its result turned back.
+// The prox of math.h and the ring norms of one filter.
+//
+//   norms[r] = ||u(ring r)||_2
+//   out = argmin_x 1/2 sum_i d_i (x_i - u_i)^2 + sum_n t_n ||x(G_n)|| + (sum_n q_n ||x(G_n)||)^2
+//
+// u, d and out are contiguous [channels, taps], or [taps, channels] if channels are fastest; norms, t and q are
+// [rings].
+//
+// One thread works on a filter. The filter is divided into runs (rows.h); vectorised loops over the runs give sums by
+// ring, from which scalar code (math.h, metric_model.h) finds one factor, coefficient or cap per ring, and a last pass
+// over the runs applies it. The linf norm needs the channels of each tap next to each other: a filter whose taps are
+// fastest is transposed first, and its result transposed back.
 #include "ring_prox/kernel.h"
 
 #include <algorithm>
@@ -12,18 +22,18 @@
 namespace loco::ring_prox {
 namespace {
 
-// Of taps, if there are not many: 16 channels of all have a lane each.
+// If there are at most kFewTaps taps, kChannelsOfLanes channels of all taps have a lane each.
 constexpr int kFewTaps = 64;
 constexpr int kChannelsOfLanes = 16;
 
-// Thresholds t + factor q for weights and metrics of a scale.
+// Write the thresholds t + factor q, scaled to match weights and metrics of the given scale.
 void merge_scaled(const Thresholds& thresholds, int rings, double factor, const Scale& scale, double* out) {
   merge(thresholds, rings, factor, 1, out);
   if (scale.weight == 1 && scale.metric == 1) return;
   for (int n = 0; n < rings; ++n) out[n] = scale.of_threshold(out[n]);
 }
 
-// [rows, columns] to [columns, rows]
+// Transpose [rows, columns] to [columns, rows].
 template <typename T>
 void turn(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t c = 0; c < columns; ++c) {
@@ -39,8 +49,8 @@ KernelSolver<T>::KernelSolver(const Shape& shape) : shape_(shape) {
   divide();
 }
 
-// A kernel of one ring is one run, one whose channels are fastest has a run for each row of taps of the same ring, and
-// any other one is a run along which rings take turns.
+// Divide the filter into runs. A filter with a single ring is one run; one whose channels are fastest has a run for
+// each sequence of adjacent taps of the same ring; any other is one run along which the rings alternate periodically.
 template <typename T>
 void KernelSolver<T>::divide() {
   const Shape& s = shape_;
@@ -147,7 +157,7 @@ double KernelSolver<T>::linf_penalty(const T* u, const T* d, const Thresholds& t
   return result;
 }
 
-// Lets channels be fastest in u and d.
+// Transpose u and d so that channels are fastest.
 template <typename T>
 void KernelSolver<T>::turn_channels() {
   if (!turned()) return;
@@ -160,7 +170,7 @@ void KernelSolver<T>::turn_channels() {
   d_ = turned_d_.data();
 }
 
-// scale: what the sums were made with
+// Write the l2 prox. `scale` is what the sums were made with.
 template <typename T>
 void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, T* out) {
   if (d_ == nullptr && thresholds.squared == nullptr) return prox_plain(thresholds, scale, out);
@@ -175,7 +185,7 @@ void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, 
   });
 }
 
-// What most steps end with, for one kernel of a few weights after the other.
+// The fast path of most optimizer steps, which call it for many filters of few weights: no metric and no squared part.
 template <typename T>
 void KernelSolver<T>::prox_plain(const Thresholds& thresholds, const Scale& scale, T* out) {
   double t[kMaxRings], factors[kMaxRings];
@@ -222,8 +232,8 @@ void KernelSolver<T>::with_metric(const Thresholds& thresholds, const Scale& sca
   use(solve, penalty, coefficients);
 }
 
-// The first ring that does not vanish. By Cauchy and Schwarz (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2, which mostly is
-// enough to see that all stay.
+// Return the first ring that does not vanish. The Cauchy-Schwarz inequality (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2
+// gives a lower bound of sum (d u)^2, which usually suffices to see that no ring vanishes.
 template <typename T>
 int KernelSolver<T>::first_alive(const double* t) {
   double factors[kMaxRings], of_weighed[kMaxRings];
@@ -234,7 +244,7 @@ int KernelSolver<T>::first_alive(const double* t) {
     for (int r = 0; r < rings; ++r) {
       const double square = zero_.power[0][r], bend = zero_.power[2][r];
       weighed_[r] = bend > 0 ? kSafely * square * square / bend : 0;
-      all &= weighed_[r] > t[r] * t[r];  // no ring vanishes that is larger than its own threshold
+      all &= weighed_[r] > t[r] * t[r];  // a ring larger than its own threshold does not vanish
     }
     if (moderate_ && (all || chain(weighed_, t, rings, factors) == 0)) return 0;
     weigh();
@@ -243,7 +253,8 @@ int KernelSolver<T>::first_alive(const double* t) {
   return chain(weighed_, of_weighed, rings, factors);
 }
 
-// Sums up the squares of weights times metric, times a power of two in the square where those would vanish or overflow.
+// Sum the squares of weight times metric. If those would vanish or overflow, the products are multiplied by a power of
+// two, weighed_scale_.
 template <typename T>
 void KernelSolver<T>::weigh() {
   weighed_is_known_ = true;
@@ -263,7 +274,7 @@ void KernelSolver<T>::weigh() {
   });
 }
 
-// Sums as solve_metric asks for them, of weights and metrics that no model knows.
+// The sums that solve_metric takes, computed directly: for weights and metrics outside the range of MetricModel.
 template <typename T>
 struct KernelSolver<T>::DirectSums {
   const KernelSolver& solver;
@@ -283,16 +294,17 @@ struct KernelSolver<T>::DirectSums {
   }
 };
 
-// c of each ring from `first` on, and into squares_ what that leaves of its sum of squares, by one model after the
-// other. Floats are summed as floats while an error of theirs moves no weight by much more.
+// Write c of each ring from `first` on, and to squares_ each ring's remaining sum of squares, by solving one model
+// after the other. Floats are summed in float32 as long as the error of that moves no weight by much more than rounding
+// does.
 template <typename T>
 void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
   constexpr int kMostModels = 20;
   constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
-  constexpr double kRoughly = 1e-6;   // how far sums of floats are off
-  constexpr double kVanished = 1e25;  // to a part as small as that no rounding lets a kernel shrink without vanishing
+  constexpr double kRoughly = 1e-6;   // relative error of sums in float32
+  constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
   const int rings = shape_.rings;
-  if (first == rings) return;  // all vanish
+  if (first == rings) return;  // all rings vanish
   double c0[kMaxRings], derivatives[kMaxRings];
   if (!moderate_) {
     DirectSums sums{*this};
@@ -329,12 +341,13 @@ void KernelSolver<T>::find_coefficients(const double* norms, const double* t, in
       std::fill(coefficients + first, coefficients + rings, kInfinity);
       return std::fill(squares_ + first, squares_ + rings, 0.0);
     }
-    // c is off by half of what its sum is, over the derivative, and a weight by no more than a fourth of what c is.
+    // The relative error of c is half of that of its sum, divided by the derivative, and the relative error of a weight
+    // is at most a fourth of that of c.
     const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
     const bool coarse = !wide && !(sensitivity <= kModerate);
     if (!coarse && !(error * sensitivity > kAllowed)) return;
     wide |= coarse;
-    // What floats have found where it hangs on their last digits is nowhere near.
+    // If the solution depends on the last digits of the float32 sums, it is far off and no use as a start.
     if (!coarse || sensitivity < kHopeless) std::copy(coefficients + first, coefficients + rings, c0 + first);
     sum();
   }
@@ -365,7 +378,8 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
     return all;
   };
   constexpr double kHuge = 1e290;
-  // The search begins with all weights; few of them are above a level that one alone would be clipped to.
+  // The search begins with all weights, but only few of them exceed a level that a single one would be clipped to, so
+  // it can begin from there.
   const auto fewer_sums = [&](int n, const double* of, double level) {
     if (level >= 0) return sums(n, of, level);
     double least = level;
@@ -374,7 +388,7 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
       const T* d = d_ ? scaled_d_ + at : nullptr;
       least = std::max(least, least_level(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
     });
-    // Not where a sum of all would overflow, which keeps them from being clipped, as it does on a GPU.
+    // Start from level -1 if a sum of all would overflow: that keeps weights from being clipped, as it does on a GPU.
     const Above all = sums(n, of, least < kHuge ? least : level);
     return all.weight > 0 ? all : sums(n, of, level);
   };
@@ -389,8 +403,8 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
   use(solve, penalty, caps);
 }
 
-// Lets infinite metrics be 0, in a copy, and writes the largest size of their weights in each ring. To be
-// called when channels are fastest.
+// Replace infinite metrics by 0, in a copy, and write the largest magnitude of their weights in each ring. Channels
+// must be fastest.
 template <typename T>
 void KernelSolver<T>::set_infinite_metrics_aside(double* floors) {
   std::fill(floors, floors + shape_.rings, 0.0);
@@ -407,7 +421,7 @@ void KernelSolver<T>::set_infinite_metrics_aside(double* floors) {
   d_ = finite_d_.data();
 }
 
-// The largest size in each ring.
+// Write the largest magnitude in each ring.
 template <typename T>
 void KernelSolver<T>::measure(double* sizes) const {
   for (int r = 0; r < shape_.rings; ++r) sizes[r] = 0;
@@ -417,14 +431,14 @@ void KernelSolver<T>::measure(double* sizes) const {
   });
 }
 
-// visit(offset of the tap's first channel, its ring), channels fastest.
+// Call visit(offset of the tap's first channel, its ring) for each tap. Channels must be fastest.
 template <typename T>
 template <typename Visit>
 void KernelSolver<T>::for_taps(const Visit& visit) const {
   for (int k = 0; k < shape_.taps; ++k) visit(k * shape_.channels, shape_.ring_of_tap[k]);
 }
 
-// visit(offset of the weight, its ring)
+// Call visit(offset of the weight, its ring) for each weight.
 template <typename T>
 template <typename Visit>
 void KernelSolver<T>::for_weights(const Visit& visit) const {
@@ -441,8 +455,8 @@ void KernelSolver<T>::leave_unscaled() {
   moderate_ = true;
 }
 
-// Sums up the rings, unless that has been done, of weights and metrics times powers of two that keep the sums within
-// float64, and returns these.
+// Sum over the rings, unless `summed` says that this has been done. If the sums are not within float64, sum weights and
+// metrics times powers of two instead. Return these powers.
 template <typename T>
 Scale KernelSolver<T>::scaled_sums(bool summed) {
   leave_unscaled();
@@ -457,11 +471,11 @@ Scale KernelSolver<T>::scaled_sums(bool summed) {
   return scale_;
 }
 
-// Whether the sums for c = 0 are; with zeros: rings of nothing but zeros as well.
+// Return whether the sums for c = 0 are safe. `zeros`: accept rings that consist of zeros, too.
 template <typename T>
 bool KernelSolver<T>::all_safe(bool zeros) const {
   if (d_ == nullptr) return safe(zero_.power[0], 0);
-  // Models multiply some of a double's sums by others.
+  // MetricModel multiplies sums by one another, which narrows the range for doubles.
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-75;
   bool all = true;
   for (int r = 0; r < shape_.rings; ++r) {
@@ -484,7 +498,7 @@ void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
   for (const Part& part : parts_) moments(scaled_ + part.at, scaled_d_ + part.at, part.run, wide, c, to);
 }
 
-// Whether sums, of rings from `first` on, are far from where squares vanish or overflow.
+// Return whether the sums of rings from `first` on are far from where squares vanish or overflow.
 template <typename T>
 bool KernelSolver<T>::safe(const double* sums, int first) const {
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
@@ -500,7 +514,7 @@ bool KernelSolver<T>::finite(const Moments& moments, int first) const {
   return all;
 }
 
-// Whether weights times metrics, summed up, neither vanish nor overflow.
+// Return whether sums of weights times metrics neither vanish nor overflow.
 template <typename T>
 bool KernelSolver<T>::products_safe() const {
   constexpr double kLeast = 1e-140;
@@ -509,7 +523,8 @@ bool KernelSolver<T>::products_safe() const {
   return safe(largest(u_, shape_.numel())) && (d_ == nullptr || safe(largest(d_, shape_.numel())));
 }
 
-// Lets scaled_ and scaled_d_ be u and d times powers of two, scale_: 1 where there is no largest size.
+// Set scaled_ and scaled_d_ to u and d times powers of two, scale_. A power is 1 if no largest magnitude exists (zeros
+// only, or an infinity or NaN).
 template <typename T>
 void KernelSolver<T>::bring_near_one() {
   const int64_t numel = shape_.numel();

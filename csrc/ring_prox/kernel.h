@@ -1,4 +1,4 @@
-// Norms and prox of one kernel (output channel) that lies in contiguous memory.
+// Norms and prox of one filter (one output channel's weights) in contiguous memory.
 #pragma once
 
 #include <cstdint>
@@ -9,43 +9,43 @@
 
 namespace loco::ring_prox {
 
-// Which ring each weight of a kernel belongs to.
+// The shape of a filter and the ring of each of its weights.
 struct Shape {
   int64_t channels;
   int taps, rings;
-  const int* ring_of_tap;  // in the order in which the taps lie
-  bool channels_fastest;   // in memory; else taps are
+  const int* ring_of_tap;  // [taps], in memory order
+  bool channels_fastest;   // whether channels, rather than taps, are fastest in memory
 
   int64_t numel() const { return channels * taps; }
 };
 
-// Works on kernels of one shape, one after the other; keeps its memory meanwhile. T: float or double.
+// Solver for filters of one shape, one after the other; it keeps its buffers between them. T is float or double.
 template <typename T>
 class KernelSolver {
  public:
   explicit KernelSolver(const Shape& shape);
 
-  // A run of weights and where it begins.
+  // A run of weights and the index of its first weight.
   struct Part {
     int64_t at;
     Run run;
   };
 
-  // norms: [rings], ring 0 the outermost.
+  // Write the norm of each ring of u. norms is [rings], ring 0 the outermost.
   void norms(const T* u, double* norms);
-  // The minimiser that math.h describes; d may be null, out may be u.
+  // Write the minimiser that math.h describes. d may be null, and out may be u.
   void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
-  // The same with l2 norms, for one who has summed up the rings: to no_sums() has been added, for every part, what
-  // moments() adds without c, or without a metric what squares() does, as power[0].
+  // Write the l2 prox from sums over the rings that the caller has made. For every part, it must have added to
+  // no_sums() what moments() adds without c, or, without a metric, what squares() adds, as power[0].
   void prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out);
   Moments& no_sums();
-  // The same for one who comes back to each of several kernels: the sums, of which there are sum_count, in a metric or
-  // without, from the weights to where they are kept and back.
+  // Support for callers that visit each of several filters twice: sum() makes the sums of a filter, keep_sums() copies
+  // them out, and take_sums() copies them back for prox_of_summed(). There are sum_count() of them.
   void sum(const T* u, const T* d);
   int sum_count(bool in_metric) const { return shape_.rings * (in_metric ? Moments::kPowers : 1); }
   void keep_sums(bool in_metric, double* to) const;
   void take_sums(bool in_metric, const double* from);
-  // sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q.
+  // Return sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q.
   double penalty_of_summed(const T* u, const T* d, const Thresholds& thresholds, double factor);
   double linf_penalty(const T* u, const T* d, const Thresholds& thresholds, double factor);
   const std::vector<Part>& parts() const { return parts_; }
@@ -58,7 +58,7 @@ class KernelSolver {
   void divide();
   void prox_l2(const Thresholds& thresholds, const Scale& scale, T* out);
   void prox_plain(const Thresholds& thresholds, const Scale& scale, T* out);
-  // Each calls use(solve, penalty, found), which are as solve_squared takes them.
+  // Each of these calls use(solve, penalty, found), whose arguments are those of solve_squared.
   template <class Use>
   void with_l2(const Thresholds& thresholds, const Scale& scale, const Use& use);
   template <class Use>
@@ -95,12 +95,12 @@ class KernelSolver {
   std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr, *scaled_d_ = nullptr;
   double squares_[kMaxRings], weighed_[kMaxRings];
-  int first_ = 0;  // ring that does not vanish in a metric
+  int first_ = 0;  // first ring that does not vanish, with a metric
   bool weighed_is_known_ = false;
-  Scale scale_;           // of scaled_ and scaled_d_
-  bool moderate_ = true;  // models know all sums in a metric
+  Scale scale_;           // the scale of scaled_ and scaled_d_
+  bool moderate_ = true;  // whether all sums with a metric are in the range that MetricModel can use
   double weighed_scale_ = 1;
-  Moments zero_, moments_;  // for c = 0, of which without a metric only squares are summed, and for the latest
+  Moments zero_, moments_;  // moments for c = 0 (without a metric, only the squares) and for the latest c
   std::vector<T> scaled_copy_, scaled_d_copy_, finite_d_, turned_u_, turned_d_;
 };
 

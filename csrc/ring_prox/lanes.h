@@ -1,4 +1,5 @@
-// Sums of interleaved parts: term i goes to lane i modulo their number, and the lanes are added up in a fixed order.
+// Sums in interleaved lanes: term i goes to lane i modulo the number of lanes, and the lanes are added in a fixed
+// order.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +12,10 @@
 
 namespace loco::ring_prox {
 
-// As many terms as are summed in their own type at a time.
+// The number of terms that are summed in their own type before they are added to a float64 sum.
 constexpr int kShortSum = 4;
 
-// The sum of the lanes: of halves, quarters and so on, side by side.
+// Return the sum of the lanes by adding halves, then quarters and so on, elementwise.
 LOCO_HD double total(const double (&lanes)[kLanes]) {
   typedef double Eight __attribute__((vector_size(64)));
   typedef double Four __attribute__((vector_size(32)));
@@ -36,7 +37,7 @@ LOCO_HD double total(const double (&lanes)[kLanes]) {
 LOCO_HD const int32_t* rings_for(const Run& run, float) { return run.ring_of_lane; }
 LOCO_HD const int64_t* rings_for(const Run& run, double) { return run.ring_of_long_lane; }
 
-// Value of each ring to each lane of a run: by_lane[k] = by_ring[ring_of_lane[k]].
+// Broadcast the value of each ring to the lanes of a run: by_lane[k] = by_ring[ring_of_lane[k]].
 template <typename T>
 LOCO_HD void spread(const Run& run, const double* by_ring, T* by_lane) {
   const auto* const ring_of_lane = rings_for(run, T());
@@ -48,7 +49,7 @@ LOCO_HD void spread(const Run& run, const double* by_ring, T* by_lane) {
   }
 }
 
-// x if the condition holds, else 0. With a select GCC 12 goes wrong: it loads x by the mask of another vector.
+// Return x if the condition holds, else 0. GCC 12 miscompiles a select here: it loads x by the mask of another vector.
 template <typename T>
 LOCO_HD T only_if(bool condition, T x) {
   std::conditional_t<sizeof(T) == 4, int32_t, int64_t> bits;
@@ -58,7 +59,7 @@ LOCO_HD T only_if(bool condition, T x) {
   return x;
 }
 
-// Adds up the lanes, [stride], of ring r.
+// Return the sum of the lanes that belong to ring r. lanes is [stride].
 template <typename T>
 LOCO_HD double sum_lanes(const Run& run, const T* lanes, int r) {
   const auto* const ring = rings_for(run, T());
@@ -71,7 +72,7 @@ LOCO_HD double sum_lanes(const Run& run, const T* lanes, int r) {
   return total(wide);
 }
 
-// Adds the lanes of each ring to its sums: `exact`, and rough[s - 1], [stride] each.
+// Add the lanes of each ring to its sums: `exact` to sums[0] and rough[s - 1] to sums[s]. Each is [stride].
 template <int count, typename Part>
 LOCO_HD void add_lanes(const Run& run, const double* exact, const Part* rough, double* const (&sums)[count]) {
   for (int r = 0; r < run.rings; ++r) {
@@ -80,8 +81,8 @@ LOCO_HD void add_lanes(const Run& run, const double* exact, const Part* rough, d
   }
 }
 
-// term(i, lane, parts) adds what weight i has to each of `count` sums, of which the first is summed in float64 and all
-// others as Part; sums[s]: by ring.
+// Add to sums[s], [rings], what the weights of a run contribute. term(i, lane, parts) adds the contributions of weight
+// i to parts[count]; the first sum is kept in float64 and all others as Part.
 template <typename Part, int count, typename Term>
 LOCO_HD void sum_uniform(const Run& run, const Term& term, double* const (&sums)[count]) {
   double exact[kLanes] = {};

@@ -1,22 +1,25 @@
-// The exact prox of a chain of nested groups, for one kernel (one output channel), from sums over its rings.
+// The exact prox of a chain of nested groups for one filter (one output channel's weights), from sums over its rings.
 //
 //   minimise  1/2 sum_i d_i (x_i - u_i)^2 + sum_n t_n ||x(G_n)|| + (sum_n q_n ||x(G_n)||)^2
 //
-// where G_n = rings 0..n, ring 0 the outermost. Without q:
+// where G_n = rings 0..n and ring 0 is the outermost. Without q:
 //
 // l2    Groups are shrunk one after the other, smallest first: a = sqrt(b^2 + rho_n^2), f_n = 1 - t_n/a, or 0 where
-//       a <= t_n, b = f_n a. Ring r is multiplied by the product of f_n over n >= r (Jenatton et al. 2010).
-// l2 in a metric d   Which groups vanish is told by that chain on d*u. On the others x = u d / (d + c_r) with
-//       c_r - c_(r+1) = t_r / ||x(G_r)|| and c = 0 beyond the last ring; c of the first ring alive is found by
-//       shooting: c beyond the last ring rises with it as long as no c on the way is negative, which tells that it is
-//       too small.
+//       a <= t_n, b = f_n a; rho_n is the norm of ring n. Ring r is multiplied by the product of f_n over n >= r
+//       (Jenatton et al. 2010).
+// l2 in a metric d   That chain on d*u tells which groups vanish. On the others x = u d / (d + c_r) with
+//       c_r - c_(r+1) = t_r / ||x(G_r)|| and c = 0 beyond the last ring. The c of the first ring alive is found by
+//       shooting: c beyond the last ring rises with it as long as no c on the way is negative, and a negative c shows
+//       that it is too small.
 // linf  Groups are clipped one after the other, smallest first, at the level where sum d max(|x| - level, 0) = t_n, but
 //       not below the largest weight with an infinite metric.
-// With q, x is the prox without it and with thresholds t + f q, where f = 2 sum_n q_n ||x(G_n)|| at x: f is the root of
+//
+// With q, x is the prox without q and with thresholds t + f q, where f = 2 sum_n q_n ||x(G_n)|| at x; f is the root of
 // a rising function.
 //
-// Everything here is scalar and in float64. Sums over the weights are asked of the caller, who knows how they lie, and
-// who may give something else than a pointer for an array that results are written to.
+// All arrays here are contiguous float64 [rings], and all code is scalar: one CPU thread or one CUDA block runs it for
+// one filter. Sums over the weights are computed by the caller, who knows the weights' layout and the threads to sum
+// on. Instead of a pointer, the caller may pass any array-like object for results to be written to.
 #pragma once
 
 #include <cmath>
@@ -27,8 +30,8 @@
 namespace loco::ring_prox {
 
 constexpr int kMaxRings = 64;
-constexpr int kMostTrials = 200;  // of a search
-constexpr int kMostNewton = 24;   // of its steps, alone
+constexpr int kMostTrials = 200;  // iterations of a search, at most
+constexpr int kMostNewton = 24;   // iterations before bisection steps are mixed in
 constexpr double kInfinity = __builtin_huge_val();
 
 LOCO_HD bool is_nan(double value) { return value != value; }
@@ -36,32 +39,32 @@ LOCO_HD bool is_nan(double value) { return value != value; }
 template <typename T>
 constexpr T kLargest = sizeof(T) == 8 ? static_cast<T>(__DBL_MAX__) : static_cast<T>(__FLT_MAX__);
 
-// An infinite metric, which lets a weight stay, as a number that it may be multiplied and divided by: kLargest.
+// Return d, with infinity, which fixes a weight, replaced by kLargest, so that it can be multiplied and divided by.
 template <typename T>
 LOCO_HD T finite_metric(T d) {
   return d > kLargest<T> ? kLargest<T> : d;
 }
 
-// u d / (d + c)
+// Return u d / (d + c).
 template <typename T>
 LOCO_HD double damped(T u, T d, double c) {
   const double weight = d;
   return static_cast<double>(u) * (weight / (weight + c));
 }
 
-// Powers of two that weights and metric of a kernel are multiplied by, so that sums of their products neither vanish
-// nor overflow.
+// Powers of two that a filter's weights and metric are multiplied by so that sums of their products neither vanish nor
+// overflow.
 struct Scale {
   double weight = 1, metric = 1;
 
-  // A threshold belongs to products of both.
+  // Return a threshold scaled as products of weight and metric are.
   LOCO_HD double of_threshold(double t) const {
     const double low = weight < metric ? weight : metric, high = weight < metric ? metric : weight;
     return t > 1 ? t * low * high : t * high * low;
   }
 };
 
-// The power of two that brings a size near 1; 1 if there is none.
+// Return the power of two that brings a magnitude near 1, or 1 if there is none.
 LOCO_HD double near_one(double size) {
   if (!(size > 0) || size == kInfinity) return 1;
   int exponent;
@@ -69,12 +72,12 @@ LOCO_HD double near_one(double size) {
   return std::ldexp(1.0, exponent < -1020 ? 1020 : exponent > 1020 ? -1020 : -exponent);
 }
 
-// Of one kernel, for each group.
+// The thresholds of one filter, [rings]: one for each group.
 struct Thresholds {
-  const double *plain, *squared;  // t and q; squared may be null: zeros
+  const double *plain, *squared;  // t and q; squared may be null: all zeros
 };
 
-// out = scale * (t + factor q); what is 0 stays 0 where the factor is infinite.
+// Write out = scale * (t + factor q). Where q is 0, out is scale * t even if the factor is infinite.
 LOCO_HD void merge(const Thresholds& thresholds, int rings, double factor, double scale, double* out) {
   for (int n = 0; n < rings; ++n) {
     const double q = thresholds.squared && thresholds.squared[n] != 0 ? factor * thresholds.squared[n] : 0;
@@ -82,7 +85,7 @@ LOCO_HD void merge(const Thresholds& thresholds, int rings, double factor, doubl
   }
 }
 
-// factors[r]: of ring r, from squares[r], its sum of squares. Returns the first ring that does not vanish.
+// Write the factor of each ring, from squares[r], its sum of squares. Return the first ring that does not vanish.
 LOCO_HD int chain(const double* squares, const double* t, int rings, double* factors) {
   double b = 0;
   int first = 0;
@@ -104,7 +107,8 @@ LOCO_HD int chain(const double* squares, const double* t, int rings, double* fac
   return first;
 }
 
-// sum_n q_n ||x(G_n)|| where ring r of x has the sum of squares factors[r]^2 squares[r]; factors may be null: ones.
+// Return sum_n q_n ||x(G_n)|| where ring r of x has the sum of squares factors[r]^2 squares[r]. factors may be null:
+// all ones.
 LOCO_HD double l2_penalty(const double* squares, const double* factors, const double* q, int rings) {
   double sum = 0, penalty = 0;
   for (int n = 0; n < rings; ++n) {
@@ -115,11 +119,12 @@ LOCO_HD double l2_penalty(const double* squares, const double* factors, const do
   return penalty;
 }
 
-// Where a continuous function changes its sign between lower and upper: bisection, and inverse quadratic interpolation
-// where that is safe (Chandrupatla 1997), after a first linear one. To be told the value at at() until found.
+// Finds where a continuous function changes its sign between lower and upper: by one linear interpolation, then by
+// inverse quadratic interpolation where that is safe and bisection elsewhere (Chandrupatla 1997). The caller passes the
+// function's value at at() to take() until that returns true.
 class RootSearch {
  public:
-  // Until it has begun, at() and best() are x.
+  // Until begin() is called, at() and best() return x.
   LOCO_HD explicit RootSearch(double x) : x1_(x), f1_(0), x2_(x), f2_(0), part_(0) {}
 
   LOCO_HD void begin(double lower, double f_lower, double upper, double f_upper) {
@@ -129,10 +134,10 @@ class RootSearch {
 
   LOCO_HD double at() const { return x1_ + part_ * (x2_ - x1_); }
   LOCO_HD double best() const { return f1_ != 0 && std::fabs(f2_) < std::fabs(f1_) ? x2_ : x1_; }
-  // What is known to be at most where a rising function changes its sign.
+  // Return a lower bound of the root of a rising function.
   LOCO_HD double below() const { return f1_ <= 0 ? x1_ : x2_; }
 
-  // Whether best() has been found.
+  // Record the value at at(). Return whether best() has been found.
   LOCO_HD bool take(double f_x, double tolerance) {
     const double x = at();
     double x3 = x1_, f3 = f1_;
@@ -157,25 +162,28 @@ class RootSearch {
   double x1_, f1_, x2_, f2_, part_;
 };
 
-// Sums over a ring for x = u d / (d + c): of x^2, and of x^2 / (d + c), of which -2 is the first one's derivative by c.
+// Sums over a ring for x = u d / (d + c): of x^2 (`squares`) and of x^2 / (d + c) (`slope`). The derivative of squares
+// by c is -2 slope.
 struct Damped {
   double squares, slope;
 };
 
-// How far c beyond the last ring is from 0, and the derivative of that by c of ring `first`.
+// How far c beyond the last ring misses 0, and the derivative of that by c of ring `first`.
 struct Shot {
   double miss, derivative;
 };
 
-// What c of a ring must be at least, since no ||x(G_r)|| is larger than that of u; norms[r]: of u on rings 0..r.
+// Return a lower bound of c of ring `first`, which holds because no ||x(G_r)|| exceeds that of u. norms[r] is the norm
+// of u on rings 0..r.
 LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
   double least = 0;
   for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
   return least;
 }
 
-// sums(r, c): Damped of ring r. Where c of a ring is less than it must be, that is missed, and the rest goes on from
-// what it must be. Writes down c of each ring and its derivative.
+// Follow c from ring `first` to beyond the last ring and return how far it misses 0. sums(r, c) returns Damped of ring
+// r. Where c of a ring is below its lower bound, the difference is added to the miss, and the recursion continues from
+// the bound. Writes c of each ring and its derivative by c of ring `first`.
 template <class Sums, class Array>
 LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c, Array coefficients,
                    Array derivatives) {
@@ -201,11 +209,12 @@ LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, 
   return {c + lacking.miss, derivative + lacking.derivative};
 }
 
-// Writes c of every ring from `first` on. Newton's method inside a bracket: where all d of a kernel are the same, c
-// beyond the last ring is linear in that of the first. sums.tolerance(): of a step, relative, about the square of which
-// is the error; derivatives: [rings], for use meanwhile; start: near c of the first ring, and less than twice that, or
-// 0. Returns the derivative of c beyond the last ring by that of the first, 0 where nothing had to be solved.
-// uneven: metrics of very different sizes may meet in the kernel, where Newton's steps may be short for ever.
+// Write c of every ring from `first` on, by Newton's method inside a bracket: if all d of a filter are equal, c beyond
+// the last ring is linear in that of the first. sums.tolerance() is the relative size of a step at which to stop; the
+// error is about its square. derivatives is scratch, [rings]. start is 0 or a guess of c of the first ring, less than
+// twice the solution. uneven: metrics of very different magnitudes may occur in the filter, for which Newton's steps
+// alone may stay short for ever. Return the derivative of c beyond the last ring by that of the first, or 0 if there
+// was nothing to solve.
 template <bool uneven = false, class Sums, class Array>
 LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
                             Array derivatives, double start = 0) {
@@ -238,7 +247,7 @@ LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, in
   return derivative;
 }
 
-// sum_n q_n ||x(G_n)|| of what solve_metric has found.
+// Return sum_n q_n ||x(G_n)|| of the x that solve_metric has found.
 template <class Sums>
 LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const double* q, int first, int rings) {
   double sum = 0, penalty = 0;
@@ -249,24 +258,27 @@ LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const doub
   return penalty;
 }
 
-// Of the weights that exceed a level: the sums of d |x| and of d, and the largest size of one whose d is infinite, 0 if
-// there is none, which is in neither sum.
+// Sums over the weights that exceed a level: of d |x| (`mass`) and of d (`weight`). `floor` is the largest magnitude of
+// a weight whose d is infinite, 0 if there is none; such weights are in neither sum.
 struct Above {
   double mass, weight, floor;
 };
 
-// At which weights, all of them above it, have to be clipped to lose t. Rounding must not take it below 0.
+// Return the level at which weights, all of them above it, have to be clipped to lose t. Rounding must not make it
+// negative.
 LOCO_HD double level_of(const Above& over, double t) { return over.mass <= t ? 0 : (over.mass - t) / over.weight; }
 
-// caps[r]: at which ring r is clipped. above(n, caps, level): over rings 0..n, clipped at caps.
+// Write caps[r], the level at which ring r is clipped. above(n, caps, level) returns Above over rings 0..n, clipped at
+// caps.
 template <class Sums, class Array>
 LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array caps) {
   for (int n = 0; n < rings; ++n) {
     caps[n] = kInfinity;
     if (t[n] == 0) continue;
-    // From below: what does not exceed the level found for more weights will not exceed the one sought (Michelot 1986).
+    // Approach the level from below: a weight that does not exceed the level found for more weights cannot exceed the
+    // one sought (Michelot 1986).
     Above over = above(n, caps, -1.0);
-    caps[n] = over.floor;  // until the level is known
+    caps[n] = over.floor;  // replaced when the level is known
     double level = level_of(over, t[n]);
     while (level > 0 && level < kInfinity) {
       const Above next = above(n, caps, level);
@@ -281,8 +293,8 @@ LOCO_HD void solve_linf(const Sums& above, const double* t, int rings, Array cap
   }
 }
 
-// sum_n q_n ||x(G_n)||_inf where ring r of u, whose largest size is sizes[r], is clipped at caps[r]; caps may be null:
-// none is.
+// Return sum_n q_n ||x(G_n)||_inf where ring r of u, whose largest magnitude is sizes[r], is clipped at caps[r]. caps
+// may be null: nothing is clipped.
 LOCO_HD double linf_penalty(const double* sizes, const double* caps, const double* q, int rings) {
   double largest = 0, penalty = 0;
   for (int n = 0; n < rings; ++n) {
@@ -293,18 +305,19 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   return penalty;
 }
 
-// The search for f of the squared part step by step. To be told sum_n q_n ||x(G_n)|| of the prox with thresholds
-// t + at() q until it is found. Where even that for f = 0 is infinite f is 0.
+// Step-by-step search for f of the squared part. The caller passes sum_n q_n ||x(G_n)|| of the prox with thresholds t +
+// at() q to take() until that returns true. If that sum is infinite even for f = 0, f is 0.
 class FactorSearch {
  public:
   LOCO_HD FactorSearch() : root_(0), most_(0), above_(0), miss_above_(0), phase_(Phase::first) {}
 
   LOCO_HD double at() const { return root_.at(); }
-  // At most f, so that not all groups vanish where rounding does not tell f from what would let them.
+  // Return a lower bound of f, so that groups do not all vanish where rounding cannot tell f from a value that makes
+  // them vanish.
   LOCO_HD double best() const { return root_.below(); }
   LOCO_HD bool begun() const { return phase_ != Phase::first; }
 
-  // Whether best() has been found.
+  // Record the value at at(). Return whether best() has been found.
   LOCO_HD bool take(double penalty, double tolerance) {
     constexpr double kFar = 64;
     const double x = at(), miss = x - 2 * penalty;
@@ -315,7 +328,7 @@ class FactorSearch {
       phase_ = Phase::down;
       return !(most_ > 0);
     }
-    // Mostly f is not far from what it is at most, but it may be many powers of 2 below.
+    // f is usually near its upper bound, but it may be many powers of 2 below.
     if (2 * penalty * kFar < x) {
       above_ = x, miss_above_ = miss;
       root_ = RootSearch(x / kFar);
@@ -338,8 +351,8 @@ class FactorSearch {
   Phase phase_;
 };
 
-// solve(factor) finds the prox with thresholds t + factor q and writes it to `found`; penalty(found): sum_n q_n
-// ||x(G_n)|| there, penalty(null): of u.
+// Find the factor f and leave its prox in `found`. solve(factor) finds the prox with thresholds t + factor q and writes
+// it to `found`; penalty(found) returns sum_n q_n ||x(G_n)|| there, and penalty(null) that of u.
 template <class Solve, class Penalty>
 LOCO_HD void solve_squared(const Thresholds& thresholds, const Solve& solve, const Penalty& penalty,
                            const double* found) {

@@ -1,12 +1,12 @@
-// What the sums over a ring, x = u d / (d + c), are for other c than those at which its moments are known.
+// A model of the sums over a ring, x = u d / (d + c), for values of c other than that at which its moments are known.
 //
-// As an integral of (1 + (c - c0) i)^-2 over a measure of i = 1 / (d + c0), ||x||^2 is, by Gauss-Radau quadrature with
-// a node at 0,
+// The sum ||x||^2 is an integral of (1 + (c - c0) i)^-2 over a measure of i = 1 / (d + c0). By Gauss-Radau quadrature
+// with a node at 0, it is modelled as
 //
 //   held + moving / (1 + (c - c0) pole)^2,  pole = bend / slope,  moving = slope^2 / bend,  held = square - moving
 //
-// It has the right value and two derivatives at c0, is exact where all d are the same, and is nowhere too small beyond
-// c0. So from c0 = 0 the solutions of such models rise to the one sought, and their errors are cubed.
+// The model has the right value and two derivatives at c0, is exact if all d are equal, and is nowhere too small beyond
+// c0. So from c0 = 0 the solutions of successive models rise to the one sought, and each step cubes the error.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace loco::ring_prox {
 
 class MetricModel {
  public:
-  // Of rings from `first` on. c0: by ring; tolerance: see solve_metric.
+  // Model the rings from `first` on. c0 is [rings], where the moments were taken; for tolerance see solve_metric.
   MetricModel(const Moments& moments, const double* c0, int first, int rings, double tolerance)
       : moments_(moments), c0_(c0), tolerance_(tolerance) {
     for (int r = first; r < rings; ++r) {
@@ -33,13 +33,13 @@ class MetricModel {
   double tolerance() const { return tolerance_; }
 
   Damped operator()(int r, double c) const {
-    const double step = c < c0_[r] / 2 ? -c0_[r] / 2 : c - c0_[r];  // far below c0 it has a pole
+    const double step = c < c0_[r] / 2 ? -c0_[r] / 2 : c - c0_[r];  // the model has a pole far below c0
     const double factor = 1 / (1 + step * pole_[r]), moved = moving_[r] * factor * factor;
     return {moments_.power[0][r] - moving_[r] + moved, moved * pole_[r] * factor};
   }
 
-  // How far a sum is off, relative to that at c0: the first term that Taylor's series has beyond the model, and that of
-  // the derivative, which is off by `rounding`.
+  // Return the error of a sum, relative to the sum at c0: the first term of Taylor's series that the model lacks, plus
+  // the error of the derivative, which is relatively off by `rounding`.
   double error(int r, double c, double rounding) const {
     const double step = std::fabs(c - c0_[r]);
     const double off = 4 * step * step * step * moments_.power[3][r] + 2 * rounding * step * moments_.power[1][r];
@@ -53,10 +53,10 @@ class MetricModel {
   double pole_[kMaxRings], moving_[kMaxRings];
 };
 
-// Writes c of every ring from `first` on where it hardly changes ||x||, as is mostly so: from the norms of u, then
-// again from those of what it leaves of u. The first time that changes c by some part of it, and each time the error
-// becomes as many times smaller, until it is allowed. Returns that part, or 1 where that does not happen or there is
-// nothing to solve.
+// Write c of every ring from `first` on by fixed-point iteration, for the usual case that c hardly changes ||x||: first
+// from the norms of u, then from the norms of what c leaves of u. The first repetition changes c by some fraction, and
+// each further one reduces the error by about that factor, until it is `allowed`. Return that fraction, or 1 if the
+// iteration does not converge so or there is nothing to solve.
 inline double iterate(const MetricModel& model, const double* norms, const double* t, int first, int rings,
                       double allowed, double* coefficients) {
   double left[kMaxRings], part = 1, most = kInfinity;
@@ -66,7 +66,7 @@ inline double iterate(const MetricModel& model, const double* norms, const doubl
     for (int r = rings - 1; r >= first; --r) {
       c += t[r] == 0 ? 0 : t[r] / left[r];
       const double rise = i > 0 && c != 0 ? c / coefficients[r] - 1 : 0;
-      change = rise <= change ? change : rise;  // NaN wins
+      change = rise <= change ? change : rise;  // propagates NaN
       coefficients[r] = c;
     }
     if (i == 0 && !(c > 0 && c < kInfinity)) return 1;

@@ -1,4 +1,4 @@
-// Sums over a few rings that stay in registers while weights stream by, sixteen at a time.
+// Sums over a few rings that are kept in registers while weights are streamed, sixteen at a time.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,14 @@
 
 namespace loco::ring_prox {
 
-constexpr int kMostRingSums = 3;  // rings: of more, registers hold no sums
+constexpr int kMostRingSums = 3;  // with more rings, registers cannot hold the sums
 
-// `count` sums for each ring, of which the first is summed in float64 and all others in float32.
+// `count` sums for each ring, the first of which is kept in float64 and all others in float32.
 template <int rings, int count>
 class RingSums {
  public:
-  // terms[s]: what sixteen weights add to sum s; ring_of_lane: the ring of each, not read if there is but one.
+  // Add sixteen weights. terms[s] is what each adds to sum s, and ring_of_lane is the ring of each; it is not read if
+  // there is only one ring.
   LOCO_HD void add(const float (&terms)[count][kLanes], const int32_t* ring_of_lane) {
     Ints ring{};
     if (rings > 1) std::memcpy(&ring, ring_of_lane, sizeof ring);
@@ -34,7 +35,7 @@ class RingSums {
     }
   }
 
-  // Ends a short sum of float32, to be called after every kShortSum additions at the latest.
+  // Flush the short float32 sums to float64. It must be called after at most kShortSum additions.
   LOCO_HD void settle() {
 #pragma GCC unroll 4
     for (int r = 0; r < rings; ++r) {
@@ -47,7 +48,7 @@ class RingSums {
     }
   }
 
-  // Adds the sums of ring r to sums[s][first + r].
+  // Add the sums of ring r to sums[s][first + r].
   LOCO_HD void add_to(double* const (&sums)[count], int first) const {
 #pragma GCC unroll 4
     for (int r = 0; r < rings; ++r) {

@@ -1,3 +1,14 @@
+// Vectorised sums over contiguous weights, and their shrinkage.
+//
+//   squares   sum x^2            weighed_squares   sum (d u)^2
+//   moments   sum x^2 / (d + c)^k, x = u d / (d + c)
+//   multiply  out = x f           damp  out = u d / (d + c)           clip  out = sign(u) min(|u|, cap)
+//
+// x, u, d and out are contiguous [count]; sums, factors and c are float64 [rings]; the ring of each weight is given by
+// a Run.
+//
+// Everything runs in one thread. A run of a single ring is summed in kLanes lanes, any other in one lane for each
+// weight of a period (lanes.h); LOCO_CLONES compiles each function once per x86-64 level.
 #include "ring_prox/rows.h"
 
 #include <algorithm>
@@ -21,7 +32,7 @@ LOCO_HD void squares_of(const T* x, const Run& run, double* by_ring) {
   run.uniform() ? sum_uniform<Part>(run, term, sums) : sum_pattern<Part>(run, term, sums);
 }
 
-// Adds x^2 times the powers of `inverse`.
+// Add x^2 times the powers of `inverse`.
 template <typename Part>
 LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
   Part value = x * x;
@@ -67,7 +78,7 @@ LOCO_HD void moments_of(const T* u, const T* d, const Run& run, const double* c,
   sum_pattern<Part>(run, moment<Part>(u, d, [=](int64_t lane) LOCO_INLINE { return by_lane[lane]; }), sums);
 }
 
-// The level as T, rounded down.
+// Return the level as T, rounded down.
 template <typename T>
 LOCO_HD T not_above(double level) {
   const T value = static_cast<T>(level);
@@ -87,7 +98,7 @@ LOCO_HD Above above_of(const T* u, const T* d, int64_t count, double cap, double
     mass[l] += over && w != 0 ? w * clipped : 0.0;
     weight[l] += over ? w : 0.0;
   };
-  // Most blocks hold nothing above a level that has been found.
+  // Test whole blocks first: once the level has been found, most contain nothing above it.
   const T least = level > -1 ? not_above<T>(level) : T(-1);
   int64_t i = 0;
   for (; i + kBlock <= count; i += kBlock) {
@@ -131,7 +142,7 @@ LOCO_HD double largest_of(const T* x, int64_t count) {
   return nan ? static_cast<double>(NAN) : static_cast<double>(*std::max_element(lanes, lanes + kLanes));
 }
 
-// out[i] = change(i, value of weight i's ring)
+// Write out[i] = change(i, value of weight i's ring).
 template <typename T, typename Change>
 LOCO_HD void change_by_ring(const Run& run, const double* by_ring, const Change& change, T* out) {
   if (run.uniform()) {
@@ -154,7 +165,7 @@ LOCO_HD void multiply_of(const T* x, const Run& run, const double* by_ring, T* o
   change_by_ring(run, by_ring, [=](int64_t i, T factor) LOCO_INLINE { return x[i] * factor; }, out);
 }
 
-// Of coefficients that float has not, or that metrics may reach its end with.
+// Damp in double, for coefficients that float32 cannot represent or with which d + c might overflow it.
 LOCO_HD void damp_wide(const float* u, const float* d, const Run& run, const double* c, float* out) {
   for (int64_t i = 0; i < run.count; ++i) {
     const double by = c[run.uniform() ? run.ring : run.ring_of_lane[i % run.period]];

@@ -1,5 +1,5 @@
-// Sums over contiguous weights and their shrinkage, vectorised for each x86-64 level. Sums have interleaved parts,
-// added up in an order of their own, so that the level changes no bit.
+// Sums over contiguous weights and the operations that shrink them, vectorised for each x86-64 level. Sums are kept in
+// interleaved lanes, which are added in a fixed order, so that the level changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -9,25 +9,26 @@
 
 namespace loco::ring_prox {
 
-constexpr int kLanes = 16;    // partial sums that go on side by side
-constexpr int kLaneSums = 5;  // as many as are summed at a time
+constexpr int kLanes = 16;    // partial sums per sum
+constexpr int kLaneSums = 5;  // sums computed in one pass, at most
 
-// Contiguous weights and the ring of each: of weight i it is ring_of_lane[i % period], or the same for all.
+// Contiguous weights and the ring of each: weight i belongs to ring_of_lane[i % period], or all weights belong to one
+// ring.
 struct Run {
   int64_t count;
-  int ring;  // of all, if the period is 0
+  int ring;  // ring of all weights if the period is 0
   int64_t period;
   int rings;
-  const int32_t* ring_of_lane;       // [period], as wide as floats
-  const int64_t* ring_of_long_lane;  // [stride()], and as doubles; none beyond the period
-  double* lanes;                     // [kLaneSums * stride()], for use meanwhile
+  const int32_t* ring_of_lane;       // [period], elements as wide as a float
+  const int64_t* ring_of_long_lane;  // [stride()], as wide as a double; -1 beyond the period
+  double* lanes;                     // [kLaneSums * stride()], scratch
 
-  // From one sum's lanes to the next one's.
+  // The distance from one sum's lanes to those of the next.
   int64_t stride() const { return (period + kLanes - 1) / kLanes * kLanes; }
   bool uniform() const { return period == 0; }
 };
 
-// Sums over each ring, with x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
+// Sums over each ring for x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
 struct Moments {
   static constexpr int kPowers = 4;
   double power[kPowers][kMaxRings];
@@ -37,37 +38,40 @@ struct Moments {
   }
 };
 
-// All sums are added to what is there, by ring. Unless they are wide, terms are in the type of the weights, and four of
-// them are summed in it: a vector holds twice as many floats, but they must neither vanish nor overflow.
+// All sums are accumulated into the output, by ring. Unless `wide` is set, terms are computed in the type of the
+// weights, and four of them are summed in it: a vector holds twice as many floats, but these must neither vanish nor
+// overflow.
 
-// sum x^2
+// Add sum x^2 of each ring.
 void squares(const float* x, const Run& run, bool wide, double* by_ring);
 void squares(const double* x, const Run& run, bool wide, double* by_ring);
-// sum (d u)^2, in float64
+// Add sum (d u)^2 of each ring, computed in float64.
 void weighed_squares(const float* u, const float* d, const Run& run, double* by_ring);
 void weighed_squares(const double* u, const double* d, const Run& run, double* by_ring);
-// c: by ring, null: zeros. Powers from the first on are summed in the type of their terms, unless they are wide.
+// Add the moments of each ring. c is [rings], or null for zeros. Powers from the first on are summed in the type of
+// their terms, unless `wide` is set.
 void moments(const float* u, const float* d, const Run& run, bool wide, const double* c, Moments& moments);
 void moments(const double* u, const double* d, const Run& run, bool wide, const double* c, Moments& moments);
-// Of min(|u|, cap) where that exceeds level; d may be null: ones.
+// Return the sums of math.h's Above for min(|u|, cap) over the weights where that exceeds level. d may be null: all
+// ones.
 Above above(const float* u, const float* d, int64_t count, double cap, double level);
 Above above(const double* u, const double* d, int64_t count, double cap, double level);
-// The largest level, at least -1, to which a single weight would have to be clipped to lose t.
+// Return the largest level, at least -1, to which some weight, alone, would have to be clipped to lose t.
 double least_level(const float* u, const float* d, int64_t count, double cap, double t);
 double least_level(const double* u, const double* d, int64_t count, double cap, double t);
-// max |x|; NaN if any is
+// Return max |x|, NaN if any element is NaN.
 double largest(const float* x, int64_t count);
 double largest(const double* x, int64_t count);
-// out = x * factor. Here and below out may be x or u.
+// Write out = x * factor. Here and below out may be x or u.
 void multiply(const float* x, int64_t count, float factor, float* out);
 void multiply(const double* x, int64_t count, double factor, double* out);
-// The same with a factor for each ring
+// Write out = x * factor of its ring.
 void multiply(const float* x, const Run& run, const double* by_ring, float* out);
 void multiply(const double* x, const Run& run, const double* by_ring, double* out);
-// out = u d / (d + c), u where c is 0, 0 where it is infinite
+// Write out = u d / (d + c): u where c is 0, and 0 where c is infinite.
 void damp(const float* u, const float* d, const Run& run, const double* c, float* out);
 void damp(const double* u, const double* d, const Run& run, const double* c, double* out);
-// out = u, its size at most cap
+// Write out = u with its magnitude clipped at cap.
 void clip(const float* u, int64_t count, float cap, float* out);
 void clip(const double* u, int64_t count, double cap, double* out);
 
