@@ -1,4 +1,4 @@
-"""Penalties on rings and kernels: values by their formulas, gradients by differences, prox by its definition."""
+"""Tests of penalties on rings and kernels: values by formula, gradients by differences, the prox by its definition."""
 
 import itertools
 

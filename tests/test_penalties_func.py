@@ -1,4 +1,4 @@
-"""The values of penalties under torch.func, against autograd in float64."""
+"""Tests of penalty values under torch.func, compared with autograd in float64."""
 
 from functools import reduce
 

@@ -1,4 +1,4 @@
-"""The kernels of the prox against the reference: dtypes, kernel sizes, layouts, threads; tensors are left alone."""
+"""Tests of the prox against its reference: dtypes, kernel sizes, layouts, threads; input tensors are left unchanged."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Bad arguments of rings, prox, residual and penalties: typed errors that name the argument, what was expected and what
-came."""
+"""Tests of bad arguments to rings, prox, residual and penalties: typed errors name the argument, what was expected and
+what was received."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The prox at the ends of the number line: zeros, subnormals, very large weights, infinities and NaN."""
+"""Tests of the prox on extreme numbers: zeros, subnormals, very large weights, infinities and NaN."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The prox of nested rings against other solvers: SPAMS, accelerated proximal gradient, CVXPY and SciPy."""
+"""Tests of the prox of nested rings against other solvers: SPAMS, accelerated proximal gradient, CVXPY and SciPy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The prox, norms and what is made of them for weights, metrics and thresholds of any size that float64 has."""
+"""Tests of the prox, norms and values derived from them, for weights, metrics and thresholds of any float64 size."""
 
 import mpmath
 import numpy as np

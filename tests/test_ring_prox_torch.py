@@ -1,4 +1,4 @@
-"""The ring operators among torch's own: opcheck and torch.compile."""
+"""Tests of how the ring operators work with torch: opcheck and torch.compile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sharded and replicated training: DTensor, FSDP2, torch.distributed.checkpoint and DDP against one process."""
+"""Tests of sharded and replicated training: DTensor, FSDP2, distributed checkpoints and DDP match one process."""
 
 import copy
 import os

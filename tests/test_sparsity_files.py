@@ -1,4 +1,4 @@
-"""Networks saved and loaded: the same bits, in any process, and nothing from the files is executed."""
+"""Tests of saving and loading networks: the same bits in any process, and nothing from the files is executed."""
 
 import copy
 import inspect

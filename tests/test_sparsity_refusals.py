@@ -1,4 +1,4 @@
-"""What is not saved, and what is not loaded: each has one error that names it, and nothing from a file is executed."""
+"""Tests of what saving and loading refuse: one error names each cause, and nothing from a file is executed."""
 
 import json
 import math

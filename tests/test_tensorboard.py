@@ -1,4 +1,4 @@
-"""Event files of a training run, read back by TensorBoard's own reader."""
+"""Tests of a training run's event files, read back by TensorBoard's own reader."""
 
 import pytest
 

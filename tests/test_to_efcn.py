@@ -1,4 +1,4 @@
-"""Whole networks with their convolutions relaxed: the same outputs, and refusals that name what stands in the way."""
+"""Tests of relaxing a network's convolutions: the outputs stay the same, and refusals name what stands in the way."""
 
 import copy
 

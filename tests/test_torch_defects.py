@@ -1,6 +1,6 @@
-"""Six defects of torch 2.13's own fused CPU optimizers: that ours has none of them, and that torch's has.
+"""Tests of six defects of torch 2.13's fused CPU optimizers: ours have none of them, torch's have all.
 
-The tests of torch's side document the claim. They run with torch 2.13 only, for the defects may be gone elsewhere.
+The tests of torch's optimizers document the claim. They run with torch 2.13 only: other versions may lack the defects.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Training runs: what their settings mean, that they resume to the same numbers, and that processes train as one."""
+"""Tests of training runs: their settings, resuming to the same numbers, and several processes training as one."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""The loops that people train in, with our SGD in the place of torch's: the same weights come out, bit for bit.
+"""Tests of common training loops with our SGD in place of torch's: they give the same weights, bit for bit.
 
-Factors of powers of two make that possible: fused multiply-adds then round as torch's products and sums do.
+Factors that are powers of two make this possible: fused multiply-adds then round as torch's products and sums do.
 """
 
 import copy

@@ -1,8 +1,8 @@
-"""The Triton kernels of block_sparse in Triton's interpreter, against a dense matrix in float64.
+"""Tests of the Triton kernels of block_sparse in Triton's interpreter, against a dense matrix in float64.
 
 The interpreter must be chosen before triton is imported, so it runs in a process of its own. Its tl.dot is wrong for
-bfloat16, which tests/test_triton_block_sparse_gpu.py covers. Activations lie among NaN, results among numbers that must
-stay.
+bfloat16, which tests/test_triton_block_sparse_gpu.py covers. Activations are surrounded by NaN, results by numbers that
+must stay unchanged.
 """
 
 import importlib.util

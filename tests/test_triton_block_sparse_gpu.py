@@ -1,4 +1,4 @@
-"""The Triton kernels of block_sparse on a GPU: every case in every dtype, without waiting, and in CUDA graphs."""
+"""Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs."""
 
 import importlib.util
 from collections.abc import Iterator

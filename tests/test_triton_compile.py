@@ -1,4 +1,4 @@
-"""What the Triton kernels of the optimizer step are compiled to, for GPUs that this machine need not have."""
+"""Tests of the code that the optimizer step's Triton kernels compile to, for GPUs that this machine need not have."""
 
 import importlib.util
 import itertools

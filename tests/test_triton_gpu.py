@@ -1,6 +1,6 @@
-"""The Triton kernels of the optimizer step on a GPU: without waiting for it, and recorded in CUDA graphs.
+"""Tests of the optimizer step's Triton kernels on a GPU: they do not synchronize, and work in CUDA graphs.
 
-What they compute is tested in Triton's interpreter, and on a GPU by the tests of the operators.
+Their results are tested in Triton's interpreter, and on a GPU by the tests of the operators.
 """
 
 import importlib.util

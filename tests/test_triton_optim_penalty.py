@@ -1,5 +1,5 @@
-"""The Triton step of parameters with a penalty against the reference, in Triton's interpreter: the step, and the prox
-behind it. Learning rates, step counts and found_inf are of tensors that must not be looked at."""
+"""Tests of the Triton step of parameters with a penalty, in Triton's interpreter: the step and the prox after it match
+the reference. Learning rates, step counts and found_inf are tensors whose values the host must not read."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""The Triton kernels of the optimizer step against the reference, bit by bit, in Triton's interpreter."""
+"""Tests that the optimizer step's Triton kernels give the reference's bits, in Triton's interpreter."""
 
 import importlib.util
 import io

@@ -1,4 +1,4 @@
-"""The Triton kernels of the optimizer step on tensors of any strides, sizes and dtypes, in Triton's interpreter."""
+"""Tests of the optimizer step's Triton kernels on any strides, sizes and dtypes, in Triton's interpreter."""
 
 import importlib.util
 import itertools

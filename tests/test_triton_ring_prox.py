@@ -1,7 +1,7 @@
-"""The Triton kernels of ring_prox against the reference, in Triton's interpreter.
+"""Tests of ring_prox's Triton kernels against the reference, in Triton's interpreter.
 
-The interpreter must be chosen before triton is imported, so it runs in a process of its own. There, weights and results
-lie among NaN and numbers that must stay.
+The interpreter must be chosen before triton is imported, so it runs in a process of its own. There, weights are
+surrounded by NaN and results by numbers that must stay unchanged.
 """
 
 import importlib.util

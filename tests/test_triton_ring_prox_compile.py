@@ -1,6 +1,6 @@
-"""What the Triton kernels of ring_prox are compiled to when launched, for GPUs that this machine need not have.
+"""Tests of the code that ring_prox's Triton kernels compile to, for GPUs that this machine need not have.
 
-The launcher itself is called; in place of the launch, the kernel is compiled for the arguments that it got.
+The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
 """
 
 import importlib.util

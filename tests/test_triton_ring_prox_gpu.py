@@ -1,4 +1,4 @@
-"""The Triton kernels of ring_prox on a GPU: every mode, without waiting for it, and recorded in CUDA graphs."""
+"""Tests of ring_prox's Triton kernels on a GPU: every mode, without synchronizing, and recorded in CUDA graphs."""
 
 import importlib.util
 import itertools

@@ -1,4 +1,4 @@
-"""The tables that the Triton kernels of the optimizer step read: nests, and when tables are made anew."""
+"""Tests of the tables that the optimizer step's Triton kernels read: nests, and when tables are rebuilt."""
 
 import itertools
 
