@@ -30,7 +30,8 @@ CASES = {
 def problem() -> tuple[Tensor, Tensor]:
     """Return inputs ``[samples, weights of a kernel]`` of different sizes, and answers ``[samples, kernels]``.
 
-    The answers depend less on a kernel's outer weights."""
+    The answers depend less on a kernel's outer weights.
+    """
     generator = torch.Generator().manual_seed(3)
     width = CHANNELS * SIZE * SIZE
     inputs = torch.randn(200, width, generator=generator, dtype=torch.float64)

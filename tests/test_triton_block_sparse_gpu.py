@@ -37,7 +37,7 @@ def _triton() -> Iterator[None]:
 
 
 def on_gpu(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], BlockPattern]:
-    """x, values, bias and grad, and the pattern."""
+    """Return ([x, values, bias, grad], pattern) on the GPU."""
     operands = (problem.x, problem.values, problem.bias, problem.grad)
     return [t.to("cuda", dtype) for t in operands], problem.pattern.to("cuda")
 
