@@ -167,7 +167,7 @@ def test_ordinals_count_the_parameters_unless_given(backend):
 @BOTH
 def test_parameter_and_states_are_rounded_independently(backend):
     n = 2**16
-    value = torch.full((n,), 1 + 2.0**-8)  # half way
+    value = torch.full((n,), 1 + 2.0**-8)  # half way between two bfloat16 numbers
     case = make_case("sgd", [(n,)], dtypes=[torch.bfloat16] * 3, seed=3, first=[1])
     case.lists |= {"params": [negative_zeros(n, torch.bfloat16)], "grads": [value]}
     case.hyper = ADD_GRADIENT

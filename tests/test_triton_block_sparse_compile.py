@@ -29,7 +29,7 @@ TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma
 # Bytes of shared memory that a program may use; 89 and 120 are the smaller GPUs of their generations.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 AMD, AMD_SHARED_MEMORY = "gfx942", 64 << 10
-REGISTERS = 65536  # registers of a multiprocessor
+REGISTERS = 65536  # per multiprocessor
 COPIES = r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x{:x},"  # format with the number of bytes
 
 
@@ -48,7 +48,7 @@ class Layer:
     depth: int
     width: int
     groups: int = 1
-    odd: bool = False  # whether strides of x and the output's gradient are odd
+    odd: bool = False  # whether x and the output's gradient have odd strides
 
 
 REFERENCE = Layer(250, 64, 64)
@@ -87,7 +87,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Compiler":
 
 @dataclass
 class Compiler:
-    """Compiles launched kernels for a target instead of running them."""
+    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
 
     patch: pytest.MonkeyPatch
     folder: Path

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 CUDA = [80, 90, 100]
-THREADS = 256  # threads of a block, as in the launcher
+THREADS = 256  # per block, as in the launcher
 VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
 
 
@@ -182,7 +182,7 @@ def test_kernels_compile_for_amd(variant):
 
 
 class Recorder:
-    """Replaces a kernel: records its grid and arguments instead of running."""
+    """Stand-in for a kernel that records its grid and arguments instead of running."""
 
     def __init__(self, kernel) -> None:
         self.kernel, self.launches = kernel, []

@@ -57,7 +57,7 @@ def prepare() -> None:
 
 
 class Guarded:
-    """Makes outputs as torch does, surrounded by GUARD."""
+    """Stand-in for a torch function that surrounds its output with GUARD."""
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self.make, self.made = make, []

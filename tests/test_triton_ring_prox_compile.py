@@ -37,7 +37,7 @@ def _cache(tmp_path_factory):
 
 @dataclass
 class Driver:
-    """Replaces a GPU's driver."""
+    """Stand-in for a GPU's driver."""
 
     target: Any
 
@@ -53,7 +53,7 @@ class Driver:
 
 @dataclass
 class Warmed:
-    """Replaces a kernel: compiles it instead of running it."""
+    """Stand-in for a kernel that compiles it instead of running it."""
 
     kernel: Any
     launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Warmed:
 
 @dataclass
 class Compiler:
-    """Compiles launched kernels for a target instead of running them."""
+    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
 
     patch: pytest.MonkeyPatch
 
