@@ -1,4 +1,4 @@
-"""ONNX files against torch, in ONNX Runtime."""
+"""Tests of exported ONNX files: ONNX Runtime must give torch's outputs."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ needs_onnx = pytest.mark.skipif(
 
 
 def assert_same(path, model, *shapes):
-    """ONNX Runtime agrees with torch on random inputs of these shapes, to 1e-5 of the largest output."""
+    """Assert that ONNX Runtime agrees with torch on random inputs of these shapes, to 1e-5 of the largest output."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW as drop-ins for torch.optim's: what they support, compared with torch.optim's for-loop."""
+"""Tests of SGD, Adam and AdamW as drop-in replacements: their options, compared with torch.optim's for-loop."""
 
 import itertools
 from contextlib import nullcontext
@@ -177,7 +177,7 @@ def test_schedulers_change_a_tensor_lr(name):
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_betas_may_be_tensors(name):
-    betas = (0.875, 0.96875)  # exact in float32
+    betas = (0.875, 0.96875)  # both are exact in float32
     tensors = tuple(torch.tensor(beta) for beta in betas)
     options = {**RICH[name], "betas": tensors}
     ours, theirs = pair(name, make_params(), theirs={"betas": betas}, **options)
@@ -261,7 +261,7 @@ def test_parameters_without_gradients_are_left_alone(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_parameters_unfrozen_later_start_their_own_states(name):
-    """Each step has other parameters frozen; momentum starts at the first gradient, Adam's steps are counted singly."""
+    """Each step has other parameters frozen; momentum starts at the first gradient, Adam counts steps per parameter."""
     options = {**RICH[name], **({"dampening": 0.5} if name == "SGD" else {})}
     ours, theirs = pair(name, make_params(), **options)
     for step, frozen in enumerate([(3, 5), (3,), (), (0, 6), ()]):
@@ -294,7 +294,7 @@ def test_gradients_are_read_only(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_new_parameter_data_and_new_states_are_noticed(name):
-    """Assigning .data, or a state of a group that has stepped, must not leave the step with the old memory."""
+    """A step must not use the old memory after .data, or a state of a group that has stepped, is assigned."""
     ours, theirs = pair(name, make_params(), **RICH[name])
     follow(ours, theirs)
     follow(ours, theirs, seed=1)
@@ -308,7 +308,7 @@ def test_new_parameter_data_and_new_states_are_noticed(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_long_training_ends_where_torchs_does(name):
-    """Without taking over torch's states: rounding apart, thirty steps lead to the same place."""
+    """Without copying torch's states, thirty steps lead to the same weights except for rounding."""
     ours, theirs = pair(name, make_params(dtype=torch.float64), **RICH[name])
     train(ours, 30)
     train(theirs, 30)

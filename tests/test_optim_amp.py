@@ -1,4 +1,4 @@
-"""GradScaler on the CPU: the step unscales, skips on inf and NaN, and is else what it is without a scaler."""
+"""Tests of GradScaler on the CPU: a step unscales, skips on inf and NaN, and otherwise equals one without a scaler."""
 
 import pytest
 import torch
@@ -11,18 +11,18 @@ from loco_ext import optim
 pytestmark = pytest.mark.usefixtures("native")
 
 LOCALITY = (0.5, 2.0)
-SCALE = 1024.0  # a power of two: scaling and unscaling lose nothing
+SCALE = 1024.0  # a power of two: scaling and unscaling are exact
 PATHS = {"fused": {"fused": True}, "default": {}, "foreach": {"foreach": True}}
 
 
 def make_scaler(**options):
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**6, **options)
-    scaler.scale(torch.ones(()))  # makes its tensors
+    scaler.scale(torch.ones(()))  # the scaler creates its tensors at the first call
     return scaler
 
 
 def make(name, path="fused", dtype=torch.float32, **options):
-    """Two groups that differ in more than one operator call can take."""
+    """Return an optimizer of two groups that differ in more than one operator call can handle."""
     second = {"params": make_params(dtype=dtype, seed=1), "maximize": True, "lr": 0.3}
     groups = [{"params": make_params(dtype=dtype)}, second]
     return getattr(optim, name)(groups, **{**RICH[name], "locality": LOCALITY, **PATHS[path], **options})
@@ -62,7 +62,7 @@ def test_scaled_training_is_unscaled_training(name, path):
     assert_same(scaled, plain, same_bits)
     if path != "foreach":
         for p, q in zip(params_of(scaled), params_of(plain), strict=True):
-            assert same_bits(p.grad, q.grad)  # unscaled in memory, as torch's fused optimizers leave them
+            assert same_bits(p.grad, q.grad)  # unscaled in place, as torch's fused optimizers do
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -102,7 +102,7 @@ def test_a_step_into_inf_or_nan_changes_nothing(name, path, value):
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("path", PATHS)
 def test_after_a_skipped_first_step_the_second_is_a_first(name, path):
-    """Dampening, momentum's start and Adam's bias correction all differ at a first step."""
+    """Dampening, the start of momentum and Adam's bias correction all differ at a first step."""
     options = {"dampening": 0.5} if name == "SGD" else {}
     scaled, plain = make(name, path, **options), make(name, path, **options)
     scaler = make_scaler()
@@ -150,7 +150,7 @@ def test_manual_unscaling_of_inf_skips_the_step(name):
 @pytest.mark.parametrize("found", [1.0, 2.0, 8.0, 0.5])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_any_found_inf_but_zero_skips(name, fused, found, shape):
-    """GradScaler sums what it finds over devices."""
+    """GradScaler sums found_inf over devices, so it may be any number."""
     optimizer = make(name, fused=fused)
     train(optimizer, 1)
     before = snapshot(optimizer)

@@ -1,7 +1,7 @@
-"""The optimizers and their kernels on a GPU against the reference on the CPU, bit by bit, and without waiting.
+"""Tests of the optimizers and their kernels on a GPU: the CPU reference's bits, without synchronizing.
 
-``make device-check`` runs the tests of single kernels, those named ``test_kernels_...``, under compute-sanitizer too:
-they capture no graphs.
+``make device-check`` also runs the tests of single kernels, named ``test_kernels_...``, under compute-sanitizer: they
+capture no graphs.
 """
 
 import copy
@@ -28,12 +28,12 @@ from loco_ext.ops import backends
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 LOCALITY = (0.5, 2.0)
-SCALE = 1024.0  # a power of two: scaling and unscaling lose nothing
+SCALE = 1024.0  # a power of two: scaling and unscaling are exact
 
 
 @pytest.fixture(params=["native", "triton"])
 def backend(request):
-    """Forces our kernels for the GPU, of either kind."""
+    """Force our CUDA or our Triton kernels."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     if reason := backends.missing("optim_step", request.param, "cuda"):
@@ -44,7 +44,7 @@ def backend(request):
 
 @contextmanager
 def no_syncs():
-    """Whatever of torch's would wait for the GPU inside is an error."""
+    """Make every torch call that would synchronize with the GPU an error inside the context."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -56,13 +56,13 @@ def no_syncs():
 
 
 def moved_tensor(tensor, device):
-    """The tensor and all the memory that it is a view of on another device, offset and strides as they are."""
+    """Copy the tensor, with all the memory that it is a view of, to a device; its offset and strides stay the same."""
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     return memory.to(device, copy=True).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def moved(case: Case, device: str) -> Case:
-    """The case with everything there that the kernels read there."""
+    """Return the case with all that the kernels read on the device moved there."""
     lists = {name: [moved_tensor(t, device) for t in tensors] for name, tensors in case.lists.items()}
     options = dict(case.options)
     for name in ("grad_scale", "found_inf"):
@@ -78,13 +78,13 @@ def stepped_on_gpu(case: Case, backend: str) -> Case:
 
 
 def assert_is_reference(case: Case, backend: str, expected: Case | None = None) -> None:
-    """The GPU gives the reference's bits, in float64 nearly so, and leaves what lies around a view as it was."""
+    """Assert that the GPU gives the reference's bits (nearly, in float64) and leaves memory around views unchanged."""
     expected = case.copy().step("reference") if expected is None else expected
     stepped = stepped_on_gpu(case, backend)
     for name, tensors in expected.lists.items():
         for i, (a, b, before) in enumerate(zip(stepped.lists[name], tensors, case.lists[name], strict=True)):
             if case.params[i].dtype == F64:
-                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # normal random numbers are not larger
+                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # the normal random numbers are not larger
             else:
                 assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
             assert a.stride() == before.stride()
@@ -92,12 +92,12 @@ def assert_is_reference(case: Case, backend: str, expected: Case | None = None) 
 
 
 def shifted(tensor, by):
-    """The tensor's values that many elements into memory that goes on behind them."""
+    """Copy the tensor ``by`` elements into larger memory, which continues after it."""
     memory = torch.full((tensor.numel() + by + 9,), GUARD, dtype=tensor.dtype)
     return memory[by : by + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-# Around the size of a block's part, 8192 and 2048, and of the vectors at its ends.
+# Sizes around those of a block's part, 8192 and 2048, and of the vectors at its ends.
 KERNEL_SHAPES = [(), (1,), (7,), (0, 4), (2048,), (8191,), (8192 + 3,), (2 * 8192 + 9,), (6, 5, 3, 3), (99, 11, 3, 3)]
 KERNEL_MAPS = {"maps": [LOCO_2D], "map_index": [-1] * 8 + [0, 0]}
 DTYPES = {
@@ -110,7 +110,7 @@ DTYPES = {
     "mixed": (BF16, F16, F32),
     "mixed_f64": (F64, F32, BF16),
 }
-# Elements by which parameters, gradients and the three states are shifted: together, or each in its way.
+# Number of elements by which parameters, gradients and the three states are shifted: together, or each differently.
 SHIFTS = {"aligned": (0,) * 5, "together": (1,) * 5, "apart": (1, 0, 2, 3, 5)}
 
 
@@ -188,7 +188,7 @@ def on_gpu(params):
 
 
 def make_twins(name, dtype=F32, **options):
-    """Our optimizer on the GPU and the reference on the CPU, of equal parameters."""
+    """Return our optimizer on the GPU and the reference on the CPU, with equal parameters."""
     params = make_params(dtype=dtype)
     options = {**RICH[name], "locality": LOCALITY, **options}
     make = getattr(optim, name)
@@ -196,7 +196,7 @@ def make_twins(name, dtype=F32, **options):
 
 
 def give_gradients(ours, reference, seed, frozen=()):
-    """New gradients in new memory, the same for both."""
+    """Give both optimizers the same new gradients, in new memory."""
     set_gradients(params_of(reference), seed, frozen)
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
         p.grad = None if q.grad is None else q.grad.to(p.device)
@@ -264,7 +264,7 @@ def test_the_learning_rate_may_live_on_the_gpu(backend, name):
 def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, spoilt):
     ours, reference = make_twins(name, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, growth_interval=10**6)
-    scaler.scale(torch.ones((), device="cuda"))  # makes its tensors
+    scaler.scale(torch.ones((), device="cuda"))  # the scaler creates its tensors at the first call
     stepped = False
     for step in range(5):
         give_gradients(ours, reference, step)
@@ -272,7 +272,7 @@ def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, s
             p.grad.mul_(scaler.get_scale())
         if step in spoilt:
             params_of(ours)[-1].grad[1, 0, 0, 2] = math.inf
-        # Whether there are buffers to be made, SGD asks the GPU.
+        # SGD synchronizes to learn whether it must create its momentum buffers.
         with no_syncs() if stepped else nullcontext():
             if manually:
                 scaler.unscale_(ours)

@@ -1,4 +1,4 @@
-"""Steps of the optimizers captured in CUDA graphs and replayed, against the reference on the CPU, bit by bit."""
+"""Tests of optimizer steps captured in CUDA graphs and replayed: they give the CPU reference's bits."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_replayed_steps_give_the_references_bits_whatever_is_stepped_between(nam
         reference.step()
         assert_same(ours, reference)
         if step % 2:
-            # A step with gradients of its own and another learning rate, which is not the graph's.
+            # An eager step between replays, with its own gradients and a learning rate other than the graph's.
             set_in_groups((ours, reference), lr=lr / (1 + step))
             step_both(ours, reference, 100 + step)
             set_in_groups((ours, reference), lr=lr)

@@ -1,4 +1,4 @@
-"""Steps that end with a prox on a GPU: those of the reference, without waiting, and in CUDA graphs."""
+"""Tests of GPU steps that end with a prox: they match the reference, do not synchronize, and work in CUDA graphs."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ RICH = {
 
 
 def make_twins(name, penalty, dtype=torch.float32, **options):
-    """Our optimizer on the GPU and the reference on the CPU, of equal parameters."""
+    """Return our optimizer on the GPU and the reference on the CPU, with equal parameters."""
     params = make_params(dtype)
     options = {**RICH[name], "penalty": ALL[penalty], **options}
     make = getattr(optim, name)
@@ -42,7 +42,7 @@ def make_twins(name, penalty, dtype=torch.float32, **options):
 
 
 def assert_near(ours, reference):
-    """As near as sums in another order let them be, and zero in the same places; then ours takes over the rest."""
+    """Assert that weights agree but for the order of sums, with the same zeros; then copy the reference's into ours."""
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
         there = p.detach().cpu()
         assert_within_ulps(there, q.detach(), scale=q.detach().abs().max().clamp(min=1).item())

@@ -1,14 +1,14 @@
-"""torch's checks of its optimizers over our classes: how they step.
+"""torch's checks of its own optimizers, run on our classes: the tests of how they step.
 
 The wheel ships torch's optimizer database but not the test class TestOptimRenewed that reads it. These are its checks,
 for every input of the database and each implementation of ours; test_optim_db_state.py has those of checkpoints, hooks,
-copies, mixed precision and memory. Of TestOptimRenewed, this is left out or takes another form:
+copies, mixed precision and memory. These checks of TestOptimRenewed are left out or take another form:
 
     check                                      reason
     optim_infos_do_not_specify_...             about the database itself
     ..._right_direction_multigpu               needs two GPUs
     capturable inputs, in every check          need CUDA; test_capturable_goes_the_right_direction runs on one
-    rosenbrock_sparse                          kernels refuse sparse gradients; torch's own functions do as ever
+    rosenbrock_sparse                          kernels refuse sparse gradients; torch's own functions act as usual
     complex, complex_2d                        kernels refuse complex numbers; likewise
     fused_error_on_params_on_meta              the reference serves devices without kernels; a forced backend refuses
     fused_cpu_matches_cuda                     needs CUDA
@@ -190,12 +190,12 @@ def test_matches_the_forloop(case, dtype):
         for network, optimizer in ((ours_network, ours), (torchs_network, torchs)):
             network(torch.linspace(0.1, 0.6, 6, dtype=dtype).reshape(3, 2)).sum().backward()
             if step == 3:
-                optimizer.zero_grad()  # a step without gradients amid the others
+                optimizer.zero_grad()  # one of the steps has no gradients
             optimizer.step()
             optimizer.zero_grad()
         for actual, expected in zip(flat_state(ours), flat_state(torchs), strict=True):
             assert_close(actual, expected, **allowed)
-            actual.detach().copy_(expected.detach())  # so that roundings do not add up
+            actual.detach().copy_(expected.detach())  # so that rounding errors do not accumulate
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -315,7 +315,7 @@ def test_complex_parameters_step_as_in_torch_or_are_refused(case):
 
 
 def sparse_problem(optimizer_class, **kwargs):
-    """An optimizer and its parameter, which has an uncoalesced sparse gradient."""
+    """Return an optimizer and its parameter, which has an uncoalesced sparse gradient."""
     param = torch.tensor([1.5, 1.5, -0.5])
     param.grad = torch.sparse_coo_tensor([[0, 0, 2]], [0.25, 0.75, -1.0], (3,), check_invariants=True)
     return optimizer_class([param], **kwargs), param

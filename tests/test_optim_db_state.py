@@ -1,6 +1,6 @@
-"""torch's checks of its optimizers over our classes: checkpoints, copies, hooks, mixed precision, memory.
+"""torch's checks of its own optimizers, run on our classes: checkpoints, copies, hooks, mixed precision, memory.
 
-See test_optim_db.py, which also says what is left out of TestOptimRenewed and why.
+test_optim_db.py lists the checks of TestOptimRenewed that are left out, with the reasons.
 """
 
 import io
@@ -25,7 +25,7 @@ def _one_thread() -> None:
 
 
 def trained(case: Case, **changes):
-    """A problem and its optimizer after a few steps."""
+    """Return a problem and its optimizer after a few steps."""
     problem = Problem()
     optimizer = case.ours(problem.params, **changes)
     problem.run(optimizer, 3)
@@ -58,7 +58,7 @@ def test_checkpoints_from_before_a_flag_existed_load(case):
         problem, optimizer = trained(case)
         saved = deepcopy(optimizer.state_dict())
         if flag not in saved["param_groups"][0]:
-            continue  # not an argument of this optimizer
+            continue  # this optimizer has no such argument
         for group in saved["param_groups"]:
             del group[flag]
         optimizer.load_state_dict(saved)
@@ -137,7 +137,7 @@ def test_a_copy_has_all_public_attributes_and_steps_alike(case):
     for copy in (deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert public(copy) == public(optimizer)
         twin = problem.twin()
-        # The copy has parameters of its own; its problem must be theirs.
+        # The copy has its own parameters, so the twin problem must use them.
         twin.weight, twin.bias = twin.params = copy.param_groups[0]["params"]
         before = [param.clone() for param in problem.params]
         twin.run(copy, 2)
@@ -238,7 +238,7 @@ def test_load_hooks_run_in_order_and_may_replace_the_checkpoint(name):
     assert seen == ["first pre", "pre", "first post", 0.125]
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["first pre", "pre", "first post", 0.125] * 2
-    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 2  # no hook of ours stays behind
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 2  # our own hooks are removed again
 
 
 @each_optimizer

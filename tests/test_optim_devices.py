@@ -1,4 +1,4 @@
-"""Where optimizers' parameters, learning rates and step counts live, and what a graph may capture, without a GPU."""
+"""Tests, without a GPU, of devices of parameters, learning rates and step counts, and of what a graph may capture."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

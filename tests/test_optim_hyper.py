@@ -1,4 +1,4 @@
-"""Hyper-parameters that no step can be made with are refused when a group is made; what does nothing is a warning."""
+"""Tests that groups refuse hyper-parameters no step can use, and warn of options that have no effect."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_a_decay_that_acts_somewhere_is_no_warning():
     optim.SGD([{"params": [bias], "weight_decay": 0}, {"params": [kernel]}], 0.1, weight_decay=0.1, locality=LOCALITY)
     optim.SGD([kernel], 0.1, weight_decay=torch.tensor(0.0), locality=LOCALITY)
     optim.SGD([kernel], 0.1)
-    # Groups that repeat the options of others: of an optimizer, or as ZeroRedundancyOptimizer adds them.
+    # Groups may repeat the options of others, within one optimizer or as ZeroRedundancyOptimizer adds them.
     own = {"weight_decay": 0.1, "locality": LOCALITY}
     optim.SGD([{"params": [kernel], **own}, {"params": [bias], **own, "weight_decay": 0.0}], 0.1)
     optim.SGD([{"params": [kernel], **own}], 0.1).add_param_group({"params": [bias], **own, "weight_decay": 0.0})

@@ -1,4 +1,4 @@
-"""Steps of blocks inside of backward: what optimizer.step() would have done, bit for bit, without their gradients."""
+"""Tests of stepping blocks during backward: optimizer.step()'s bits, without storing the blocks' gradients."""
 
 import copy
 import importlib
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a few blocks, of rows that are no multiple of them."""
+    """Use parts of a few blocks; the number of blocks in a row is not a multiple of a part's."""
     monkeypatch.setattr(block_sparse, "_CPU_PART", 500)
 
 
@@ -167,7 +167,7 @@ def test_the_gradient_takes_little_memory(monkeypatch):
 
 
 def growth_in_backward() -> dict[str, float] | None:
-    """What a backward takes at most, in sizes of the values: 256 MiB of them, and parts of 8 MiB."""
+    """Return the peak memory of a backward as a multiple of the values' size: 256 MiB of values, parts of 8 MiB."""
     extra = {}
     for name in ("in backward", "ordinary"):
         layer = LocallyConnected2d(32, 32, 3, padding=1, input_size=16).grow(16)

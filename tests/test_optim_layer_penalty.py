@@ -1,4 +1,4 @@
-"""Penalties of whole layers: squared ones that couple their kernels; and functions as penalties."""
+"""Tests of penalties on whole layers: squared penalties, which couple a layer's kernels, and functions as penalties."""
 
 import cvxpy
 import pytest
@@ -30,7 +30,7 @@ def entry_of(penalty, i):
 
 
 def by_hand(kind, penalty, dtype, steps=1):
-    """Steps without a penalty, then its prox with what the documentation says of step size and metric."""
+    """Step without a penalty, then apply its prox with the step size and metric that the documentation states."""
     params = make_params(dtype)
     optimizer = make(kind, params, None)
     for step in range(steps):

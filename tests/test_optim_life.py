@@ -1,7 +1,7 @@
-"""The life of an optimizer: random sequences of what users do to one between steps, and what once went wrong.
+"""Tests of optimizers over random sequences of what users do between steps, and regression tests.
 
-Ours and torch.optim's for-loop go through the same sequence; after every step parameters and states must agree. With a
-decay map or a penalty, which torch has not, the other is the reference, whose plans are made anew for every step.
+Our optimizer and torch.optim's for-loop go through the same sequence; after each step parameters and states must agree.
+For decay maps and penalties, which torch lacks, the other optimizer is the reference, with its plans rebuilt each step.
 """
 
 import copy
@@ -29,7 +29,7 @@ LAYOUTS = {
     "offset": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
     "channels_last": lambda t: t.clone(memory_format=torch.channels_last) if t.dim() == 4 else t.clone(),
 }
-# Each option's values; those of other classes are left out.
+# Values to choose from for each option; an optimizer ignores the options that it does not have.
 OPTIONS = {
     "lr": [0.01, 0.1, torch.tensor(0.05, dtype=torch.float64), torch.tensor([0.02], dtype=torch.float64)],
     "weight_decay": [0.0, 0.01, 0.3],
@@ -51,12 +51,12 @@ OURS = [
 
 
 def alike(a, b):
-    """Whether two float64 states are nearly equal, or the same thing of another kind."""
+    """Return whether two states are equal: nearly, for tensors of float64, and exactly for anything else."""
     return nearly(a, b) if torch.is_tensor(a) else a == b
 
 
 class Life:
-    """Two optimizers of one class, to both of which a random sequence of actions happens."""
+    """Two optimizers of one class that both go through the same random sequence of actions."""
 
     def __init__(self, name, seed, by_kernel=False):
         self.random, self.by_kernel = random.Random(seed), by_kernel
@@ -84,7 +84,7 @@ class Life:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def pick(self):
-        """One parameter's index, and the parameter of either optimizer."""
+        """Return a random parameter of our optimizer and the corresponding one of the other."""
         index = self.random.randrange(len(params_of(self.ours)))
         return tuple(params_of(optimizer)[index] for optimizer in self.both())
 
@@ -116,10 +116,10 @@ class Life:
             p.grad, q.grad = (None, None) if self.random.random() < absent else (grad, grad.clone())
 
     def step(self, step=None):
-        """Steps both, and compares them; ``step``: how, else as they are."""
+        """Step both optimizers, by ``step(optimizer)`` if it is given, and compare them."""
         complete_amsgrad(self)
         for group, other in zip(self.ours.param_groups, self.theirs.param_groups, strict=True):
-            if group["foreach"] and group.get("nesterov"):  # torch's own then writes gradients, shared ones twice
+            if group["foreach"] and group.get("nesterov"):  # torch writes to gradients then, and twice to shared ones
                 group["nesterov"] = other["nesterov"] = False
         before = [p.detach().clone() for p in params_of(self.ours)]
         states = [copy.deepcopy(self.theirs.state.get(q, {})) for q in params_of(self.theirs)]
@@ -163,7 +163,7 @@ def step_by_scaler(life):
     grads = [p.grad for p in params_of(life.ours) if p.grad is not None and p.grad.numel()]
     if not grads or any(p.grad is not None and 0 in p.grad.stride() for p in params_of(life.ours)):
         return  # expanded gradients cannot be unscaled in place
-    for p in params_of(life.ours):  # nor shared ones twice
+    for p in params_of(life.ours):  # shared gradients would be unscaled twice
         p.grad = None if p.grad is None else p.grad.clone()
     overflow, unscale = life.random.random() < 0.3, life.random.random() < 0.3
     if overflow:
@@ -223,7 +223,7 @@ def step_of_scheduler(life):
 
 
 def step_under_another_default(life):
-    """torch's own functions make states in the mode and step counts on the device, and so cannot be there."""
+    """Step only ours under another default device or mode: torch's functions create states and step counts there."""
     life.set_gradients()
     context = life.random.choice([lambda: torch.device("meta"), torch.inference_mode, torch.enable_grad])
     if any(group["foreach"] or group["differentiable"] for group in life.ours.param_groups):
@@ -296,7 +296,7 @@ def replace_parameter(life):
 def exchange_parameters(life):
     for optimizer in life.both():
         first, *_, last = optimizer.param_groups
-        if first["params"] and last["params"] and not life.by_kernel:  # a penalty is to fit its group
+        if first["params"] and last["params"] and not life.by_kernel:  # a penalty must fit its group
             first["params"][0], last["params"][-1] = last["params"][-1], first["params"][0]
 
 
@@ -319,14 +319,14 @@ def set_options(life):
     known = [key for key in OPTIONS if key in life.ours.param_groups[0]]
     changes = {key: life.random.choice(OPTIONS[key]) for key in life.random.sample(known, 2)}
     if any(group["foreach"] for group in life.ours.param_groups):
-        changes.pop("lr", None)  # torch's own foreach Adam takes no tensor
+        changes.pop("lr", None)  # torch's foreach Adam accepts no tensor
     for optimizer in life.both():
         for chosen in optimizer.param_groups if group is None else [optimizer.param_groups[group]]:
             chosen.update(copy.deepcopy(changes))
 
 
 def complete_amsgrad(life):
-    """Where amsgrad is switched on late, torch's own finds no such state."""
+    """Add the maximum's state where amsgrad was switched on late: torch expects the state to exist."""
     for optimizer in life.both():
         for group in optimizer.param_groups:
             for p in group["params"] if group.get("amsgrad") else []:
@@ -340,7 +340,7 @@ def set_implementation(life):
         return  # torch's foreach refuses such a learning rate
     for group in life.ours.param_groups:
         group.update({"foreach": None, "differentiable": False, "fused": None, **changes})
-    for group in life.theirs.param_groups:  # whose differentiable functions have roundings of their own
+    for group in life.theirs.param_groups:  # torch's differentiable functions round differently
         group["differentiable"] = bool(changes.get("differentiable"))
 
 
@@ -461,14 +461,14 @@ def test_many_random_sequences_of_actions_follow_torch():
     live(range(100, 2100))
 
 
-# ---- what once went wrong
+# ---- regression tests
 
 PENALTY = sparsity.RingPenalty(0.1)
 MAP_AND_PENALTY = {"weight_decay": 1.0, "locality": (0.5, 2.0), "penalty": PENALTY}
 
 
 def stepped(param, grad=1.0, name="SGD", **options):
-    """An optimizer of this parameter that has made one step."""
+    """Return an optimizer of the parameter that has made one step."""
     optimizer = getattr(optim, name)([param], lr=0.1, **options)
     step_alone(optimizer, param, grad)
     return optimizer
@@ -582,7 +582,7 @@ CONTEXTS = {"fake": FakeTensorMode, "device": lambda: torch.device("meta"), "inf
 
 @pytest.mark.parametrize("first", ["compiled", *CONTEXTS])
 def test_an_optimizer_made_anywhere_steps_as_any_other(first):
-    options = {**MAP_AND_PENALTY, "locality": (0.5, 2.0 + len(first) / 16)}  # of which nothing has a map yet
+    options = {**MAP_AND_PENALTY, "locality": (0.5, 2.0 + len(first) / 16)}  # factors for which no map is cached yet
     params = [nn.Parameter(torch.ones(1, 1, 3, 3)) for _ in range(2)]
     if first == "compiled":
         optimizer = made_in_a_compiled_function(params[0], options)

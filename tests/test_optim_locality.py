@@ -1,4 +1,4 @@
-"""The decay map in the optimizers: closed forms in float64, which parameters get one, and torch's own paths."""
+"""Tests of the optimizers' decay map: closed forms in float64, which parameters get a map, and torch's own paths."""
 
 import math
 import warnings
@@ -29,7 +29,7 @@ LOCALITY = (0.5, 2.0)
 
 
 def map_by_hand(kernel, factors):
-    """Relative decay of every tap: factors by distance from the centre, divided by their mean."""
+    """Return the relative decay of each tap: factors by distance from the centre, divided by their mean."""
     centre = [(n - 1) / 2 for n in kernel]
     squares = sum((index - c) ** 2 for index, c in zip(np.indices(kernel), centre, strict=True))
     if len(factors) == 2:
@@ -45,7 +45,7 @@ def per_class(kernel):
 
 
 def decayed_by_hand(theirs, factors, weight_decay, l1=False):
-    """Puts the decay into torch's gradients (coupled) or weights (AdamW), whose own weight_decay is 0."""
+    """Apply the decay to torch's gradients (coupled) or weights (AdamW); torch's own weight_decay is 0."""
     lr = theirs.param_groups[0]["lr"]
     with torch.no_grad():
         for p in params_of(theirs):
@@ -121,7 +121,7 @@ def test_with_gradients_it_is_torchs_step_with_the_map_put_in_by_hand(name, fore
 def test_differentiable_steps_carry_gradients_through_the_map(name, norm):
     if (name, norm) == ("AdamW", "l1"):
         pytest.skip("decoupled decay has no l1")
-    # Without momentum, whose first gradient torch detaches.
+    # There is no momentum, because torch detaches its first gradient.
     options = {"lr": 0.1, "differentiable": True, **({} if name == "SGD" else {"eps": 0.1})}
     own = {"weight_decay": 0.3, "locality": LOCALITY, "norm": norm}
     start = torch.randn(2, 1, 3, 3, dtype=torch.float64)

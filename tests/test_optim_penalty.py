@@ -1,4 +1,4 @@
-"""Penalties of a group: the fused step, the reference and torch's path agree; checkpoints, groups, errors."""
+"""Tests of a group's penalty: the fused step, the reference and torch's path agree; checkpoints, groups, errors."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from torch import nn
 import loco_ext
 from loco_ext import optim, sparsity
 
-# The CPU's kernels and the GPU's.
+# Runs every test with the CPU's kernels and with the GPU's.
 pytestmark = pytest.mark.usefixtures("native")
 
 SHAPES = [(6, 20, 3, 3), (4, 3, 5, 5), (8, 1, 3, 3), (7,), (5, 33, 3), (3, 2, 3, 3, 3)]
@@ -33,7 +33,6 @@ PENALTIES = {
     "kernels": sparsity.KernelPenalty(15.0, weighting="scaled"),
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Shrinking by nearly all that there is leaves few digits: what remains is compared at the size before it.
 LAYOUTS = {
     "contiguous": lambda p: p,
     "channels_last": lambda p: p.movedim(1, -1).contiguous().movedim(-1, 1) if p.dim() > 2 else p,
@@ -62,7 +61,7 @@ def stepped(kind, penalty, backend, dtype=torch.float32, layout="contiguous", st
 
 
 def kinds_and_penalties():
-    """All pairs; searches that the reference takes long for once in the ordinary tests."""
+    """Yield all pairs; the reference's slow searches run only once outside the slow tests."""
     for kind, penalty in itertools.product(KINDS, PENALTIES):
         again = (kind, penalty) == ("AdamW", "squared")
         yield pytest.param(kind, PENALTIES[penalty], id=f"{kind}-{penalty}", marks=pytest.mark.slow if again else [])
@@ -75,6 +74,7 @@ def test_the_fused_step_is_that_of_the_reference(kind, penalty, dtype):
         pytest.skip("the reference takes seconds for two nested searches")
     ours = stepped(kind, penalty, "native", dtype)
     theirs = stepped(kind, penalty, "reference", dtype)
+    # Shrinking a weight to almost zero leaves few digits, so results are compared relative to the weights before it.
     scales = [p.detach().abs().amax().item() for p in make_params(dtype)]
     for p, q, scale in zip(ours, theirs, scales, strict=True):
         assert_within_ulps(p.detach(), q.detach(), scale=scale)
@@ -131,7 +131,7 @@ def test_random_rounding_is_of_what_the_prox_leaves():
 
 
 def test_small_shrinkage_of_half_precision_is_rounded_once():
-    """In bfloat16 a prox after the rounding of the step would round small shrinkage away, or that of the step."""
+    """In bfloat16, a prox applied after the step was rounded would lose a small shrinkage, or that of the step."""
     params = make_params(torch.bfloat16, shapes=[(2, 4, 3, 3)])
     exact = [nn.Parameter(p.detach().float()) for p in params]
     set_gradients(params, 0)

@@ -1,4 +1,4 @@
-"""All optimizers come to rest at the minimum of loss and penalty, which SPAMS' FISTA finds; naive thresholds do not."""
+"""Tests that all optimizers reach the minimum of loss and penalty that SPAMS' FISTA finds; naive thresholds do not."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from loco_ext import geometry, optim, sparsity
 KERNELS, CHANNELS, SIZE = 6, 3, 3
 STRENGTH = 0.25
 RINGS = geometry.ring_index((SIZE, SIZE)).flatten().tolist()
-# What the minimum is asked for; the optimizers' last steps are smaller by far.
+# Tolerance of the comparison with the minimum; the optimizers' last steps are far smaller.
 CLOSE = 1e-4
 
 CASES = {
@@ -28,8 +28,10 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def problem() -> tuple[Tensor, Tensor]:
-    """Inputs ``[samples, weights of a kernel]`` of different sizes, and answers ``[samples, kernels]`` that a kernel's
-    outer weights have less to do with."""
+    """Return inputs ``[samples, weights of a kernel]`` of different sizes, and answers ``[samples, kernels]``.
+
+    The answers depend less on a kernel's outer weights.
+    """
     generator = torch.Generator().manual_seed(3)
     width = CHANNELS * SIZE * SIZE
     inputs = torch.randn(200, width, generator=generator, dtype=torch.float64)
@@ -43,7 +45,7 @@ def problem() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def minimum(problem: tuple[Tensor, Tensor]) -> Tensor:
-    """``1/2 ||inputs w - answers||^2 / samples + strength * sum_n ||k(G_n)||``, by SPAMS."""
+    """Minimize ``1/2 ||inputs w - answers||^2 / samples + strength * sum_n ||k(G_n)||`` by SPAMS."""
     inputs, answers = (part.numpy() / len(part) ** 0.5 for part in problem)
     order = np.argsort(-np.asarray(RINGS), kind="stable")  # from the centre outwards, the root's own variables first
     columns = inputs.reshape(-1, CHANNELS, SIZE * SIZE)[:, :, order].transpose(0, 2, 1).reshape(len(inputs), -1)
@@ -65,7 +67,7 @@ def minimum(problem: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def trained(problem: tuple[Tensor, Tensor], name: str, strength: float = STRENGTH, **options: object) -> Tensor:
-    """The weights after full-batch training with a learning rate that falls to nothing."""
+    """Return the weights after full-batch training with a learning rate that decays to almost zero."""
     inputs, answers = problem
     weight = nn.Parameter(torch.full((KERNELS, CHANNELS, SIZE, SIZE), 0.1, dtype=torch.float64))
     optimizer = getattr(optim, name)([weight], penalty=sparsity.RingPenalty(strength), **options)
@@ -85,7 +87,7 @@ def test_every_optimizer_reaches_the_minimum_and_its_support(problem, minimum, c
     name, options = CASES[case]
     weight = trained(problem, name, **options)
     sizes = sparsity.kernel_sizes(minimum)
-    assert len(set(sizes.tolist())) >= 3  # some kernels are gone, some whole, some in between
+    assert len(set(sizes.tolist())) >= 3  # some kernels are zero, some whole, some in between
     assert (weight - minimum).abs().max() < CLOSE
     assert torch.equal(weight != 0, minimum != 0)
 

@@ -1,4 +1,4 @@
-"""Steps of kernels made up of whole vectors, whose rings are summed up as the weights are updated."""
+"""Tests of steps that sum each ring while they update its weights: kernels that consist of whole vectors."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:locality. kernels of an even size:UserWarning"),
 ]
 
-# Of 1 to 4 vectors, of several times four and a rest; of 1 to 4 rings and of kernels that are no whole vectors.
+# Kernels of 1 to 4 vectors, of multiples of four vectors and a rest, and of no whole vectors; with 1 to 4 rings.
 SHAPES = [
     *[(3, 16, 1, 1), (2, 80, 1), (2, 16, 3, 3), (3, 48, 3, 3), (2, 64, 3, 3), (2, 17, 3, 3), (2, 16, 2, 2)],
     *[(2, 32, 5, 5), (2, 16, 7, 7), (2, 16, 3, 3, 3), (2, 144, 3), (2, 8, 2, 2), (16, 1, 5, 5)],
@@ -47,14 +47,14 @@ LAYOUTS = {
 
 def make_params(penalty, layout="contiguous", sizes=1.0):
     generator = torch.Generator().manual_seed(7)
-    # Full rings are of odd kernels.
+    # Full rings need odd kernel sizes.
     shapes = [s for s in SHAPES if getattr(penalty, "kind", None) != "full" or all(k % 2 for k in s[2:])]
     values = [torch.randn(shape, generator=generator) * sizes for shape in shapes]
     return [nn.Parameter(LAYOUTS[layout](value)) for value in values]
 
 
 def stepped(kind, penalty, backend, layout="contiguous", steps=2, gradients=1.0, sizes=1.0, **options):
-    """Parameters of a size after some steps, whose gradients lie as they do."""
+    """Return parameters, scaled by ``sizes``, after some steps with gradients of the same strides."""
     params = make_params(penalty, layout, sizes)
     name, arguments = KINDS[kind]
     optimizer = getattr(optim, name)(params, **arguments | options, penalty=penalty)
@@ -74,7 +74,7 @@ def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter], before: li
         assert p.stride() == q.stride() == size.stride()
 
 
-@pytest.mark.parametrize("native", ["cpu"], indirect=True)  # a GPU sums up a kernel after its update, whatever its size
+@pytest.mark.parametrize("native", ["cpu"], indirect=True)  # a GPU always sums a kernel after updating it
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +86,7 @@ def test_the_fused_step_is_that_of_the_reference(kind, penalty, layout):
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e22, 1e30])
 @pytest.mark.parametrize("kind", ["momentum", "Adam"])
 def test_squares_beyond_float32_are_summed(kind, size):
-    # Adam's steps are as large as its learning rate, and so are their thresholds.
+    # Adam's steps and thresholds scale with its learning rate.
     options = {"lr": 0.02 * size} if kind == "Adam" else {"gradients": size}
     penalty = sparsity.RingPenalty(15.0 * options.get("gradients", 1.0))
     ours = stepped(kind, penalty, "native", sizes=size, **options)
@@ -97,7 +97,7 @@ def test_squares_beyond_float32_are_summed(kind, size):
 
 
 def poisoned(kind: str, backend: str, value: float) -> list[Tensor]:
-    """Parameters after a step in which the gradient's last element was ``value``."""
+    """Return the parameters after a step in which the gradient's last element was ``value``."""
     penalty = PENALTIES["rings"]
     params = make_params(penalty)
     name, arguments = KINDS[kind]

@@ -1,4 +1,4 @@
-"""What an optimizer refuses, and what it tells autograd."""
+"""Tests of the arguments that an optimizer refuses and of the version counters that it bumps for autograd."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_sparse_and_complex_gradients_are_refused_before_anything_is_written(nam
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_version_of_what_is_written_goes_up(name):
-    """So that autograd notices a step between a forward and its backward."""
+    """Autograd must notice a step between a forward and its backward."""
     param = nn.Parameter(torch.ones(3))
     ours = getattr(optim, name)([param], lr=0.1)
     loss = param.square().sum()

@@ -1,4 +1,4 @@
-"""Checkpoints, copies and pickles of the optimizers: ours, torch.optim's, and either in the other."""
+"""Tests of checkpoints, copies and pickles: our optimizers, torch.optim's, and either loaded into the other."""
 
 import copy
 import io
@@ -32,7 +32,7 @@ OWN = {"locality": LOCALITY, "state_dtype": torch.float32, "stochastic_rounding"
 
 
 def through_a_file(state_dict):
-    """As torch.save and torch.load, which by weights_only refuses to execute code, hand it back; a copy in any case."""
+    """Return a copy of the state dict from torch.save and torch.load, which executes no code with weights_only."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -176,7 +176,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name, options, dtype):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_stochastic_rounding_depends_on_its_seed_and_on_the_step(name):
-    """Else resuming to the same bits would show nothing."""
+    """Otherwise resuming to the same bits would prove nothing."""
     runs = []
     for seed, first_step in ((1, 0), (1, 0), (2, 0), (1, 3)):
         params = make_params([(64, 64)], torch.bfloat16)
@@ -341,15 +341,15 @@ def test_a_damaged_state_is_named_and_nothing_changes(name):
         with pytest.raises(TypeError, match=re.escape(f"{said}expected a dict")):
             ours.load_state_dict(bad)
     assert str(ours.state_dict()) == str(saved)
-    saved["state"][1][moments[0]].fill_(torch.nan)  # as a training that diverges saves it
+    saved["state"][1][moments[0]].fill_(torch.nan)  # training that diverges saves such states
     ours.load_state_dict(saved)
 
 
 def test_a_load_hook_may_change_states_whatever_their_dtype():
-    """The hook's states count, not those of the dict that was handed in."""
+    """The hook's states are loaded, not those of the dict that was passed in."""
     ours = optim.SGD(make_params([(4,)], torch.bfloat16), **RICH["SGD"], state_dtype=torch.float32)
     train(ours, 1)
-    value = 1 + 2.0**-20  # nothing that bfloat16 could hold
+    value = 1 + 2.0**-20  # bfloat16 cannot represent it
 
     def replace(_, state_dict):
         state = {0: {"momentum_buffer": torch.full((4,), value)}}

@@ -1,4 +1,4 @@
-"""The optimizer step's arithmetic: kernels against the reference bit by bit, both against NumPy and autograd."""
+"""Tests of the optimizer step's arithmetic: kernels give the reference's bits, both agree with NumPy and autograd."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from loco_ext import geometry, ops
 pytestmark = pytest.mark.usefixtures("kernels")
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# A kernel, a weight whose elements are no multiple of a vector, a bias, a single element, none at all.
+# A kernel, a weight whose size is not a multiple of a vector, a bias, single elements, and an empty tensor.
 SHAPES = [(5, 3, 3, 3), (17, 7), (19,), (1, 1, 3, 3), (), (0, 3, 3, 3)]
 LOCO = geometry.decay_map(3, (0.5, 2.0))
 LOCO_2D = geometry.decay_map((3, 3), (0.5, 2.0))
@@ -83,7 +83,7 @@ def test_each_group_and_parameter_has_its_own_hyperparameters_map_first_and_step
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
 def test_a_learning_rate_may_be_a_tensor_of_its_own(rule, dtype):
-    """Of some groups: 2^-4 is the same number in every type."""
+    """Some groups take their learning rate from a tensor; 2^-4 is exact in every dtype."""
     groups = {"group_index": [0, 1, 2, 2, 1, 0], "maps": [LOCO_2D], "map_index": [0] * 2 + [-1] * 4}
     decoupled = {"decoupled": True} if rule == "adamw" else {}
     case = make_case(rule[:4], [(5, 3, 3, 3), (2, 3, 3, 3), (19,)] * 2, **groups, **decoupled)
@@ -147,7 +147,7 @@ def test_one_map_serves_kernels_of_several_channel_counts_layouts_and_groups():
 
 
 def numpy_sgd(w, g, b, row, decay_map, first, nesterov, maximize, l1):
-    """SGD as it is written down, in float64."""
+    """Step by the textbook formulas of SGD, in float64."""
     lr, decay, momentum, dampening = row
     d = (-g if maximize else g) + decay * decay_map * (np.sign(w) if l1 else w)
     if b is not None:
@@ -157,7 +157,7 @@ def numpy_sgd(w, g, b, row, decay_map, first, nesterov, maximize, l1):
 
 
 def numpy_adam(w, g, states, step, row, decay_map, amsgrad, maximize, decoupled, l1):
-    """Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), in float64."""
+    """Step by Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019), in float64."""
     lr, decay, beta1, beta2, eps = row
     m, v, *largest = states
     g = -g if maximize else g
@@ -227,7 +227,7 @@ def test_adam_is_the_formula(amsgrad, maximize, decay, beta1, backend, dtype):
 @BOTH
 @pytest.mark.parametrize("l1", [False, True])
 def test_step_follows_the_gradient_of_the_papers_loss(l1, backend):
-    """Section 6: L + lambda * sum of g/Z * w^2 (or |w|), whose gradient has 2*lambda: torch's weight_decay."""
+    """The loss of section 6 is L + lambda * sum of g/Z * w^2 (or |w|); torch's weight_decay is 2*lambda for squares."""
     lam, lr, gamma, eta = 0.07, 0.1, 0.6, 1.8
     g = torch.tensor([[eta, 1, eta], [1, gamma, 1], [eta, 1, eta]], dtype=torch.float64)
     z = (gamma + 4 * (1 + eta)) / 9

@@ -1,4 +1,4 @@
-"""Bad arguments of the optimizer step: a typed error that names the argument, and nothing written."""
+"""Tests of bad arguments to the optimizer step: a typed error names the argument, and nothing is written."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SHAPE = (4, 2, 3, 3)
 
 
 def lists(**changes):
-    """Replaces entries of lists: ``lists(grads=(1, lambda t: ...))``."""
+    """Return a change that replaces entries of lists: ``lists(grads=(1, lambda t: ...))``."""
 
     def change(case: Case) -> None:
         for name, (index, function) in changes.items():
@@ -37,7 +37,7 @@ def hyper(function):
 
 
 def same(name, index, other, other_index, view=lambda t: t):
-    """Makes one entry share the memory of another."""
+    """Return a change that makes one entry share the memory of another."""
 
     def change(case: Case) -> None:
         case.lists[name][index] = view(case.lists[other][other_index])
@@ -46,7 +46,7 @@ def same(name, index, other, other_index, view=lambda t: t):
 
 
 def views_of_one(*named_views):
-    """Makes entries views of one large tensor."""
+    """Return a change that makes entries views of one large tensor."""
 
     def change(case: Case) -> None:
         base = torch.randn(2000)

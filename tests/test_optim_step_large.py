@@ -1,7 +1,7 @@
-"""Elements beyond 2^31, without the memory for them: many virtual pages stand for a few physical ones.
+"""Tests of elements beyond 2^31, without the memory for them: many virtual pages share a few physical ones.
 
-A parameter of 2^31 + 100 elements maps one small block of memory over and over, all but its last page. Its gradients
-are zero pages that are only read, all but the last. A step then changes the last elements alone, if it indexes right.
+A parameter of 2^31 + 100 elements maps one small block of memory over and over, except for its last page. Its gradients
+are zero pages that are only read, except for the last. A step that indexes correctly changes only the last elements.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def _mmap(address: int | None, size: int, flags: int, file: int) -> int:
 
 
 class Region:
-    """Virtual memory of elements + TAIL elements; with ``aliased``, one small block stands for all but the tail."""
+    """Virtual memory of elements + TAIL elements; if ``aliased``, one small block backs everything but the tail."""
 
     def __init__(self, dtype: torch.dtype, elements: int, aliased: bool) -> None:
         bulk = elements * dtype.itemsize
@@ -66,13 +66,13 @@ class Region:
 
 @pytest.fixture(autouse=True)
 def _last_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's kernels on the CPU, which take minutes for so many elements, step those of the last blocks alone."""
+    """Limit the GPU's kernels on the CPU to the last blocks; all elements would take minutes."""
     monkeypatch.setenv("CUDA_ON_CPU_LAST_BLOCKS", "8")
 
 
 @pytest.fixture
 def large(request: pytest.FixtureRequest) -> Iterator[tuple[Tensor, Tensor]]:
-    """A parameter and its gradient of the dtype and, if not BULK, the number of elements asked for."""
+    """Yield a parameter and its gradient of the requested dtype and number of elements (default BULK)."""
     dtype, elements = request.param if isinstance(request.param, tuple) else (request.param, BULK)
     regions = [Region(dtype, elements, aliased=True), Region(dtype, elements, aliased=False)]
     before = memory_in_use()
@@ -84,13 +84,13 @@ def large(request: pytest.FixtureRequest) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def memory_in_use() -> int:
-    """Bytes; a page that is mapped many times counts once."""
+    """Return the process' memory in bytes; a page that is mapped many times counts once."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def fill_tails(w: Tensor, g: Tensor) -> None:
-    w[: BLOCK_BYTES // w.element_size()] = 1.5  # the whole bulk, by way of one block
+    w[: BLOCK_BYTES // w.element_size()] = 1.5  # fills the whole bulk, which is backed by one block
     w[-TAIL:] = torch.randn(TAIL)
     g[-TAIL:] = torch.randn(TAIL)
 
@@ -123,7 +123,7 @@ def test_elements_beyond_2_to_the_32_are_rounded_by_their_own_random_numbers(lar
 
 @pytest.mark.parametrize("large", [torch.bfloat16, torch.float32, torch.float64], indirect=True, ids=str)
 def test_views_that_reach_beyond_2_to_the_31_are_stepped(large):
-    """Few elements, far apart: rows of the tail at the end of a stride of 2^31, and a view that begins there."""
+    """Views of few elements that are far apart: one whose rows have a stride of 2^31, and one that begins beyond it."""
     w, g = large
     fill_tails(w, g)
     w[:3], g[:3] = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])

@@ -1,4 +1,4 @@
-"""The optimizer step on tensors of any strides and dtypes, in any mix."""
+"""Tests of the optimizer step on tensors of any strides and dtypes, in any mix."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ GUARD = 77.0  # fills the memory around and between the elements of a view; ever
 
 
 def guarded(tensor: Tensor, view) -> Tensor:
-    """The tensor's values in a view of a larger tensor filled with GUARD; view takes the larger tensor's elements."""
+    """Copy the tensor into a larger one filled with GUARD; ``view`` selects the elements of the larger tensor."""
     spread = [2 * size + 3 for size in tensor.shape]
     place = view(torch.full(spread, GUARD, dtype=tensor.dtype))
     assert place.shape == tensor.shape
@@ -35,7 +35,7 @@ def guarded(tensor: Tensor, view) -> Tensor:
 
 
 def permuted(tensor: Tensor, order: list[int]) -> Tensor:
-    """The same values, the dimensions in memory in the given order."""
+    """Return the same values with the dimensions in memory in the given order."""
     inverse = [order.index(d) for d in range(tensor.dim())]
     return tensor.permute(order).contiguous().permute(inverse)
 
@@ -75,14 +75,14 @@ KINDS = {
 
 
 def gaps(tensor: Tensor) -> Tensor:
-    """Everything around the tensor's elements: their places hold 0."""
+    """Return the whole memory of the tensor with its own elements set to 0."""
     copy = copy_storage(tensor)
     copy.zero_()
     return whole(copy)
 
 
 def check_layouts(case, **layouts) -> None:
-    """Steps the case in the layouts given: values as for contiguous tensors, strides and gaps as they were."""
+    """Step the case in the given layouts: values equal those of contiguous tensors, strides and gaps stay unchanged."""
     expected = case.copy().step()
     laid_out = case.laid_out(**layouts)
     strides = {name: [t.stride() for t in tensors] for name, tensors in laid_out.lists.items()}
@@ -176,7 +176,7 @@ def test_a_lazily_negated_gradient_is_read_with_its_sign_or_refused(backend):
     refused = False
     try:
         case.step(backend)
-    except (RuntimeError, TypeError):  # torch's own before the operator is reached, or ours
+    except (RuntimeError, TypeError):  # torch refuses before the operator is reached, or ours does
         refused = True
     expected = before if refused else expected.step(backend)
     assert torch.equal(case.params[0], expected.params[0])
@@ -204,7 +204,7 @@ SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 1e-45, 3e38,
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rule", ["sgd", "sgd_l1", "adam", "adamw", "amsgrad"])
 def test_nan_infinity_subnormals_and_negative_zero_come_through(rule, dtype):
-    """Every pair of special values, in turn as weight and gradient, gradient and state, state and weight."""
+    """Every pair of special values is used as weight and gradient, gradient and state, and state and weight."""
     flags = {"sgd_l1": {"l1": True}, "adamw": {"decoupled": True}, "amsgrad": {"amsgrad": True}}.get(rule, {})
     first, second = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)), dtype=torch.float64).unbind(1)
     shape = first.shape
@@ -238,7 +238,7 @@ def test_subnormal_weights_are_stepped_not_flushed():
 
 
 def test_a_case_is_stepped_on_a_gpu_with_its_strides_and_its_memory(monkeypatch):
-    """The helper that takes cases to a GPU, tried on the CPU: results come back, also into views of one memory."""
+    """The helper that moves cases to a GPU, tried on the CPU, also copies results back into views of shared memory."""
     flat = torch.randn(2, 40)
     case = make_case("sgd", [(40,)] * 2)
     case.lists["params"] = [flat[0], flat[1, ::2].as_strided((40,), (1,), 40)]

@@ -1,4 +1,4 @@
-"""Conversions between dtypes, stochastic rounding, and independence of the number of threads."""
+"""Tests of the optimizer step's dtype conversions, stochastic rounding, and independence of the number of threads."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ ADD_GRADIENT = torch.tensor([[-1.0, 0, 0, 0]], dtype=torch.float64)  # lr = -1: 
 
 
 def all_values(dtype: torch.dtype) -> Tensor:
-    """All 65536 numbers of a half-precision dtype."""
+    """Return all 65536 numbers of a half-precision dtype."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
@@ -50,10 +50,10 @@ def test_every_half_precision_number_is_written_back_unchanged(half, spread):
 
 
 def between(half: torch.dtype) -> Tensor:
-    """In float32: the midpoints of neighbouring numbers of the dtype, the numbers next to these, and random bits."""
+    """Return float32 midpoints of neighbouring numbers of the dtype, the numbers next to these, and random bits."""
     values = all_values(half).float()
     values = values[values.isfinite()].unique().double()
-    middle = ((values[1:] + values[:-1]) / 2).float()  # exact
+    middle = ((values[1:] + values[:-1]) / 2).float()  # exact in float32
     up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
     random = torch.randint(-(2**31), 2**31, (2**18,), dtype=torch.int64).to(torch.int32).view(torch.float32)
     largest = torch.finfo(half).max
@@ -108,7 +108,7 @@ def test_stochastic_rounding_gives_the_references_bits(seed, rounding_step):
 
 
 def rounded(values: Tensor, backend: str = "native", count: int = 1, **options) -> list[Tensor]:
-    """float32 values written to bfloat16 parameters with stochastic rounding."""
+    """Return bfloat16 parameters to which float32 values were written with stochastic rounding."""
     case = make_case("sgd", [values.shape] * count, states=0, **{"seed": 11, **options})
     case.lists["params"] = [torch.full_like(values, -0.0, dtype=torch.bfloat16) for _ in range(count)]
     case.lists["grads"] = [values] * count
@@ -167,7 +167,7 @@ def test_ordinals_count_the_parameters_unless_given(backend):
 @BOTH
 def test_parameter_and_states_are_rounded_independently(backend):
     n = 2**16
-    value = torch.full((n,), 1 + 2.0**-8)  # half way
+    value = torch.full((n,), 1 + 2.0**-8)  # half way between two bfloat16 numbers
     case = make_case("sgd", [(n,)], dtypes=[torch.bfloat16] * 3, seed=3, first=[1])
     case.lists |= {"params": [negative_zeros(n, torch.bfloat16)], "grads": [value]}
     case.hyper = ADD_GRADIENT
@@ -199,7 +199,7 @@ THREADED = {
 @pytest.mark.parametrize("kind", THREADED)
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_any_number_of_threads_gives_the_same_bits(rule, kind):
-    """Tensors of many chunks, of parts of chunks, and many to a chunk."""
+    """Some tensors have many chunks, some a part of one, and some share a chunk with many others."""
     shapes = [(64, 64, 3, 3), (70001,), *[(65,)] * 150, (33, 41, 5, 5), (32768 - 128,), (1,), (300, 5, 3, 3)]
     map_index = [0 if len(shape) == 4 and shape[-1] == 3 else -1 for shape in shapes]
     case = make_case(rule, shapes, states=3, maps=[LOCO], map_index=map_index, **THREADED[kind])

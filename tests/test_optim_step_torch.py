@@ -1,4 +1,4 @@
-"""The optimizer step among torch's own: AMP, version counters, opcheck, torch.compile."""
+"""Tests of how the optimizer step works with torch: AMP, version counters, opcheck, torch.compile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Files that are never half written, and JSON without NaN."""
+"""Tests that files are never half written, and that JSON has no NaN."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Networks that a function of the user's makes, and what is said of functions that do not."""
+"""Tests of networks made by a user's function, and of the errors for functions that make none."""
 
 import sys
 
@@ -23,7 +23,7 @@ def fails(**options):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module in the working directory."""
+    """Create a module in the working directory."""
     (tmp_path / "my_networks.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

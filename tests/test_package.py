@@ -1,4 +1,4 @@
-"""The package's names: those that cost time to import are there when they are asked for."""
+"""Tests of the package's names: modules that are slow to import are loaded on first access."""
 
 import subprocess
 import sys

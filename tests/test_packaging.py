@@ -1,4 +1,4 @@
-"""Installing: wheel, source distribution, editable, and a source install that cannot see torch."""
+"""Tests of installing: wheel, source distribution, editable install, and a source install that cannot see torch."""
 
 import os
 import re
@@ -18,7 +18,7 @@ OFFLINE = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disa
 
 
 def run(*command, cwd=None, path=None, check=True):
-    """Runs a command with nothing on Python's path but ``path``."""
+    """Run a command with nothing but ``path`` on PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path or []))}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
@@ -28,14 +28,14 @@ def run(*command, cwd=None, path=None, check=True):
 
 
 def copy_of_sources(folder):
-    """What a newcomer would have: the files of the repository, nothing built."""
+    """Copy the repository's files as a fresh checkout has them, with nothing built."""
     built = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__", "build", "dist", "runs", ".*")
     return Path(shutil.copytree(ROOT, folder / "source", ignore=built))
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Made of a source distribution."""
+    """Build a wheel from a source distribution and return its path."""
     folder = tmp_path_factory.mktemp("wheel")
     source = copy_of_sources(folder)
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", folder / "dist", cwd=source)
@@ -62,7 +62,7 @@ def test_wheel_installs_and_trains(wheel, tmp_path):
 
 
 def test_an_editable_install_finds_every_package(tmp_path):
-    """That of the environment which runs the tests, from another folder."""
+    """The test environment's own editable install is used from another folder."""
     done = run(sys.executable, SMOKE, cwd=tmp_path)
     assert f"smoke ok: {ROOT / 'loco_ext' / '__init__.py'}" in done.stdout
     where = run(sys.executable, "-c", "import loco_ext.triton_kernels as t; print(t.__file__)", cwd=tmp_path).stdout

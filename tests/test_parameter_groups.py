@@ -1,4 +1,4 @@
-"""parameter_groups: every parameter once, in the group that its module's type asks for."""
+"""Tests of parameter_groups: every parameter appears once, in the group that its module's type asks for."""
 
 import math
 
@@ -12,7 +12,7 @@ LOCALITY = (0.5, 2.0)
 
 
 class Transformer(nn.Module):
-    """A position embedding that looks like a 7x7 kernel, a class token, attention, an embedding, a loose scale."""
+    """A model with a position embedding like a 7x7 kernel, a class token, a bare scale, an embedding and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_every_kind_of_convolution_decays_by_its_map(convolution):
     decay = 1 - convolution.weight.detach()
     centre, corner = (1,) * (decay.dim() - 2), (0,) * (decay.dim() - 2)
     torch.testing.assert_close(decay.mean().item(), 0.1)
-    factor = 2.0 if decay.dim() == 3 else 4.0  # between the centre and an end, where an end is at distance 1 in 1-d
+    factor = 2.0 if decay.dim() == 3 else 4.0  # ratio of the corner to the centre; in 1-d the end is only at distance 1
     torch.testing.assert_close(
         decay[(..., *corner)] / decay[(..., *centre)], torch.full(decay.shape[:2], factor).double()
     )

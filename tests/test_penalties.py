@@ -1,4 +1,4 @@
-"""Penalties on rings and kernels: values by their formulas, gradients by differences, prox by its definition."""
+"""Tests of penalties on rings and kernels: values by formula, gradients by differences, the prox by its definition."""
 
 import itertools
 
@@ -30,13 +30,13 @@ def _backend(request):
 
 
 def value_of_rings(weight, rings, strength, weighting, norm, power):
-    """Eqs. 21-22, 25, 29 and 33, with torch.linalg."""
+    """Return the value of a ring penalty by eqs. 21-22, 25, 29 and 33, with torch.linalg."""
     w = group_weights(rings, weight.shape[1], weighting)
     return strength * ((w * group_norms(weight, rings, norm)).sum(1) ** power).sum()
 
 
 def value_of_kernels(weight, strength, weighting, norm, power):
-    """Eqs. 12-13 and 32."""
+    """Return the value of a kernel penalty by eqs. 12-13 and 32."""
     w = weight[0].numel() ** WEIGHTINGS[weighting]
     order = torch.inf if norm == "linf" else 2
     return strength * (w * torch.linalg.vector_norm(weight.double().flatten(1), order, dim=1)).sum() ** power
@@ -103,7 +103,7 @@ def objective(penalty, weight, x, step, metric):
 @pytest.mark.parametrize("with_metric", [False, True])
 @ALL_OPTIONS
 def test_the_prox_is_lower_than_all_around_it(options, with_metric):
-    """A convex function that rises in no direction's opposite has its minimum there."""
+    """A convex function that decreases in no direction from a point has its minimum there."""
     weight = torch.randn(4, 2, 3, 3, dtype=torch.float64) * torch.logspace(-1, 0.5, 4).view(4, 1, 1, 1)
     metric = torch.rand_like(weight) + 0.5 if with_metric else None
     slow = loco_ext.ops.backends.choose("ring_prox", weight.device) == "reference" and with_metric
@@ -123,7 +123,7 @@ def test_the_prox_is_lower_than_all_around_it(options, with_metric):
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("make", [RingPenalty, KernelPenalty])
 def test_the_prox_is_where_scipy_ends_with_autograds_gradient(make, power):
-    """Strong enough to move the weights, too weak to take anything to 0, where there is no gradient."""
+    """The penalty moves the weights but takes none to 0, where it has no gradient."""
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64)
     metric = torch.rand_like(weight) + 0.5
     penalty = make(0.05, power=power)
@@ -143,7 +143,7 @@ def test_the_prox_is_where_scipy_ends_with_autograds_gradient(make, power):
 @pytest.mark.parametrize("with_metric", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, with_metric):
-    """Eq. 32 couples the kernels of a layer: CVXPY solves it for all at once."""
+    """Eq. 32 couples the kernels of a layer: CVXPY solves for all of them at once."""
     weight = torch.randn(5, 2, 2, 2, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]).view(5, 1, 1, 1)
     metric = torch.rand_like(weight) + 0.5 if with_metric else None
     u = weight.flatten(1).numpy()
@@ -160,7 +160,7 @@ def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, wi
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_squared_kernel_penalties_shrink_by_the_threshold_that_stands_for_itself(norm):
-    """By every choice of the kernels that remain (eq. 32): one threshold ``t = 2 s w * sum of w ||x||`` for all."""
+    """Whichever kernels remain (eq. 32), one threshold ``t = 2 s w * sum of w ||x||`` applies to all of them."""
     weight = torch.randn(6, 2, 3, dtype=torch.float64) * torch.logspace(-1, 1, 6).view(6, 1, 1)
     for strength in (1e-9, 1e-3, 0.1, 10.0, 1e4, 1e8):
         penalty = KernelPenalty(strength, "normalized", norm, power=2)
@@ -170,7 +170,7 @@ def test_squared_kernel_penalties_shrink_by_the_threshold_that_stands_for_itself
         assert x.abs().max() > 0
         if strength <= 10.0:
             assert_near_by_kernel(x, by_one, weight, BY_PROXIMAL_GRADIENT)
-        else:  # x is a strength's part of the weights, and the threshold a strength times x
+        else:  # x is about the weights / strength, and the threshold strength * x
             total = 2 * 0.5 * strength / 6 * group_norms(x, Rings((3,), "full", "auto"), norm)[:, -1].sum()
             dual = weight.flatten(1).norm(dim=1) if norm == "l2" else weight.flatten(1).abs().sum(1)
             torch.testing.assert_close(total, dual.max(), rtol=1e-2, atol=0)
@@ -248,7 +248,7 @@ def test_a_layer_without_kernels_is_left():
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 def test_thresholds_take_every_group_that_is_not_above_them(norm, dtype):
-    """Eqs. 15 and 23, one kernel and one group at a time."""
+    """Eqs. 15 and 23 are checked for one kernel and one group at a time."""
     order = torch.inf if norm == "linf" else 2
     for kernel_size, (kind, first) in itertools.product(((5, 5), (1, 3), (1, 1), (3, 1, 5)), KINDS):
         weight = (torch.randn(7, 3, *kernel_size) * torch.logspace(-2, 0, 7).view(7, *[1] * (1 + len(kernel_size)))).to(
@@ -317,6 +317,6 @@ def test_thresholds_that_are_kept_serve_every_kind_of_call() -> None:
     assert torch.equal(Doubled(0.15, weighting="scaled").prox(weight, 0.7), first)
     penalty.group_weights(weight).zero_()
     assert torch.equal(penalty.prox(weight, 0.7), first)
-    others = [penalty.prox(weight, 0.7 + 1e-5 * i) for i in range(1100)]  # more than are kept
+    others = [penalty.prox(weight, 0.7 + 1e-5 * i) for i in range(1100)]  # more than the cache holds
     assert torch.equal(others[0], first)
     assert not torch.equal(others[-1], first)

@@ -1,4 +1,4 @@
-"""The values of penalties under torch.func, against autograd in float64."""
+"""Tests of penalty values under torch.func, compared with autograd in float64."""
 
 from functools import reduce
 
@@ -23,7 +23,7 @@ IMAGES = torch.linspace(-1, 1, 100).view(2, 2, 5, 5).double()
 
 
 def make_model():
-    """Weights with a ring and a kernel of zeros, which have no norm to divide by."""
+    """Return a model with a ring and a kernel of zeros, which have no norm to divide by."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), LocallyConnected2d(4, 2, 3, padding=1, input_size=3))
     with torch.no_grad():
         model[0].weight[0] = model[0].weight[1, :, 0] = model[0].weight[1, :, :, 0] = 0

@@ -1,4 +1,4 @@
-"""Ring norms against torch.linalg, and their derivatives."""
+"""Tests of ring norms, compared with torch.linalg, and of their derivatives."""
 
 import pytest
 import torch

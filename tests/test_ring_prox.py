@@ -1,4 +1,4 @@
-"""The kernels of the prox against the reference: dtypes, kernel sizes, layouts, threads; tensors are left alone."""
+"""Tests of the prox against its reference: dtypes, kernel sizes, layouts, threads; input tensors are left unchanged."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ import loco_ext
 from loco_ext import ops, sparsity
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
-FLAT_MODES = [mode for mode in MODES if not (mode["metric"] and mode["power"] != "plain")]  # of a fast reference
-# rings, channels: 1-d, 2-d, 3-d, rectangular, one tap, one channel, sums that are no multiple of 16, more than 64 taps.
+FLAT_MODES = [mode for mode in MODES if not (mode["metric"] and mode["power"] != "plain")]  # their reference is fast
+# Rings and channels: 1-d, 2-d, 3-d, rectangular, one tap, one channel, sums of no multiple of 16 terms, over 64 taps.
 SIZES = {
     "1x1": (Rings((1, 1), "half", "auto"), 37),
     "1x1_depthwise": (Rings((1, 1), "half", "auto"), 1),
@@ -33,7 +33,7 @@ SIZES = {
 
 
 def assert_near(actual: Tensor, expected: Tensor, weight: Tensor) -> None:
-    """In ulp of each kernel's largest weight, and the same weights at 0."""
+    """Assert that results agree to some ulp of each kernel's largest weight and are 0 in the same places."""
     assert actual.dtype == expected.dtype == weight.dtype
     assert actual.shape == weight.shape
     scale = largest_of_kernels(weight).expand_as(weight)
@@ -85,7 +85,7 @@ def test_the_operator_takes_each_taps_ring(mode):
 @pytest.mark.parametrize("power", ["plain", "squared"])
 @pytest.mark.parametrize("metric", [False, True])
 def test_rings_may_be_any_division_of_the_taps(metric, power, linf):
-    """Rings without taps, taps in any order, no tap axes at all."""
+    """Rings may have no taps, taps may be in any order, and the tap axes may be missing."""
 
     def both(weight, rings, thresholds):
         found = []
@@ -115,7 +115,7 @@ def test_there_may_be_64_rings():
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
-    """Every other kernel, channel and tap of a larger tensor filled with GUARD."""
+    """Return the values as every other kernel, channel and tap of a larger tensor filled with GUARD."""
     place = torch.full([2 * size + 1 for size in tensor.shape], GUARD, dtype=tensor.dtype)
     return place[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
 
@@ -202,7 +202,7 @@ def test_thresholds_may_be_a_row_for_each_kernel_in_any_layout(mode):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @ALL_MODES
 def test_the_number_of_threads_changes_no_bit(mode, dtype):
-    """Enough weights for each thread to be given some."""
+    """There are enough weights for every thread to get some."""
     case = make_case(Rings((5, 5), "half", "auto"), 48, 31, **mode).to(dtype)
     norms = []
     results = []
@@ -240,7 +240,7 @@ def test_the_result_of_a_parameter_needs_no_gradient():
 
 
 def test_rounding_takes_no_level_below_0():
-    """Thresholds that take away all but the last bits of a group."""
+    """The thresholds take away all but the last bits of a group."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.rand(4000, 3, 3, dtype=torch.float64, generator=generator)
     weight[:, 0] *= 1e-17

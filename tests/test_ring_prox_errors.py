@@ -1,5 +1,5 @@
-"""Bad arguments of rings, prox, residual and penalties: typed errors that name the argument, what was expected and what
-came."""
+"""Tests of bad arguments to rings, prox, residual and penalties: typed errors name the argument, what was expected and
+what was received."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ OF_WEIGHTS = {
     "kernel_value": KernelPenalty(0.1, power=2).value,
     "kernel_prox_of_penalty": lambda weight: KernelPenalty(0.1, power=2).prox(weight, 1.0),
 }
-# The weight, the error, what its message tells came.
+# The weight, the error, and what its message says was received.
 BAD_WEIGHTS = {
     "no_tensor": ([[1.0]], TypeError, "list"),
     "0_d": (torch.tensor(1.0), ValueError, r"\(\)"),

@@ -1,4 +1,4 @@
-"""The prox at the ends of the number line: zeros, subnormals, very large weights, infinities and NaN."""
+"""Tests of the prox on extreme numbers: zeros, subnormals, very large weights, infinities and NaN."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def case_of(mode, dtype=torch.float64):
 
 @pytest.fixture(autouse=True)
 def _not_all_of_the_slow(request):
-    """The reference of squares in a metric has one search inside the other: it runs one dtype."""
+    """Run the reference of squared penalties with a metric, which nests two searches, in one dtype only."""
     given = request.node.callspec.params
     mode = given.get("mode", {"metric": False})
     slow = given["backend"] == "reference" and mode["metric"] and mode["norm"] == "l2" and mode["power"] != "plain"
@@ -70,8 +70,11 @@ def test_huge_thresholds_leave_nothing_or_with_squares_almost_nothing(mode, dtyp
 @pytest.mark.parametrize("strength", [1e-12, 1e-6, 1e3, 1e6])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_squares_of_any_strength_are_balanced(norm, strength, backend):
-    """The root lies anywhere between the ends of where it is looked for. Where squares are strong, x is about 1/q^2 of
-    the weights, and what rounds them moves the penalty, in which x stands alone, by q^2 times as much."""
+    """The root may lie anywhere in the search interval.
+
+    Where squares are strong, x is about 1/q^2 of the weights, so the weights' rounding error moves the penalty, which
+    depends on x alone, by q^2 times as much.
+    """
     case = case_of({"norm": norm, "power": "squared"})
     case = replace(case, squared=case.squared * strength)
     q = case.squared.max().item()
@@ -113,7 +116,7 @@ def test_an_infinite_weight_stays_and_makes_no_nan(where, mode, dtype, backend):
         assert same_bits(result[others], clean[others])
 
 
-# Factors that take normal random weights to subnormal, tiny and huge numbers.
+# Factors that turn normal random weights into subnormal, tiny and huge numbers.
 SCALES = [
     (torch.float32, 1e-42),
     (torch.float32, 1e-30),
@@ -139,11 +142,11 @@ def test_tiny_and_huge_weights_are_shrunk_as_others_are(mode, dtype, scale, back
     if mode["power"] == "both" and not 1e-300 < factor * factor < 1e300:
         pytest.skip("squares do not scale with the rest")
     small = replace(case, weight=(case.weight * factor).to(dtype), thresholds=case.thresholds * factor)
-    # What the rounding to subnormal numbers leaves, at an ordinary size.
+    # The weights after rounding to subnormal numbers, scaled back to an ordinary size.
     ordinary = replace(case, weight=small.weight.double() / factor, thresholds=small.thresholds / factor)
     result, expected = small.prox(backend), ordinary.prox(backend) * factor
     assert result.isfinite().all()
-    if scale == 5e-324 and case.norm == "linf":  # a sum of products with the metric, each rounded to 0 or 5e-324
+    if scale == 5e-324 and case.norm == "linf":  # each product with the metric rounds to 0 or 5e-324
         assert (result.abs() <= small.weight.abs()).all()
         return
     spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""The prox of nested rings against other solvers: SPAMS, accelerated proximal gradient, CVXPY and SciPy."""
+"""Tests of the prox of nested rings against other solvers: SPAMS, accelerated proximal gradient, CVXPY and SciPy."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ KERNELS = 64
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_prox_and_what_it_takes_to_zero_are_those_of_spams(weighting, norm, backend):
-    """28 divisions of 64 kernels: 10,752 for each backend, in 6 tests."""
+    """Six tests of 28 divisions of 64 kernels check 10,752 kernels for each backend."""
     assert len(ALL_RINGS) * KERNELS * len(WEIGHTINGS) * 2 >= 10_000
     sizes_seen = set()
     for seed, rings in enumerate(ALL_RINGS):
@@ -24,7 +24,7 @@ def test_the_prox_and_what_it_takes_to_zero_are_those_of_spams(weighting, norm, 
         assert_near_by_kernel(x, expected, case.weight, BY_SPAMS)
         assert torch.equal(x == 0, expected == 0), rings
         sizes_seen |= set(case.sizes_left(x).tolist())
-    assert sizes_seen == set(range(12))  # every number of rings has been seen to vanish
+    assert sizes_seen == set(range(12))  # every possible number of rings has vanished at least once
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
@@ -82,7 +82,7 @@ CVXPY_RINGS = [Rings((3, 3), "half", "top_left"), Rings((2, 2), "half", "auto"),
 @pytest.mark.parametrize("rings", CVXPY_RINGS, ids=str)
 @pytest.mark.parametrize("power", POWERS)
 def test_the_prox_is_the_minimum_that_an_interior_point_method_finds(power, rings):
-    """9 kernels in each of 24 tests: 216."""
+    """24 tests of 9 kernels check 216 kernels."""
     case = make_case(rings, 9, 2, seed=1, **POWERS[power])
     assert_near_by_kernel(case.prox(), by_cvxpy(case), case.weight, BY_INTERIOR_POINTS)
 
@@ -98,7 +98,7 @@ def test_a_squared_penalty_is_a_plain_one_with_thresholds_of_twice_its_own_value
 
 
 def squared_by_spams(rings, kernel, q, norm):
-    """The root, by SciPy, of a factor minus twice what SPAMS' prox with thresholds factor * q weighs with q."""
+    """Return SPAMS' prox with thresholds f * q, with the f (by SciPy) that equals twice its penalty with weights q."""
 
     def plain(factor):
         return by_spams(Case(rings, kernel, factor * q, norm=norm))

@@ -1,4 +1,4 @@
-"""The prox, norms and what is made of them for weights, metrics and thresholds of any size that float64 has."""
+"""Tests of the prox, norms and values derived from them, for weights, metrics and thresholds of any float64 size."""
 
 import mpmath
 import numpy as np
@@ -13,13 +13,13 @@ from loco_ext import ops, optim, sparsity
 
 RINGS = Rings((3, 3), "half", "auto")
 EXACT = BY_PROXIMAL_GRADIENT
-# Powers of two of weights and of the metric.
+# Exponents of two by which weights and the metric are scaled.
 WEIGHT_POWERS = [(power, 0) for power in (-1000, -265, 255, 1000)]
 POWERS = [*WEIGHT_POWERS, (0, -1000), (0, -300), (0, 400), (0, 1000), (-700, 700), (600, -800)]
 
 
 def times_power(x, exponent):
-    """x * 2^exponent where 2^exponent alone may not be a number."""
+    """Return x * 2^exponent, even where 2^exponent alone overflows or underflows."""
     half = exponent // 2
     return x * 2.0**half * 2.0 ** (exponent - half)
 
@@ -57,7 +57,7 @@ def test_metrics_of_any_size_that_float32_has(norm, backend):
 
 
 def oracle(u, d, t):
-    """Of one group, in 40 digits: x = u d / (d + c) with c ||x|| = t, c found among its logarithms."""
+    """Return the prox of one group in 40 digits: x = u d / (d + c) with c ||x|| = t, by bisection of log c."""
     with mpmath.workdps(40):
         u, d, t = [mpmath.mpf(x) for x in u], [mpmath.mpf(x) for x in d], mpmath.mpf(t)
         if mpmath.sqrt(sum((a * b) ** 2 for a, b in zip(u, d, strict=True))) <= t:
@@ -92,7 +92,7 @@ def test_metrics_of_all_sizes_in_one_kernel(spread, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_an_infinite_metric_lets_its_weight_stay(dtype, backend):
-    """As Adam's is where the square of a gradient has overflowed."""
+    """Adam's metric is infinite where the square of a gradient has overflowed."""
     metric = torch.tensor([[[1.0, torch.inf, 2.0, torch.finfo(dtype).max]]], dtype=dtype)
     with loco_ext.backend(backend):
         result = ops.ring_prox(torch.ones(1, 1, 4, dtype=dtype), [0] * 4, torch.ones(1).double(), None, metric)
@@ -104,7 +104,7 @@ def test_an_infinite_metric_lets_its_weight_stay(dtype, backend):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("channels", [1, 2])
 def test_an_infinite_metric_lets_its_weight_stay_under_the_largest_norm(channels, dtype, backend):
-    """The others are clipped as without it, but not below it: worked out by hand."""
+    """Other weights are clipped as if it were absent, but not below it; expected values are worked out by hand."""
     weight = torch.tensor([[[1.0, -0.5, 2.0, 0.25]]], dtype=dtype).repeat(1, channels, 1)
     metric = torch.tensor([[[1.0, torch.inf, 2.0, 1.0]]], dtype=dtype).repeat(1, channels, 1)
     for rings, thresholds, expected in [

@@ -1,4 +1,4 @@
-"""The ring operators among torch's own: opcheck and torch.compile."""
+"""Tests of how the ring operators work with torch: opcheck and torch.compile."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_functions_compile_into_one_graph(name):
         assert_within_ulps(gradients[1], gradients[0])
 
 
-@pytest.mark.slow  # inductor calls a compiler
+@pytest.mark.slow  # inductor runs a compiler
 @pytest.mark.parametrize("name", COMPILED)
 def test_functions_compile_with_inductor(name):
     function = COMPILED[name]

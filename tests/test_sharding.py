@@ -1,4 +1,4 @@
-"""Sharded and replicated training: DTensor, FSDP2, torch.distributed.checkpoint and DDP against one process."""
+"""Tests of sharded and replicated training: DTensor, FSDP2, distributed checkpoints and DDP match one process."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ STEPS = 4
 
 @pytest.fixture
 def world():
-    """A world of this process alone."""
+    """Create a process group of this process alone and yield its mesh."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -51,12 +51,12 @@ def local(tensor):
 
 
 def assert_same_in_full(ours, other, equal=same_bits):
-    """Two optimizers hold equal parameters and states, wherever these lie."""
+    """Assert that two optimizers hold equal full parameters and states, sharded or not."""
     assert_same(ours, other, equal=lambda a, b: equal(local(a), local(b)))
 
 
 def set_sharded_gradients(params, plain, mesh, placement):
-    """The plain parameters' gradients, laid out as ``placement`` says."""
+    """Copy the plain parameters' gradients, distributed by ``placement``."""
     for p, q in zip(params, plain, strict=True):
         if not isinstance(p, DTensor):
             p.grad = q.grad.clone()
@@ -121,7 +121,7 @@ def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
 @pytest.mark.parametrize("placement", [Shard(2), Shard(3), Shard(-1), Shard(-2)], ids=str)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_map_on_a_sharded_kernel_axis_is_refused_before_anything_is_written(mesh, name, placement):
-    """The plain parameter comes first, so that it would be written first."""
+    """The plain parameter comes first, so it would be the first to be written."""
     before = make_params([(2, 2, 3, 3), (3, 2, 3, 3)])
     params = [*clones(before[:1]), *sharded(before[1:], mesh, placement)]
     ours = getattr(optim, name)(params, **RICH[name], locality=LOCALITY)
@@ -197,7 +197,7 @@ def test_a_sharded_optimizer_is_copied_and_resumed(mesh, name):
 
 
 def make_model():
-    """Five and one output channels: neither divides into two ranks evenly, and one rank has none of the second."""
+    """Return layers of 5 and 1 output channels: two ranks split neither evenly, and one has none of the second."""
     torch.manual_seed(0)
     layers = nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 1, 5, padding=2), nn.Flatten(), nn.Linear(36, 3)
     return nn.Sequential(*layers).double()
@@ -208,7 +208,7 @@ def make_optimizer(name, model):
 
 
 def train_model(model, optimizer, steps, rank=None, start=0):
-    """Every rank takes its share of the same batches; the mean of their gradients is that of the whole batch."""
+    """Train each rank on its share of the same batches; the mean of their gradients is that of the whole batch."""
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, 2, 6, 6, generator=generator, dtype=torch.float64)
@@ -241,7 +241,7 @@ def check_fsdp(rank, name):
 
 
 def check_checkpoint(rank, name):
-    """Saved in full by two ranks: what one process would save. Loaded into a fresh sharded model: goes on equal."""
+    """Two ranks save in full what one process would; a fresh sharded model that loads it continues equally."""
     model = shard_model(make_model())
     optimizer = make_optimizer(name, model)
     train_model(model, optimizer, 2, rank)
@@ -289,7 +289,7 @@ def run_rank(rank, check, name, file):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     with loco_ext.backend("native"):
         check(rank, name)
-    # Taking gloo's threads down aborts now and then (torch 2.13); the process ends without, once all ranks are through.
+    # Shutting gloo's threads down sometimes aborts (torch 2.13), so the process exits without once all ranks are done.
     store.add("through", 1)
     while store.add("through", 0) < WORLD:
         time.sleep(0.01)
@@ -299,7 +299,7 @@ def run_rank(rank, check, name, file):
 @pytest.mark.parametrize("full", [True, False], ids=["full", "parts"])
 @pytest.mark.parametrize("locality", [LOCALITY, [LOCALITY], (0.5, 1.0, 2.0), [None]], ids=str)
 def test_a_distributed_checkpoint_brings_locality_back(mesh, locality, full):
-    """Saving in full goes through containers that tuples do not survive."""
+    """Saving in full uses containers that do not preserve tuples."""
     options = StateDictOptions(full_state_dict=full)
     model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False)).double()
     saved = optim.AdamW(model.parameters(), locality=locality)

@@ -1,4 +1,4 @@
-"""Networks saved and loaded: the same bits, in any process, and nothing from the files is executed."""
+"""Tests of saving and loading networks: the same bits in any process, and nothing from the files is executed."""
 
 import copy
 import inspect
@@ -36,12 +36,12 @@ def raw(tensor):
 
 
 def code(model):
-    """The source of forward, without annotations."""
+    """Return the source of forward without its signature, whose annotations may differ."""
     return re.sub(r"def forward\(self, x.*\n", "", model.code)
 
 
 def assert_same_model(loaded, model):
-    """Code, tensors with their kinds and order, and layers with their flags."""
+    """Assert that code, tensors (types, flags and order) and layers (flags included) are the same."""
     assert code(loaded) == code(model)
     for tensors in ("named_parameters", "named_buffers"):
         mine, theirs = (list(getattr(m, tensors)(remove_duplicate=False)) for m in (loaded, model))
@@ -303,7 +303,7 @@ def test_a_save_that_is_killed_leaves_one_network_or_none_that_loads(tmp_path):
         command = [sys.executable, "-c", program, str(tmp_path / "new"), str(folder), str(count)]
         done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
         assert done.returncode == (9 if count < 5 else 0), done.stderr
-        if count == 4:  # between the two files
+        if count == 4:  # killed between the two files
             with pytest.raises(sparsity.ModelFileError, match=r"does not belong to the model.safetensors beside it"):
                 sparsity.load(folder)
             sparsity.save(old, folder)
@@ -341,7 +341,7 @@ def test_constants_and_text_in_a_graph_are_data(tmp_path):
 
 
 def test_random_graphs_of_functions(tmp_path):
-    """Chains of what compacted networks hold, in random order, against the model that was saved."""
+    """Chains of operations from compacted networks, in random order, give the saved model's results after loading."""
     generator = torch.Generator().manual_seed(1)
     index = torch.tensor([2, 0, 1])
     steps = [

@@ -1,4 +1,4 @@
-"""What is not saved, and what is not loaded: each has one error that names it, and nothing from a file is executed."""
+"""Tests of what saving and loading refuse: one error names each cause, and nothing from a file is executed."""
 
 import json
 import math
@@ -153,7 +153,7 @@ def test_missing_and_damaged_files_are_named(name, tmp_path):
 
 
 def forge(folder, change):
-    """Changes the content of a manifest, and makes its checksum right."""
+    """Change the content of a manifest and correct its checksum."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest["content"])
@@ -230,7 +230,7 @@ BAD_VALUES = [
 
 
 def chain(*steps):
-    """Puts calls of functions behind the input x: their names and arguments; "a0" is the first one's result."""
+    """Return a change that inserts function calls (name, arguments) after the input x; "a0" is the first result."""
 
     def change(content):
         def argument(value):
@@ -344,7 +344,7 @@ def test_a_forged_manifest_is_refused_and_nothing_runs(case, tmp_path, monkeypat
 
 
 def test_the_arithmetic_of_networks_is_loaded(tmp_path):
-    """What models compute from sizes, among it what looks like sequences and is none."""
+    """Models compute with sizes, including values that look like sequences but are not."""
 
     def forward(x):
         h, w = x.shape[2:]

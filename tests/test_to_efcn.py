@@ -1,4 +1,4 @@
-"""Whole networks with their convolutions relaxed: the same outputs, and refusals that name what stands in the way."""
+"""Tests of relaxing a network's convolutions: the outputs stay the same, and refusals name what stands in the way."""
 
 import copy
 
@@ -13,7 +13,7 @@ from loco_ext.nn.locally_connected import LocallyConnectedNd
 
 
 def alexnet() -> nn.Sequential:
-    """Ending in a flattening and linear layers."""
+    """A small AlexNet, which ends in a flattening and linear layers."""
     return nn.Sequential(
         *(nn.Conv2d(3, 8, 5, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(8, 12, 3, padding=1)),
         *(nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(12 * 5 * 5, 16), nn.ReLU(), nn.Linear(16, 10)),
@@ -21,7 +21,7 @@ def alexnet() -> nn.Sequential:
 
 
 def paper() -> nn.Sequential:
-    """The network of the eFCN paper, narrower."""
+    """A narrower version of the eFCN paper's network."""
     return nn.Sequential(
         *(nn.ZeroPad2d(2), nn.Conv2d(3, 8, 4, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.ZeroPad2d(2), nn.Conv2d(8, 8, 5), nn.ReLU(), nn.MaxPool2d(3, 2)),
@@ -30,7 +30,7 @@ def paper() -> nn.Sequential:
 
 
 def volumes() -> nn.Sequential:
-    """1-d layers after 3-d ones."""
+    """A network with 1-d layers after 3-d ones."""
     return nn.Sequential(
         *(nn.Conv3d(2, 4, 3, padding=1, groups=2), nn.BatchNorm3d(4), nn.GELU(), nn.Flatten(2)),
         *(nn.Conv1d(4, 3, 5, stride=3, padding=2, padding_mode="circular", bias=False), nn.Flatten(), nn.LazyLinear(5)),
@@ -38,7 +38,7 @@ def volumes() -> nn.Sequential:
 
 
 def vgg() -> nn.Sequential:
-    """VGG's pairs of convolutions with batch norms, narrow."""
+    """A narrow VGG: pairs of convolutions with batch norms."""
     layers: list[nn.Module] = []
     for before, width in ((3, 8), (8, 8), (8, 16), (16, 16)):
         layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
@@ -65,7 +65,7 @@ def make(name: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
     build, shape = NETWORKS[name]
     x = torch.randn(3, *shape)
     model = build()
-    model(x)  # statistics of batch norms, and shapes
+    model(x)  # sets the batch norms' statistics and the lazy layers' shapes
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -209,7 +209,7 @@ def hooked() -> nn.Module:
 
 
 def hidden() -> nn.Module:
-    """Modules with hooks are not looked into."""
+    """A model with a hooked module, which to_efcn must not look into."""
     model = nn.Sequential(nn.Conv2d(2, 2, 1), Bare())
     model[1].register_forward_hook(lambda *_: None)
     return model

@@ -1,6 +1,6 @@
-"""Six defects of torch 2.13's own fused CPU optimizers: that ours has none of them, and that torch's has.
+"""Tests of six defects of torch 2.13's fused CPU optimizers: ours have none of them, torch's have all.
 
-The tests of torch's side document the claim. They run with torch 2.13 only, for the defects may be gone elsewhere.
+The tests of torch's optimizers document the claim. They run with torch 2.13 only: other versions may lack the defects.
 """
 
 import pytest
@@ -35,7 +35,7 @@ def mesh():
 
 @pytest.fixture
 def filled_memory():
-    """Uninitialised memory holds NaN, so that its use shows."""
+    """Fill uninitialised memory with NaN, so that its use becomes visible."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -126,7 +126,7 @@ def test_4_torch_refuses_a_parameter_unfrozen_later():
 
 
 def step_channels_last_after_an_nchw_checkpoint(make):
-    """Returns the weight and what it should be."""
+    """Return the weight and its expected value."""
     weight, buffer, grad = torch.randn(3, 4, 3, 5, 5)
     saved = torch.optim.SGD([nn.Parameter(weight)], lr=0.5, momentum=0.5).state_dict()
     saved["state"] = {0: {"momentum_buffer": buffer}}
@@ -140,7 +140,7 @@ def step_channels_last_after_an_nchw_checkpoint(make):
 
 
 def step_with_three_layouts(make):
-    """Weight, gradient and momentum of one shape, each laid out otherwise; returns the weight and what it should be."""
+    """Step a weight, gradient and momentum of different strides; return the weight and its expected value."""
     weight, buffer, grad = torch.randn(3, 6, 6, 5, 5)
     param = nn.Parameter(weight.clone(memory_format=torch.channels_last))
     param.grad = grad.transpose(0, 1).contiguous().transpose(0, 1)

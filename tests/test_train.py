@@ -1,4 +1,4 @@
-"""Training runs: what their settings mean, that they resume to the same numbers, and that processes train as one."""
+"""Tests of training runs: their settings, resuming to the same numbers, and several processes training as one."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from loco_ext.experiments.train import make_model, make_optimizer, train
 CPU = Processes(torch.device("cpu"))
 CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
 CONVOLUTIONS |= {"resnet20": 21, "plain20": 19, "resnet8": 9, "plain8": 7, "vanilla": 3, "alexnet": 5}
-# LOCO-REG, Table 3: channels of VGG13's convolutions, (stride, channels) of MobileNet's depthwise ones.
+# LOCO-REG, Table 3, lists the channels of VGG13's convolutions and (stride, channels) of MobileNet's depthwise ones.
 VGG13 = [64, 64, 128, 128, 256, 256, 512, 512, 512, 512]
 MOBILENET = [(2, 64), (1, 64), (2, 128), (1, 128), (1, 256), (2, 256), (1, 256), (1, 512), (2, 512)]
 
@@ -44,7 +44,7 @@ def quick(**overrides):
 
 
 def digits(train=200, test=100):
-    """The first of the digits, with crops and flips, so that all of the loader's work is in the run."""
+    """Return the first digits, with crops and flips, so that a run covers all of the loader's work."""
     whole = data.load("digits", None)
     cut = [
         data.Samples(part.images[:size], part.labels[:size])
@@ -54,7 +54,7 @@ def digits(train=200, test=100):
 
 
 def figures(history):
-    """All but the times."""
+    """Return all figures of a history but the times."""
     return [{k: v for k, v in asdict(epoch).items() if k not in ("seconds", "samples_per_second")} for epoch in history]
 
 
@@ -157,7 +157,7 @@ def test_a_locality_that_does_not_fit_the_model_is_named(locality):
 
 
 def test_training_is_the_plain_loop_over_the_loaders_batches():
-    """Weights and figures against a loop written out, with torch.optim's SGD."""
+    """Weights and figures match those of a plain loop with torch.optim's SGD."""
     from loco_ext.experiments.loader import Loader, Normalization
 
     setting, samples = quick(epochs=2), digits()
@@ -268,7 +268,7 @@ def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     kills = 0
-    for epochs in (2, 5):  # killed in the middle of what follows
+    for epochs in (2, 5):  # killed soon after these epochs' metrics are written
         process = subprocess.Popen(
             command(*options, "--out", str(cut), "--resume"), env=environment, stderr=subprocess.DEVNULL
         )
@@ -347,7 +347,7 @@ def test_a_run_is_neither_overwritten_nor_mixed_up(tmp_path):
 
 @pytest.fixture(scope="module")
 def unfinished(tmp_path_factory):
-    """The checkpoint of a run of two epochs after its first."""
+    """Return the checkpoint of a two-epoch run as if after its first epoch."""
     out = tmp_path_factory.mktemp("unfinished")
     run.run(quick(epochs=2), digits(), out, CPU)
     state = load_checkpoint(out / "checkpoint.pt")
@@ -389,14 +389,14 @@ def test_a_finished_run_that_has_diverged_is_not_trained_again(tmp_path, unfinis
 
 
 def launch(program, processes, out, *options):
-    """Runs the program under torchrun; returns the lines of its metrics without the times."""
+    """Run the program under torchrun; return the lines of its metrics without the times."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]
     arguments += ["--epochs", "2", "--batch-size", "50", "--out", str(out), "--json", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([*launcher, *program, *arguments], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["epoch"] == 2  # of one process, not of each
+    assert json.loads(result.stdout)["epoch"] == 2  # only one process prints
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     left_out = ("seconds", "samples_per_second", "measures")
     return [{k: v for k, v in line.items() if k not in left_out} for line in lines]
@@ -404,7 +404,7 @@ def launch(program, processes, out, *options):
 
 @pytest.mark.slow
 def test_several_processes_train_as_one_does(tmp_path):
-    """800 samples in batches of 50, split 17, 17, 16 among three: the gradients are those of the whole batch."""
+    """Three processes split batches of 50 (800 samples) into 17, 17, 16; gradients are those of the whole batch."""
     worker = [str(Path(__file__).with_name("train_worker.py")), "--plain"]
     one, three = (launch(worker, count, tmp_path / str(count)) for count in (1, 3))
     for expected, found in zip(one, three, strict=True):
@@ -416,7 +416,7 @@ def test_several_processes_train_as_one_does(tmp_path):
 
 @pytest.mark.slow
 def test_several_processes_resume_to_the_same_bits(tmp_path):
-    """Three: their sums, unlike those of two, depend on the order."""
+    """Three processes are used because their sums, unlike those of two, depend on the order."""
     whole = launch(["-m", "loco_ext.cli"], 3, tmp_path / "whole")
     worker = [str(Path(__file__).with_name("train_worker.py")), "--die-after", "1"]
     with pytest.raises(AssertionError, match="SIGKILL"):

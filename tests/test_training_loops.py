@@ -1,6 +1,6 @@
-"""The loops that people train in, with our SGD in the place of torch's: the same weights come out, bit for bit.
+"""Tests of common training loops with our SGD in place of torch's: they give the same weights, bit for bit.
 
-Factors of powers of two make that possible: fused multiply-adds then round as torch's products and sums do.
+Factors that are powers of two make this possible: fused multiply-adds then round as torch's products and sums do.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from loco_ext import optim
 
 SETTINGS = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
-CLIP = 0.25  # far below the norms of these gradients
+CLIP = 0.25  # far below these gradients' norms
 LIBRARIES = (torch.optim, optim)
 
 
@@ -35,7 +35,7 @@ def make_scheduler(optimizer):
 
 
 def assert_trained_alike(train):
-    """``train`` returns the model that it has trained by the SGD it is given, and whatever else is to agree."""
+    """Assert that ``train(SGD)`` returns equal modules (the model and whatever else must agree) for both libraries."""
     theirs, ours = (train(library.SGD) for library in LIBRARIES)
     start = make_model().state_dict()
     assert not torch.equal(theirs.state_dict()["0.weight"], start["0.weight"])
@@ -86,7 +86,7 @@ def test_lightnings_trainer(precision, tmp_path):
             return {"optimizer": optimizer, "lr_scheduler": make_scheduler(optimizer)}
 
     def train(kind):
-        """Two epochs; a second trainer goes on from the checkpoint of the first."""
+        """Train for two epochs; a second trainer continues from the first one's checkpoint."""
         for epochs in (1, 2):
             module = Module(kind)
             trainer = lightning.Trainer(
@@ -104,7 +104,7 @@ def test_lightnings_trainer(precision, tmp_path):
 
 
 def _mixed(plugin, precision):
-    """Lightning takes float16 for GPUs alone, unless it is given the plugin."""
+    """Return the precision options; Lightning allows float16 on the CPU only through the plugin."""
     if precision != "16-mixed":
         return {"precision": precision}
     return {"plugins": plugin(precision, "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))}
@@ -170,7 +170,7 @@ def test_transformers_trainer(given, tmp_path):
     data = [{"x": x, "labels": y} for x, y in make_data()]
 
     def train(kind):
-        """Two epochs; a second trainer goes on from the checkpoint of the first."""
+        """Train for two epochs; a second trainer continues from the first one's checkpoint."""
         for epochs in (1, 2):
             model = Classifier(*make_model())
             settings = transformers.TrainingArguments(

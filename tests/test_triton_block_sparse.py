@@ -1,8 +1,8 @@
-"""The Triton kernels of block_sparse in Triton's interpreter, against a dense matrix in float64.
+"""Tests of the Triton kernels of block_sparse in Triton's interpreter, against a dense matrix in float64.
 
 The interpreter must be chosen before triton is imported, so it runs in a process of its own. Its tl.dot is wrong for
-bfloat16, which tests/test_triton_block_sparse_gpu.py covers. Activations lie among NaN, results among numbers that must
-stay.
+bfloat16, which tests/test_triton_block_sparse_gpu.py covers. Activations are surrounded by NaN, results by numbers that
+must stay unchanged.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ class Call:
     blocks_of_a_program: int | None = None
 
     def products(self, module: Any) -> tuple[Tensor, ...]:
-        """The product, and the gradients of x and values."""
+        """Return the product and the gradients of x and values."""
         return (
             module.block_sparse_matmul(self.x, self.values, *self.by_output, self.bias),
             module.block_sparse_input_gradient(self.grad, self.values, *self.by_input),
@@ -65,7 +65,7 @@ def prepare() -> None:
     original = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        """NumPy no longer takes arrays of one number for numbers, as range() of a tensor needs it."""
+        """Give tensors an index that range() accepts: NumPy no longer treats arrays of one number as numbers."""
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -73,7 +73,7 @@ def prepare() -> None:
 
 
 def guarded(made: list[tuple[Tensor, int]]) -> Any:
-    """torch.empty with other numbers before and behind, all noted in ``made``."""
+    """Return a torch.empty that surrounds its memory with GUARD and appends it to ``made``."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         size = torch.Size(shape).numel()
@@ -85,7 +85,7 @@ def guarded(made: list[tuple[Tensor, int]]) -> Any:
 
 
 def run(data: bytes) -> bytes:
-    """The products of calls."""
+    """Compute the products of pickled calls, and assert that nothing else is written."""
     from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
 
     results = []
@@ -110,7 +110,7 @@ def run(data: bytes) -> bytes:
 
 
 def reserved(size: int, dtype: torch.dtype) -> Tensor:
-    """Memory that is not there until it is written."""
+    """Return memory that is not allocated until it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)
 
@@ -122,7 +122,7 @@ FAR_PATTERN = (
 
 
 def far_activations(depth: int) -> tuple[Any, ...]:
-    """Results and operands of a call whose samples and pixels lie more than 2^31 elements apart in all."""
+    """Return results and operands of a call whose samples and pixels span more than 2^31 elements."""
     from loco_ext.triton_kernels import block_sparse
 
     groups = 3 if depth == 1 else 1
@@ -137,7 +137,7 @@ def far_activations(depth: int) -> tuple[Any, ...]:
 
 
 def far_blocks(depth: int) -> bool:
-    """Whether products by blocks beyond the 2^31st number are those by the same blocks at the beginning."""
+    """Return whether products by blocks beyond element 2^31 equal those by the same blocks at the beginning."""
     from loco_ext.triton_kernels import block_sparse
 
     groups = 1 if depth > 1 else 2**12
@@ -200,7 +200,7 @@ def assert_is_dense(problem: Problem, results: tuple[Tensor, ...], dtype: torch.
 
 
 def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
-    """The reference in float64, that is, which tests/test_block_sparse.py compares with a dense matrix."""
+    """Compare with the float64 reference, which tests/test_block_sparse.py compares with a dense matrix."""
 
     def of(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         x, values, grad = (change(t) for t in (call.x, call.values, call.grad))
@@ -216,7 +216,7 @@ MORE = {
     "130 samples": Case(130, 1, 3, 100, 2, 3),
     "groups of 1 to 3": Case(130, 5, 1, 3, 2, 3, 1.0),
 }
-# What the CPU's kernels do by strips, lines and parts is one loop over the live pairs here.
+# The CPU's kernels handle these by strips, lines and parts; Triton's kernels have one loop over the live pairs.
 FEWER = {
     "rgb, even runs": Case(5, 1, 3, 70, 6, 12, 0.9),
     "short, several strips": Case(5, 1, 7, 20, 3, 40, 0.97),
@@ -238,7 +238,7 @@ def test_results_are_those_of_a_dense_matrix(interpreter, name, dtype):
     assert_is_dense(problem, *interpreter.results(make_call(problem, dtype)), dtype)
 
 
-# Tiles of 16 by 16 by 16: several of each kind, none of them whole.
+# Tiles of 16 by 16 by 16, so that each call has several of each kind, the last not whole.
 SMALL = {"samples": 16, "summed": 16, "channels": 16, "few_samples": 16, "block": 16}
 
 
@@ -268,7 +268,7 @@ def test_without_a_bias(interpreter):
 @pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
 @pytest.mark.parametrize("name", ["odd groups", "depthwise", "rgb", "even groups"])
 def test_layouts_change_nothing(interpreter, name, layout):
-    """As the operator passes them on: the channels of a pixel side by side, blocks and bias contiguous."""
+    """Layouts are those that the operator passes on: adjacent channels of a pixel, contiguous blocks and bias."""
     problem = make_problem(CASES[name], F32)
     call = make_call(problem, F32)
     x, grad = (ops.block_sparse._adjacent(layout(t)) for t in (call.x, call.grad))
@@ -325,7 +325,7 @@ def test_blocks_beyond_the_2_to_the_31st_number(interpreter, depth):
     assert interpreter.pool.submit(far_blocks, depth).result()
 
 
-# ---- the choice
+# ---- the choice of the backend
 
 
 def test_gpus_run_triton():

@@ -1,6 +1,6 @@
-"""What the Triton kernels of block_sparse are compiled to when launched, for GPUs that this machine need not have.
+"""Tests of the code that block_sparse's Triton kernels compile to, for GPUs that this machine need not have.
 
-The launcher itself is called; in place of the launch, the kernel is compiled for the arguments that it got.
+The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 KERNELS = ("product_kernel", "values_kernel", "depthwise_product_kernel", "depthwise_values_kernel")
 PRODUCTS = ("forward", "input gradient", "value gradient")
 TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
-# That a program may have; 89 and 120 are the smaller GPUs of their generations.
+# Bytes of shared memory that a program may use; 89 and 120 are the smaller GPUs of their generations.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 AMD, AMD_SHARED_MEMORY = "gfx942", 64 << 10
-REGISTERS = 65536  # of a multiprocessor
-COPIES = r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x{:x},"  # of so many bytes
+REGISTERS = 65536  # per multiprocessor
+COPIES = r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x{:x},"  # format with the number of bytes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,13 +42,13 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a call; 36 blocks on 4 output pixels."""
+    """Sizes of a call, which has 36 blocks on 4 output pixels."""
 
     batch: int
     depth: int
     width: int
     groups: int = 1
-    odd: bool = False  # strides of x and the output's gradient
+    odd: bool = False  # whether x and the output's gradient have odd strides
 
 
 REFERENCE = Layer(250, 64, 64)
@@ -56,7 +56,7 @@ REFERENCE = Layer(250, 64, 64)
 
 @dataclass(frozen=True)
 class Launch:
-    """What a kernel was launched with, and what it was compiled to."""
+    """The grid and options of a launch, the compiled kernel and its resources."""
 
     grid: tuple[int, ...]
     options: dict[str, Any]
@@ -76,7 +76,7 @@ class Launch:
         return self.compiled.metadata.shared
 
     def count(self, pattern: str) -> int:
-        """How often it is in the PTX."""
+        """Return the number of matches of the pattern in the PTX."""
         return count(pattern, self.compiled.asm["ptx"])
 
 
@@ -87,7 +87,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Compiler":
 
 @dataclass
 class Compiler:
-    """Compiles what is launched for a target."""
+    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
 
     patch: pytest.MonkeyPatch
     folder: Path
@@ -137,10 +137,10 @@ def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compile
     launch = compiler.launch(product, REFERENCE, dtype, arch)
     assert launch.form.samples == 256 or (product == "value gradient" and arch == 80)
     assert launch.form.parts == (1 if launch.form.samples == 256 else 2)
-    assert launch.grid == (4,)  # one program an output pixel: its blocks, or its gradient, are read once
+    assert launch.grid == (4,)  # one program per output pixel reads its blocks, or its gradient, once
     assert launch.count(TENSOR_CORES[arch]) > 0
     assert launch.count(r"\bfma\.rn\.f32") == 0
-    # Tiles come in copies of 16 bytes while others are computed with, pixels' numbers one of 8 bytes ahead of them.
+    # Asynchronous copies of 16 bytes load tiles during computation; copies of 8 bytes load pixel numbers before them.
     assert launch.count(COPIES.format(16)) >= 16
     assert launch.count(COPIES.format(8)) >= 2
     assert launch.count(r"st\.global\S*\.v4\.b32") > 0

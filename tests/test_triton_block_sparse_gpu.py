@@ -1,4 +1,4 @@
-"""The Triton kernels of block_sparse on a GPU: every case in every dtype, without waiting, and in CUDA graphs."""
+"""Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def _triton() -> Iterator[None]:
 
 
 def on_gpu(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], BlockPattern]:
-    """x, values, bias and grad, and the pattern."""
+    """Return ([x, values, bias, grad], pattern) on the GPU."""
     operands = (problem.x, problem.values, problem.bias, problem.grad)
     return [t.to("cuda", dtype) for t in operands], problem.pattern.to("cuda")
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the optimizer step are compiled to, for GPUs that this machine need not have."""
+"""Tests of the code that the optimizer step's Triton kernels compile to, for GPUs that this machine need not have."""
 
 import importlib.util
 import itertools
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 CUDA = [80, 90, 100]
-THREADS = 256  # of a block, as the launcher has it
+THREADS = 256  # per block, as in the launcher
 VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
 
 
@@ -44,7 +44,7 @@ def gpu(backend: str, arch: int | str):
 
 
 def compiled(target, form, scale: str | None = None):
-    """The stages of compilation by name, as the launcher would have them; scale: of grad_scale and found_inf."""
+    """Return the compilation stages by name, as for the launcher; ``scale`` is the type of grad_scale and found_inf."""
     import triton
     from loco_ext.triton_kernels.optim_step_kernels import step_kernel
     from triton.compiler import ASTSource
@@ -69,17 +69,17 @@ def count(pattern: str, text: str) -> int:
 
 
 def fused(text: str) -> int:
-    """How many fused multiply-adds; an instruction may have two."""
+    """Return the number of fused multiply-adds; an instruction may contain two."""
     return count(r"\bfma\.rn", text) + count(r"\bfma\.rn\S*x2\b", text)
 
 
 def vectors(text: str) -> tuple[int, int]:
-    """How many loads and stores of 16 bytes."""
+    """Return the numbers of loads and of stores of 16 bytes."""
     return count(rf"ld\.global\S*\.(?:{VECTOR})\b", text), count(rf"st\.global\S*\.(?:{VECTOR})\b", text)
 
 
 def per_thread(*dtypes: str) -> int:
-    """Accesses of 16 bytes that each thread of a block needs for all of its elements."""
+    """Return the number of 16-byte accesses that each thread of a block needs for its elements."""
     from loco_ext.triton_kernels.optim_step_tables import BLOCK
 
     widths = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -96,7 +96,7 @@ VARIANTS = {
     "adam_half": ("adam", ("bfloat16",) * 5, {"amsgrad": True, "stochastic": True}),
     "adam_double": ("adam", ("float64",) * 4, {}),
 }
-# Multiply-adds in the source, for each element.
+# Number of multiply-adds per element in the source.
 FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam_half": 3, "adam_double": 3}
 
 
@@ -116,7 +116,7 @@ def test_whole_blocks_are_accessed_in_16_bytes_and_only_written_multiply_adds_ar
     written = [dtypes[0], *dtypes[2:]]
     assert loads == per_thread(*dtypes)
     assert stores == per_thread(*written)
-    per_element = BLOCK // THREADS * 2  # the second time for a block that is not whole
+    per_element = BLOCK // THREADS * 2  # the code exists twice, once for partial blocks
     assert fused(text) == FUSED[variant] * per_element
     assert count(r"\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full", text) == 0
     if rule == "adam":
@@ -172,7 +172,7 @@ def test_kernels_compile_for_amd(variant):
     text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
     assert count(r"(?:global|buffer)_load_dwordx4", text) > 0
     assert count(r"(?:global|buffer)_store_dwordx4", text) > 0
-    if rule == "sgd":  # quotients and roots take multiply-adds, too
+    if rule == "sgd":  # in other rules, quotients and roots use multiply-adds, too
         multiply_adds = count(r"\bv_(?:pk_)?(?:fma|fmac|fma_mix|mad|mac)_f(?:32|64)", text) + count(
             r"\bv_pk_fma_f32", text
         )
@@ -182,7 +182,7 @@ def test_kernels_compile_for_amd(variant):
 
 
 class Recorder:
-    """Stands for a kernel: notes its grid and arguments instead of running."""
+    """Stand-in for a kernel that records its grid and arguments instead of running."""
 
     def __init__(self, kernel) -> None:
         self.kernel, self.launches = kernel, []
@@ -214,4 +214,4 @@ def test_the_launcher_asks_for_what_is_tested_here(rule, monkeypatch):
     for recorder in recorders.values():
         for _grid, named in recorder.launches:
             assert named["enable_fp_fusion"] is False
-            assert not any(isinstance(value, float) for value in named.values())  # would become float32
+            assert not any(isinstance(value, float) for value in named.values())  # Triton would pass it as float32

@@ -1,6 +1,6 @@
-"""The Triton kernels of the optimizer step on a GPU: without waiting for it, and recorded in CUDA graphs.
+"""Tests of the optimizer step's Triton kernels on a GPU: they do not synchronize, and work in CUDA graphs.
 
-What they compute is tested in Triton's interpreter, and on a GPU by the tests of the operators.
+Their results are tested in Triton's interpreter, and on a GPU by the tests of the operators.
 """
 
 import importlib.util
@@ -78,7 +78,7 @@ def test_a_graph_repeats_the_steps_whatever_comes_between(rule):
         with torch.cuda.graph(graph):
             step(gpu)
             step(gpu)
-    for i in range(40):  # eager steps with other tables, until none of the first are kept
+    for i in range(40):  # eager steps with other tables evict the first ones from the cache
         step(replace(other, hyper=other.hyper * (i + 1)))
         step(on_gpu(case))
     for i, value in enumerate([0.05, 0.01, 0.02, 0.07]):

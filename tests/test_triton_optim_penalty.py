@@ -1,5 +1,5 @@
-"""The Triton step of parameters with a penalty against the reference, in Triton's interpreter: the step, and the prox
-behind it. Learning rates, step counts and found_inf are of tensors that must not be looked at."""
+"""Tests of the Triton step of parameters with a penalty, in Triton's interpreter: the step and the prox after it match
+the reference. Learning rates, step counts and found_inf are tensors whose values the host must not read."""
 
 import importlib.util
 import itertools
@@ -26,7 +26,7 @@ MODES = {"l2": {}, "linf": {"linf": True}, "squared": {"squared": 0.2}}
 
 
 class Unread(torch.Tensor):
-    """A number that only the device may look at."""
+    """A number that the host must not read."""
 
     def item(self):
         raise AssertionError("a number of the device was read")
@@ -42,7 +42,7 @@ def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
 
 
 def coupled(linf: bool = False) -> ops.StepPenalty:
-    """Of whole kernels: theirs is the only group."""
+    """Return a coupled penalty with one group per kernel: the whole kernel."""
     zero = torch.zeros(1, dtype=torch.float64)
     return ops.StepPenalty([0] * 9, zero, torch.full_like(zero, 0.3), linf, coupled=True)
 
@@ -82,7 +82,7 @@ def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
     assert_is_reference(interpreter.step(case), case)
 
 
-@pytest.mark.slow  # two nested searches take long
+@pytest.mark.slow  # two nested searches are slow
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
 def test_the_step_ends_with_the_references_search(interpreter, rule):
     case = penalised(rule, "squared")

@@ -1,4 +1,4 @@
-"""The Triton kernels of the optimizer step against the reference, bit by bit, in Triton's interpreter."""
+"""Tests that the optimizer step's Triton kernels give the reference's bits, in Triton's interpreter."""
 
 import importlib.util
 import io
@@ -30,7 +30,7 @@ def adam_case(beta1: float, decay: str, amsgrad: bool, maximize: bool, dtype: to
     return make_case("adam", SHAPES, dtypes=[dtype] * 3, hyper=hyper, **options)
 
 
-# Every option with every decay, the others in turn.
+# Every momentum (or beta1) is combined with every decay; the other options take turns.
 SGD = [
     (momentum, decay, i % 2 == 1, i % 3 == 1, FLOATS[i % 4])
     for i, (momentum, decay) in enumerate(itertools.product(MOMENTUM, DECAYS))
@@ -147,7 +147,7 @@ def test_empty_tensors_are_counted(interpreter):
 
 
 def test_what_changes_between_steps_takes_effect(interpreter):
-    """Values of a map and of hyper changed in place, first, flags, another gradient, and back."""
+    """A step follows in-place changes of map and hyper, changes of first, flags and gradient, and changes back."""
     decay_map = LOCO_2D.clone()
     case = make_case("sgd", [(6, 5, 3, 3), (9,)], maps=[decay_map], map_index=[0, -1], first=[1, 1])
     again = replace(case, options={**case.options, "first": []})

@@ -1,4 +1,4 @@
-"""The Triton kernels of the optimizer step on tensors of any strides, sizes and dtypes, in Triton's interpreter."""
+"""Tests of the optimizer step's Triton kernels on any strides, sizes and dtypes, in Triton's interpreter."""
 
 import importlib.util
 import itertools
@@ -21,7 +21,7 @@ GUARD = 77.0
 
 
 def guarded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """A contiguous copy with other elements before and behind."""
+    """Return a contiguous copy with GUARD before and behind it."""
     memory = torch.full((tensor.numel() + 2 * offset,), GUARD, dtype=tensor.dtype)
     return memory[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
 
@@ -33,7 +33,7 @@ def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter
     options = {"maps": [LOCO_2D, ANY_MAP["5x5"][1]], "map_index": [-1] * len(sizes) + [0, -1, 1], "seed": 3}
     case = make_case("sgd", shapes, dtypes=[dtype] * 3, **options)
     expected = case.copy().step("reference")
-    for name, tensors in case.lists.items():  # every second can be accessed in vectors
+    for name, tensors in case.lists.items():  # every second tensor can be accessed in vectors
         case.lists[name] = [guarded(t, (8, 1)[i % 2]) for i, t in enumerate(tensors)]
     actual = interpreter.step(case)
     assert_same(actual, expected)
@@ -44,7 +44,7 @@ def test_many_tensors_of_one_or_more_blocks_give_the_references_bits(interpreter
 
 
 def laid_out(interpreter: Interpreter, case: Case, **layouts) -> None:
-    """Steps the case in the layouts given: values as for contiguous tensors, strides and gaps as they were."""
+    """Step the case in the given layouts: values equal those of contiguous tensors, strides and gaps stay unchanged."""
     expected = case.copy().step("reference")
     given = case.laid_out(**layouts)
     stepped = interpreter.step(given)
@@ -130,7 +130,7 @@ def test_dtypes_may_differ_from_parameter_to_parameter_and_state_to_state(interp
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rule", ["sgd", "sgd_l1", "sgd_plain", "adam", "adamw", "amsgrad"])
 def test_nan_infinity_subnormals_and_negative_zero_come_through(interpreter, rule, dtype):
-    """Every pair of special values, in turn as weight and gradient, gradient and state, state and weight."""
+    """Every pair of special values is used as weight and gradient, gradient and state, and state and weight."""
     flags = {"sgd_l1": {"l1": True}, "adamw": {"decoupled": True}, "amsgrad": {"amsgrad": True}}.get(rule, {})
     flags["states"] = 3
     if rule == "sgd_plain":  # no decay: infinite weights stay out of the gradient, zeros keep their signs

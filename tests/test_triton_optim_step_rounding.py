@@ -1,4 +1,4 @@
-"""Conversions between dtypes, and stochastic rounding, by the Triton kernels of the optimizer step."""
+"""Tests of dtype conversions and stochastic rounding by the optimizer step's Triton kernels."""
 
 import importlib.util
 

@@ -1,7 +1,7 @@
-"""The Triton kernels of ring_prox against the reference, in Triton's interpreter.
+"""Tests of ring_prox's Triton kernels against the reference, in Triton's interpreter.
 
-The interpreter must be chosen before triton is imported, so it runs in a process of its own. There, weights and results
-lie among NaN and numbers that must stay.
+The interpreter must be chosen before triton is imported, so it runs in a process of its own. There, weights are
+surrounded by NaN and results by numbers that must stay unchanged.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ class Call:
     squared: Tensor | None = None
     metric: Tensor | None = None
     linf: bool = False
-    settings: dict = field(default_factory=dict)  # of the launcher's module
+    settings: dict = field(default_factory=dict)  # attributes to set in the launcher's module
 
     def arguments(self) -> tuple:
         return self.weight, self.rings, self.thresholds, self.squared, self.metric, self.linf
@@ -57,7 +57,7 @@ def prepare() -> None:
 
 
 class Guarded:
-    """Makes outputs as torch does, with other numbers before and behind."""
+    """Stand-in for a torch function that surrounds its output with GUARD."""
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self.make, self.made = make, []
@@ -78,7 +78,7 @@ class Guarded:
 
 
 def run(data: bytes) -> bytes:
-    """The results of calls; of ring_norms too, where there is no metric and linf is not asked for."""
+    """Return the pickled calls' results, with those of ring_norms where there is no metric and no linf."""
     from loco_ext.triton_kernels import ring_prox
 
     results = []
@@ -105,7 +105,7 @@ def run(data: bytes) -> bytes:
 
 
 def far() -> tuple[Tensor, Tensor]:
-    """The weights, and the result, of kernels and channels that lie farther apart than 2^31 elements in all."""
+    """Return weights whose kernels and channels span more than 2^31 elements, and their result."""
     from loco_ext.triton_kernels import ring_prox
 
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
@@ -142,7 +142,7 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 def assert_same(actual: Tensor, expected: Tensor, scale: Tensor, ulps: float | None = None) -> None:
-    """Zeros, infinities and NaN in the same places, the rest but for rounding."""
+    """Assert equality, except for rounding, with zeros, infinities and NaN in the same places."""
     special = (expected == 0) | ~expected.isfinite()
     assert torch.equal(special, (actual == 0) | ~actual.isfinite()), "other weights vanish"
     assert same_bits(actual[special], expected[special])
@@ -162,7 +162,7 @@ def assert_is_reference(interpreter: Interpreter, *calls: Call) -> None:
 
 
 def lie(tensor: Tensor, order: Sequence[int] | None = None, step: int = 1) -> Tensor:
-    """A copy among NaN: ``order`` of the axes from slowest to fastest, every ``step``-th element of each."""
+    """Return a copy amid NaN: axes in ``order`` from slowest to fastest, on every ``step``-th element of each."""
     order = list(range(tensor.dim())) if order is None else order
     sizes = [tensor.shape[d] * step for d in order]
     memory = torch.full((torch.Size(sizes).numel() + 16,), torch.nan, dtype=tensor.dtype)
@@ -191,10 +191,10 @@ def make(
     strength: float = 0.5,
     rows: bool = True,
 ) -> Call:
-    """Numbers for which some rings vanish and others do not."""
+    """Return a call for which some rings vanish and others do not."""
     rings = geometry.ring_index(shape[2:]).flatten().tolist() if rings is None else rings
     count = max(rings) + 1
-    channels = shape[1] * len(rings) / count  # of a ring, on average
+    channels = shape[1] * len(rings) / count  # weights of a ring, on average
     t = (
         torch.rand((shape[0], count) if rows else (count,), dtype=F64)
         * strength
@@ -211,7 +211,7 @@ def make(
 
 
 MODES = list(itertools.product([False, True], [False, True], [False, True]))  # linf, metric, squared
-SMALL = {"BLOCKS": (4, 8)}  # several blocks a ring, the last not whole
+SMALL = {"BLOCKS": (4, 8)}  # several blocks per ring, the last not whole
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What the Triton kernels of ring_prox are compiled to when launched, for GPUs that this machine need not have.
+"""Tests of the code that ring_prox's Triton kernels compile to, for GPUs that this machine need not have.
 
-The launcher itself is called; in place of the launch, the kernel is compiled for the arguments that it got.
+The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ def _cache(tmp_path_factory):
 
 @dataclass
 class Driver:
-    """Stands for that of a GPU."""
+    """Stand-in for a GPU's driver."""
 
     target: Any
 
@@ -53,7 +53,7 @@ class Driver:
 
 @dataclass
 class Warmed:
-    """Stands for a kernel: compiles it instead of running it."""
+    """Stand-in for a kernel that compiles it instead of running it."""
 
     kernel: Any
     launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
@@ -67,12 +67,12 @@ class Warmed:
 
 @dataclass
 class Compiler:
-    """Compiles what is launched for a target."""
+    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
 
     patch: pytest.MonkeyPatch
 
     def launch(self, backend: str, arch: int | str, weight: Tensor, operator: str, *arguments: Any):
-        """The grid, the options and the compiled kernel."""
+        """Return the grid, the options and the compiled kernel."""
         import triton
         from loco_ext.triton_kernels import ring_prox
 
@@ -120,7 +120,7 @@ def operands(mode: str, channels_last: bool, shape: tuple[int, ...] = (8, 512, 3
 
 
 def resources(cubin: bytes, path: Path) -> dict[str, int]:
-    """Registers, and bytes of the stack, where spilled registers go."""
+    """Return the number of registers and the bytes of stack, which holds spilled registers."""
     import triton
 
     path.write_bytes(cubin)
@@ -160,7 +160,7 @@ def test_cuda_kernels_round_as_ieee_asks_and_keep_their_numbers_in_registers(com
         assert count(r"sqrt\.rn\.f64", text) > 0 or options["FORM"].linf
         assert count(r"div\.rn\.f64", text) > 0
         used = resources(kernel.asm["cubin"], tmp_path / "kernel.cubin")
-        assert used["REG"] <= 128  # two programs of 256 threads
+        assert used["REG"] <= 128  # so that two programs of 256 threads fit
         assert used["STACK"] <= 32
 
 
@@ -174,7 +174,7 @@ def test_channels_that_lie_side_by_side_are_accessed_in_vectors(compiler, mode):
     assert vectors(one_by_one) == (0, 0)
     if weight.dtype in (F32, F64):
         assert vectors(text)[0] > 0
-    if mode == "l2":  # four weights of each thread: for their squares, and when they are written
+    if mode == "l2":  # each thread's four weights are read for their squares and for the result
         assert vectors(text) == (2, 1)
 
 

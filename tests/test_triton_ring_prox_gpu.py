@@ -1,4 +1,4 @@
-"""The Triton kernels of ring_prox on a GPU: every mode, without waiting for it, and recorded in CUDA graphs."""
+"""Tests of ring_prox's Triton kernels on a GPU: every mode, without synchronizing, and recorded in CUDA graphs."""
 
 import importlib.util
 import itertools
@@ -23,7 +23,7 @@ SHAPES = [(70, 30, 3, 3), (2, 400, 5), (10, 1, 7, 7), (30, 300, 1, 1), (5, 3, 3,
 
 
 def on_gpu(call: Call) -> Call:
-    """The strides stay as they are."""
+    """Move the call's tensors to the GPU with their strides."""
     weight, metric = (
         None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").copy_(t)
         for t in (call.weight, call.metric)
@@ -38,7 +38,7 @@ def prox(call: Call) -> Tensor:
 
 
 def assert_is_reference(call: Call, result: Tensor | None = None) -> None:
-    """The errors of a sum, of as many terms as a kernel has weights and in another order, grow with their root."""
+    """Assert agreement to errors that grow with the root of a kernel's number of weights: sums differ in order."""
     result = prox(on_gpu(call)) if result is None else result
     ulps = ULPS[F64] * call.weight[0].numel() ** 0.5 if call.weight.dtype == F64 else None
     assert_same(result.cpu(), reference.ring_prox(*call.arguments()), call.weight.abs(), ulps)
@@ -92,7 +92,7 @@ def test_a_graph_repeats_what_it_has_recorded_whatever_comes_between():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = prox(there)
-    for i in range(600):  # until none of the eager tables that came first are kept
+    for i in range(600):  # evicts the first eager tables from the cache
         prox(replace(there, thresholds=call.thresholds * i))
     for seed in range(3):
         call.weight.copy_(torch.randn(call.weight.shape, generator=torch.Generator().manual_seed(seed)))

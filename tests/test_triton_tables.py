@@ -1,4 +1,4 @@
-"""The tables that the Triton kernels of the optimizer step read: nests, and when tables are made anew."""
+"""Tests of the tables that the optimizer step's Triton kernels read: nests, and when tables are rebuilt."""
 
 import itertools
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def offsets(axes: tables.Axes) -> np.ndarray:
-    """The offset of every element by a nest, in the order of their numbers."""
+    """Return each element's offset by a nest, in the order of element numbers."""
     result = np.zeros(1, dtype=np.int64)
     for size, stride in axes:
         result = np.add.outer(np.arange(size) * stride, result).ravel()
@@ -21,7 +21,7 @@ def offsets(axes: tables.Axes) -> np.ndarray:
 
 
 def places(tensor: torch.Tensor) -> np.ndarray:
-    """The offset of every element by the tensor's strides, in the order of its indices."""
+    """Return each element's offset by the tensor's strides, in the order of its indices."""
     result = np.zeros(1, dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         result = np.add.outer(result, np.arange(size) * stride).ravel()
