@@ -1,4 +1,4 @@
-"""Which weights of a model count as convolutions, in which order, and models in which none does."""
+"""Selection of a model's convolution weights and their order, and models without any."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``loco-ext analyze``: any checkpoint's kernels, measured; and what train makes of the file that it writes."""
+"""``loco-ext analyze``: it measures the kernels of any checkpoint, and train reads the file that it writes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which backend runs, and what happens without the compiled library."""
+"""Choice of the backend, and the behaviour without the compiled library."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The benchmark's shapes, timing, report and tables. How fast anything is, is not tested here."""
+"""The benchmark's shapes, timing, report and tables. Speed itself is not tested here."""
 
 import itertools
 import json

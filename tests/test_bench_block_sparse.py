@@ -1,4 +1,4 @@
-"""The benchmark of block-sparse multiplication: all candidates agree, and what reports and tables hold."""
+"""The benchmark of block-sparse multiplication: agreement of all candidates, and contents of reports and tables."""
 
 import itertools
 import json

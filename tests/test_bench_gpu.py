@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: made-up timings, a whole run on the CPU, and refusing to begin."""
+"""The GPU benchmark without a GPU: made-up timings, a whole run on the CPU, and refusals to start."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The benchmarks of the prox of ring penalties: all candidates agree, and what reports and tables hold."""
+"""The benchmarks of the prox of ring penalties: agreement of all candidates, and contents of reports and tables."""
 
 import dataclasses
 import itertools

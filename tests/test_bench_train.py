@@ -1,4 +1,4 @@
-"""The training benchmark and the CIFAR-10 experiment on a few samples: what their reports hold."""
+"""The training benchmark and the CIFAR-10 experiment on a few samples: contents of their reports."""
 
 import json
 

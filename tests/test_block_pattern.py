@@ -1,4 +1,4 @@
-"""Patterns against what torch's padding and windows read, and against dense matrices, compiled and in NumPy."""
+"""Block patterns, compiled and in NumPy, against the pixels that torch's windows read, and against dense matrices."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What block_sparse_matmul refuses: before anything is computed, by name, with what was expected and what came."""
+"""Errors of block_sparse_matmul: raised before anything is computed, with the name, what was expected and given."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``loco-ext compact``: a run or a checkpoint in, the smaller network in files out; errors are one line."""
+"""``loco-ext compact``: it reads a run or a checkpoint and writes the smaller network to files; errors are one line."""
 
 import json
 

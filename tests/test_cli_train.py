@@ -1,4 +1,4 @@
-"""``loco-ext train``: what the command line says, and that a user's error costs one line and leaves nothing behind."""
+"""``loco-ext train``: its options and output; a user's error prints one line and leaves no files behind."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Cohesion against a loop over pairs, and windows placed by it."""
+"""Cohesion against a loop over pairs, and the placement of windows by cohesion."""
 
 import itertools
 import math

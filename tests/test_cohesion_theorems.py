@@ -1,4 +1,4 @@
-"""The paper's two theorems on cohesion: their bounds by linear programming, and what holds within and beyond them."""
+"""The paper's two theorems on cohesion: their bounds by linear programming, and behaviour within and beyond them."""
 
 import itertools
 import math

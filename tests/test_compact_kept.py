@@ -1,4 +1,4 @@
-"""What compaction sees through or keeps: changes in place, models without a graph, what it does not understand."""
+"""Compaction of in-place changes, of models without a graph, and of parts that it does not understand and keeps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Networks with layer normalisations over channels, as ConvNeXt, shrink and stay right at every size."""
+"""Networks with layer normalisations over channels, such as ConvNeXt, shrink and stay correct at every input size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subclasses of torch's layers, and functions that are given a module's own weights, in compacted networks."""
+"""Subclasses of torch's layers, and functions called with a module's own weights, in compacted networks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the channels of smaller networks lie in memory: their order, formats, and what overwrites what."""
+"""Memory layout of the channels of smaller networks: order, memory formats, and in-place overwrites."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Compaction by measured cost: channels filled up to whole vectors, any way to compute a layer, the same outputs."""
+"""Compaction by measured cost: with channels padded to whole vectors and any way to compute a layer, outputs agree."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""Compaction of what networks do beside convolutions: what is not understood stays, and outputs are the same."""
+"""Compaction of operations other than convolutions: those not understood stay, and outputs are the same."""
 
 from __future__ import annotations
 

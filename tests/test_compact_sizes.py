@@ -1,4 +1,4 @@
-"""Compaction is right at sizes that the example does not show: of tokens, time, NHWC images, and what broadcasts."""
+"""Compaction is correct at sizes other than the example's: of tokens, sequences, NHWC images and broadcast operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile around training steps: the results of eager training, and no recompilation while lr changes."""
+"""torch.compile of training steps gives the results of eager training, and does not recompile when lr changes."""
 
 import pytest
 import torch

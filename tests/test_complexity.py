@@ -1,4 +1,4 @@
-"""Eq. 34 written out over whole networks, and its penalties layer by layer."""
+"""The complexity of eq. 34 against explicit sums over whole networks, and its penalties layer by layer."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Penalties on the square of a layer's sum, which couple its kernels: the prox, and steps that end with it."""
+"""Penalties on the square of a layer's sum, which couple its kernels: their prox, and steps that end with it."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The runner that executes CUDA kernels on the CPU: right kernels pass, each planted mistake is found."""
+"""The runner that executes CUDA kernels on the CPU: correct kernels pass, and each planted mistake is found."""
 
 import signal
 import subprocess

@@ -1,5 +1,6 @@
-"""The CUDA kernels that end a step with a prox, executed on the CPU through the operators: what the tests of penalties,
-which run there too, do not see."""
+"""The CUDA kernels that end a step with a prox, executed on the CPU through the operators.
+
+These tests check what the tests of penalties, which run the same kernels too, do not see."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The CUDA optimizer step executed on the CPU, under sanitizers, against the CPU's own kernels, with penalties too.
 
-The tests of the operators run the same kernels through torch; here every tensor has memory of exactly its own.
+The tests of the operators run the same kernels through torch; here every tensor has an allocation of exactly its size.
 """
 
 from pathlib import Path

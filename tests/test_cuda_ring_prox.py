@@ -1,5 +1,7 @@
-"""The CUDA norms and prox of rings executed on the CPU: the operators against the reference, and random calls under
-sanitizers against the CPU's kernels, with memory of exactly its own for every tensor."""
+"""The CUDA norms and prox of rings executed on the CPU.
+
+The operators run against the reference; random calls run under sanitizers against the CPU's kernels, where every
+tensor has an allocation of exactly its size."""
 
 import itertools
 from collections.abc import Iterator

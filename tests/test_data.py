@@ -1,4 +1,4 @@
-"""Data sets read from files of their published layouts, and what is said of files that are not."""
+"""Data sets read from files in their published layouts, and the errors for other files."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""``loco-ext efcn``: the paper's protocol, what is trained and measured, what is written, and that it goes on."""
+"""``loco-ext efcn``: the paper's protocol, its training, measurements and files, and resuming a run."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Penalties of kernels as they are once the batch norm after them is folded into them: values, steps, minima."""
+"""Penalties on kernels with the following batch norm folded into them: values, steps, minima."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder, and a full disk is one line."""
+"""Output folders: one process at a time writes to a folder, and a full disk is a one-line error."""
 
 import os
 import resource

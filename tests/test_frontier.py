@@ -1,4 +1,4 @@
-"""``sparsity.frontier``: the strengths it finds, the paths it takes, what its points count, and that it goes on."""
+"""``sparsity.frontier``: its strengths, its paths, the counts in its points, and resuming."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""``loco-ext frontier`` and training with a penalty: what options mean, what is written, and that it goes on."""
+"""``loco-ext frontier`` and training with a penalty: options, written files, and resuming."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Images of the user's own: which files are read, as which pixels, and what is said of those that cannot be."""
+"""Folders of the user's own images: the files that are read, their pixels, and errors for unreadable ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Paths between models against the recursions written out with numbers, and against closed forms."""
+"""Paths between models against the same recursions on plain numbers, and against closed forms."""
 
 import copy
 import weakref

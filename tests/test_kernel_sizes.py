@@ -1,4 +1,4 @@
-"""The size that is left of a kernel."""
+"""Effective size of a kernel whose outer rings are zero."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The residual of the conditions of optimality: none at the optimum, large everywhere else."""
+"""The residual of the optimality conditions: zero at the optimum, large everywhere else."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The gradient's norm and the Hessian's largest eigenvalue against autograd's whole Hessian; masked blocks."""
+"""The gradient's norm and the Hessian's largest eigenvalue against autograd's full Hessian; masked blocks."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Batches: every sample once an epoch, cropped and flipped as said, the same for any number of processes."""
+"""Batches hold every sample once an epoch, cropped and flipped as documented, for any number of processes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Locally connected layers against the convolutions that they come from, and against unfolded images."""
+"""Locally connected layers against the convolutions that they are made from, and against unfolded images."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The projection onto convolutions is orthogonal, and what the deviations from them come to."""
+"""Projection onto convolutions, which is orthogonal, and the deviation of layers from their projections."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Growing and pruning layers while they train, optimizers' states included, and going back to convolutions."""
+"""Growing and pruning layers during training, with the optimizers' states, and converting back to convolutions."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Locally connected layers among torch's own: compiled, exported, copied, saved, replicated, in half precision."""
+"""Locally connected layers with torch's own tools: compiled, exported, copied, saved, replicated, half precision."""
 
 import copy
 import io

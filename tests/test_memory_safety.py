@@ -1,4 +1,4 @@
-"""Operators refuse tensors without the memory that their sizes promise, indices that were written to, and far pads."""
+"""Operators refuse tensors whose storage is too small, indices that were written to, and pads that reach too far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolution by kernels of different sizes: against float64 convolutions of each part, at awkward shapes."""
+"""Convolution by kernels of different sizes against float64 convolutions of each part, at awkward shapes."""
 
 import random
 from typing import Any, NamedTuple
