@@ -9,7 +9,7 @@ from loco_ext.analysis.kernels import kernels
 
 
 class Backwards(nn.Module):
-    """Registers its layers in another order than it calls them."""
+    """Module that registers its layers in another order than it calls them."""
 
     def __init__(self):
         super().__init__()

@@ -22,7 +22,7 @@ LAYERS = {
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers in place of the real ones."""
+    """Replace the benchmark's layers by small ones."""
     monkeypatch.setattr(bench_block_sparse, "LAYERS", LAYERS)
     monkeypatch.setattr(bench_block_sparse, "BATCHES", dict.fromkeys(LAYERS, (2, 64)))
     monkeypatch.setattr(bench_block_sparse, "PEER_CASES", (("same size", 64),))

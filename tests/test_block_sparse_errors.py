@@ -82,7 +82,7 @@ def changed(indices: torch.Tensor, at: int, to: int) -> torch.Tensor:
     return indices
 
 
-# Calls of the operators themselves, which would read or write memory that is not theirs.
+# These calls of the operators themselves would read or write out of bounds.
 UNSAFE = {
     "a column beyond the pixels": (
         "matmul",

@@ -21,7 +21,7 @@ from loco_ext.sparsity.compaction.trace import trace
 
 
 class Network(nn.Module):
-    """Named layers, and a function of them and the inputs."""
+    """Module whose forward is a function of its named layers and the input."""
 
     def __init__(self, function: Callable[..., object], **layers: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def convolution(channels: int, kernels: int, size: int = 3) -> nn.Conv2d:
 
 
 def check(model: nn.Module, *inputs: Tensor, seed: int = 0) -> sparsity.Report:
-    """Strikes zeros into the model and asserts that what is left gives the same; returns the last report."""
+    """Zero parts of the model, compact it, and assert equal outputs; return the last report."""
     model = strike(model, seed).double().eval()
     for options in ({"fixed_size": True}, {"fold_norms": False}, {}):
         network, report = sparsity.compact(model, inputs[0], cost="multiply_adds", **options)
@@ -123,7 +123,7 @@ def test_hooks_of_layers_without_weights_see_all_channels() -> None:
 
 
 class Optional(nn.Module):
-    """Does something else if given more."""
+    """Module whose forward has optional arguments that change its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_arguments_that_are_left_out_keep_their_defaults() -> None:
 
 
 class Asking(nn.Module):
-    """Asks what its input is, which torch.fx cannot see."""
+    """Module that checks the type of its input, which torch.fx does not record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_graph_that_is_not_the_model_is_not_believed() -> None:
 
 
 class Choosing(Asking):
-    """Cannot be traced; reads an attribute of a layer if told so."""
+    """Module that cannot be traced, and that can read an attribute of a layer."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
