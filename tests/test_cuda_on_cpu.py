@@ -30,7 +30,7 @@ CLEAN = [
     "host_threads",
     "limits",
 ]
-# A program that waits for ever would run into this.
+# A program that deadlocks would run into this timeout.
 TIMEOUT = 600
 
 

@@ -97,7 +97,7 @@ def test_shrinking_group_by_group_is_not_optimal_in_a_metric():
 
 
 def test_thresholds_for_single_groups_do_not_tell_what_vanishes_in_a_metric():
-    """Group by group, a group vanishes where ``||d u|| <= t``, ``u`` already shrunk; the optimum keeps others."""
+    """Group by group, a group vanishes if ``||d u|| <= t`` for the shrunk ``u``; the optimum keeps other groups."""
     case = make_case(Rings((3, 3), "half", "top_left"), 2000, metric=True)
     optimum, wrong = case.sizes_left(case.prox()), case.sizes_left(shrunk_group_by_group(case))
     assert (optimum != wrong).any()
@@ -105,7 +105,7 @@ def test_thresholds_for_single_groups_do_not_tell_what_vanishes_in_a_metric():
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_the_residual_is_the_distance_over_the_size(norm):
-    """Without a penalty it is that of the weights themselves; of zeros, what the thresholds cannot hold."""
+    """Without a penalty it is the weights' relative distance; for zeros, the share that the thresholds cannot hold."""
     weight = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])
     moved = weight + torch.tensor([[[0.3, 0.4]], [[0.0, 0.0]]])
     residual = sparsity.kkt_residual(weight, moved, [0.0, 0.0], norm=norm)
