@@ -215,7 +215,7 @@ def test_sums_that_others_read_terms_of_stay(both: bool) -> None:
 
 
 class Sums(nn.Module):
-    """Sums of several terms, and of a term with itself where a block adds nothing."""
+    """Network with sums of several terms, or of a term with itself, also once a block between them adds nothing."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -299,7 +299,7 @@ def test_rows_of_features_are_samples_only_where_the_code_says_so(flatten: Calla
         x = torch.randn(*size).double()
         try:
             expected = model(x)
-        except RuntimeError:  # one row a sample is too long for the linear layer then
+        except RuntimeError:  # the rows have become too long for the linear layer
             continue
         assert network(x).shape == expected.shape
         assert (network(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
@@ -334,5 +334,5 @@ def test_what_compaction_writes_it_reads(seed: int, pattern: dict[str, float]) -
     for x in IMAGES:
         expected = once(x)
         assert (twice(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
-    assert all(name.startswith("pad") for name in second.notes)  # by a channel of zeros for sums, which stays
+    assert all(name.startswith("pad") for name in second.notes)  # the pads are zero channels for sums, which stay
     assert second.multiply_adds_executed < first.multiply_adds_executed

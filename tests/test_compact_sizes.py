@@ -334,7 +334,7 @@ def test_inputs_of_which_one_may_have_a_single_sample(which: int) -> None:
     check(strike(Two(function, **layers), 2), ((five, one), (one, five))[which], others, at_least=5 * 2)
 
 
-# Images and sequences without a batch: axis 0 is their channels, axis 1 their rows.
+# Images and sequences below have no batch: axis 0 is their channels, axis 1 their rows.
 
 UNBATCHED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "layers": lambda net, x: net.last(functional.relu(net.first(x))),

@@ -106,11 +106,11 @@ def test_residual_connections_concatenations_groups_and_repetitions():
     model.inner.weight.data[1] = model.stem.weight.data[1] = 0
     assert all(penalties[name].kernel_strengths[1] > 0 for name in ("inner", "stem"))
     model.stem.weight.data[1] = 1
-    assert penalties["inner"].kernel_strengths[1] == 0  # the channel is there without it
+    assert penalties["inner"].kernel_strengths[1] == 0  # the channel is alive without it
 
 
 def test_the_prox_is_the_minimum_over_one_layer():
-    """Subgradient descent from it, with small steps, finds nothing lower."""
+    """Subgradient descent from the prox, with small steps, finds nothing lower."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3, padding=1)).double()
     penalties = sparsity.complexity_penalties(model, (torch.zeros(1, 2, 6, 6).double(),), 1e-3)
     weight = model[0].weight.detach()
@@ -171,7 +171,7 @@ def test_coordinate_descent_does_not_beat_the_optimizer(make):
     start = whole_objective(two_layers()[0], targets, strength).item()
     assert theirs < 0.95 * start
     assert ours <= theirs * (1 + EQ_34_OBJECTIVE)
-    assert not bool(model[0].weight.all())  # rings are gone
+    assert not bool(model[0].weight.all())  # some rings are zero
 
 
 def test_dead_channels_cost_nothing_and_numbers_that_are_none_count_nothing():

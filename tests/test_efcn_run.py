@@ -268,7 +268,7 @@ def test_what_is_measured_is_that_of_the_trained_networks(finished):
 
 
 def test_pictures_are_weights_of_the_first_layer(finished):
-    """Pictures are rows of the layer's dense matrix; at first they hold the convolution's kernel and zeros elsewhere."""
+    """Pictures are rows of the layer's dense matrix; at first each holds the convolution's kernel among zeros."""
     out, record = finished
     for branch in record["branches"]:
         if branch["relax"] == "cnn":

@@ -66,7 +66,7 @@ def expected_factors(weights, c, eta_rule, stat):
 
 
 def local_weight(*shape, profile=None, deviation=0.2):
-    """Return random float64 weights around a mean that falls with distance, or around the classes' means ``profile``."""
+    """Return random float64 weights around a mean that falls with distance, or around the means in ``profile``."""
     index, distances = distance_classes(shape[2:])
     means = profile or [0.5 / (1 + distance / 3) for distance in distances]
     return torch.tensor(means, dtype=torch.float64)[index] + deviation * torch.randn(shape, dtype=torch.float64)

@@ -20,7 +20,7 @@ ALL_RINGS = [
     Rings((3, 1, 5), "full", "auto"),
     Rings((2, 4, 3), "half", "auto"),
 ]
-SLOW_REFERENCE = ("squared", "both")  # in a metric: one search inside the other
+SLOW_REFERENCE = ("squared", "both")  # in a metric, they nest two searches
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 
 
@@ -70,7 +70,7 @@ def test_a_ring_too_many_or_too_few_at_zero_is_not_optimal(norm):
     left = case.sizes_left(optimum)
     index = torch.tensor(rings.of_taps).view(5, 5)
     some = (left > 0) & (left < 5)
-    outermost = torch.where(index == 5 - left[:, None, None], 1.0, 0.0)[:, None]  # of what is left
+    outermost = torch.where(index == 5 - left[:, None, None], 1.0, 0.0)[:, None]  # the outermost ring that is left
     beyond = torch.where(index == 4 - left[:, None, None], 1.0, 0.0)[:, None]
     assert (case.residual(optimum * (1 - outermost))[some] > 1e-8).all()
     assert (case.residual(optimum + 1e-3 * beyond * case.weight)[some] > 1e-8).all()

@@ -156,7 +156,7 @@ def test_numbers_that_are_not_finite_stay_so():
 
 
 def test_the_model_stays_as_it_is_and_is_evaluated():
-    """Dropout is off, running statistics stay, gradients and modes too; under no_grad as well."""
+    """Dropout is off, and running statistics, gradients and modes do not change, under no_grad as well."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
     model[1].eval()
     data = [(x.float(), y) for x, y in batches((3,))]

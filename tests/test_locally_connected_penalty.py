@@ -158,7 +158,7 @@ def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
             continue
         tested += 1
         outside_in = -boxes(layer)
-        _, rings = outside_in.unique(return_inverse=True)  # of the pattern: rings that a unit lacks count twice
+        _, rings = outside_in.unique(return_inverse=True)  # of the pattern; rings that a unit lacks count twice
         count = int(rings.max()) + 1
         step = 0.3 * layer.values.detach().abs().max().item()
         result = sparsity.RingPenalty(1.0, kind="full").prox(layer.values, step)
