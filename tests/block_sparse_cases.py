@@ -1,4 +1,4 @@
-"""Block-sparse products to test with, and the same by a dense matrix in float64."""
+"""Problems for the tests of block-sparse products, and dense float64 references for them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# The reference, and the kernels of every instruction set that this machine has.
+# The backends under test: the reference, and the kernels of every instruction set that this machine has.
 BACKENDS = (
     "reference",
     *(f"native, {name}" for name in (backends.library.block_sparse_levels() if backends.library else ())),
@@ -17,14 +17,14 @@ BACKENDS = (
 
 
 def pattern_of(live: Tensor) -> BlockPattern:
-    """The pairs marked in ``live``, ``[n_out, n_in]``."""
+    """Return the pattern of the pairs marked in ``live``, bool ``[n_out, n_in]``."""
     crow = torch.zeros(len(live) + 1, dtype=torch.int64)
     crow[1:] = live.sum(1).cumsum(0)
     return BlockPattern(crow, live.nonzero()[:, 1].contiguous(), live.shape[1])
 
 
 def conv_pattern(size: int, kernel: int) -> Tensor:
-    """The live pairs of a square convolution with zero padding that keeps the size."""
+    """Return the live pairs of a square convolution whose zero padding keeps the size, ``[size**2, size**2]``."""
     at = torch.arange(size)
     near = (at[:, None] - at[None, :]).abs() <= kernel // 2
     return (near[:, None, :, None] & near[None, :, None, :]).reshape(size**2, size**2)
@@ -32,24 +32,24 @@ def conv_pattern(size: int, kernel: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and which pairs are live: a share of all, drawn at random, or those of a convolution.
+    """Sizes of one problem and the choice of its live pairs: a random share of all, or those of a convolution.
 
-    With a ``reach``, a row's pairs are drawn among so many pixels, which lie further on from row to row.
+    With a ``reach``, each row's pairs are drawn from a window of that many pixels, which advances from row to row.
     """
 
     batch: int
     groups: int
-    depth: int  # channels of a group in
-    width: int  # and out
+    depth: int  # input channels of a group
+    width: int  # output channels of a group
     n_out: int = 5
     n_in: int = 6
     share: float = 0.5
     kernel: int = 0
     reach: int = 0
-    shuffled: bool = False  # the rows
+    shuffled: bool = False  # whether a convolution's rows are in random order
 
     def live(self) -> Tensor:
-        """``[n_out, n_in]``; of random pairs, one row and one column stay empty."""
+        """Return the live pairs, bool ``[n_out, n_in]``; random ones, unless all, leave a row and a column empty."""
         if self.kernel:
             live = conv_pattern(round(self.n_out**0.5), self.kernel)
             return live[torch.randperm(self.n_out)] if self.shuffled else live
@@ -66,17 +66,17 @@ class Case:
 CASES = {
     "one of everything": Case(1, 1, 1, 1, 1, 1, 1.0),
     "one sample, whole vectors": Case(1, 1, 64, 64),
-    "rgb": Case(7, 1, 3, 64),  # an odd depth, less than a vector
+    "rgb": Case(7, 1, 3, 64),  # the depth is odd and less than a vector
     "back to rgb": Case(7, 1, 64, 3),
-    "rgb, whole vectors": Case(20, 1, 3, 64, 16, 16, kernel=3),  # few channels in the gradient of x
+    "rgb, whole vectors": Case(20, 1, 3, 64, 16, 16, kernel=3),  # the gradient of x has few channels
     "few channels, groups": Case(13, 3, 2, 32),
     "few channels, not whole vectors": Case(13, 1, 4, 40),
     "rgb, side by side": Case(9, 1, 3, 64, 25, 25, kernel=3),
     "rgb, even runs": Case(5, 1, 3, 70, 16, 36, 0.9),
     "short, several strips": Case(5, 1, 7, 20, 6, 300, 0.97),
     "not a multiple of anything": Case(13, 1, 37, 29),
-    "100 channels": Case(4, 1, 100, 100),  # two strips of a depth, two panels
-    "deep": Case(3, 1, 700, 16, 2, 3),  # in place, too, a depth has several strips
+    "100 channels": Case(4, 1, 100, 100),  # a depth has two strips and two panels
+    "deep": Case(3, 1, 700, 16, 2, 3),  # a depth has several strips in place, too
     "even groups": Case(5, 4, 16, 32),
     "odd groups": Case(5, 3, 5, 7),
     "pairs of groups": Case(6, 2, 1, 2),
@@ -88,7 +88,7 @@ CASES = {
     "depthwise, rows far from each other": Case(7, 3, 1, 1, 64, 6000, 0.6, reach=600),
     "depthwise, rows in any order": Case(13, 21, 1, 1, 81, 81, kernel=3, shuffled=True),
     "depthwise, all of many pixels": Case(7, 3, 1, 1, 4, 3000, 1.0),
-    "large batch": Case(300, 1, 16, 16, 3, 4),  # several panels
+    "large batch": Case(300, 1, 16, 16, 3, 4),  # the batch has several panels
     "large batch, many rows": Case(260, 1, 4, 4, 70, 4),
     "large odd batch": Case(259, 1, 5, 6, 3, 4),
     "full": Case(3, 1, 8, 8, 4, 5, 1.0),
@@ -112,7 +112,7 @@ class Problem:
 
 
 def make_problem(case: Case, dtype: torch.dtype = torch.float64) -> Problem:
-    """Random, from torch's generator."""
+    """Return a problem with random float64 operands that ``dtype`` represents exactly, from torch's generator."""
     live = case.live()
     pattern = pattern_of(live)
 
@@ -131,7 +131,7 @@ def make_problem(case: Case, dtype: torch.dtype = torch.float64) -> Problem:
 
 
 def dense_matmul(x: Tensor, values: Tensor, bias: Tensor | None, live: Tensor) -> Tensor:
-    """By a matrix with all blocks in their places."""
+    """Return the product by the dense matrix that holds all blocks in their places, ``[N, n_out, C_out]``."""
     (n_out, n_in), (_, groups, depth, width) = live.shape, values.shape
     blocks = values.new_zeros(n_out, n_in, groups, depth, width).index_put(tuple(live.nonzero().unbind(1)), values)
     channels = torch.eye(groups, dtype=values.dtype)
@@ -142,13 +142,13 @@ def dense_matmul(x: Tensor, values: Tensor, bias: Tensor | None, live: Tensor) -
 
 
 def dense_results(problem: Problem) -> tuple[Tensor, ...]:
-    """The product, and the gradients of x, values and bias."""
+    """Return the product, and the gradients of x, values and bias."""
     operands = [tensor.clone().requires_grad_() for tensor in (problem.x, problem.values, problem.bias)]
     y = dense_matmul(*operands, problem.live)
     return y.detach(), *torch.autograd.grad(y, operands, problem.grad)
 
 
 def sizes_of_terms(problem: Problem) -> tuple[Tensor, ...]:
-    """For each of these results, the sum of its terms' sizes."""
+    """Return the sum of the terms' magnitudes for each result of :func:`dense_results`."""
     sizes = (tensor.abs() for tensor in (problem.x, problem.values, problem.bias, problem.grad))
     return dense_results(Problem(problem.live, problem.pattern, *sizes))

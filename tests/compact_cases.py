@@ -16,7 +16,7 @@ NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
 def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.6, inputs: float = 0.1) -> nn.Module:
-    """Zeroes random kernels, outer rings and input channels; gives normalisations random statistics and shifts."""
+    """Zero random kernels, outer rings and input channels; give normalisations random statistics and shifts."""
     generator = torch.Generator().manual_seed(seed)
 
     def chance(count: int, probability: float) -> Tensor:
@@ -44,14 +44,14 @@ def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.
 
 
 def compacted(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], **options: Any) -> tuple[nn.Module, Any]:
-    """What compaction makes of the model by counting multiply-adds; asserts that it did not fall back on the model."""
+    """Compact the model at the cost "multiply_adds"; assert that it did not fall back on the model itself."""
     network, report = sparsity.compact(model, inputs, cost="multiply_adds", **options)
     assert "it stays as it is" not in report.notes.get("model", "")
     return network, report
 
 
 def same(network: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
-    """Asserts equal outputs, to 1e-10 of the largest."""
+    """Assert equal outputs, to 1e-10 of the largest."""
     for x in inputs:
         expected = model(x.clone())
         result = network(x.clone())
@@ -60,7 +60,7 @@ def same(network: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
 
 
 def conv(weight: Tensor, bias: list[float] | None = None, **arguments: object) -> nn.Conv2d:
-    """A double convolution with this weight."""
+    """Return a float64 convolution with this weight and bias."""
     module = nn.Conv2d(weight.shape[1], weight.shape[0], tuple(weight.shape[2:]), bias=bias is not None, **arguments)
     with torch.no_grad():
         module.double().weight.copy_(weight)
@@ -74,7 +74,7 @@ def sizes_of(network: nn.Module) -> list[tuple[int, ...]]:
 
 
 class Residual(nn.Module):
-    """``x + f(x)``, in either order, in place or not."""
+    """Residual block ``x + f(x)``, in either order, in place or not."""
 
     def __init__(self, function: nn.Module, order: int = 0, in_place: bool = False) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Residual(nn.Module):
 
 
 class Branches(nn.Module):
-    """The results of several modules, one after the other along the channels."""
+    """Concatenation of several modules' results along the channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Branches(nn.Module):
 
 
 class Gate(nn.Module):
-    """Squeeze and excitation: channels times numbers made of their means."""
+    """Squeeze and excitation: each channel is scaled by a factor computed from the channels' means."""
 
     def __init__(self, channels: int, dims: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Gate(nn.Module):
 
 
 def random_network(seed: int, dims: int, depth: int = 5) -> nn.Module:
-    """A chain of random layers, blocks and branches; any input of 9 pixels or more along every axis will do."""
+    """Return a chain of random layers, blocks and branches that takes inputs of at least 9 pixels along every axis."""
     choose = random.Random(seed)
     layers: list[nn.Module] = []
     channels = 3
@@ -126,7 +126,7 @@ def random_network(seed: int, dims: int, depth: int = 5) -> nn.Module:
 
 
 def _convolution(choose: random.Random, channels: int, out: int, dims: int, same: bool = False) -> list[nn.Module]:
-    """A convolution, often with normalisation and activation; ``same``: the output's size is the input's."""
+    """Return a convolution, often with normalisation and activation; ``same`` keeps the input's size."""
     groups = choose.choice([1, 1, 1, 2]) if channels % 2 == out % 2 == 0 else 1
     size = [choose.choice([1, 2, 3, 3, 3, 4, 5]) for _ in range(dims)]
     dilation = [choose.choice([1, 1, 2]) if k < 4 else 1 for k in size]

@@ -11,5 +11,5 @@ WAYS: dict[str, Callable[[nn.Module], object]] = {
     "weight norm by a hook": nn.utils.weight_norm,
     "spectral norm by a hook": nn.utils.spectral_norm,
     "pruning": lambda module: prune.ln_structured(module, "weight", 0.5, 2, 0),
-    "orthogonal": parametrizations.orthogonal,  # mixes taps
+    "orthogonal": parametrizations.orthogonal,  # this one mixes taps
 }

@@ -16,14 +16,14 @@ import loco_ext
 
 
 def pytest_collection_finish() -> None:
-    """Garbage collections, of which benchmarks make many, need not look at a million objects of modules and tests."""
+    """Exempt the million objects of modules and tests from the many garbage collections of the benchmarks."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Every test starts from one seed and leaves torch's global settings as they were."""
+    """Start every test from one seed, and restore torch's global settings after it."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.manual_seed(0)
     yield
@@ -33,9 +33,9 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", "cuda_on_cpu"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forces the compiled kernels, so that a missing library fails tests instead of running the reference.
+    """Force the compiled kernels, so that a missing library fails tests instead of running the reference.
 
-    The CPU's; then the GPU's, compiled for the CPU.
+    Each test runs with the CPU's kernels, then with the GPU's, compiled for the CPU.
     """
     if request.param == "cuda_on_cpu":
         operators.use(monkeypatch, request.getfixturevalue("compiled"))
@@ -45,7 +45,7 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture(params=["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As ``native``, for the tests of operators: a GPU steps their cases too, where there is one."""
+    """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too."""
     if request.param in ("cuda", "triton"):
         backend = "native" if request.param == "cuda" else "triton"
         monkeypatch.setattr(optim_step_cases, "GPU", optim_step_cases.Gpu("cuda", backend))
@@ -57,8 +57,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def _objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes and runs share the objects of what they compile for the CPU; those unused for a week are deleted."""
-    cache = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
+    """Share the objects compiled for the CPU between processes and runs; delete those unused for a week."""
+    cache = getattr(request.config, "cache", None)  # there is no cache with -p no:cacheprovider
     folder = cache.mkdir("objects") if cache else tmp_path_factory.mktemp("objects")
     for file in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -71,12 +71,12 @@ def _objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what the session compiles."""
+    """Return the folder of what the session compiles."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[optim_step_triton.Interpreter]:
-    """Steps cases by the Triton kernels, in Triton's interpreter."""
+    """Yield Triton's interpreter, which steps cases by the Triton kernels."""
     with optim_step_triton.start_interpreter() as started:
         yield started

@@ -1,11 +1,11 @@
-"""Capturing steps of optimizers in CUDA graphs."""
+"""Helpers that capture optimizer steps in CUDA graphs."""
 
 import torch
 from stepping import params_of, set_gradients
 
 
 def capture(*optimizers):
-    """A graph of one step of each; nothing has happened before it is replayed."""
+    """Return a graph of one step of each optimizer; nothing is stepped before it is replayed."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for optimizer in optimizers:
@@ -18,7 +18,7 @@ def gradients_of(optimizer):
 
 
 def refill(gradients, reference, seed):
-    """New gradients in the memory given, the same for the reference."""
+    """Write new gradients into the given memory, and set the same on the reference's parameters."""
     set_gradients(params_of(reference), seed)
     for grad, q in zip(gradients, params_of(reference), strict=True):
         grad.copy_(q.grad)

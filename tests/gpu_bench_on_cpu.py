@@ -1,4 +1,4 @@
-"""Lets the GPU benchmarks run on the CPU, on small networks; their graphs are eager steps there."""
+"""Patches that let the GPU benchmarks run on the CPU, on small networks, with eager steps in place of graphs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FACTS = {
 
 
 def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the benchmark run on the CPU, on small networks; its graphs are eager steps there."""
+    """Patch the benchmark to run on the CPU, on small networks, with eager steps in place of graphs."""
 
     def tiny() -> Iterator[shapes.Shape]:
         yield from shapes.conv(3, 5, 3)

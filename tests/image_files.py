@@ -1,4 +1,4 @@
-"""Data sets of the published layouts, made up: every image and label is a known function of its place."""
+"""Synthetic data sets in the published layouts: every image and label is a known function of its position."""
 
 import gzip
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def cifar10(folder, seed=0):
-    """All six files, random pixels, labels in turn. Returns the records, (60000, 3073)."""
+    """Write all six files, with random pixels and labels in turn; return the records, uint8 ``[60000, 3073]``."""
     target = folder / "cifar-10-batches-bin"
     target.mkdir(parents=True)
     records = np.random.default_rng(seed).integers(0, 256, (60_000, 3073), np.uint8)
@@ -17,7 +17,7 @@ def cifar10(folder, seed=0):
 
 
 def cifar100(folder):
-    """Both files. Returns the records, (60000, 3074)."""
+    """Write both files; return the records, uint8 ``[60000, 3074]``."""
     target = folder / "cifar-100-binary"
     target.mkdir(parents=True)
     records = np.random.default_rng(1).integers(0, 256, (60_000, 3074), np.uint8)
@@ -29,7 +29,7 @@ def cifar100(folder):
 
 
 def fashion_mnist(folder, zipped):
-    """All four files. Returns images (70000, 28, 28) and labels (70000,)."""
+    """Write all four files; return the images, uint8 ``[70000, 28, 28]``, and labels, uint8 ``[70000]``."""
     folder.mkdir(parents=True, exist_ok=True)
     images = np.random.default_rng(2).integers(0, 256, (70_000, 28, 28), np.uint8)
     labels = (np.arange(70_000) % 10).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Random convolutions, and the locally connected layers of the same geometry."""
+"""Random convolutions and locally connected layers, and what their taps read."""
 
 import random
 from itertools import pairwise
@@ -17,7 +17,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def random_conv(generator: random.Random, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Case]:
-    """A convolution module, and its geometry; padding is the same before and after, or "same" or "valid"."""
+    """Return a convolution module and its geometry; the padding is symmetric or "same"."""
     case = random_case(generator, symmetric=True)
     groups, bias = generator.choice((1, 1, 2, 3)), generator.random() < 0.7
     depth, width = generator.randint(1, 3), generator.randint(1, 3)
@@ -37,7 +37,7 @@ def layer_class(case: Case) -> type[LocallyConnectedNd]:
 
 
 def random_layer(generator: random.Random, dtype: torch.dtype = torch.float64) -> tuple[LocallyConnectedNd, Case]:
-    """A layer of any geometry, paddings before and after at will, with random blocks and biases."""
+    """Return a layer with random blocks and biases, and its geometry, whose padding may be asymmetric."""
     case = random_case(generator)
     groups, bias = generator.choice((1, 1, 2, 3)), generator.random() < 0.7
     layer = layer_class(case)(
@@ -50,7 +50,7 @@ def random_layer(generator: random.Random, dtype: torch.dtype = torch.float64) -
 
 
 def windows(x: torch.Tensor, case: Case) -> torch.Tensor:
-    """What each tap of each output pixel reads of a batch: ``[N, C, n_out, n_taps]``."""
+    """Return the values that each tap of each output pixel reads from a batch, ``[N, C, n_out, n_taps]``."""
     pads = [side for pair in reversed(case.padding) for side in pair]
     x = functional.pad(x, pads, mode="constant" if case.padding_mode == "zeros" else case.padding_mode)
     for axis, (taps, step, gap) in enumerate(zip(case.kernel_size, case.stride, case.dilation, strict=True)):
@@ -60,7 +60,7 @@ def windows(x: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 def block_of_taps(layer: LocallyConnectedNd, case: Case) -> torch.Tensor:
-    """The block that each tap of each output pixel has its weights in, -1 for none: int64 ``[n_out, n_taps]``."""
+    """Return the block that holds the weights of each tap of each output pixel, or -1: int64 ``[n_out, n_taps]``."""
     crow, col = layer.crow_indices.tolist(), layer.col_indices.tolist()
     places = [{pixel: first + i for i, pixel in enumerate(col[first:last])} for first, last in pairwise(crow)]
     reads = read_pixels(case)

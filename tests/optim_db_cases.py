@@ -1,4 +1,4 @@
-"""torch's own optimizer database as cases for our classes.
+"""Cases for our optimizer classes, made from torch's own optimizer database.
 
 The database gives, per optimizer, the constructor arguments worth testing, those that must fail, learning rate
 schedulers and tolerances. A Case is one of its inputs with one of the implementations that our classes offer.
@@ -23,10 +23,10 @@ setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
 OURS = {"SGD": optim.SGD, "Adam": optim.Adam, "AdamW": optim.AdamW}
 INFOS = {info.name: info for info in database.optim_db if info.name in OURS}
-# Checks that are about an optimizer, whatever its arguments.
+# Parametrizes checks of an optimizer that do not depend on its arguments.
 each_optimizer = pytest.mark.parametrize("name", OURS)
 
-# What selects an implementation of ours; with the database's own flags each input runs in all five.
+# Flags that select one of our implementations: the five that the database's own flags select for each input.
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "default": {},
     "fused": {"fused": True, "foreach": False, "differentiable": False},
@@ -34,7 +34,7 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "foreach": {"fused": False, "foreach": True, "differentiable": False},
     "differentiable": {"fused": False, "foreach": False, "differentiable": True},
 }
-KERNELS = ("default", "fused")  # of the CPU, and the GPU's compiled for it; the others run none of either
+KERNELS = ("default", "fused")  # these alone run kernels: the CPU's, and the GPU's compiled for it
 TORCHS_OWN = ("foreach", "differentiable")
 FOR_LOOP = {"foreach": False, "fused": False}
 NO_TENSOR_LR = "torch's foreach Adam takes a Tensor lr only where it is capturable"
@@ -43,7 +43,7 @@ NEEDS_CUDA = "capturable configurations need CUDA"
 
 @dataclass
 class Case:
-    """An input of the database for one implementation."""
+    """One input of the database for one implementation."""
 
     name: str
     implementation: str
@@ -51,19 +51,19 @@ class Case:
     arguments: dict[str, Any]
 
     def kwargs(self, **changes: Any) -> dict[str, Any]:
-        """The constructor's arguments, a fresh copy."""
+        """Return a fresh copy of the constructor's arguments."""
         return {**deepcopy(self.arguments), **IMPLEMENTATIONS[self.implementation], **changes}
 
     def ours(self, params: Any, **changes: Any) -> Optimizer:
         return OURS[self.name](params, **self.kwargs(**changes))
 
     def torchs(self, params: Any, **changes: Any) -> Optimizer:
-        """torch's for-loop with the same arguments; the differentiable one has roundings of its own."""
+        """Return torch's for-loop optimizer with the same arguments; its differentiable variant rounds differently."""
         flags = {**FOR_LOOP, "differentiable": self.implementation == "differentiable"}
         return INFOS[self.name].optim_cls(params, **{**deepcopy(self.arguments), **flags, **changes})
 
     def coarse(self) -> dict[str, float]:
-        """Changes for half precision, which holds no eps of 1e-8; the database's own for float16."""
+        """Return the arguments to change for half precision, which lacks eps 1e-8; the database's own for float16."""
         return {} if self.name == "SGD" else {"eps": 0.1}
 
     def scheduler_lists(self) -> list[list[Callable[[Optimizer], Any]]]:
@@ -71,7 +71,7 @@ class Case:
 
 
 def _inputs(name: str, dtype: torch.dtype) -> list[Any]:
-    """The database's inputs for the CPU, and those it keeps to mps, which asks for nothing that a CPU lacks."""
+    """Return the database's inputs for the CPU and those that it limits to mps, which need nothing a CPU lacks."""
     function = INFOS[name].optim_inputs_func
     inputs = function("cpu", dtype)
     known = {item.desc for item in inputs}
@@ -79,7 +79,7 @@ def _inputs(name: str, dtype: torch.dtype) -> list[Any]:
 
 
 def cases(*implementations: str, dtype: torch.dtype = torch.float32, **unsuited: str) -> Any:
-    """Parametrizes ``native`` and ``case``; ``unsuited`` maps an implementation to the reason why it is skipped."""
+    """Parametrize ``native`` and ``case``; ``unsuited`` maps an implementation to the reason why it is skipped."""
     parameters = []
     for name in OURS:
         for item in _inputs(name, dtype):
@@ -96,7 +96,7 @@ def cases(*implementations: str, dtype: torch.dtype = torch.float32, **unsuited:
 
 
 def capturable_cases() -> list[Any]:
-    """The inputs that the database keeps to CUDA."""
+    """Return the capturable inputs, which the database limits to CUDA, as parameters."""
     parameters = []
     for name in OURS:
         for item in INFOS[name].optim_inputs_func("cuda", torch.float32):
@@ -108,7 +108,7 @@ def capturable_cases() -> list[Any]:
 
 
 def tolerance(name: str, check: str, dtype: torch.dtype) -> dict[str, float]:
-    """What the database allows the check in this dtype; empty: torch.testing's default."""
+    """Return the tolerance that the database gives the check in this dtype; empty for torch.testing's default."""
     for info in INFOS[name].decorators:
         for decorator in info.decorators if info.test_name == check and info.is_active(*_active(check, dtype)) else ():
             if allowed := getattr(decorator, "d", {}).get(dtype):
@@ -121,7 +121,7 @@ def _active(check: str, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 class Problem:
-    """Least squares ``|weight @ x + bias|^2``, its gradients written out, so that parameters need not require them."""
+    """Least squares ``|weight @ x + bias|^2`` with explicit gradients, so that parameters need not require them."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, contiguous: bool = True, seed: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -132,13 +132,13 @@ class Problem:
         self.x = torch.randn(5, generator=generator, dtype=torch.float64).to(dtype)
 
     def closure(self) -> Tensor:
-        """Sets the gradients; returns the loss."""
+        """Set the gradients; return the loss."""
         residual = self.weight.detach() @ self.x + self.bias.detach()
         self.weight.grad, self.bias.grad = 2 * torch.outer(residual, self.x), 2 * residual
         return residual.square().sum()
 
     def run(self, optimizer: Optimizer, steps: int, schedulers: Any = ()) -> float:
-        """Steps the optimizer and its schedulers; returns the loss thereafter."""
+        """Step the optimizer and its schedulers; return the loss after the last step."""
         for _ in range(steps):
             loss = optimizer.step(self.closure)
             for scheduler in schedulers:
@@ -146,7 +146,7 @@ class Problem:
         return self.closure().item()
 
     def twin(self) -> "Problem":
-        """The same problem at the same point, with tensors of its own."""
+        """Return the same problem at the same point, with its own parameters."""
         twin = Problem(self.weight.dtype)
         twin.x = self.x
         for mine, other in zip(twin.params, self.params, strict=True):
@@ -155,20 +155,20 @@ class Problem:
 
 
 def network(dtype: torch.dtype) -> nn.Sequential:
-    """The network for whose small values the database's tolerances are meant; always the same."""
+    """Return the network whose small values the database's tolerances are meant for; it is always the same."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(dtype)
 
 
 def flat_state(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters, then all tensors of their states in a fixed order."""
+    """Return all parameters, then all tensors of their states in a fixed order."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = [optimizer.state.get(param, {}) for param in params]
     return params + [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
 
 
 def assert_same(left: Any, right: Any) -> None:
-    """Asserts equality without tolerance, of nested dictionaries and lists of tensors too."""
+    """Assert equality without tolerance, also of nested dictionaries and lists of tensors."""
     if isinstance(left, dict):
         assert left.keys() == right.keys()
         for key in left:

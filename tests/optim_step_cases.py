@@ -1,4 +1,4 @@
-"""Operator calls for the tests of the optimizer step: arguments made from a seed, copied, run and compared."""
+"""Operator calls for the tests of the optimizer step: made from a seed, copied, run and compared."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Layout = Callable[[Tensor], Tensor]
 
 
 def copy_storage(tensor: Tensor) -> Tensor:
-    """A copy with the same offset and strides, of all the memory around the tensor's elements too."""
+    """Copy a tensor's whole storage, gaps included; return the copy with the same offset and strides."""
     storage = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype)
     return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All the memory that the tensor is a view of."""
+    """Return all of the tensor's storage as a flat tensor."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Where cases are stepped, and by what."""
+    """Device on which cases are stepped, and the backend that steps them."""
 
     device: str
     backend: str
 
 
-GPU: Gpu | None = None  # None: where their tensors are; set by a fixture
+GPU: Gpu | None = None  # set by a fixture; if None, cases are stepped on the device of their tensors
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Case:
     """The arguments of one operator call."""
 
     rule: str  # "sgd" or "adam"
-    lists: dict[str, list[Tensor]]  # everything that the call may change
+    lists: dict[str, list[Tensor]]  # all tensors that the call may change
     hyper: Tensor
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Case:
         return replace(self, lists=lists, options={**self.options, **options})
 
     def laid_out(self, **layouts: Layout) -> Case:
-        """A copy in which the named lists have other strides."""
+        """Return a copy in which the named lists have other strides."""
         lists = {name: [layouts.get(name, copy_storage)(t) for t in ts] for name, ts in self.lists.items()}
         return replace(self, lists=lists)
 
@@ -72,7 +72,7 @@ class Case:
         return self
 
     def _step_on_gpu(self, gpu: Gpu) -> Case:
-        """Copies all memory to the GPU, steps there and copies it back; strides and shared memory stay as they are."""
+        """Copy all storages to the GPU, step there and copy them back; strides and shared storages are preserved."""
         storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
         def moved(tensor: Tensor) -> Tensor:
@@ -111,7 +111,10 @@ def make_case(
     step: int = 3,  # Adam: steps made so far
     **options: Any,
 ) -> Case:
-    """Random arguments; second moments are at least 0.1, so that the division does not magnify rounding errors."""
+    """Return a call with random arguments.
+
+    Second moments are at least 0.1, so that the division does not magnify rounding errors.
+    """
     param_dtype, grad_dtype, state_dtype = dtypes
     states = max(states, 2) if rule == "adam" else states
     generator = torch.Generator().manual_seed(1)
@@ -130,21 +133,21 @@ def make_case(
 
 
 def assert_same(actual: Case, expected: Case) -> None:
-    """Asserts the same bits in everything that a call may change, whatever the strides."""
+    """Assert the same bits in everything that a call may change, whatever the strides."""
     for name, tensors in expected.lists.items():
         for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
             assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
 
 
 def assert_untouched(actual: Case, before: Case) -> None:
-    """Asserts that no byte has changed, in the gaps of views neither."""
+    """Assert that no byte has changed, even in the gaps of views."""
     for name, tensors in before.lists.items():
         for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
             assert same_bits(whole(a), whole(b)), f"{name}[{i}] was written"
 
 
 def assert_native_is_reference(case: Case) -> None:
-    """The kernels give the reference's bits; in float64 nearly so, as the reference rounds multiply-adds twice."""
+    """Assert that the kernels give the reference's bits; nearly so in float64, where the reference rounds fma twice."""
     native, reference = case.copy().step("native"), case.copy().step("reference")
     before = case.copy()
     changed = False
@@ -152,7 +155,7 @@ def assert_native_is_reference(case: Case) -> None:
         for i, (a, b) in enumerate(zip(native.lists[name], tensors, strict=True)):
             changed |= not same_bits(b, before.lists[name][i])
             if case.params[i].dtype == torch.float64:
-                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # normal random numbers are not larger
+                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # bounds the normal random numbers
             else:
                 assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
     assert changed or all(p.numel() == 0 for p in case.params)

@@ -1,4 +1,4 @@
-"""Steps of cases by the Triton kernels in Triton's interpreter, and their comparison with the reference."""
+"""Steps of cases by the Triton kernels in Triton's interpreter, compared with the reference."""
 
 import io
 import mmap
@@ -21,7 +21,7 @@ ORDER = {
 
 
 def arguments(case: Case) -> list:
-    """What the operator would pass on: lists, then options in order."""
+    """Return the arguments that the operator would pass to the Triton kernels: lists, then options in order."""
     count = len(case.params)
     names = [*ORDER[case.rule].split(), "grad_scale", "found_inf", "ordinals", "seed", "rounding_step"]
     values = {"first": [], "group_index": [0] * count, "lrs": [], "lr_index": [], "maps": [], "map_index": [-1] * count}
@@ -31,13 +31,14 @@ def arguments(case: Case) -> list:
     return [*case.lists.values(), *(values.get(name, False) for name in names)]
 
 
-# ---- in the interpreter's process
+# ---- These functions run in the interpreter's process.
 
 
 def prepare() -> None:
-    """Lets the interpreter, which rounds fused multiply-adds twice, compute them in float64, as the reference does.
+    """Make the interpreter compute fused multiply-adds in float64, as the reference does.
 
-    In float32 both then give the same bits. In float64 both round them twice.
+    The interpreter alone would round them twice. With this, both give the same bits in float32; in float64 both round
+    twice.
     """
     import triton.runtime.interpreter as interpreter
 
@@ -51,7 +52,7 @@ def prepare() -> None:
 
 
 def run(data: bytes, narrow: int | None) -> bytes:
-    """Makes the steps of cases one after another; the tensors of a case's ``before`` are copied first."""
+    """Step cases one after another, each after copying the tensors of its ``before``; return the last case, pickled."""
     from loco_ext.triton_kernels import optim_step
     from loco_ext.triton_kernels import optim_step_tables as tables
 
@@ -68,7 +69,7 @@ def run(data: bytes, narrow: int | None) -> bytes:
 
 
 def scalars(data: bytes) -> torch.Tensor:
-    """What Adam's first kernel computes for each tensor."""
+    """Return the scalars that Adam's first kernel computes for each tensor."""
     from loco_ext.triton_kernels import optim_step
     from loco_ext.triton_kernels import optim_step_tables as tables
 
@@ -80,7 +81,7 @@ def scalars(data: bytes) -> torch.Tensor:
 
 
 def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
-    """Steps only the last elements of a bfloat16 tensor that would not fit into memory; returns them and gradients."""
+    """Step only the last elements of a bfloat16 tensor too large for memory; return them and their gradients."""
     from loco_ext.triton_kernels import optim_step
     from loco_ext.triton_kernels import optim_step_tables as tables
     from loco_ext.triton_kernels.optim_step_kernels import COLUMNS, FIRST_CHUNK
@@ -102,7 +103,7 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
     return [w[begin:].clone().float().numpy(), g[begin:].clone().float().numpy()]
 
 
-# ---- in this process
+# ---- These run in the test's own process.
 
 
 def saved(thing: object) -> bytes:
@@ -125,7 +126,7 @@ class Interpreter:
 
 @contextmanager
 def start_interpreter() -> Iterator[Interpreter]:
-    """In a process of its own, for the interpreter must be chosen before triton is imported."""
+    """Start the interpreter in a separate process, because it must be chosen before triton is imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
@@ -135,7 +136,7 @@ def start_interpreter() -> Iterator[Interpreter]:
 
 
 def assert_same_as(actual: Case, expected: Case) -> None:
-    """The same bits; in float64, where Adam's corrections come from other functions than the reference's, nearly so."""
+    """Assert the same bits; nearly so for Adam in float64, whose corrections use other functions than the reference."""
     for name, tensors in expected.lists.items():
         for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
             if expected.params[i].dtype == torch.float64 and expected.rule == "adam":

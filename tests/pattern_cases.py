@@ -1,4 +1,4 @@
-"""Random geometries of convolutions, and their patterns as dense matrices, from what torch itself reads."""
+"""Random geometries of convolutions, and their patterns as dense matrices, derived from what torch itself reads."""
 
 import math
 import random
@@ -12,7 +12,7 @@ MODES = ("zeros", "circular", "reflect", "replicate")
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of BlockPattern.from_conv, padding in pairs."""
+    """Arguments of BlockPattern.from_conv, with the padding in pairs."""
 
     input_size: tuple[int, ...]
     kernel_size: tuple[int, ...]
@@ -27,7 +27,7 @@ class Case:
 
 
 def random_case(generator: random.Random, symmetric: bool = False) -> Case:
-    """Any geometry that torch accepts, small, and at times one whose kernel is as large as the padded image."""
+    """Return a small random geometry that torch accepts; sometimes the kernel is as large as the padded image."""
     while True:
         axes = generator.randint(1, 3)
         mode = generator.choice(MODES)
@@ -44,9 +44,9 @@ def random_case(generator: random.Random, symmetric: bool = False) -> Case:
 
 
 def read_pixels(case: Case) -> torch.Tensor:
-    """The input pixel that each tap of each output pixel reads, -1 for padding: int64 [n_out, n_taps].
+    """Return the input pixel that each tap of each output pixel reads, -1 for padding: int64 [n_out, n_taps].
 
-    torch pads an image of pixel numbers, and its windows are looked at.
+    The pixels are read from the windows of an image of pixel numbers that torch has padded.
     """
     image = torch.arange(math.prod(case.input_size), dtype=torch.float64).view(1, 1, *case.input_size)
     pads = [side for pair in reversed(case.padding) for side in pair]
@@ -61,14 +61,14 @@ def read_pixels(case: Case) -> torch.Tensor:
 
 
 def embedding(case: Case) -> torch.Tensor:
-    """1 where a tap of an output pixel reads an input pixel: float64 [n_out, n_in, n_taps]."""
+    """Return 1 where a tap of an output pixel reads an input pixel, 0 elsewhere: float64 [n_out, n_in, n_taps]."""
     pixels = read_pixels(case)
     n_in = math.prod(case.input_size)
     return functional.one_hot(pixels + 1, n_in + 1)[..., 1:].transpose(1, 2).double()
 
 
 def dense(pattern) -> torch.Tensor:
-    """Whether there is a block: bool [n_out, n_in]."""
+    """Return whether each pair of pixels has a block: bool [n_out, n_in]."""
     crow, col = pattern.crow_indices.tolist(), pattern.col_indices.tolist()
     matrix = torch.zeros(pattern.n_out, pattern.n_in, dtype=torch.bool)
     for row in range(pattern.n_out):
@@ -79,7 +79,7 @@ def dense(pattern) -> torch.Tensor:
 
 
 def near(case: Case, radius: int) -> torch.Tensor:
-    """Whether two input pixels are at most radius apart along every axis: bool [n_in, n_in]."""
+    """Return whether two input pixels are at most radius apart along every axis: bool [n_in, n_in]."""
     coordinates = torch.cartesian_prod(*map(torch.arange, case.input_size)).view(-1, len(case.input_size))
     apart = (coordinates[:, None] - coordinates[None]).abs()
     if case.padding_mode == "circular":
@@ -88,7 +88,7 @@ def near(case: Case, radius: int) -> torch.Tensor:
 
 
 def grown(case: Case, matrix: torch.Tensor, radius: int) -> torch.Tensor:
-    """The dense pattern with every row spread by the radius, empty rows from the pixel nearest to their middle."""
+    """Return the dense pattern, each row spread by the radius; an empty row grows from the pixel nearest its middle."""
     if radius == 0:
         return matrix
     seeded = matrix.clone()
@@ -98,7 +98,7 @@ def grown(case: Case, matrix: torch.Tensor, radius: int) -> torch.Tensor:
 
 
 def middles(case: Case, row: int) -> list[float]:
-    """The middle of an output pixel's receptive field, in the input."""
+    """Return the coordinates of the middle of an output pixel's receptive field in the input."""
     places = []
     for axis in reversed(range(len(case.input_size))):
         outputs = (
@@ -114,7 +114,7 @@ def middles(case: Case, row: int) -> list[float]:
 
 
 def middle(case: Case, row: int) -> int:
-    """The input pixel nearest to it; of two, the one before it."""
+    """Return the input pixel nearest to that middle; of two along an axis, the one before it."""
     pixel = 0
     for place, size in zip(middles(case, row), case.input_size, strict=True):
         laps = (-2, -1, 0, 1, 2) if case.padding_mode == "circular" else (0,)

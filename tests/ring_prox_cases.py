@@ -1,4 +1,4 @@
-"""Calls of the prox of nested rings for its tests: arguments made from a seed, and the ways to run them."""
+"""Calls of the prox of nested rings for its tests: made from a seed, and run in several ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST_SIZE = 11
 
 @dataclass(frozen=True)
 class Rings:
-    """How a kernel of this size is divided into rings."""
+    """Division of a kernel of one size into rings."""
 
     kernel_size: tuple[int, ...]
     kind: str
@@ -36,14 +36,14 @@ class Rings:
 
 
 def square_rings(largest: int = LARGEST_SIZE) -> list[Rings]:
-    """Of all sizes up to the largest, with both kinds and both orders."""
+    """Return the rings of all square sizes up to the largest, of both kinds and, for half rings, in both orders."""
     halves = [Rings((s, s), "half", first) for s in range(1, largest + 1) for first in HALVES]
     return halves + [Rings((s, s), "full", "auto") for s in range(1, largest + 1, 2)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``sparsity.ring_prox``."""
+    """Arguments of one call of ``sparsity.ring_prox``."""
 
     rings: Rings
     weight: Tensor
@@ -77,7 +77,7 @@ class Case:
         )
 
     def objective(self, x: Tensor) -> Tensor:
-        """What the prox minimises, of each kernel; written with torch alone."""
+        """Return the objective that the prox minimises, for each kernel, float64 ``[C_out]``, by torch alone."""
         d = torch.ones_like(self.weight) if self.metric is None else self.metric
         fit = (d.double() * (x.double() - self.weight.double()).square()).flatten(1).sum(1) / 2
         norms = group_norms(x, self.rings, self.norm)
@@ -93,7 +93,7 @@ class Case:
 
 
 def group_norms(x: Tensor, rings: Rings, norm: str = "l2") -> Tensor:
-    """``(C_out, groups)``, float64."""
+    """Return the norm of each group of rings of each kernel, float64 ``[C_out, groups]``."""
     index = torch.tensor(rings.of_taps)
     order = torch.inf if norm == "linf" else 2
     parts = [x.double().flatten(2)[:, :, index <= n].flatten(1) for n in range(rings.count)]
@@ -116,8 +116,10 @@ def make_case(
     power: str = "plain",
     seed: int = 0,
 ) -> Case:
-    """Random arguments in float64. The sizes of kernels and of their rings vary by orders of magnitude, so that from
-    none to all of the rings vanish, whatever the thresholds.
+    """Return a call with random arguments in float64.
+
+    The magnitudes of kernels and of their rings vary by orders of magnitude, so that anything from none to all of the
+    rings vanishes, whatever the thresholds.
 
     ``power``: "plain" thresholds, "squared" ones or "both".
     """
@@ -133,7 +135,7 @@ def make_case(
     d = powers_of_ten(-1, 1, *shape) if metric else None
     strengths = group_weights(rings, channels, weighting) * powers_of_ten(-0.5, 0.5, rings.count)
     strengths /= strengths.mean() * rings.count
-    # About what takes standard normal weights to zero.
+    # These thresholds are about as large as to take standard normal weights to zero.
     counts = torch.bincount(index).cumsum(0) * channels
     t = strengths * (counts.double() if norm == "linf" else counts.double().sqrt()).mean()
     if power == "plain":
@@ -142,7 +144,7 @@ def make_case(
     return Case(rings, weight.view(shape), t.expand_as(q) if power == "both" else torch.zeros_like(q), q, d, norm)
 
 
-# All that the prox can be asked for.
+# All combinations of the prox's options.
 MODES = [
     {"norm": norm, "metric": metric, "power": power}
     for norm, metric, power in product(("l2", "linf"), (False, True), ("plain", "squared", "both"))
@@ -154,7 +156,7 @@ def mode_id(mode: dict[str, object]) -> str:
 
 
 def ring_prox_of_taps(case: Case, backend: str) -> Tensor:
-    """The same call of the operator below, which takes each tap's ring."""
+    """Run the case by the underlying operator ``ops.ring_prox``, which takes the ring of each tap."""
     with loco_ext.backend(backend):
         return ops.ring_prox(
             case.weight, case.rings.of_taps, case.thresholds, case.squared, case.metric, linf=case.norm == "linf"

@@ -1,4 +1,4 @@
-"""The prox of nested rings by others: SPAMS, accelerated proximal gradient and CVXPY."""
+"""Other solvers for the prox of nested rings: SPAMS, accelerated proximal gradient and CVXPY; and wrong methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Array = np.ndarray
 
 
 def by_spams(case: Case) -> Tensor:
-    """Without a metric or squares. SPAMS gives NaN for a group without a weight other than 0 and threshold 0."""
+    """Return SPAMS' prox of a case without a metric or squares.
+
+    SPAMS gives NaN for a group whose weights are all 0 and whose threshold is 0.
+    """
     assert case.metric is None
     assert case.squared is None
     x = _spams(case.weight.flatten(2).numpy(), case.rings.of_taps, case.thresholds.numpy(), case.norm)
@@ -25,15 +28,17 @@ def by_spams(case: Case) -> Tensor:
 
 
 def _spams(u: Array, rings: list[int], thresholds: Array, norm: str) -> Array:
-    """``u``: float64 ``[kernels, channels, taps]``. SPAMS wants the variables of each group together, and the root's
-    the innermost ring first: from the centre outwards."""
+    """Return SPAMS' prox of ``u``, float64 ``[kernels, channels, taps]``.
+
+    SPAMS needs the variables of each group to be contiguous, ordered from the centre outwards.
+    """
     kernels, channels, taps = u.shape
     order = np.argsort(-np.asarray(rings), kind="stable")
     columns = np.asfortranarray(u[:, :, order].transpose(2, 1, 0).reshape(taps * channels, kernels))
     own = np.bincount(rings)[::-1].astype(np.int32) * channels
     tree = {
         "eta_g": np.ascontiguousarray(thresholds[::-1]),
-        "groups": sparse.csc_matrix(np.asfortranarray(np.eye(len(own), k=-1, dtype=bool))),  # each in the one before
+        "groups": sparse.csc_matrix(np.asfortranarray(np.eye(len(own), k=-1, dtype=bool))),  # nested in the one before
         "own_variables": (np.cumsum(own) - own).astype(np.int32),
         "N_own_variables": own.astype(np.int32),
     }
@@ -44,9 +49,11 @@ def _spams(u: Array, rings: list[int], thresholds: Array, norm: str) -> Array:
 
 
 def by_proximal_gradient(case: Case, steps: int = 20_000) -> Tensor:
-    """In a metric, by steps of length 1 / max d, each followed by SPAMS' prox without a metric; accelerated (Beck and
-    Teboulle 2009), with the constant momentum for a strongly convex function. One threshold scale for all kernels, so
-    each kernel is first divided by its largest d: that multiplies its thresholds by the same."""
+    """Return the prox in a metric, by accelerated proximal gradient (Beck and Teboulle 2009).
+
+    Each step has length 1 / max d and is followed by SPAMS' prox without a metric. The momentum is the constant one
+    for a strongly convex function. All kernels share one scale of the thresholds, which are divided by the largest d.
+    """
     assert case.metric is not None
     assert case.squared is None
     taps = case.rings.of_taps
@@ -65,8 +72,11 @@ def by_proximal_gradient(case: Case, steps: int = 20_000) -> Tensor:
 
 
 def clarabel(problem: cvxpy.Problem) -> None:
-    """Short steps and no regularisation find minima at the apex of a cone to 1e-8, not 1e-5. It then often warns
-    that it is not as close as it was asked to come, which is closer than it needs to be here."""
+    """Solve a problem by CLARABEL with short steps and no regularisation.
+
+    These settings find minima at the apex of a cone to 1e-8 instead of 1e-5. CLARABEL then often warns that it missed
+    its tolerances, which are tighter than is needed here.
+    """
     options = {f"tol_{name}": 1e-11 for name in ("gap_abs", "gap_rel", "feas", "ktratio")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Solution may be inaccurate")
@@ -74,7 +84,10 @@ def clarabel(problem: cvxpy.Problem) -> None:
 
 
 def by_cvxpy(case: Case) -> Tensor:
-    """CLARABEL's minimum, kernel by kernel, each divided by its largest weight, for tolerances are absolute."""
+    """Return CLARABEL's minimum, kernel by kernel.
+
+    Each kernel is divided by its largest weight, because CLARABEL's tolerances are absolute.
+    """
     index = np.asarray(case.rings.of_taps)
     found = []
     for o, kernel in enumerate(case.weight):
@@ -97,7 +110,7 @@ def _row(thresholds: Tensor, kernel: int) -> Array:
 
 
 def outermost_last(case: Case) -> Tensor:
-    """A wrong method: the same shrinking group by group, but with the largest group first."""
+    """Return the result of a wrong method: the groups are shrunk one by one, but with the largest group first."""
     x = case.weight.double().flatten(2).clone()
     index = torch.tensor(case.rings.of_taps)
     for n in reversed(range(case.rings.count)):
@@ -108,7 +121,7 @@ def outermost_last(case: Case) -> Tensor:
 
 
 def shrunk_group_by_group(case: Case) -> Tensor:
-    """A wrong method in a metric: the right order, and each group by itself shrunk exactly in the metric."""
+    """Return the result of a method that is wrong in a metric: each group, in right order, is shrunk by itself."""
     x, none = case.weight, torch.zeros_like(case.thresholds)
     for n in range(case.rings.count):
         alone = torch.where(torch.arange(case.rings.count) == n, case.thresholds, none)

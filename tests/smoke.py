@@ -1,4 +1,4 @@
-"""A few training steps with every optimizer, native against reference, wherever the package is installed."""
+"""Smoke test of an installed package: a few training steps with every optimizer, native against reference."""
 
 import copy
 

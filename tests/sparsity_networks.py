@@ -1,4 +1,4 @@
-"""Graphs like those of compacted networks, for the tests of files and of ONNX."""
+"""Networks whose graphs resemble those of compacted networks, for the tests of files and of ONNX."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 
 class Residual(nn.Module):
-    """Two writers to one sum, and a channel scatter, as `compact` leaves them."""
+    """Network in which two layers write to one sum, and channels are scattered, as in the results of `compact`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Residual(nn.Module):
 
 
 class Cropping(nn.Module):
-    """Kernels bucketed by size, each with its own pad, some of them negative."""
+    """Network whose kernels are bucketed by size, each bucket with its own pads, some of them negative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ NETWORKS = {"plain": plain, "residual": Residual, "cropping": Cropping}
 
 
 def network(name: str) -> fx.GraphModule:
-    """One of NETWORKS in evaluation mode, with statistics that are not those of a new network."""
+    """Return one of NETWORKS in evaluation mode, with running statistics that differ from a new network's."""
     model = fx.symbolic_trace(NETWORKS[name]())
     model.train()
     with torch.no_grad():
@@ -81,7 +81,7 @@ def images(batch: int = 2) -> Tensor:
 
 
 def graph_module(layers: dict[str, nn.Module | Tensor], build: Callable[[fx.Graph, fx.Node], Any]) -> fx.GraphModule:
-    """A graph of one input: ``build(graph, x)`` returns the output."""
+    """Return a graph module of one input, whose output node is the result of ``build(graph, x)``."""
     root = nn.Module()
     for name, value in layers.items():
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

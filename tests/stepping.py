@@ -1,4 +1,4 @@
-"""Stepping one of our optimizers beside one of torch.optim's, from the same state at every step."""
+"""Helpers that step one of our optimizers beside one of torch.optim's, from the same state at every step."""
 
 import copy
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def params_of(optimizer):
 
 
 def pair(name, groups, theirs=None, **options):
-    """Ours, and torch's for-loop on copies of the parameters (``theirs``: options that only torch's gets)."""
+    """Return our optimizer, and torch's for-loop one on copies of the parameters; only torch's takes ``theirs``."""
     copied = copy.deepcopy(groups)
     return getattr(optim, name)(groups, **options), torch_loop(name, copied, **{**options, **(theirs or {})})
 
@@ -50,7 +50,7 @@ def torch_loop(name, groups, **options):
 
 
 def train(optimizer, steps, start=0):
-    """Steps with gradients that depend on nothing but the number of the step."""
+    """Make steps with gradients that depend on the number of the step alone."""
     for step in range(start, start + steps):
         set_gradients(params_of(optimizer), step)
         optimizer.step()
@@ -58,7 +58,7 @@ def train(optimizer, steps, start=0):
 
 @contextmanager
 def correct_sqrt():
-    """torch's float32 square root, of the vector library it is built with, rounded correctly: through float64."""
+    """Round torch's square root correctly, by computing it in float64: the one of its vector library may be off."""
     sqrt = torch.Tensor.sqrt
     torch.Tensor.sqrt = lambda x: sqrt(x.double()).to(x.dtype)
     try:
@@ -68,7 +68,7 @@ def correct_sqrt():
 
 
 def follow(ours, theirs, seed=0, frozen=(), sqrt=correct_sqrt, ulps=ULPS_OF_TORCHS_LOOP):
-    """One step of both with the same gradients; they must agree. Ours then takes over torch's parameters and states."""
+    """Step both with the same gradients and assert that they agree; then copy torch's parameters and states to ours."""
     for optimizer in (ours, theirs):
         set_gradients(params_of(optimizer), seed, frozen)
     before = [p.detach().clone() for p in params_of(ours)]
@@ -80,8 +80,10 @@ def follow(ours, theirs, seed=0, frozen=(), sqrt=correct_sqrt, ulps=ULPS_OF_TORC
 
 
 def compare_step(ours, theirs, before, states, ulps=ULPS_OF_TORCHS_LOOP):
-    """Both have made the same step, from these parameters and states of torch's: they must agree. Ours then takes over
-    torch's parameters and states."""
+    """Assert that both agree after one step from the parameters ``before`` and torch's ``states``.
+
+    Ours then takes over torch's parameters and states.
+    """
     pairs = zip(params_of(ours), params_of(theirs), strict=True)
     decays = [group["weight_decay"] for group in theirs.param_groups for _ in group["params"]]
     for (p, q), old, state, decay in zip(pairs, before, states, decays, strict=True):
@@ -108,12 +110,12 @@ def _compare_states(ours, theirs, before, pull):
 
 
 def nearly(a, b):
-    """Whether two float64 runs ended alike: only roundings, carried on from step to step, tell them apart."""
+    """Return whether results of two float64 runs differ by no more than roundings accumulated over the steps."""
     return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def assert_same(ours, theirs, equal=torch.equal):
-    """Two optimizers hold equal parameters and states."""
+    """Assert that two optimizers hold equal parameters and states."""
     for p, q in zip(params_of(ours), params_of(theirs), strict=True):
         assert equal(p.detach(), q.detach())
         mine, other = ours.state.get(p, {}), theirs.state.get(q, {})

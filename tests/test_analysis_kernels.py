@@ -1,4 +1,4 @@
-"""Which weights of a model count as convolutions, in which order, and models in which none does."""
+"""Selection of a model's convolution weights and their order, and models without any."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from loco_ext.analysis.kernels import kernels
 
 
 class Backwards(nn.Module):
-    """Registers its layers in another order than it calls them."""
+    """Module that registers its layers in another order than it calls them."""
 
     def __init__(self):
         super().__init__()

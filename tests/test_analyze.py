@@ -1,4 +1,4 @@
-"""``loco-ext analyze``: any checkpoint's kernels, measured; and what train makes of the file that it writes."""
+"""``loco-ext analyze``: it measures the kernels of any checkpoint, and train reads the file that it writes."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from loco_ext.cli import main
 
 
 def make_model(seed=0):
-    """Kernels of several sizes, their weights larger towards the centre, so that there is something to find."""
+    """Return a model with kernels of several sizes, whose weights grow towards the centre: a locality to be found."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 5), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 3), nn.Flatten()

@@ -1,4 +1,4 @@
-"""Which backend runs, and what happens without the compiled library."""
+"""Choice of the backend, and the behaviour without the compiled library."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def step() -> float:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which implementation each call of step() ran."""
+    """Record "reference" for each call of the optimizer step that the reference ran."""
     ran: list[str] = []
     original = reference.optim_step_sgd
     monkeypatch.setattr(reference, "optim_step_sgd", lambda *arguments: (ran.append("reference"), original(*arguments)))

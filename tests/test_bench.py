@@ -1,4 +1,4 @@
-"""The benchmark's shapes, timing, report and tables. How fast anything is, is not tested here."""
+"""The benchmark's shapes, timing, report and tables. Speed itself is not tested here."""
 
 import itertools
 import json
@@ -98,7 +98,7 @@ def test_candidates_are_free_before_they_are_built_again() -> None:
 def test_summary_of_known_values() -> None:
     summary = harness.summarise([[5.0, 0.0, 4.0, 1.0, 3.0], [2.0]])
     assert summary == harness.Timing(median=2.5, p20=1.0, p80=4.0, best=0.0, rounds=6)
-    # Two states of the caches, met with any frequency: the median is between them.
+    # The two values are two states of the caches: the median lies between them, however often each occurs.
     assert harness.summarise([[1.0] * 9, [2.0] * 2]).median == 1.5
 
 
@@ -122,7 +122,7 @@ from bench import harness
 extra = harness.peak_extra_memory(lambda: torch.ones({size}, dtype=torch.uint8))
 print(json.dumps([extra, harness.peak_extra_memory(lambda: None)]))
 """
-    # Of its own: this one may hold freed memory that it would take again.
+    # The process is a new one, because this one may hold freed memory that it would reuse.
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     extra, nothing = json.loads(process.stdout)
     if extra is None:
@@ -141,7 +141,7 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def have_tiny_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two networks of a few elements in place of the real ones; "large" keeps its special treatment."""
+    """Replace the networks by two of a few elements; the one named "large" keeps its special treatment."""
 
     def tiny() -> Iterator[shapes.Shape]:
         yield from shapes.conv(3, 5, 3)

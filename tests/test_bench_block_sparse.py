@@ -1,4 +1,4 @@
-"""The benchmark of block-sparse multiplication: all candidates agree, and what reports and tables hold."""
+"""The benchmark of block-sparse multiplication: agreement of all candidates, and contents of reports and tables."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ LAYERS = {
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers in place of the real ones."""
+    """Replace the benchmark's layers by small ones."""
     monkeypatch.setattr(bench_block_sparse, "LAYERS", LAYERS)
     monkeypatch.setattr(bench_block_sparse, "BATCHES", dict.fromkeys(LAYERS, (2, 64)))
     monkeypatch.setattr(bench_block_sparse, "PEER_CASES", (("same size", 64),))

@@ -27,7 +27,7 @@ BATCHES = {REFERENCE: (1, 250), "smaller": (6,), "depthwise": (6,)}
 
 @pytest.fixture(autouse=True)
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's benchmark on the CPU, where "triton" is its native backend."""
+    """Let the GPU's benchmark run on the CPU, where "triton" stands for the native backend."""
     run_on_the_cpu(monkeypatch)
     monkeypatch.setattr(bench_block_sparse_gpu, "DEVICE", "cpu")
     monkeypatch.setattr(bench_block_sparse_gpu, "LAYERS", SMALL)

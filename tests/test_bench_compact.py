@@ -1,4 +1,4 @@
-"""The benchmark of compaction: half of the work is half, and the report holds what was measured."""
+"""The benchmark of compaction: half-pruned networks need half of the MACs, and the report holds what was measured."""
 
 import json
 

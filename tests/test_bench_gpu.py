@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: made-up timings, a whole run on the CPU, and refusing to begin."""
+"""The GPU benchmark without a GPU: made-up timings, a whole run on the CPU, and refusals to start."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ def timing(seconds: float) -> harness.Timing:
 
 
 def made_up(case: Case, gpu: dict[str, float], host: dict[str, float], copy: float = 1e12) -> dict[str, Any]:
-    """A record of made-up microseconds."""
+    """Return a record of made-up times of GPU and host, in microseconds, and a copy bandwidth in bytes/s."""
     both = ({name: timing(1e-6 * value) for name, value in values.items()} for values in (gpu, host))
     return bench_optim_step_gpu.record(case, *both, copy)
 
@@ -61,7 +61,7 @@ def test_bandwidth_counts_the_arrays_of_a_step(rule: str, dtype: str, size: int)
 
 
 def records(**changes: float) -> list[dict[str, Any]]:
-    """Every network in both modes; ``changes`` replace microseconds of ours, on the large networks' eager SGD step."""
+    """Return records of every network in both modes; ``changes`` replace microseconds of ResNet-50's eager SGD step."""
     found = []
     for network, mode in itertools.product(shapes.GPU_NETWORKS, ("eager", "graph")):
         gpu = {"torch_fused": 280.0, "torch_foreach": 900.0, "cuda_uniform": 200.0, "triton_uniform": 500.0}
@@ -71,7 +71,7 @@ def records(**changes: float) -> list[dict[str, Any]]:
             gpu |= {name: value for name, value in changes.items() if name != "host"}
             host["cuda_loco"] = changes.get("host", 90.0)
         elements = sum(map(math.prod, shapes.GPU_NETWORKS[network]()))
-        copy = 20 * elements / 200e-6 / 0.9  # the bandwidth of cuda_uniform is 0.9 of it
+        copy = 20 * elements / 200e-6 / 0.9  # such that cuda_uniform reaches 0.9 of it
         found.append(made_up(Case(network, "sgd", "float32", mode), gpu, host, copy))
     return found
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the prox of ring penalties: all candidates agree, and what reports and tables hold."""
+"""The benchmarks of the prox of ring penalties: agreement of all candidates, and contents of reports and tables."""
 
 import dataclasses
 import itertools
@@ -21,13 +21,13 @@ SHAPE = (9, 5, 3, 3)
 
 
 def with_shape(case: bench_ring_prox.Case, shape: tuple[int, ...]) -> bench_ring_prox.Case:
-    """Small kernels want small thresholds, that take some of them, not all."""
+    """Return the case with another shape, and with thresholds so small that some of its kernels vanish and not all."""
     penalty = dataclasses.replace(case.penalty, strength=0.2 if case.penalty.norm == "linf" else 0.05)
     return dataclasses.replace(case, penalty=penalty, shape=shape)
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small weight and network in place of the real ones; nothing is compiled."""
+    """Replace the weights and the network by small ones, and compile nothing."""
     small = {name: with_shape(case, SHAPE) for name, case in CASES.items()}
     for module in (bench_ring_prox, bench_ring_prox_gpu):
         monkeypatch.setattr(module, "CASES", small)
@@ -201,7 +201,7 @@ def test_readme_section_is_rendered(report_path: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's benchmark on the CPU, where "triton" is its native backend too."""
+    """Let the GPU's benchmark run on the CPU, where "triton" also stands for the native backend."""
     make_small(monkeypatch)
     run_on_the_cpu(monkeypatch)
     monkeypatch.setattr(bench_ring_prox_gpu, "DEVICE", "cpu")

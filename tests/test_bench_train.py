@@ -1,4 +1,4 @@
-"""The training benchmark and the CIFAR-10 experiment on a few samples: what their reports hold."""
+"""The training benchmark and the CIFAR-10 experiment on a few samples: contents of their reports."""
 
 import json
 
@@ -51,14 +51,14 @@ def test_both_loops_take_the_same_batches_and_change_all_weights(monkeypatch):
         make(samples, settings)()
     for model in models:
         assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True))
-    # One batch apart, decay and all, the two differ by what the map does to the decay only.
+    # After one batch, the two differ only by the effect of the map on the decay.
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0.02, atol=5e-3)
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """Three seeds of one epoch on a few random images; the folder of the runs and the report."""
+    """Train three seeds for one epoch on a few random images; return the folder of the runs and the report."""
     folder = tmp_path_factory.mktemp("study")
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (300, 3, 32, 32), generator=generator, dtype=torch.uint8)
@@ -102,7 +102,7 @@ def test_the_summary_is_that_of_the_paired_runs(study):
 
 @pytest.mark.slow
 def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(tmp_path, monkeypatch):
-    """All arms on a few random images, with two strengths; then the report from what is there already."""
+    """One arm, then all arms run on a few random images, with two strengths; the second call reuses the first's run."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (100, 3, 32, 32), generator=generator, dtype=torch.uint8)
     samples = data.Samples(images, torch.randint(10, (100,), generator=generator))
@@ -123,7 +123,7 @@ def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(
         **{"width": "width", "width with batch norm": "width"},
         **{f"{penalty} {method}": method for penalty in ("rings", "kernels") for method in ("prox", "subgradient")},
     }
-    # Two strengths of one epoch each and the refit, after the dense epoch.
+    # The epochs are one dense, one for each of two strengths, and one of the refit.
     assert {sum((arms[name].dense_epochs, arms[name].refit_epochs)) for name in arms if "width" in name} == {1 + 2 + 1}
     options = ["--data", "none", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "frontier_cifar10-x.json")]
     assert frontier_cifar10.main([*options, "--only", "resnet8 rings prox"]) == 0
@@ -153,7 +153,7 @@ def test_trained_networks_are_timed_as_they_are_and_compacted(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(tmp_path, monkeypatch):
-    """All studies on a few random images and a small network; then the report from what is there already."""
+    """All studies run on a few random images and a small network; then the report is made from the existing runs."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
     samples = data.Samples(images, torch.randint(10, (40,), generator=generator))

@@ -13,7 +13,7 @@ from loco_ext.geometry import BlockPattern
 
 
 def test_offsets_and_classes():
-    """Distances from the middle of the receptive field, in taps, the shorter way around where the image wraps."""
+    """Distances are measured in taps from the middle of the receptive field, by the shorter way if the image wraps."""
     for seed in range(150):
         case = random_case(random.Random(seed))
         pattern, _ = BlockPattern.from_conv(*case.arguments).grow(seed % 3)
@@ -38,7 +38,7 @@ def test_offsets_and_classes():
     "arguments", [{}, {"stride": 2}, {"dilation": 2}, {"dilation": (1, 3), "padding": ((3, 1), 2)}]
 )
 def test_blocks_keep_the_decay_of_their_taps(kernel, arguments):
-    """Whatever stride and dilation; grown, the proportions stay, and what is new goes on with the distance."""
+    """Blocks decay in proportion to their taps at any stride and dilation; new blocks of grown patterns by distance."""
     pattern = BlockPattern.from_conv((17, 23), kernel, **arguments)
     taps = geometry.decay_map(kernel, (0.5, 2.0)).flatten()
     for some in (pattern, pattern.grow(2)[0]):

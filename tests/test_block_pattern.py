@@ -1,4 +1,4 @@
-"""Patterns against what torch's padding and windows read, and against dense matrices, compiled and in NumPy."""
+"""Block patterns, compiled and in NumPy, against the pixels that torch's windows read, and against dense matrices."""
 
 import copy
 import io
@@ -21,13 +21,13 @@ SEEDS = range(300)
 
 @pytest.fixture(params=["compiled", "plain"])
 def host(request, monkeypatch):
-    """Both implementations; the compiled one has to be there."""
+    """Run a test with both implementations; the compiled one must be present."""
     assert block_pattern.host is _C
     monkeypatch.setattr(block_pattern, "host", _C if request.param == "compiled" else plain)
 
 
 def random_pattern(generator, n_out, n_in, conv=None):
-    """Each pair with a chance of its own, so that some rows are empty."""
+    """Return a random pattern and its dense matrix; each row has its own density, so that some rows are empty."""
     matrix = torch.rand(n_out, n_in, generator=generator) < torch.rand(n_out, 1, generator=generator) - 0.2
     crow = torch.cat([torch.zeros(1), matrix.sum(1).cumsum(0)]).long()
     return BlockPattern(crow, matrix.nonzero()[:, 1], n_in, conv), matrix
@@ -45,7 +45,7 @@ def test_pairs_are_what_torch_reads(host):
 
 
 def test_taps_are_what_torch_reads(host):
-    """On the pattern itself, grown, and pruned: every tap that reads a pixel, in order, and its block."""
+    """Taps of the pattern, grown and pruned: every tap that reads a pixel is listed, in order, with its block."""
     for seed in SEEDS:
         case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
         pattern = BlockPattern.from_conv(*case.arguments)
@@ -64,7 +64,7 @@ def test_taps_are_what_torch_reads(host):
 
 
 def test_blocks_of_a_convolution_compute_it():
-    """Weights by tap summed into blocks, groups included, give torch's own convolution, of whatever geometry."""
+    """Weights by tap that are summed into blocks, groups included, give torch's convolution for any geometry."""
     convolutions = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
     for seed in range(200):
         case = random_case(random.Random(seed), symmetric=True)
@@ -104,7 +104,7 @@ def test_same_and_valid_padding_are_torchs(mode, kernel, dilation):
 
 
 def test_positions_of_taps_are_counted():
-    """tap_pairs is E^T E of the matrix that puts weights into blocks."""
+    """tap_pairs is E^T E of the matrix E that maps weights to blocks."""
     for seed in SEEDS:
         case = random_case(random.Random(seed))
         pairs = embedding(case).flatten(0, 1)
@@ -114,7 +114,7 @@ def test_positions_of_taps_are_counted():
 
 
 def test_projection_is_the_nearest_convolution():
-    """As ConvTaps describes it, on grown and pruned patterns: least squares over all pairs, pruned ones as zeros."""
+    """The projection that ConvTaps describes is least squares over all pairs, with pruned ones as zeros."""
     merged = 0
     for seed in range(100):
         case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
@@ -128,7 +128,7 @@ def test_projection_is_the_nearest_convolution():
         target = torch.zeros(pattern.n_out, pattern.n_in, dtype=torch.float64)
         target[dense(pattern)] = values
         matrix = embedding(case).flatten(0, 1)
-        expected = torch.linalg.lstsq(matrix, target.flatten(), driver="gelsd").solution  # the smallest of them
+        expected = torch.linalg.lstsq(matrix, target.flatten(), driver="gelsd").solution  # the solution of least norm
         torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-10)
         if torch.equal(counts, counts.diag().diag()):
             reads = read_pixels(case)
@@ -154,7 +154,7 @@ def test_growth_spreads_every_row(host):
 
 
 def test_growth_of_pruned_patterns(host):
-    """Any rows, empty ones too; growing twice is growing by the sum."""
+    """Any rows can grow, even empty ones, and growing twice equals growing by the sum of the radii."""
     for seed in SEEDS:
         case, radius = random_case(random.Random(seed)), seed % 3 + 1
         conv = ConvGeometry(*case.arguments)
@@ -229,7 +229,7 @@ def test_full_patterns():
 
 
 def test_the_papers_network_has_the_papers_size():
-    """eFCN: 110.6 million weights in the convolutions where padding is part of the input, 73.9 million live."""
+    """The eFCN's layers have 110.6 million weights if padding is part of the input, and 73.9 million of them live."""
     live = padded = 0
     for size, kernel, stride, padding, channels in [(32, 4, 2, 2, 3), (8, 5, 1, 2, 64), (3, 3, 1, 1, 64)]:
         conv = ConvGeometry((size, size), kernel, stride, padding)
@@ -244,7 +244,7 @@ def test_the_papers_network_has_the_papers_size():
 def test_forecast_is_the_memory_of_values(dtype):
     values = torch.empty(7, 3, 4, 5, dtype=dtype)
     assert geometry.values_bytes(7, 12, 15, groups=3, dtype=dtype) == values.untyped_storage().nbytes()
-    assert geometry.values_bytes(10**15, 512, 512) == 4 * 512 * 512 * 10**15  # no limit of 64 bits
+    assert geometry.values_bytes(10**15, 512, 512) == 4 * 512 * 512 * 10**15  # the result may exceed 64 bits
 
 
 def test_copies_of_patterns():
@@ -262,7 +262,7 @@ def test_copies_of_patterns():
 
 
 def test_patterns_on_a_device():
-    """The meta device stands for one: copied once, with its transposition; what is computed is computed at home."""
+    """A pattern is copied to a device (here meta) once, with its transpose; computations stay on the CPU."""
     pattern = BlockPattern.from_conv(5, 3)
     there = pattern.to("meta")
     assert there is pattern.to(torch.device("meta")) is there.to("meta")

@@ -13,7 +13,7 @@ from loco_ext.geometry import BlockPattern, ConvGeometry
 
 
 def test_what_torch_refuses_is_refused():
-    """And nothing else, over sizes, paddings and kernels of which about half are impossible."""
+    """ConvGeometry refuses exactly what torch does, in random cases of which about half are invalid."""
     generator, refused = random.Random(0), 0
     for _ in range(600):
         mode, size = generator.choice(MODES), generator.randint(1, 5)

@@ -20,7 +20,7 @@ LEVELS = tuple(name.removeprefix("native, ") for name in BACKENDS[1:])
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """One of BACKENDS."""
+    """Use one of BACKENDS inside the context."""
     backend, _, level = name.partition(", ")
     with loco_ext.backend(backend):
         if level:
@@ -39,7 +39,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def results(x: Tensor, values: Tensor, bias: Tensor, grad: Tensor, pattern) -> tuple[Tensor, ...]:
-    """The product, and the gradients of x, values and bias."""
+    """Return the product, and the gradients of x, values and bias."""
     operands = [tensor.detach().requires_grad_() for tensor in (x, values, bias)]
     y = ops.block_sparse_matmul(operands[0], operands[1], pattern, operands[2])
     return y.detach(), *torch.autograd.grad(y, operands, grad)
@@ -70,24 +70,24 @@ def test_without_a_bias(backend):
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same numbers at every other place in memory."""
+    """Return the same numbers at every other position in memory."""
     wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan, dtype=tensor.dtype)
     wide[..., ::2] = tensor
     return wide[..., ::2]
 
 
 def shifted(tensor: Tensor) -> Tensor:
-    """The same numbers one element beyond an aligned address."""
+    """Return the same numbers, starting one element beyond an aligned address."""
     return torch.cat([torch.full((1,), torch.nan, dtype=tensor.dtype), tensor.flatten()])[1:].view(tensor.shape)
 
 
 def channels_first(tensor: Tensor) -> Tensor:
-    """The same numbers, the channels of a pixel far apart."""
+    """Return the same numbers with the channels of a pixel far apart."""
     return tensor.transpose(1, -1).contiguous().transpose(1, -1)
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """The same numbers, each followed along the first dimension by others; strides are odd."""
+    """Return the same numbers with 3 others after each entry of the first dimension, whose stride becomes odd."""
     wide = torch.full((tensor.shape[0], tensor[0].numel() + 3), torch.nan, dtype=tensor.dtype)
     wide[:, : tensor[0].numel()] = tensor.flatten(1)
     return wide[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
@@ -112,7 +112,7 @@ def test_layouts_change_nothing(backend, name, layout, dtype):
 
 
 def in_wider_pixels(tensor: Tensor) -> Tensor:
-    """The same numbers, each along the last dimension followed by others."""
+    """Return the same numbers with 3 others after each row of the last dimension."""
     wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), torch.nan, dtype=tensor.dtype)
     wide[..., : tensor.shape[-1]] = tensor
     return wide[..., : tensor.shape[-1]]
@@ -123,7 +123,7 @@ def in_wider_pixels(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "case",
     [
-        # So many sums that two orders of terms would show in bfloat16, too.
+        # These have so many sums that a different order of terms would show even in bfloat16.
         *(Case(64, 1, 3, 64, 64, 64, kernel=5), CASES["short, several strips"]),
         *(CASES["odd groups"], CASES["depthwise"]),
     ],

@@ -1,4 +1,4 @@
-"""What block_sparse_matmul refuses: before anything is computed, by name, with what was expected and what came."""
+"""Errors of block_sparse_matmul: raised before anything is computed, with the name, what was expected and given."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def changed(indices: torch.Tensor, at: int, to: int) -> torch.Tensor:
     return indices
 
 
-# Calls of the operators themselves, which would read or write memory that is not theirs.
+# These calls of the operators themselves would read or write out of bounds.
 UNSAFE = {
     "a column beyond the pixels": (
         "matmul",

@@ -1,4 +1,4 @@
-"""block_sparse_matmul among torch's own: opcheck, torch.compile, autocast."""
+"""block_sparse_matmul with torch's own tools: opcheck, torch.compile, autocast."""
 
 import pytest
 import torch

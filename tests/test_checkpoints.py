@@ -1,4 +1,4 @@
-"""Checkpoints and weights: a changed bit is noticed, and other readers read them too."""
+"""Files of checkpoints and weights: a changed bit is detected, and other readers can read them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, options by their names, what is printed where, and what is imported when."""
+"""Behaviour shared by all commands: exit codes, option names, output streams, and lazy imports."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""``loco-ext compact``: a run or a checkpoint in, the smaller network in files out; errors are one line."""
+"""``loco-ext compact``: it reads a run or a checkpoint and writes the smaller network to files; errors are one line."""
 
 import json
 
@@ -20,7 +20,7 @@ def test_a_run_is_compacted(tmp_path, capsys):
     assert main(["compact", str(run), "--out", str(out), "--batch-size", "4", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["accuracy_before"] == printed["accuracy_after"]
-    assert printed["multiply_adds_before"] == printed["multiply_adds_after"]  # nothing is zero
+    assert printed["multiply_adds_before"] == printed["multiply_adds_after"]  # the weights have no zeros to remove
     assert json.loads((out / "report.json").read_text()).items() >= printed.items()
     assert sparsity.load(out).training is False
 

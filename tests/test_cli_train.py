@@ -1,4 +1,4 @@
-"""``loco-ext train``: what the command line says, and that a user's error costs one line and leaves nothing behind."""
+"""``loco-ext train``: its options and output; a user's error prints one line and leaves no files behind."""
 
 import json
 
@@ -170,7 +170,7 @@ def test_a_run_starts_from_given_weights(tmp_path, capsys):
     found = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
     assert tuple(capsys.readouterr()) == ("", "")
-    # The run goes on from the same weights alone.
+    # The second run continues from the same weights only.
     assert main([*line, "--resume"]) == 2
     assert "--weights: expected " in capsys.readouterr().err
 
@@ -200,6 +200,6 @@ def test_json_is_the_last_epoch(tmp_path, capsys):
     assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json"]) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
-    # What is finished is not trained again.
+    # A finished run is not trained again.
     assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json", "--resume"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""Cohesion against a loop over pairs, and windows placed by it."""
+"""Cohesion against a loop over pairs, and the placement of windows by cohesion."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from loco_ext.analysis import cohesion, localize
 
 
 def total_force(window, q):
-    """F_tot of one window: every ordered pair, hence the half."""
+    """Return F_tot of one window; the sum runs over ordered pairs, hence the half."""
     rows, columns = window.shape
     total = 0.0
     for i, j, k, m in itertools.product(range(rows), range(columns), range(rows), range(columns)):
@@ -43,12 +43,12 @@ def test_against_a_loop_over_pairs(window, q):
 
 
 def test_by_hand():
-    """Masses 2, 3, 5 in a row: 2*3 + 3*5 + 2*5/4."""
+    """Masses 2, 3, 5 in a row have the cohesion 2*3 + 3*5 + 2*5/4."""
     map = torch.tensor([[2.0, 3.0, 5.0]])
     assert cohesion(map, (1, 3)).tolist() == [[23.5]]
     assert cohesion(map, (1, 3), q=0).tolist() == [[31.0]]
     assert cohesion(map, (1, 2)).tolist() == [[6.0, 15.0]]
-    # Eight unit masses around one: 12 pairs at distance 1, 8 at sqrt2, 6 at 2, 8 at sqrt5, 2 at sqrt8.
+    # Nine unit masses have 12 pairs at distance 1, 8 at sqrt2, 6 at 2, 8 at sqrt5 and 2 at sqrt8.
     assert cohesion(torch.ones(3, 3, dtype=torch.float64)).item() == pytest.approx(12 + 8 / 2 + 6 / 4 + 8 / 5 + 2 / 8)
 
 
@@ -79,7 +79,7 @@ def test_lower_precision_is_computed_in_float32(dtype):
 
 
 def test_the_same_window_has_the_same_cohesion_wherever_it_lies():
-    """Bit for bit: ties would be broken by rounding otherwise."""
+    """Scores are equal bit for bit; otherwise rounding would break ties."""
     tile = torch.rand(7, 5, dtype=torch.float64)
     result = cohesion(tile.repeat(4, 6), 4)
     for i, j in itertools.product(range(7), range(5)):
@@ -100,7 +100,7 @@ def test_gradients():
     assert torch.autograd.gradgradcheck(lambda m: cohesion(m, 2), map)
 
 
-# Placing windows.
+# The tests below place windows.
 
 # The paper's Figure 3; the last value of its first row is not printed.
 FIGURE_3 = """
@@ -115,7 +115,7 @@ MAP_3 = torch.tensor([[float(value) for value in line.split()] for line in FIGUR
 
 
 def exact_scores(map, window, strategy):
-    """Scores as fractions, for a map of integers and q = 2."""
+    """Return the score of each window as a fraction, for a map of integers and q = 2."""
     height, width = as_pair(window)
     values = [[Fraction(int(value)) for value in row] for row in map.tolist()]
     scores = {}
@@ -130,7 +130,7 @@ def exact_scores(map, window, strategy):
 
 
 def placed(map, count, window, strategy):
-    """Greedy, by exact arithmetic; a dict keeps row-major order, so that max takes the first of equals."""
+    """Return the greedy placement by exact arithmetic; the dict is in row-major order, so max takes the first tie."""
     height, width = as_pair(window)
     scores = exact_scores(map, window, strategy)
     corners = []
@@ -167,7 +167,7 @@ def test_figure_3_as_the_paper_describes():
     [(3, "sum"), ((2, 3), "sum"), (2, "cohesion"), ((1, 3), "cohesion"), ((3, 1), "cohesion")],
 )
 def test_greedy_against_exact_arithmetic(window, strategy):
-    """Small integers, so that there are many ties; distances whose inverse squares are exact."""
+    """Small integers give many ties, and the distances' inverse squares are exact."""
     for _ in range(40):
         map = torch.randint(0, 3, (9, 10)).float()
         assert localize(map, 3, window, strategy).tolist() == placed(map, 3, window, strategy)

@@ -1,4 +1,4 @@
-"""The paper's two theorems on cohesion: their bounds by linear programming, and what holds within and beyond them."""
+"""The paper's two theorems on cohesion: their bounds by linear programming, and behaviour within and beyond them."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ from tolerances import STANDARD_ERRORS
 
 from loco_ext.analysis import cohesion
 
-# Theorem 1. F_tot is quadratic, so that its gradient is `attraction @ masses`.
+# Theorem 1: F_tot is quadratic, so its gradient is `attraction @ masses`.
 
 TAPS = list(itertools.product(range(3), range(3)))
 CENTER, NEIGHBORS, CORNERS = 4, (1, 3, 5, 7), (0, 2, 6, 8)
-# More than: the centre than any neighbour, any neighbour than any corner.
+# Pairs whose first tap must have more force: the centre over any neighbour, any neighbour over any corner.
 MORE = [(CENTER, n) for n in NEIGHBORS] + list(itertools.product(NEIGHBORS, CORNERS))
 BOUNDS = {1: 0.634, 2: 27 / 40, 3: 0.612, 4: 0.543}
 
@@ -33,7 +33,10 @@ def test_derivatives_are_the_attractions_of_the_other_masses(q):
 
 
 def least_spread(matrix, more, less):
-    """The least epsilon for which masses m in [1, 1 + epsilon] break ``matrix[more] @ m > matrix[less] @ m``, and m."""
+    """Return the least epsilon for which masses in [1, 1 + epsilon] reverse the order of two taps, and these masses.
+
+    The order is ``matrix[more] @ m > matrix[less] @ m`` for the masses m.
+    """
     below = np.hstack([np.eye(9), -np.ones((9, 1))])  # m - epsilon <= 1
     broken = np.append(matrix[more] - matrix[less], 0)[None]
     result = linprog(
@@ -48,7 +51,7 @@ def least_spread(matrix, more, less):
 
 @pytest.mark.parametrize("q", BOUNDS)
 def test_the_bound_of_theorem_1_is_tight(q):
-    """By linear programming over the worst masses, with derivatives by autograd."""
+    """Linear programming finds the worst masses, with derivatives by autograd."""
     hessian = torch.autograd.functional.hessian(
         lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.ones(9, dtype=torch.float64)
     ).numpy()
@@ -65,7 +68,7 @@ def test_the_bound_of_theorem_1_is_tight(q):
 
 @pytest.mark.parametrize("q", BOUNDS)
 def test_order_within_the_bound_of_theorem_1(q):
-    """Half of the masses at an end of their range, where the worst cases are; any unit of mass."""
+    """Half of the masses lie at an end of their range, where the worst cases are; the unit of mass is arbitrary."""
     spread = torch.rand(2000, 9, dtype=torch.float64)
     spread = torch.where(torch.rand_like(spread) < 0.5, spread.round(), spread)
     unit = 10 ** torch.empty(2000, 1, dtype=torch.float64).uniform_(-5, 5)
@@ -76,7 +79,7 @@ def test_order_within_the_bound_of_theorem_1(q):
 
 
 def test_order_breaks_beyond_the_bound_of_theorem_1():
-    """The proof's masses: the centre and the two corners next to one neighbour large."""
+    """The proof's masses, large at the centre and at the two corners next to one neighbour, reverse the order."""
     for epsilon, holds in ((0.674, True), (0.676, False)):
         masses = torch.ones(3, 3, dtype=torch.float64)
         masses[0, 0] = masses[0, 2] = masses[1, 1] = 1 + epsilon
@@ -87,20 +90,20 @@ def test_order_breaks_beyond_the_bound_of_theorem_1():
         assert gradient[0, 1].item() == pytest.approx(4.65 + 3 * epsilon)
 
 
-# Theorem 2 (section 4.2): the location of a feature of strength g on a line, found by a convolution with w. Its claim
-# on the expectation, that the centre alone is best, holds for filters of l1 norm 1. It does not for those of l2 norm 1,
-# the constraint that the paper states for the variance: there negative weights beside the centre cost it little.
+# Theorem 2 (section 4.2) is about locating a feature of strength g on a line by a convolution with w. Its claim on the
+# expectation, that the centre alone is best, holds for filters of l1 norm 1. It does not hold for those of l2 norm 1,
+# the constraint that the paper states for the variance: there negative weights beside the centre cost little.
 
 
 def strengths(generator, reach):
-    """A random symmetric g over -reach..reach, decreasing from 0 and ever less steeply."""
+    """Return a random symmetric g over -reach..reach that decreases away from 0, ever less steeply."""
     slopes = np.sort(generator.uniform(0.01, 1, reach))[::-1] * np.linspace(1, 0.5, reach)
     right = generator.uniform(1, 3) - np.append(0, np.cumsum(slopes))
     return np.append(right[:0:-1], right)
 
 
 def expected_margins(g, k):
-    """f(0) - f(x) per unit of each weight, for every x other than 0 that a filter of 2k + 1 taps reaches: [x, taps]."""
+    """Return f(0) - f(x) per unit of each weight, for all x != 0 that a filter of 2k + 1 taps reaches: [x, taps]."""
     middle = len(g) // 2
     offsets = np.arange(-k, k + 1)
     reach = middle - k
@@ -108,7 +111,7 @@ def expected_margins(g, k):
 
 
 def best_filter(g, k):
-    """The w of l1 norm 1 whose least expected margin f(0) - f(x), over x other than 0, is largest; and this margin."""
+    """Return the w of l1 norm 1 that maximises the least expected margin f(0) - f(x) over x != 0, and this margin."""
     margins = expected_margins(g, k)
     # Maximise t over w = plus - minus with margins @ w >= t.
     result = linprog(
@@ -138,7 +141,7 @@ def test_the_largest_worst_case_margin_is_that_of_the_centre_alone(k):
 
 
 def test_the_centre_alone_is_best_in_the_l1_norm_and_not_in_the_l2_norm():
-    """For g = 1 / (1 + |x|): a margin of .500 by the centre alone, .552 with taps of -.264 beside it."""
+    """For g = 1 / (1 + |x|), the centre alone has a margin of .500, and .552 with taps of -.264 beside it."""
     g = 1 / (1 + abs(np.arange(-8, 9)))
     w, margin = best_filter(g, 1)
     np.testing.assert_allclose(w, [0, 1, 0], atol=1e-9)
@@ -158,19 +161,19 @@ def test_the_centre_alone_is_not_best_for_a_flat_top():
 
 
 def variance_of(filters, noise):
-    """Variance over samples of the convolution of each filter with noise, for each position: [filters, positions]."""
+    """Return the variance over samples of each filter's response to noise, for each position: [filters, positions]."""
     return torch.nn.functional.conv1d(noise[:, None], filters[:, None]).var(0)
 
 
 def test_variance_of_the_filtered_noise():
-    """The theorem's variance is s^2 * sum w^2: that of f(x, w) alone, as the proof leaves out the noise at x* = 0.
+    """The theorem's variance is s^2 * sum w^2, that of f(x, w) alone, as the proof leaves out the noise at x* = 0.
 
     It is the same for all w of norm 1; uniform weights are best among those of sum 1. The difference of f at two
     places has s^2 * sum (w_j - w_{j + x})^2, hence twice the theorem's where the two windows do not overlap.
     """
     k, s, samples = 2, 0.7, 20_000
     size = 2 * k + 1
-    # A variance of n normal samples has the relative standard error sqrt(2 / (n - 1)).
+    # The variance of n normal samples has the relative standard error sqrt(2 / (n - 1)).
     tolerance = STANDARD_ERRORS * math.sqrt(2 / (samples - 1))
     noise = s * torch.randn(samples, 3 * size, dtype=torch.float64)
     filters = torch.cat([torch.eye(size)[k : k + 1], torch.ones(1, size), torch.randn(4, size)]).double()

@@ -255,7 +255,7 @@ def test_the_smaller_network_trains_and_compiles() -> None:
 
 
 def test_no_narrow_convolution_of_one_tap_has_a_stride() -> None:
-    """The backward of one writes out of bounds in oneDNN: a crash here is that defect."""
+    """The backward of such a convolution writes out of bounds in oneDNN; a crash here is that defect."""
     torch.manual_seed(0)
     model = (
         nn.Sequential(nn.Conv2d(3, 24, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(24, 16, 1, 2)).double().eval()

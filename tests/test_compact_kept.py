@@ -1,4 +1,4 @@
-"""What compaction sees through or keeps: changes in place, models without a graph, what it does not understand."""
+"""Compaction of in-place changes, of models without a graph, and of parts that it does not understand and keeps."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from loco_ext.sparsity.compaction.atoms import Atoms
 
 
 class InPlace(nn.Module):
-    """Reads a value after it was changed in place."""
+    """Module that reads a value after it was changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def test_operations_in_place_are_seen_through() -> None:
 
 
 class InPlaceAfterTheIdentity(nn.Module):
-    """Changes a sum in place whose other operand is read later."""
+    """Module that changes a sum in place and reads one of the sum's operands later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
 
 
 class OnAView(nn.Module):
-    """Changes a view of a value that is read later."""
+    """Module that changes a view of a value that is read later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class OnAView(nn.Module):
 
 
 class ByValue(nn.Module):
-    """Has a forward that torch.fx cannot follow."""
+    """Module whose forward torch.fx cannot trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_models_without_a_graph_keep_their_channels_and_are_cropped(kind: type[n
 
 
 class Shared(nn.Module):
-    """Calls one convolution twice, and one with hooks, and one inside an unknown operation."""
+    """Module that calls one convolution twice, one with hooks, and one inside an unknown operation."""
 
     def __init__(self) -> None:
         super().__init__()

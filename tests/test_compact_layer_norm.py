@@ -1,4 +1,4 @@
-"""Networks with layer normalisations over channels, as ConvNeXt, shrink and stay right at every size."""
+"""Networks with layer normalisations over channels, such as ConvNeXt, shrink and stay correct at every input size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """A layer normalisation over the channels of images."""
+    """Layer normalisation over the channels of images."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
@@ -34,7 +34,7 @@ class Permute(nn.Module):
 
 
 class LinearBlock(nn.Module):
-    """Linear layers between permutations, a scale of (channels, 1, 1), and the sum in place."""
+    """Residual block with linear layers between permutations, a scale of (channels, 1, 1), and an in-place sum."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LinearBlock(nn.Module):
 
 
 class ConvolutionBlock(nn.Module):
-    """Convolutions of 1x1 in the place of linear layers, and a scale of (channels,)."""
+    """Residual block with 1x1 convolutions instead of linear layers, and a scale of (channels,)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def network(block: Any, width: int = 8) -> nn.Module:
 
 
 def halved(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Half of the kernels of each layer are zero; their biases are not."""
+    """Zero half of the kernels of each layer, but not their biases; return the model in float64."""
     generator = torch.Generator().manual_seed(seed)
     model = model.double().eval()
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_channels_and_features_inside_the_blocks_of_convnext_go(block: Any, seed
 
 
 class Block(nn.Module):
-    """A depthwise convolution, a normalisation, and the layers that read it, with none of their weights zero."""
+    """Depthwise convolution, layer normalisation, and the layers that read it, without zero weights."""
 
     def __init__(self, width: int, biased: bool = True, readers: int = 1, **norm: Any) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
 
 def struck(model: Block, dead: int) -> Block:
-    """The first kernels of the depthwise convolution are zero."""
+    """Zero the first ``dead`` kernels of the depthwise convolution; return the model."""
     with torch.no_grad():
         model.depthwise.weight[:dead] = 0
     return model
@@ -166,7 +166,7 @@ NORMS: tuple[dict[str, Any], ...] = (
 
 
 def agrees(network: nn.Module, model: Block) -> None:
-    """Asserts equal outputs, to 1e-12 of the largest, for several sizes of batches and images."""
+    """Assert equal outputs, to 1e-12 of the largest, for several sizes of batches and images."""
     for n, h, w in ((1, 1, 1), (2, 5, 3), (3, 4, 6)):
         x = torch.randn(n, model.depthwise.in_channels, h, w, dtype=torch.double)
         expected = model(x)

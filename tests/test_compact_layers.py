@@ -1,4 +1,4 @@
-"""Subclasses of torch's layers, and functions that are given a module's own weights, in compacted networks."""
+"""Subclasses of torch's layers, and functions called with a module's own weights, in compacted networks."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from loco_ext import sparsity
 
 
 class NormAndActivation(nn.BatchNorm2d):
-    """A batch normalisation that checks its input, and applies dropout and an activation."""
+    """Batch normalisation that checks its input, and applies dropout and an activation."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -26,14 +26,14 @@ class NormAndActivation(nn.BatchNorm2d):
 
 
 class OwnConvolution(nn.Conv2d):
-    """A subclass with a forward of its own."""
+    """Subclass with its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 def drop_samples(x: Tensor, training: bool) -> Tensor:
-    """Stochastic depth, which torch.fx does not look into."""
+    """Apply stochastic depth; torch.fx does not trace into this function."""
     if not training:
         return x
     return x * (torch.rand(len(x), 1, 1, 1) < 0.5)
@@ -65,7 +65,7 @@ def test_subclasses_of_layers_shrink_as_layers_do(tmp_path: Path) -> None:
     assert not report.notes
     assert report.multiply_adds_executed < 0.6 * report.multiply_adds_before
     assert not any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
-    sparsity.save(smaller, tmp_path)  # without the checks and what drops samples in training
+    sparsity.save(smaller, tmp_path)  # the checks and the dropping of samples in training are gone
     assert torch.equal(sparsity.load(tmp_path)(x), smaller(x))
     kept, _ = compacted(model, x, fold_norms=False)
     same(kept, model, x)

@@ -1,4 +1,4 @@
-"""Where the channels of smaller networks lie in memory: their order, formats, and what overwrites what."""
+"""Memory layout of the channels of smaller networks: order, memory formats, and in-place overwrites."""
 
 import sys
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 
 
 def second_is_faster(calls: Sequence[object], device: torch.device, budget: float) -> list[float]:
-    """In the place of a clock."""
+    """Return made-up latencies in place of measured ones: the first call is the slowest."""
     return [1.0, *(0.5 for _ in calls[1:])]
 
 
@@ -204,7 +204,7 @@ def test_dead_channels_of_sums_give_their_constants_whether_they_are_kept_or_not
     first[:2] = 0
     second = torch.randn(8, 6, 1, 1).double()
     second[:3] = 0
-    second[3, 2:] = 0  # reads constants alone
+    second[3, 2:] = 0  # this kernel reads constants only
     block = nn.Sequential(conv(first, [1.5, -2.0, 0.1, 0.2, 0.3, 0.4]), nn.Tanh(), conv(second, [0.5] * 8))
     stem = nn.Conv2d(3, 8, 1).double()
 

@@ -1,4 +1,4 @@
-"""Compaction by measured cost: channels filled up to whole vectors, any way to compute a layer, the same outputs."""
+"""Compaction by measured cost: with channels padded to whole vectors and any way to compute a layer, outputs agree."""
 
 import copy
 import random
@@ -19,7 +19,7 @@ compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 
 
 def any_way(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """One of all the ways that :func:`cost.fastest` may choose."""
+    """Return a random one of the ways that :func:`cost.fastest` may choose."""
     choose = random.Random(convolution.weight.numel())
     parts = choose.choice(list(partitions(by_size(convolution, most=3))))
     if choose.random() < 0.5:
@@ -29,7 +29,7 @@ def any_way(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
 
 
 def smaller_is_faster(calls: Sequence[object], device: torch.device, budget: float) -> list[float]:
-    """In the place of a clock."""
+    """Return made-up latencies in place of measured ones: the first call is the slowest."""
     return [1.0, *(0.5 for _ in calls[1:])]
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the comp
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that can be are computed so; no channels are filled up; of the smaller networks the last is fastest."""
+    """Compute every layer that can be by mixed_conv2d, fill up no channels, and time the last network as fastest."""
     torchs = cost._fastest_of_torch
 
     def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:
@@ -139,7 +139,7 @@ def test_relus_that_others_see_past_stay() -> None:
 
 
 class Block(nn.Module):
-    """A residual block, its sum written in one of several ways."""
+    """Residual block whose sum is written in one of several ways."""
 
     def __init__(self, way: str, projection: bool = True) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_sums_and_relus_of_blocks_are_computed_by_their_convolutions(way: str) -
         kept = x.clone()
         with torch.no_grad():
             assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()
-        assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()  # by torch's convolutions
+        assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()  # torch's convolutions compute these
         assert torch.equal(x, kept)
     again, _ = sparsity.compact(network, inputs[0])
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_sums_that_others_read_terms_of_stay(both: bool) -> None:
 
 
 class Sums(nn.Module):
-    """Sums of several terms, and of a term with itself where a block adds nothing."""
+    """Network with sums of several terms, or of a term with itself, also once a block between them adds nothing."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compaction of what networks do beside convolutions: what is not understood stays, and outputs are the same."""
+"""Compaction of operations other than convolutions: those not understood stay, and outputs are the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loco_ext.sparsity.compaction.trace import trace
 
 
 class Network(nn.Module):
-    """Named layers, and a function of them and the inputs."""
+    """Module whose forward is a function of its named layers and the input."""
 
     def __init__(self, function: Callable[..., object], **layers: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def convolution(channels: int, kernels: int, size: int = 3) -> nn.Conv2d:
 
 
 def check(model: nn.Module, *inputs: Tensor, seed: int = 0) -> sparsity.Report:
-    """Strikes zeros into the model and asserts that what is left gives the same; returns the last report."""
+    """Zero parts of the model, compact it, and assert equal outputs; return the last report."""
     model = strike(model, seed).double().eval()
     for options in ({"fixed_size": True}, {"fold_norms": False}, {}):
         network, report = sparsity.compact(model, inputs[0], cost="multiply_adds", **options)
@@ -123,7 +123,7 @@ def test_hooks_of_layers_without_weights_see_all_channels() -> None:
 
 
 class Optional(nn.Module):
-    """Does something else if given more."""
+    """Module whose forward has optional arguments that change its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_arguments_that_are_left_out_keep_their_defaults() -> None:
 
 
 class Asking(nn.Module):
-    """Asks what its input is, which torch.fx cannot see."""
+    """Module that checks the type of its input, which torch.fx does not record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_graph_that_is_not_the_model_is_not_believed() -> None:
 
 
 class Choosing(Asking):
-    """Cannot be traced; reads an attribute of a layer if told so."""
+    """Module that cannot be traced, and that can read an attribute of a layer."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_rows_of_features_are_samples_only_where_the_code_says_so(flatten: Calla
         x = torch.randn(*size).double()
         try:
             expected = model(x)
-        except RuntimeError:  # one row a sample is too long for the linear layer then
+        except RuntimeError:  # the rows have become too long for the linear layer
             continue
         assert network(x).shape == expected.shape
         assert (network(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
@@ -334,5 +334,5 @@ def test_what_compaction_writes_it_reads(seed: int, pattern: dict[str, float]) -
     for x in IMAGES:
         expected = once(x)
         assert (twice(x) - expected).abs().max() <= 1e-10 * expected.abs().max()
-    assert all(name.startswith("pad") for name in second.notes)  # by a channel of zeros for sums, which stays
+    assert all(name.startswith("pad") for name in second.notes)  # the pads are zero channels for sums, which stay
     assert second.multiply_adds_executed < first.multiply_adds_executed

@@ -1,4 +1,4 @@
-"""Compaction is right at sizes that the example does not show: of tokens, time, NHWC images, and what broadcasts."""
+"""Compaction is correct at sizes other than the example's: of tokens, sequences, NHWC images and broadcast operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Operation = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Network(nn.Module):
-    """Named layers and parameters, and a function of them and the inputs."""
+    """Module whose forward is a function of its named layers, parameters, buffers and inputs."""
 
     def __init__(self, function: Callable[..., object], **parts: nn.Module | Tensor) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Network(nn.Module):
 
 
 class Two(Network):
-    """The same of two inputs."""
+    """Network of two inputs."""
 
     def forward(self, x: Tensor, y: Tensor) -> object:  # type: ignore[override]
         return self.function(self, x, y)
@@ -49,7 +49,7 @@ class Two(Network):
 def check(
     model: nn.Module, example: tuple[Tensor, ...], others: Sequence[tuple[Tensor, ...]], at_least: int = 1
 ) -> Any:
-    """Asserts equal outputs on the example and on others, of which the model takes so many; returns the report."""
+    """Assert equal outputs on the example and the others, ``at_least`` of which the model takes; return the report."""
     model = model.double().eval()
     taken = 0
     for options in ({}, {"fold_norms": False}):
@@ -71,7 +71,7 @@ def images(*shapes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
     return [(torch.randn(shape, dtype=torch.double),) for shape in shapes]
 
 
-# Random models. Each operation is of a tensor whose axis 1 is not channels, or of one whose axis 1 is.
+# Random models are made of these operations, which take tensors whose axis 1 is channels or is not.
 
 ALONG_1: dict[str, Operation] = {
     "all but the first": lambda net, t: t[:, 1:],
@@ -134,7 +134,7 @@ def parts(dims: int) -> dict[str, nn.Module | Tensor]:
 
 
 def tokens(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """Patches of images, which become tokens ``(N, T, C)``."""
+    """Return a model that turns patches of images into tokens ``(N, T, C)``, and shapes of inputs."""
 
     def function(net: Any, x: Tensor) -> Tensor:
         t = functional.relu(net.patches(functional.relu(net.first(x)))).flatten(2).transpose(1, 2)
@@ -146,12 +146,12 @@ def tokens(operations: Sequence[Operation], choose: random.Random) -> tuple[Netw
     stride = choose.choice([2, 3])
     layers = {**parts(2), "patches": nn.Conv2d(8, 8, stride, stride), "head": nn.Linear(8, 5)}
     layers["row"] = nn.Parameter(torch.randn(1, 1, 8))
-    size = choose.choice([(4 * stride, 2 * stride), (3 * stride, 4 * stride)])  # as many tokens as channels, and more
+    size = choose.choice([(4 * stride, 2 * stride), (3 * stride, 4 * stride)])  # as many tokens as channels, or more
     return Network(function, **layers), [(2, 3, *size), (1, 3, 13, 14), (3, 3, 12, 6), (4, 3, 9, 17)]
 
 
 def time(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """Sequences ``(N, C, T)``, in some models also as ``(N, T, C)`` between."""
+    """Return a model of sequences ``(N, C, T)``, sometimes ``(N, T, C)`` in between, and shapes of inputs."""
 
     def function(net: Any, x: Tensor) -> Tensor:
         y = functional.relu(net.first(x))
@@ -170,7 +170,7 @@ def time(operations: Sequence[Operation], choose: random.Random) -> tuple[Networ
 
 
 def nhwc(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """Images whose channels are the last axis ``(N, H, W, C)`` between two convolutions."""
+    """Return a model whose images are ``(N, H, W, C)`` between two convolutions, and shapes of inputs."""
 
     def function(net: Any, x: Tensor) -> Tensor:
         y = functional.relu(net.wide(functional.relu(net.first(x)))).permute(0, 2, 3, 1)
@@ -181,12 +181,12 @@ def nhwc(operations: Sequence[Operation], choose: random.Random) -> tuple[Networ
         return net.last(functional.relu(net.middle(y.permute(0, 3, 1, 2))))
 
     across = choose.choice([None, *ALONG_1.values()])
-    size = choose.choice([(6, 6), (14, 8), (9, 12)])  # two pixels more then: as many as channels
+    size = choose.choice([(6, 6), (14, 8), (9, 12)])  # images are two pixels larger there: with 6, as many as channels
     return Network(function, **parts(2)), [(2, 3, *size), (1, 3, 13, 11), (3, 3, 8, 14), (2, 3, 17, 9)]
 
 
 def random_model(seed: int) -> tuple[Network, Sequence[tuple[int, ...]]]:
-    """A model, and shapes of inputs, of which the first is the example's."""
+    """Return a model, and shapes of inputs, of which the first is the example's."""
     choose = random.Random(seed)
     make, operations = (
         (tokens, [*ALONG_1.values(), *OF_CHANNELS.values()]),
@@ -201,7 +201,7 @@ def check_random(seed: int) -> None:
     torch.manual_seed(seed)
     model, (shape, *others) = random_model(seed)
     strike(model, seed, inputs=choose.choice([0.0, 0.2]))
-    if choose.random() < 0.3:  # nothing is removed then
+    if choose.random() < 0.3:  # no kernel is zero, so nothing is removed
         model.apply(lambda module: nn.init.normal_(module.weight) if hasattr(module, "kernel_size") else None)
     example = torch.randn(shape, dtype=torch.double)
     try:
@@ -224,11 +224,11 @@ def test_many_random_models_at_every_size(start: int) -> None:
         check_random(seed)
 
 
-# Operands that broadcast on other inputs than the example.
+# The operands below broadcast on other inputs than the example.
 
 
 def dead(channels: int = 8) -> nn.Conv2d:
-    """A convolution whose kernels are zero, so that it gives its biases everywhere."""
+    """Return a convolution whose kernels are zero, so that its output is its bias everywhere."""
     convolution = nn.Conv2d(3, channels, 3, padding=1)
     nn.init.zeros_(convolution.weight)
     return convolution
@@ -334,7 +334,7 @@ def test_inputs_of_which_one_may_have_a_single_sample(which: int) -> None:
     check(strike(Two(function, **layers), 2), ((five, one), (one, five))[which], others, at_least=5 * 2)
 
 
-# Images and sequences without a batch: axis 0 is their channels, axis 1 their rows.
+# Images and sequences below have no batch: axis 0 is their channels, axis 1 their rows.
 
 UNBATCHED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "layers": lambda net, x: net.last(functional.relu(net.first(x))),
@@ -356,7 +356,7 @@ def test_images_without_a_batch(name: str) -> None:
     assert "no batch" in report.notes["first"]
 
 
-# What is demanded of sizes, and the sizes that are tried.
+# The tests below check what is demanded of sizes, and which sizes are tried.
 
 
 @pytest.mark.parametrize("start", [0, 12])
@@ -398,7 +398,7 @@ def test_features_of_images_are_numbers_where_a_linear_layer_demands_them() -> N
 def test_a_network_that_is_wrong_on_inputs_of_other_sizes_alone_is_not_returned(
     monkeypatch: pytest.MonkeyPatch, measure: str
 ) -> None:
-    """As where rules of sizes are wrong: here those of an example are believed."""
+    """A wrong rule of sizes is simulated by trusting the sizes of the example."""
     monkeypatch.setattr(Inference, "same", lambda self, one, other: one.meta["shape"] == other.meta["shape"])
     torch.manual_seed(0)
     function, example, layers = BROADCASTS["a dead branch and a map of parameters"]
@@ -410,7 +410,7 @@ def test_a_network_that_is_wrong_on_inputs_of_other_sizes_alone_is_not_returned(
 
 
 def rounded_to(size: float) -> Network:
-    """A network whose float32 results are rounded to multiples of 2**-23 of this size, which is a power of 2."""
+    """Return a network that rounds float32 to multiples of ``size * 2**-23``; ``size`` is a power of 2."""
     return Network(lambda net, x: (x + 1.5 * size) - 1.5 * size).eval()
 
 

@@ -1,4 +1,4 @@
-"""torch.compile around training steps: the results of eager training, and no recompilation while lr changes."""
+"""torch.compile of training steps gives the results of eager training, and does not recompile when lr changes."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def make_training(name, **options):
 
 
 def run(step, scheduler, steps, counter=None):
-    """Steps; with a counter, fails if anything is compiled after the warm-up."""
+    """Make steps; with a counter, fail if anything is compiled after the warm-up."""
     for count in range(steps):
         if counter is not None and count == WARM_UP:
             frames = counter.frame_count
@@ -93,7 +93,7 @@ def test_a_compiled_training_step_works_with_aot_autograd(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_training_step_compiled_by_inductor_trains_as_eager(name):
-    """Inductor's convolutions round otherwise, so in float64 and not to the bit."""
+    """Inductor's convolutions round differently, so results are compared in float64 and not bit for bit."""
     torch.set_default_dtype(torch.float64)
     eager, eager_scheduler, eager_step = make_training(name)
     run(eager_step, eager_scheduler, 10)

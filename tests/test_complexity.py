@@ -1,4 +1,4 @@
-"""Eq. 34 written out over whole networks, and its penalties layer by layer."""
+"""The complexity of eq. 34 against explicit sums over whole networks, and its penalties layer by layer."""
 
 import copy
 import io
@@ -16,13 +16,13 @@ EXPONENTS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}
 
 
 def lengths(weight, norm="l2"):
-    """Of kernels, or of any of their groups."""
+    """Return the norm of each kernel, or of each kernel's masked group."""
     flat = weight.flatten(1)
     return flat.abs().amax(1) if norm == "linf" else flat.norm(dim=1)
 
 
 def squared_sizes(weight, kind="half", weighting="plain", norm="l2"):
-    """Sum over j of s'_ij^2, eq. 21, by masks."""
+    """Return the sum over j of s'_ij^2, eq. 21, by masks."""
     index = geometry.ring_index(tuple(weight.shape[2:]), kind)
     sizes = 0.0
     for n in range(int(index.max()) + 1):
@@ -32,7 +32,7 @@ def squared_sizes(weight, kind="half", weighting="plain", norm="l2"):
 
 
 def assert_gradient_of_sum(model, penalties, total):
-    """All layers at once: of the sum, by autograd, and of the layers' own values."""
+    """Assert that the gradient of the layers' summed values is that of ``total``, for all layers at once."""
     weights = [model.get_submodule(name).weight for name in penalties]
     theirs = torch.autograd.grad(total, weights)
     ours = torch.autograd.grad(sum(p.value(w) for p, w in zip(penalties.values(), weights, strict=True)), weights)
@@ -65,7 +65,7 @@ def test_all_layers_together_have_the_gradient_of_eq_34(settings):
 
 
 class Branches(nn.Module):
-    """A residual connection, a concatenation, groups, a layer that runs twice, and channels no convolution makes."""
+    """Network with a residual, a concatenation, groups, a layer that runs twice, and channels no convolution makes."""
 
     def __init__(self):
         super().__init__()
@@ -106,11 +106,11 @@ def test_residual_connections_concatenations_groups_and_repetitions():
     model.inner.weight.data[1] = model.stem.weight.data[1] = 0
     assert all(penalties[name].kernel_strengths[1] > 0 for name in ("inner", "stem"))
     model.stem.weight.data[1] = 1
-    assert penalties["inner"].kernel_strengths[1] == 0  # the channel is there without it
+    assert penalties["inner"].kernel_strengths[1] == 0  # the channel is alive without it
 
 
 def test_the_prox_is_the_minimum_over_one_layer():
-    """Subgradient descent from it, with small steps, finds nothing lower."""
+    """Subgradient descent from the prox, with small steps, finds nothing lower."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3, padding=1)).double()
     penalties = sparsity.complexity_penalties(model, (torch.zeros(1, 2, 6, 6).double(),), 1e-3)
     weight = model[0].weight.detach()
@@ -152,7 +152,7 @@ def whole_objective(model, targets, strength):
     "make", [lambda g: optim.SGD(g, 0.3, momentum=0.5), lambda g: optim.Adam(g, 0.05)], ids=["SGD", "Adam"]
 )
 def test_coordinate_descent_does_not_beat_the_optimizer(make):
-    """On a loss that is quadratic in each layer: minimising over one layer after the other against the steps."""
+    """The loss is quadratic in each layer; coordinate descent minimises over one layer after the other."""
     strength, images = 2e-4, (torch.zeros(1, 2, 6, 6).double(),)
     model, targets = two_layers()
     penalties = sparsity.complexity_penalties(model, images, strength)
@@ -171,7 +171,7 @@ def test_coordinate_descent_does_not_beat_the_optimizer(make):
     start = whole_objective(two_layers()[0], targets, strength).item()
     assert theirs < 0.95 * start
     assert ours <= theirs * (1 + EQ_34_OBJECTIVE)
-    assert not bool(model[0].weight.all())  # rings are gone
+    assert not bool(model[0].weight.all())  # some rings are zero
 
 
 def test_dead_channels_cost_nothing_and_numbers_that_are_none_count_nothing():
@@ -211,7 +211,7 @@ def steps(model, optimizer, begin, end):
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
 def test_all_strengths_are_those_ahead_of_the_step(options):
-    """Steps that repeat included: a copy of the model is stepped without a penalty, then shrunk by hand."""
+    """A copy of the model is stepped without a penalty, then shrunk by hand, also in steps that repeat."""
     model, optimizer = make_training()
     optimizer.param_groups[0].update(options)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Penalties on the square of a layer's sum, which couple its kernels: the prox, and steps that end with it."""
+"""Penalties on the square of a layer's sum, which couple its kernels: their prox, and steps that end with it."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ RINGS = geometry.ring_index((3, 3)).flatten().tolist()
 
 
 def start(dtype=torch.float32, layout="contiguous"):
-    """Kernels of which some are small enough to vanish."""
+    """Return parameters some of whose kernels are small enough to vanish."""
     params = make_params(torch.float64, shapes=SHAPES)
     sizes = [torch.linspace(0.02, 1.5, len(p)).view(-1, *[1] * (p.dim() - 1)) for p in params]
     return [nn.Parameter(LAYOUTS[layout]((p.detach() * s).to(dtype))) for p, s in zip(params, sizes, strict=True)]
@@ -50,7 +50,7 @@ def assert_near(ours, theirs, dtype=torch.float32):
 @pytest.mark.parametrize("linf", [False, True])
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_rings_share_the_factor_that_their_own_sum_asks_for(backend, linf, with_metric):
-    """The prox is the one with thresholds ``t + f q`` where f is twice what the result weighs with q."""
+    """The prox has the thresholds ``t + f q``, where f is twice the sum of the result's norms weighted by q."""
     weight = torch.randn(4, 3, 3, 3, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1.0, 2.0]).view(4, 1, 1, 1)
     metric = torch.rand_like(weight) + 0.5 if with_metric else None
     t = torch.tensor([0.1, 0.0, 0.2], dtype=torch.float64)
@@ -95,7 +95,7 @@ def test_narrow_weights_are_rounded_once(linf, dtype):
 
 
 class Unseen(TorchDispatchMode):
-    """Refuses what would wait for a GPU."""
+    """Dispatch mode that refuses operators that would synchronise with a GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
@@ -194,7 +194,7 @@ def test_rings_with_thresholds_of_their_own_are_coupled_too(linf, kind):
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.usefixtures("native")
 def test_a_layer_never_vanishes_however_strong_the_penalty(norm, strength):
-    """``f`` is then many powers of 2 below what the weights ask for."""
+    """The factor ``f`` is then many powers of 2 below what the weights ask for."""
     weights = start(torch.float64)[0].detach()
     penalty = sparsity.KernelPenalty(strength, norm=norm, power=2)
     param = nn.Parameter(weights.clone())

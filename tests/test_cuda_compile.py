@@ -23,7 +23,7 @@ def name_of(path):
 
 @pytest.fixture(scope="module")
 def instructions_for_90(tmp_path_factory):
-    """By name of a source: the instructions of its kernels."""
+    """Return a function that compiles the named source for sm_90 and returns the instructions of its kernels."""
 
     @cache
     def compiled(name):
@@ -36,7 +36,7 @@ def instructions_for_90(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_kernels_keep_their_budgets(source, tmp_path):
-    """The budget of NAME.cu stands in NAME_budget.json beside it."""
+    """The budget of NAME.cu is in NAME_budget.json beside it."""
     budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
     report = ptxas.compile_cubin(need_nvcc(), source, TARGETS, tmp_path / "kernels.fatbin", [CSRC])
     usages = ptxas.parse(report)
@@ -121,10 +121,10 @@ def test_a_report_of_another_form_is_an_error():
         ptxas.parse(REPORT.replace("Used 42 registers", "42 registers are used"))
 
 
-# Of DType, by its number.
+# Bytes of an element, indexed by the number of its DType.
 BYTES = (8, 4, 2, 2)
 STATES = {"Sgd": 1, "Adam": 3}
-# The calls of std::fma for one element in optim_step/math.h.
+# Calls of std::fma for one element in optim_step/math.h.
 FUSED = {"Sgd": 4, "Adam": 3}
 
 
@@ -140,7 +140,7 @@ def kernels_named(kernels, name):
 
 
 def types_of(kernel):
-    """The bytes of an element of the parameter and of a state."""
+    """Return the bytes of an element of the parameter and of a state."""
     return [BYTES[int(number)] for number in re.findall(r"\(DType\)(\d)", kernel)]
 
 
@@ -148,7 +148,7 @@ def types_of(kernel):
 def test_vectors_are_moved_16_bytes_at_a_time(kernels, rule):
     for kernel, instructions in kernels_named(kernels, f"step_vectors<{rule},").items():
         of_w, of_state = types_of(kernel)
-        # The parameter and the gradient, which is written back if it is scaled; states may need several for each.
+        # The operands are the parameter, the gradient (written back if scaled) and states of one or several vectors.
         operands = 2 + STATES[rule] * (of_state // of_w)
         for kind in ("ld", "st"):
             found = ptx.wide(instructions, kind)
@@ -174,7 +174,7 @@ def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
             continue
         elements = 1
         if kernel.startswith("step_vectors"):
-            # A thread steps one element at an end of a chunk, too. A loop takes pairs where rounding is stochastic.
+            # A thread also steps one element at an end of a chunk. A loop takes pairs where rounding is stochastic.
             elements += 2 if "true>" in kernel else 16 // types_of(kernel)[0]
         fused = sum(one.startswith("fma.") for one in instructions)
         assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
@@ -185,8 +185,8 @@ def prox_kernels(instructions_for_90):
     return instructions_for_90("optim_step/cuda_prox.cu")
 
 
-# Vectors of a step's operands by the type of its arithmetic, and how many elements of each go through a loop at a time:
-# one kernel takes all dtypes, and bfloat16 with either rounding. What a prox leaves is written by dtype and rounding.
+# For each type of arithmetic, the vectors of a step's operands, given by how many elements a loop takes at a time. One
+# kernel takes all dtypes, and bfloat16 with either rounding. The result of a prox is written by dtype and rounding.
 PROX_VECTORS = {"double": [2], "float": [*[4] * 5, *[2] * 2]}
 PROX_RESULTS = {"double": 1, "float": 4}
 
@@ -227,7 +227,7 @@ def ring_kernels(instructions_for_90):
 def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):
     for kernel, instructions in ring_kernels.items():
         staged = re.search(r"<\w+, true>", kernel)
-        # A load for each of four dtypes of weights and of metrics, a store for each of the results.
+        # There is a load for each of four dtypes of weights and of metrics, and a store for each dtype of the results.
         assert ptx.wide(instructions, "ld") >= (8 if staged else 0), kernel
         assert ptx.wide(instructions, "st") >= (0 if kernel.startswith("norms<") else 4), kernel
 

@@ -1,4 +1,4 @@
-"""The runner that executes CUDA kernels on the CPU: right kernels pass, each planted mistake is found."""
+"""The runner that executes CUDA kernels on the CPU: correct kernels pass, and each planted mistake is found."""
 
 import signal
 import subprocess
@@ -30,7 +30,7 @@ CLEAN = [
     "host_threads",
     "limits",
 ]
-# A program that waits for ever would run into this.
+# A program that deadlocks would run into this timeout.
 TIMEOUT = 600
 
 

@@ -1,5 +1,6 @@
-"""The CUDA kernels that end a step with a prox, executed on the CPU through the operators: what the tests of penalties,
-which run there too, do not see."""
+"""The CUDA kernels that end a step with a prox, executed on the CPU through the operators.
+
+These tests check what the tests of penalties, which run the same kernels too, do not see."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_a_prox_that_changes_nothing_leaves_every_bit_of_the_step(rule, dtype, l
 
 
 def test_blocks_share_slots_where_kernels_are_too_large_to_stay_on_chip(monkeypatch, compiled):
-    """More kernels than slots, in Adam of 41 KB each."""
+    """There are more kernels than slots; in Adam each kernel needs 41 KB."""
     results = []
     for use in (lambda: None, lambda: operators.use(monkeypatch, compiled)):
         use()
@@ -63,7 +64,7 @@ def test_blocks_share_slots_where_kernels_are_too_large_to_stay_on_chip(monkeypa
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.usefixtures("cuda")
 def test_many_small_parameters_are_few_launches(compiled, name):
-    """All penalised parameters of a width, and all others, are stepped together."""
+    """Penalised parameters of one width are stepped in one launch, and all other parameters in another."""
     shapes = [(4, channels, 3, 3) for channels in range(1, 41)] + [(4,)] * 40
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     optimizer = getattr(optim, name)(params, lr=0.01, penalty=sparsity.RingPenalty(0.1), **CLASSES[name])
@@ -78,7 +79,7 @@ def test_many_small_parameters_are_few_launches(compiled, name):
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.usefixtures("cuda")
 def test_kernels_that_are_shrunk_together_are_as_many_launches_whatever_the_search_takes(compiled, name):
-    """An update, rounds of the search that nobody waits for, and the prox: for all layers of a width together."""
+    """All layers of a width share one update, a fixed number of search rounds (without host syncs), and one prox."""
     library, counts = operators.library(compiled), []
     for strength, layers in ((1e-6, 1), (10.0, 5)):
         params = [nn.Parameter(torch.randn(4, channels, 3, 3)) for channels in range(1, layers + 1)]

@@ -1,6 +1,6 @@
 """The CUDA optimizer step executed on the CPU, under sanitizers, against the CPU's own kernels, with penalties too.
 
-The tests of the operators run the same kernels through torch; here every tensor has memory of exactly its own.
+The tests of the operators run the same kernels through torch; here every tensor has an allocation of exactly its size.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def compile_check(out: Path, csrc: Path = build.CSRC, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def sanitized(compiled: Path) -> Path:
-    """The check of sources in which all mistakes are planted, none of which is made unless asked for."""
+    """Compile the check program with all mistakes planted, none of which is made unless requested."""
     csrc = build.with_mistakes(compiled, MISTAKES.values())
     return compile_check(compiled / "check_optim_step_sanitized", csrc, sanitize=True, flags=["-O1"])
 
@@ -43,7 +43,7 @@ def sanitized(compiled: Path) -> Path:
 def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
     if request.param == "sanitized":
         return request.getfixturevalue("sanitized")
-    # At -O2, the CPU's steps alone compile for half a minute.
+    # At -O2, the CPU's steps alone take half a minute to compile.
     return compile_check(compiled / "check_optim_step_plain", flags=["-O1"])
 
 
@@ -67,14 +67,14 @@ def test_many_random_calls_give_what_the_cpu_does(check: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# By name: the file, what is right in it, and the same with the mistake where MISTAKE is true.
+# For each name, the file, the right text in it, and the text that makes the mistake if MISTAKE is true.
 MISTAKES = {
-    # Begins one element late.
+    # The tail begins one element late.
     "tail": ("optim_step/cuda.cu", "threadIdx.x - head;", "threadIdx.x - head + MISTAKE;"),
     # Chunks overlap.
     "chunk": ("optim_step/cuda.cu", "(chunk.index + 1) * kChunk;", "(chunk.index + 1) * kChunk + MISTAKE;"),
     "barrier": ("optim_step/gpu_task.h", "__syncthreads();", "if (!MISTAKE) __syncthreads();"),
-    # Chunks begin the map anew.
+    # Each chunk restarts the map.
     "phase": (
         "optim_step/gpu_task.h",
         "(phase + (run == 1 ? at : at / run))",

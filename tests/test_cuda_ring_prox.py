@@ -1,5 +1,7 @@
-"""The CUDA norms and prox of rings executed on the CPU: the operators against the reference, and random calls under
-sanitizers against the CPU's kernels, with memory of exactly its own for every tensor."""
+"""The CUDA norms and prox of rings executed on the CPU.
+
+The operators run against the reference; random calls run under sanitizers against the CPU's kernels, where every
+tensor has an allocation of exactly its size."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ SOURCES = [
 ]
 CHECK = build.HERE / "check_ring_prox.cpp"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# C_out, channels, taps; a kernel of more than 40 KB does not fit into shared memory.
+# Shapes are C_out, channels, taps; a kernel of more than 40 KB does not fit into shared memory.
 SIZES = {
     "one_tap": (3, 5),
     "one_weight": (4, 1, 1, 1),
@@ -30,9 +32,9 @@ SIZES = {
     "3d": (2, 3, 3, 3, 3),
     "too_large": (2, 1150, 3, 3),
 }
-# All dtypes take the same way but for their loads and stores, which two sizes cover.
+# All dtypes share their code except for loads and stores, which two sizes cover.
 CASES = [(dtype, size) for dtype in DTYPES for size in SIZES if dtype == torch.float32 or size in ("3x3", "too_large")]
-# (with a metric, linf)
+# Values are (with a metric, linf).
 MODES = {"l2": (False, False), "metric": (True, False), "linf": (False, True), "linf_metric": (True, True)}
 
 
@@ -49,7 +51,7 @@ def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
 
 
 def laid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values: channels side by side, or with gaps in every dimension."""
+    """Return the same values with channels side by side, with gaps in every dimension, or as they are."""
     if layout == "channels_last":
         return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
     if layout == "strided":
@@ -61,7 +63,7 @@ def laid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, share: float = 1.0) -> torch.Tensor:
-    """Some groups vanish, some do not; one threshold is 0."""
+    """Return thresholds at which some groups vanish and some do not, float64; where there are several, one is 0."""
     kernel = weight.detach().double().flatten(1)
     size = kernel.abs().sum(1).mean() if linf else kernel.norm(dim=1).mean()
     t = torch.rand((len(weight), count) if rows else (count,), dtype=torch.float64) * share * size / count
@@ -75,7 +77,7 @@ def expected_prox(weight, rings, t, q, d, linf):
 
 def assert_close(actual, expected, weight):
     largest = weight.double().abs().flatten(1).amax(1).view(-1, *[1] * (weight.dim() - 1))
-    # In float64, sums may differ as much as a random walk of their roundings.
+    # In float64, sums may differ by a random walk of their rounding errors.
     walk = weight[0].numel() ** 0.5 if actual.dtype == torch.float64 else 0
     assert_within_ulps(actual, expected, ulps=max(ULPS[actual.dtype], walk), scale=largest.expand_as(expected))
 
@@ -88,7 +90,7 @@ def test_prox_agrees_with_the_reference(dtype, size, mode):
     weight = torch.randn(SIZES[size], dtype=torch.float64).to(dtype)
     metric = (torch.rand(SIZES[size], dtype=torch.float64) + 0.25).to(dtype) if has_metric else None
     rings, count = rings_of(weight.shape)
-    # The squared part solves many times; large kernels would take minutes here.
+    # The squared part needs many solves; large kernels would take minutes here.
     powers = [1] if has_metric and weight[0].numel() > 256 else [1, 2]
     for rows, power in itertools.product([False, True], powers):
         t = thresholds_for(weight, count, rows, linf)
@@ -153,7 +155,7 @@ def test_norms_agree_with_the_reference(dtype, size, layout):
 
 
 def special(dtype: torch.dtype) -> torch.Tensor:
-    """Kernels with a NaN, an infinity, zeros in a ring, nothing but zeros, subnormal, tiny and huge weights."""
+    """Return kernels with a NaN, an infinity, zeros in a ring, only zeros, subnormal, tiny and huge weights."""
     weight = torch.randn(8, 6, 3, 3, dtype=torch.float64)
     weight[0, 2, 1, 1] = torch.nan
     weight[1, 3, 0, 0] = -torch.inf
@@ -275,10 +277,10 @@ def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# By name: the file, what is right in it, and the same with the mistake where MISTAKE is true.
+# For each name, the file, the right text in it, and the text that makes the mistake if MISTAKE is true.
 MISTAKES = {
     "tail": ("ring_prox/gpu_rings.h", "tail + k - head;", "tail + k - head + MISTAKE;"),
-    # The next sum overwrites the last one's parts.
+    # The next sum overwrites the parts of the last one.
     "turn": ("ring_prox/gpu_solve.h", "turn_ ^= 1;", "turn_ ^= !MISTAKE;"),
     "kernel": (
         "ring_prox/gpu_kernel.h",
@@ -326,7 +328,7 @@ def test_planted_mistakes_fit_the_sources(name: str, right: str) -> None:
 
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The check of sources in which all mistakes are planted."""
+    """Compile the check program with all mistakes planted."""
     folder = tmp_path_factory.mktemp("mistaken")
     return compile_check(folder / "check", build.with_mistakes(folder, MISTAKES.values()), flags=["-O1"])
 

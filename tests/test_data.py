@@ -1,4 +1,4 @@
-"""Data sets read from files of their published layouts, and what is said of files that are not."""
+"""Data sets read from files in their published layouts, and the errors for other files."""
 
 import gzip
 
@@ -32,7 +32,7 @@ def test_cifar10_is_its_records_in_order(cifar10, inner):
         assert samples.images.dtype == torch.uint8
         assert samples.labels.dtype == torch.int64
         np.testing.assert_array_equal(samples.labels, expected[:, 0])
-        # Planes of red, green and blue, each row by row.
+        # A record has planes of red, green and blue, each row by row.
         np.testing.assert_array_equal(samples.images, expected[:, 1:].reshape(-1, 3, 32, 32))
     assert (found.channels, found.size, found.classes, found.augmented) == (3, 32, 10, True)
 
@@ -65,7 +65,7 @@ def test_zipped_files_are_read_alike(fashion, tmp_path):
 
 
 def damaged(folder, source, name, change):
-    """A copy of the data set's folder in which one file is changed; the others are links."""
+    """Return a copy of the data set's folder in which one file is changed or missing; the others are links."""
     copy = folder / "copy"
     copy.mkdir()
     for path in source.iterdir():

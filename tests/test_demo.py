@@ -23,7 +23,7 @@ FILES = {".lock", "demo.json", "demo.png", "ordinary.pt", "locality.pt", "smalle
 
 
 def run_demo(out, *options):
-    """Runs two epochs; returns what was printed on stdout, and the record in the folder."""
+    """Run two epochs; return the text printed on stdout, and the record in the folder."""
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
         assert main(["demo", "--out", str(out), "--seed", "3", "--epochs", "2", *options]) == 0
@@ -32,13 +32,13 @@ def run_demo(out, *options):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run, what it printed for people, and its record."""
+    """Return the folder of a finished run, the text that it printed, and its record."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     return out, *run_demo(out)
 
 
 def repeatable(record):
-    """The record without latencies and what they decide: whether and how the smaller network is smaller."""
+    """Return the record without latencies and what depends on them: whether and how the smaller network is smaller."""
     record = dict(record)
     chosen = ("strength", "weighting", "accuracy", "accuracy_compacted", "multiply_adds_before", "parameters_before")
     record["smaller"] = {key: value for key, value in record["smaller"].items() if key in chosen}
@@ -97,7 +97,7 @@ def test_checkpoint_gives_the_reported_numbers(finished, number):
 
 
 def trained(**settings):
-    """The two networks after their training alone, and what is reported of them."""
+    """Train the two networks, without compaction; return their state dicts and the report on them."""
     samples = data.load("digits", None)
     chosen = demo.Settings(device="cpu", **settings)
     trainings = demo.make_trainings(chosen, samples)
@@ -118,7 +118,7 @@ def test_same_seed_same_result(finished, tmp_path):
     for path in tmp_path.rglob("*.*"):
         path.write_bytes(b"of a run before")
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
-    torch.rand(5)  # what the caller drew before has no influence
+    torch.rand(5)  # random numbers that the caller drew before must have no influence
     before = torch.get_rng_state()
     printed, again = run_demo(tmp_path, "--json")
     assert json.loads(printed) == again
@@ -143,7 +143,7 @@ def test_another_seed_another_network():
 
 
 def test_trainings_differ_by_the_decay_map_only():
-    """With (1, 1) in place of the map, our optimizer retraces torch's own, batch by batch."""
+    """With the locality (1, 1), our optimizer makes the same steps as torch's own."""
     (ordinary, local), _ = trained(seed=0, epochs=1, locality=(1.0, 1.0))
     for key in ordinary:
         torch.testing.assert_close(local[key], ordinary[key], rtol=1e-3, atol=1e-5)
@@ -264,7 +264,7 @@ def test_digits():
         174,
         180,
     ]  # as scikit-learn lists them
-    # The split is one of these images, each once: sixteenths are exact, so sums over all of them are as well.
+    # The split has each of these images once: sixteenths are exact, and so is the sum over all of them.
     from sklearn.datasets import load_digits
 
     assert images.double().sum().item() * 16 == load_digits().images.sum()

@@ -90,7 +90,7 @@ def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch: pytest.Monkey
 
 
 def fake_check(monkeypatch: pytest.MonkeyPatch, folder: Path, *only: str, **codes: int) -> int:
-    """Runs the check with parts that end as given."""
+    """Run the check with parts that end with the given exit codes."""
 
     def make(code: int) -> Callable[[device_check.Settings], Part]:
         return lambda _: Part([Command("step", python(f"raise SystemExit({code})"))])
@@ -190,7 +190,7 @@ def test_modules_that_need_a_missing_package_are_named(tmp_path: Path, monkeypat
 
 
 def test_every_test_module_can_be_imported_here() -> None:
-    """Unless one of the real suite needs a package that is missing indeed."""
+    """A test module may be left out only if it needs a package that is in fact missing."""
     assert [package for package in device_check.missing_packages().values() if find_spec(package) is not None] == []
 
 

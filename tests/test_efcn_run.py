@@ -1,4 +1,4 @@
-"""``loco-ext efcn``: the paper's protocol, what is trained and measured, what is written, and that it goes on."""
+"""``loco-ext efcn``: the paper's protocol, its training, measurements and files, and resuming a run."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def settings(**overrides):
 
 
 def test_the_preset_is_the_papers_protocol():
-    """Section 4 and figure 2, and what the authors' code adds: the samples' order, no crops or flips."""
+    """The preset follows section 4, figure 2, and the authors' code: fixed order of samples, no crops or flips."""
     setting = efcn_preset("paper")
     times = (0, 1, 2, 3, 4, 6, 8, 10, 13, 18, 23, 30, 40, 52, 67, 88, 115, 150)
     assert setting.switch_times == switch_times(150) == times
@@ -76,7 +76,7 @@ def test_the_preset_is_the_papers_protocol():
 def test_the_vanilla_cnn_has_the_papers_numbers_of_parameters():
     model = vanilla_cnn()
     assert sum(p.numel() for p in model.parameters()) == 143_178
-    # Live pairs by hand: all pixels with all, 3x32x32 to 64x17x17, 64x8x8 to itself, 64x3x3 to itself.
+    # Live pairs are counted by hand: all pixels with all, 3x32x32 to 64x17x17, 64x8x8 to itself, 64x3x3 to itself.
     whole = 17**2 * 32**2 * 3 * 64 + 8**4 * 64**2 + 3**4 * 64**2
     biases = 64 * (17**2 + 8**2 + 3**2)
     lifted = loco_nn.to_efcn(model, torch.zeros(1, 3, 32, 32), "all")
@@ -118,7 +118,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
 
     def go(name, random, dies=0, **options):
         model = with_dropout()
-        torch.manual_seed(random)  # what else was drawn in the process is not to matter
+        torch.manual_seed(random)  # other random numbers drawn in the process must not matter
 
         def measure(epoch):
             if epoch == dies:
@@ -143,7 +143,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
 
 
 def test_dropout_differs_from_epoch_to_epoch(tmp_path):
-    """Nothing is learned, and the samples keep their order: nothing else can differ."""
+    """Nothing is learned and the samples keep their order, so only dropout can differ."""
     options = {"epochs": 2, "batch_size": 50, "learning_rate": 0.0, "shuffle": False}
     setting = from_preset("quick", model="small", data="digits", **options)
     first, second = run.run(setting, digits(), tmp_path, CPU, model=with_dropout())
@@ -153,7 +153,7 @@ def test_dropout_differs_from_epoch_to_epoch(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole experiment: its folder, and what it printed."""
+    """Run a whole experiment; return its folder, and what it printed."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("efcn") / "out"
     command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(out), "--json"]
@@ -198,7 +198,7 @@ def test_the_record_has_every_network(finished):
 
 
 def lifted(branch, out, trained):
-    """A branch's network, before or after its training, made anew from the files."""
+    """Return a branch's network, before or after its training, rebuilt from the files."""
     model = make_model(settings().training, digits())
     if branch["switch_time"]:
         model.load_state_dict(load_file(out / "cnn" / f"weights-{branch['switch_time']:03}.safetensors"))
@@ -212,7 +212,7 @@ def lifted(branch, out, trained):
 
 
 def test_branches_start_where_the_network_was_and_are_trained_by_plain_gradient_descent(finished):
-    """Against torch.optim.SGD and a loop over the samples in their order."""
+    """The reference is torch.optim.SGD in a loop over the samples in their order."""
     out, record = finished
     samples = digits()
     images, labels = Normalization(samples.train)(samples.train.images), samples.train.labels
@@ -268,7 +268,7 @@ def test_what_is_measured_is_that_of_the_trained_networks(finished):
 
 
 def test_pictures_are_weights_of_the_first_layer(finished):
-    """Against the layer's dense matrix; a filter at first is the convolution's kernel where it is and nothing else."""
+    """Pictures are rows of the layer's dense matrix; at first each holds the convolution's kernel among zeros."""
     out, record = finished
     for branch in record["branches"]:
         if branch["relax"] == "cnn":
@@ -280,7 +280,7 @@ def test_pictures_are_weights_of_the_first_layer(finished):
         kernel = make_model(settings().training, digits())[0].weight[0, 0]
         if branch["switch_time"] == 0:
             picture = torch.tensor(branch["filters"]["0"])
-            # Padding 1: the first output pixel whose taps all lie in the image is (1, 1).
+            # With padding 1, the first output pixel whose taps all lie in the image is (1, 1).
             torch.testing.assert_close(picture[:3, :3], kernel, rtol=1e-6, atol=0)
             assert picture.count_nonzero() == 9
         dense = end.to_dense().weight
@@ -356,7 +356,7 @@ def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
     said = capsys.readouterr().err
     assert "holds an experiment already" in said
     assert "of another experiment" in said
-    # What is finished is not trained again, and the table says the same.
+    # A finished run is not trained again, and its table is the same.
     assert main(["efcn", *RUN, "--out", str(out), "--resume"]) == 0
     table = capsys.readouterr().out
     assert len(re.findall(r"^│ lcn +│ +[02] │", table, re.MULTILINE)) == 2

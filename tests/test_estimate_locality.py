@@ -27,7 +27,7 @@ def taps_by_class(shape):
 
 
 def class_means(weight, stat):
-    """The statistic of each class of each matrix, by plain loops: [matrices, classes]."""
+    """Return the statistic of each class of each matrix, by plain loops: [matrices, classes]."""
     weight = np.asarray(weight.double())
     of = {
         "signed": lambda values: sum(values) / len(values),
@@ -40,7 +40,7 @@ def class_means(weight, stat):
 
 
 def are_sure(means):
-    """Whether means over the matrices are of one sign and more than 3 standard errors from 0, in every class."""
+    """Return whether means over the matrices have one sign and exceed 3 standard errors in every class."""
     if len(means) == 1:
         return False
     mean, error = means.mean(0), scipy.stats.sem(means)
@@ -48,7 +48,7 @@ def are_sure(means):
 
 
 def expected_factors(weights, c, eta_rule, stat):
-    """One factor per class for a layer, from its weights in all models."""
+    """Return one factor per class for a layer, from its weights in all models."""
     models = [class_means(weight, stat) for weight in weights]
     pooled = np.concatenate(models)
     if not are_sure(pooled):
@@ -66,7 +66,7 @@ def expected_factors(weights, c, eta_rule, stat):
 
 
 def local_weight(*shape, profile=None, deviation=0.2):
-    """Random weights around a mean that falls with distance, or around one mean per class."""
+    """Return random float64 weights around a mean that falls with distance, or around the means in ``profile``."""
     index, distances = distance_classes(shape[2:])
     means = profile or [0.5 / (1 + distance / 3) for distance in distances]
     return torch.tensor(means, dtype=torch.float64)[index] + deviation * torch.randn(shape, dtype=torch.float64)
@@ -112,7 +112,7 @@ NOISY_SHAPES = [(6, 1, 3, 3), (1, 1, 3, 3), (3, 2, 3), (4, 3, 1, 5), (3, 3, 5, 5
 @pytest.mark.filterwarnings("ignore:estimate_locality leaves")
 @pytest.mark.parametrize("stat", STATS)
 def test_the_guard_against_loops(stat):
-    """Of matrices so few and noisy that some layers pass in all models, some only pooled, some in none."""
+    """Matrices are so few and noisy that some layers pass in each model, some only pooled, and some not at all."""
     seen = set()
     for deviation in (0.1, 0.3, 0.6, 2.0):
         for shape in NOISY_SHAPES:
@@ -128,7 +128,7 @@ def test_the_guard_against_loops(stat):
 
 @pytest.mark.filterwarnings("ignore:estimate_locality leaves")
 def test_more_models_leave_fewer_layers_uniform():
-    """Models of one kind: each class of a layer lies 4 of one model's standard errors from 0, in expectation."""
+    """The mean of each class of a layer is, in expectation, 4 of one model's standard errors from 0."""
     matrices, layers = 16, 80
     profile = (1.0, 0.8, 0.64)
     standard_error = torch.tensor([mean / 4 for mean in profile], dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_more_models_leave_fewer_layers_uniform():
     for count in (1, 2, 8):
         factors = estimate_locality([model() for _ in range(count)]).values()
         uniform.append(np.mean([pair == (1.0, 1.0) for pair in factors]))
-    assert uniform[0] > 0.2  # 3 classes, each below 3 standard errors in 16 of 100 cases
+    assert uniform[0] > 0.2  # there are 3 classes, each below 3 standard errors in 16 of 100 cases
     assert uniform[1] < uniform[0] / 2
     assert uniform[2] == 0
 
@@ -161,7 +161,7 @@ PROFILES = [(1.0, 0.9, 0.75), (1.0, 0.7, 0.6), (0.5, 0.6, 0.7), (-1.0, -0.8, -0.
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_planted_profile_is_recovered(profile):
-    """Both rules of Table 6, within the noise that the weights bring into the means."""
+    """Both rules of Table 6 recover it, within the noise of the means."""
     weight = local_weight(64, 64, 3, 3, profile=profile, deviation=0.1)
     c, n, co = profile
     noise = STANDARD_ERRORS * 0.1 / 64 / min(map(abs, profile)) * 3  # of a ratio of means, times 1.5, times up to 2
@@ -191,7 +191,7 @@ def test_the_printed_rule_decays_corners_less_under_locality(stat):
 
 
 def test_magnitudes_are_seen_where_signed_means_are_not():
-    """Signs at random: signed means are about 0, magnitudes fall from 1 to 1/2 and 1/4."""
+    """Signs are random: signed means are about 0, and magnitudes fall from 1 to 1/2 and 1/4."""
     weight = local_weight(32, 32, 3, 3, profile=[1.0, 0.5, 0.25], deviation=0.0)
     weight *= torch.randint(0, 2, weight.shape) * 2 - 1
     with pytest.warns(UserWarning, match="leaves '' uniform"):
@@ -201,7 +201,7 @@ def test_magnitudes_are_seen_where_signed_means_are_not():
 
 
 def test_mean_magnitude_and_root_mean_square_differ():
-    """Neighbours of each matrix are (0, 0, 0, 2): mean magnitude 1/2, root mean square 1."""
+    """Neighbours of each matrix are (0, 0, 0, 2): their mean magnitude is 1/2, their root mean square 1."""
     weight = torch.ones(4, 4, 3, 3)
     weight[..., [0, 1, 1], [1, 0, 2]] = 0
     weight[..., 2, 1] = 2
@@ -222,7 +222,7 @@ def test_a_is_clamped():
 
 
 def test_ratios_are_averaged_over_models():
-    """Not the weights: the second model's are a hundred times larger, and negative."""
+    """Ratios are averaged and not weights: the second model's are a hundred times larger, and negative."""
     profiles = [(1.0, 0.9, 0.9), (-100.0, -70.0, -63.0)]
     models = [{"weight": local_weight(4, 4, 3, 3, profile=profile, deviation=0.0)} for profile in profiles]
     assert estimate_locality(models)[""] == pytest.approx((1 + 1.5 * (0.8 - 1), 1 / (1 + 1.5 * (0.95 - 1))))
@@ -268,7 +268,7 @@ UNSURE = {
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("profile", UNSURE.values(), ids=UNSURE.keys())
 def test_unsure_means_leave_a_layer_uniform(profile, count):
-    """Other layers keep theirs, and one warning lists all such layers."""
+    """Other layers keep their factors, and one warning lists all uniform layers."""
     good = [{f"{i}.weight": local_weight(16, 16, 3, 3, profile=FAR) for i in range(3)} for _ in range(count)]
     bad = [model | {"1.weight": local_weight(16, 16, 3, 3, profile=profile)} for model in good]
     with pytest.warns(UserWarning, match=r"^estimate_locality leaves '1' uniform") as record:
@@ -283,7 +283,7 @@ def test_unsure_means_leave_a_layer_uniform(profile, count):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_model_without_a_ratio_of_its_own_counts_in_the_pooled_one(first):
-    """Centres of mean 1 and of mean 0 exactly: 1.2 / 1 and 1.2 / 0 have no mean, 1.2 / 0.5 is the pooled ratio."""
+    """Centres have means of exactly 1 and 0: 1.2 / 1 and 1.2 / 0 have no mean, and 1.2 / 0.5 is the pooled ratio."""
     clear, unclear = (local_weight(16, 16, 3, 3, profile=(centre, 1.2, 0.6), deviation=0.0) for centre in (1.0, 0.0))
     unclear[:8, :, 1, 1], unclear[8:, :, 1, 1] = 0.1, -0.1
     models = [{"weight": weight} for weight in ((clear, unclear) if first else (unclear, clear))]
@@ -293,7 +293,7 @@ def test_a_model_without_a_ratio_of_its_own_counts_in_the_pooled_one(first):
 @pytest.mark.filterwarnings("ignore:estimate_locality leaves")
 @pytest.mark.parametrize("stat", STATS)
 def test_a_class_of_tiny_weights_beside_large_ones(stat):
-    """Centres of mean 0.1 and deviation 0.02 or 2, times 1e-200: their squares are 0, their standard errors are not."""
+    """Centres have mean 0.1 and deviation 0.02 or 2, times 1e-200: their squares underflow, their errors do not."""
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(8).view(4, 4)
     for deviation, count in itertools.product((0.02, 2.0), (1, 2)):
         weight = torch.ones(4, 4, 3, 3, dtype=torch.float64)
@@ -334,7 +334,7 @@ def test_three_standard_errors(matrices):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stat", STATS)
 def test_scale_and_precision_change_nothing(stat, dtype):
-    """Integers times a power of two, down to denormal numbers and up to the largest of the dtype."""
+    """Weights are integers times a power of two, down to denormal numbers and up to the dtype's largest."""
     integers = (local_weight(16, 16, 5, 5) * 32).round()
     expected = estimate_locality({"weight": integers}, stat=stat)[""]
     largest = integers.abs().max()
@@ -346,7 +346,7 @@ def test_scale_and_precision_change_nothing(stat, dtype):
 
 
 def any_weight(generator, shape):
-    """Weights whose magnitudes lie anywhere in float64, by tap, matrix or weight, with zeros and repeated matrices."""
+    """Return weights of any float64 magnitude, by tap, matrix or weight, with zeros and repeated matrices."""
     low, high = np.sort(generator.uniform(-323, 308, 2))
     spread = [(1, 1, *shape[2:]), (*shape[:2], *(1 for _ in shape[2:])), shape, (1,) * len(shape)]
     values = 10.0 ** generator.uniform(low, high, spread[generator.integers(4)]) * np.ones(shape)
@@ -378,7 +378,7 @@ def test_factors_are_positive_and_finite_for_any_weights(eta_rule, stat):
 
 
 def test_a_ratio_beyond_all_numbers():
-    """1 / 1e-310 is no finite number, and 0 times infinity none at all."""
+    """1 / 1e-310 is infinite, and 0 times infinity is NaN."""
     weight = torch.ones(4, 4, 3, 3, dtype=torch.float64)
     weight[..., 1, 1] = 1e-310
     for c, gamma in ((1.5, 4.0), (1e308, 4.0), (0.0, 1.0)):

@@ -17,7 +17,7 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(loco_ext.__path__, "loco_ext.")
     if not module.name.endswith(("._C", ".__main__"))
 )
-# Where a user looks first; each has to have an example.
+# Users look here first; each of these needs an example.
 SHOWN = {"loco_ext.info", "loco_ext.optim.adam", "loco_ext.optim.groups", "loco_ext.optim.sgd"}
 SHOWN |= {
     "loco_ext.analysis.cohesion",

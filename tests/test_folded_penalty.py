@@ -1,4 +1,4 @@
-"""Penalties of kernels as they are once the batch norm after them is folded into them: values, steps, minima."""
+"""Penalties on kernels with the following batch norm folded into them: values, steps, minima."""
 
 import copy
 import io
@@ -63,7 +63,7 @@ def folded(conv, norm):
 
 
 class Problem:
-    """Inputs of one pixel of output, exactly white, and answers of a teacher whose outer weights are small."""
+    """Regression on a teacher with small outer weights; inputs are exactly white and give one output pixel each."""
 
     def __init__(self, samples=600, channels=3):
         generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ class Problem:
         torch.manual_seed(1)
         conv, norm = nn.Conv2d(3, 5, 3, bias=False).double(), nn.BatchNorm2d(5).double()
         conv.weight.data += 0.3 * self.teacher
-        norm.weight.data[1] = -0.2  # the teacher's is reached through zero, or with the opposite kernel
+        norm.weight.data[1] = -0.2  # the teacher's sign is reached through zero, or with the opposite kernel
         conv.weight.data[1] *= -1
         return conv, norm
 
@@ -112,12 +112,12 @@ def problem():
     ],
 )
 def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, name):
-    """Of white inputs the loss is ``||z - teacher||^2 / 2`` of the folded kernels: its minimum is a prox."""
+    """For white inputs the loss is ``||z - teacher||^2 / 2`` of the folded kernels z, so the minimum is a prox."""
     conv, norm = problem.student()
     kind, options = CASES[case]
     problem.train(conv, norm, make_optimizer(kind, conv, norm, INNER[name], **options), 400)
     expected, found = INNER[name].prox(problem.teacher, 1.0), folded(conv, norm)
-    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # others are slow, or stay where gamma has become zero
+    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # other kernels are slow, or stay where gamma has become zero
     assert (found - expected)[strong].abs().max() < STATIONARY
     assert torch.equal(found[strong] == 0, expected[strong] == 0)
     if name in ("rings", "kernels"):
@@ -125,12 +125,15 @@ def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, 
         assert not expected[4].any()
     if name == "rings":
         assert (expected[strong] == 0).any()
-        assert torch.equal(conv.weight[strong] == 0, expected[strong] == 0)  # zeros of rings are in the weight
+        assert torch.equal(conv.weight[strong] == 0, expected[strong] == 0)  # rings are zeroed in the weight
 
 
 def test_the_product_comes_down_on_images_as_far_as_a_prox_of_gamma_takes_it():
-    """The issue of the draft's eqs. 30 and 31: the free product is about 1, the least loss with a strength of 0.6 has
-    0.4 of it; images that overlap are white but for the sample."""
+    """Steps reach the minimum for the problem of the draft's eqs. 30 and 31.
+
+    The product without a penalty is about 1; at the minimum with a strength of 0.6 it is 0.4 of that. The overlapping
+    windows of the images are white except for sampling noise.
+    """
     torch.manual_seed(0)
     x = torch.randn(64, 2, 10, 10)
     teacher = torch.randn(3, 2, 3, 3)
@@ -162,7 +165,7 @@ def test_a_kernel_that_the_loss_asks_for_comes_back(problem):
 
 @pytest.mark.parametrize("name", INNER)
 def test_values_are_those_of_the_folded_kernels(name):
-    """Their gradient is that of a penalty of ``gamma k / (rms ||k||)``, as the network's function is one of it."""
+    """Their gradient is that of a penalty on ``gamma k / (rms ||k||)``, on which alone the network's output depends."""
     (conv, norm), inner = make_layers(), INNER[name]
     sigma = (norm.running_var + norm.eps).sqrt()
     rms = sigma / conv.weight.detach().flatten(1).norm(dim=1)
@@ -210,7 +213,7 @@ def test_a_zero_or_a_variance_that_is_no_number_leaves_the_kernel_alone():
 
 
 def steps_by_hand(name, conv, norm, inner, step, **options):
-    """torch's step, then the prox with the scales before it; without a metric."""
+    """Make torch's step, then the prox without a metric, with the scales from before the step."""
     groups = [{"params": [conv.weight]}, {"params": list(norm.parameters()), "lr": 0.3}]
     optimizer = getattr(torch.optim, name)(groups, lr=0.1, **options)
     set_gradients([conv.weight, *norm.parameters()], step)
@@ -218,7 +221,7 @@ def steps_by_hand(name, conv, norm, inner, step, **options):
     optimizer.step()
     with torch.no_grad():
         conv.weight.copy_(sparsity.FoldedPenalty(inner, before).prox(conv.weight, 0.1)[0])
-        # What gamma is multiplied by in the penalty, and that product as a kernel of one weight.
+        # The penalty multiplies gamma by these slopes; each product is then a kernel of one weight.
         unit = type(inner)(1.0)
         slopes = torch.stack([unit.value(kernel[None]) for kernel in conv.weight])
         slopes /= (norm.running_var + norm.eps).sqrt()
@@ -404,7 +407,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = torch.relu(self.norm(self.first(x)))
-        y = self.second(x)  # also goes past its norm
+        y = self.second(x)  # y is also read without its norm
         z = self.plain_norm(self.third(self.other_norm(y) + y))
         z = self.shared_norm(self.fifth(self.fixed_norm(self.fourth(z))))
         return self.shared_norm(self.up(z))

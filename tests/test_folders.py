@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder, and a full disk is one line."""
+"""Output folders: one process at a time writes to a folder, and a full disk is a one-line error."""
 
 import os
 import resource
@@ -49,7 +49,7 @@ def test_a_second_command_is_refused_in_one_line_and_writes_nothing(command, tmp
 
 @pytest.fixture
 def small_files():
-    """No file may have more than 3 KB, as if the disk were full."""
+    """Limit files to 3 KB, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
     yield
@@ -60,7 +60,7 @@ def small_files():
 def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(command, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     torch.save(models.small_cnn().state_dict(), "model.pt")
-    for part in (shrinking.shrink, lifting.lift):  # which take longer than the rest of the demo
+    for part in (shrinking.shrink, lifting.lift):  # these take longer than the rest of the demo
         monkeypatch.setattr(sys.modules[part.__module__], part.__name__, lambda *_: None)
     request.getfixturevalue("small_files")
     assert main([*COMMANDS[command], "--out", "out"]) == 2

@@ -1,4 +1,4 @@
-"""``sparsity.frontier``: the strengths it finds, the paths it takes, what its points count, and that it goes on."""
+"""``sparsity.frontier``: its strengths, its paths, the counts in its points, and resuming."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def _seeded():
 @pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
 @pytest.mark.parametrize("shape", [(4, 3, 3, 3), (1, 2, 5, 3), (3, 1, 1, 1), (2, 2, 7)], ids=str)
 def test_the_dual_norm_is_the_largest_ratio_of_product_and_penalty(penalty, shape):
-    """``max <gradient, x> / penalty(x)``: no x has a larger one, and the prox leads to one that comes near it."""
+    """No x has a larger ratio ``<gradient, x> / penalty(x)``, and the prox finds an x that comes close to it."""
     gradient = torch.randn(shape, dtype=torch.float64)
     found = sparsity.dual_norm(penalty, gradient)
 
@@ -56,7 +56,7 @@ def test_the_dual_norm_of_nothing_is_zero_and_of_squares_an_error():
 
 
 class Regression:
-    """Least squares with one convolution: convex, so that all warm starts lead to the same minimum."""
+    """Least squares with one convolution, which is convex, so all warm starts lead to the same minimum."""
 
     def __init__(self):
         self.model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=False))
@@ -89,7 +89,7 @@ def live(point):
 def test_the_largest_strength_leaves_nothing_and_a_little_less_something(penalty):
     task = Regression()
     (alpha_max,) = sparsity.max_strength(task.model, task.loss, penalty).values()
-    # At zero the gradient is that of the squares alone, by hand.
+    # At zero the gradient is that of the squares alone, computed here.
     weight = torch.zeros(3, 2, 3, 3, requires_grad=True)
     (nn.functional.conv2d(task.x, weight, padding=1) - task.y).square().mean().backward()
     assert alpha_max == pytest.approx(sparsity.dual_norm(penalty, weight.grad), rel=1e-6)
@@ -143,7 +143,7 @@ def test_all_warm_starts_of_a_convex_problem_lead_to_one_path():
 
 
 def test_two_convolutions_that_are_zero_stay_so_on_the_way_down():
-    """What the documentation warns of: neither has a gradient while the other is zero."""
+    """Neither has a gradient while the other is zero, as the documentation warns."""
     x = torch.randn(16, 1, 4, 4)
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.Conv2d(3, 1, 3, padding=1, bias=False))
 
@@ -164,14 +164,14 @@ def test_two_convolutions_that_are_zero_stay_so_on_the_way_down():
 
 
 def two_layers(inner, outer):
-    """A fit that leaves these sizes, of half rings, in two convolutions without a bias."""
+    """Return a fit that leaves kernels of these sizes, by half rings, in two convolutions without a bias."""
 
     def fit(model, penalty):
         with torch.no_grad():
             for conv, sizes in ((model[0], inner), (model[2], outer)):
                 conv.weight.fill_(1.0)
                 for kernel, size in zip(conv.weight, sizes, strict=True):
-                    # From size 3 on: the top-left half ring goes first, then the bottom-right one, then the centre.
+                    # Size 3 shrinks by the top-left half ring first, then by the bottom-right one, then by the centre.
                     kernel[:, : int(size < 3)] = kernel[:, :, : int(size < 3)] = 0
                     kernel[:, 3 - int(size < 2) :] = kernel[:, :, 3 - int(size < 2) :] = 0
                     kernel.mul_(size > 0)
@@ -182,7 +182,7 @@ def two_layers(inner, outer):
 @pytest.mark.parametrize("inner", [(3, 3, 3, 3), (3, 2, 1, 0), (0, 0, 1, 0)], ids=str)
 @pytest.mark.parametrize("outer", [(3, 3), (2, 0), (0, 1)], ids=str)
 def test_multiply_adds_are_those_of_equation_10(inner, outer):
-    """Counted by hand: output pixels, live input channels, squares of sizes."""
+    """The count by hand is the product of output pixels, live input channels and summed squares of sizes."""
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2, padding=1, bias=False)
     )
@@ -236,7 +236,7 @@ def test_taus_threshold_a_copy_of_what_was_trained():
 
 
 def test_a_refit_trains_the_compacted_network_and_the_path_goes_on_without_it():
-    """Its multiply-adds stay, its weights come nearer to the minimum than the penalty lets them."""
+    """A refit keeps the multiply-adds, and its weights come closer to the minimum than the penalty allows."""
     task = Regression()
     seen, left = [], []
 
@@ -252,7 +252,7 @@ def test_a_refit_trains_the_compacted_network_and_the_path_goes_on_without_it():
         assert before.refitted is None
         assert after == replace(before, refitted=after.refitted)
         assert after.refitted["loss"] < 0.9 * before.metrics["loss"]
-    # What is left of the kernels: no weight that had become zero is trained.
+    # The shapes are what is left of the kernels: no weight that had become zero is trained.
     sizes = {size for counts in (refitted.points[1].kernels["0"],) for size, count in enumerate(counts) if count}
     assert {shape[-1] for shape in seen[1]} == sizes - {0}
     task.frontier(RingPenalty(1.0), **options | {"path": "dense"}, refit=refit)
@@ -287,7 +287,7 @@ def test_a_path_that_was_killed_goes_on_to_the_same_records(tmp_path, path, call
     names = [sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("cut", "whole")]
     assert names[0] == names[1]
     assert task.frontier(RingPenalty(1.0), **options) == whole
-    # What is finished is neither trained nor measured again.
+    # Finished points are neither trained nor measured again.
     task.fit = task.evaluate = None
     assert task.frontier(RingPenalty(1.0), **options, folder=tmp_path / "cut") == whole
     assert json.loads(json.dumps(whole.to_dict())) == whole.to_dict() | {

@@ -1,4 +1,4 @@
-"""``loco-ext frontier`` and training with a penalty: what options mean, what is written, and that it goes on."""
+"""``loco-ext frontier`` and training with a penalty: options, written files, and resuming."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, penalty_term, train
 
 CPU = Processes(torch.device("cpu"))
-# The draft's Table 2, CIFAR-10: (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and a third of its blocks.
+# Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
 BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
 TINY = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--width", "0.25", "--seed", "3"]
 TINY += ["--dense-epochs", "3", "--dense-lr", "0.05", "--epochs", "2", "--batch-size", "50"]
@@ -132,7 +132,7 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
 
 @pytest.mark.parametrize("solver", ["prox", "subgradient"])
 def test_training_with_a_penalty_is_the_written_out_loop(solver):
-    """The prox by torch.optim and penalty.prox; the subgradient by adding the values to the loss."""
+    """The loop takes torch.optim's step and penalty.prox; for the subgradient it adds the values to the loss."""
     options = {"penalty": "rings", "strength": 0.02, "solver": solver, "momentum": 0.0, "weight_decay": 0.0}
     settings, samples = setting(epochs=1, **options), digits()
     model, expected = make_model(settings, samples), make_model(settings, samples)
@@ -214,7 +214,7 @@ def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone(
             for conv in convolutions(model):
                 conv.weight.mul_(scale)
         for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
-            norm.momentum = 1.0  # the running statistics are those of the batch
+            norm.momentum = 1.0  # the running statistics become those of the batch
             norm.eps = 1e-12
         outputs = model(x)
         found.append((frontier.kernel_norms(model), outputs))
@@ -270,7 +270,7 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
         picture = matplotlib.image.imread(out / name)
         assert picture.shape[0] > 300
         assert picture.std() > 0.05
-    # What is finished is not trained again, and the table says the same.
+    # A finished run is not trained again, and its table is the same.
     assert main(["frontier", *TINY, "--out", str(out), *options, "--resume"]) == 0
     table = capsys.readouterr().out
     assert all(f"{point['multiply_adds']:,}" in table for point in found)

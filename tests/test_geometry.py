@@ -22,7 +22,7 @@ def taps_of(kernel_size):
 
 
 def quarter_squares(kernel_size):
-    """Four times the squared distance of every tap, in Python integers."""
+    """Return four times the squared distance of every tap from the middle, as Python integers."""
     shape = as_shape(kernel_size)
     return {tap: sum((2 * i - n + 1) ** 2 for i, n in zip(tap, shape, strict=True)) for tap in taps_of(kernel_size)}
 
@@ -125,7 +125,7 @@ def test_ordinary_decay_is_exactly_ones(kernel_size):
 
 
 def test_pair_at_the_midpoint_of_even_kernels():
-    """No tap lies at distance 0, so gamma is met by none; those up to 1 away have g = 1."""
+    """No tap lies at distance 0, so gamma applies to none; taps up to distance 1 have g = 1."""
     assert decay_map((2, 2), (9.0, 5.0), center="midpoint").tolist() == [[1, 1], [1, 1]]
     assert decay_map(4, (9.0, 3.0), center="midpoint").tolist() == [1.5, 0.5, 0.5, 1.5]
 

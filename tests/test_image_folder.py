@@ -1,4 +1,4 @@
-"""Images of the user's own: which files are read, as which pixels, and what is said of those that cannot be."""
+"""Folders of the user's own images: the files that are read, their pixels, and errors for unreadable ones."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def write(path, pixels):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of two images each to train on, 4x4, of one grey each; one to test on."""
+    """Write 4x4 images of one grey each: two classes of two to train on, and one to test on."""
     for number, name in enumerate(["train/cat/a.png", "train/cat/deep/b.png", "train/ant/c.png", "train/ant/d.PNG"]):
         write(tmp_path / name, np.full((4, 4, 3), 10 * number, np.uint8))
     write(tmp_path / "val" / "cat" / "e.png", np.full((4, 4, 3), 200, np.uint8))
@@ -28,7 +28,7 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
     write(folder / "train" / "cat" / "a.png", pixels)
     (folder / "train" / "cat" / ".hidden.png").write_text("")
     (folder / "train" / "cat" / "notes.txt").write_text("")
-    write(folder / "test" / "cat" / "f.png", pixels)  # val comes first
+    write(folder / "test" / "cat" / "f.png", pixels)  # val takes precedence over test
     found = data.load("folder", folder, 4)
     assert found.class_names == ("ant", "cat")
     assert found.train.labels.tolist() == [0, 0, 1, 1]
@@ -41,8 +41,8 @@ def test_images_of_the_size_asked_for_are_read_to_the_bit(folder):
 
 
 def test_other_images_are_resized_and_cropped_around_their_centre(folder):
-    wide = np.zeros((8, 16), np.uint8)  # grey: three equal channels
-    wide[:, 2:14] = 255  # the crop, and what bilinear resizing reads beside it
+    wide = np.zeros((8, 16), np.uint8)  # a grey image becomes three equal channels
+    wide[:, 2:14] = 255  # the crop, and the pixels beside it that bilinear resizing reads
     write(folder / "val" / "cat" / "e.png", wide)
     image = data.load("folder", folder, 4).test.images[0]
     assert torch.equal(image, torch.full((3, 4, 4), 255, dtype=torch.uint8))

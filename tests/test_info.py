@@ -1,4 +1,4 @@
-"""The info page: for people, for programs, and where the library is missing."""
+"""The info page: as text, in machine-readable form, and without the compiled library."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Paths between models against the recursions written out with numbers, and against closed forms."""
+"""Paths between models against the same recursions on plain numbers, and against closed forms."""
 
 import copy
 import weakref
@@ -101,7 +101,7 @@ def test_a_string_that_does_not_descend_stays_straight():
 
 
 def test_a_loose_string_falls_to_the_bottom_and_a_stiff_one_hangs_between():
-    """At rest, ``rate * (x - centre)`` is balanced by the draw; the linear system is solved."""
+    """At rest, the neighbours' pull balances ``rate * (x - centre)``; a linear system gives the expected points."""
     rate, stiffness, points = 0.1, 0.4, 5
     np.testing.assert_allclose(string(points, 500, rate, 0.0, [(2.0, 1.0)])[1:-1], [[2.0, 1.0]] * 3, atol=1e-12)
     # At rest x = y + stiffness * (before + after - 2 * y), where y = x - rate * (x - centre).
@@ -140,7 +140,7 @@ def test_blocks_in_other_places_are_not_mixed():
 
 
 class Fresh(Sequence):
-    """Batches made when they are asked for."""
+    """Sequence that makes its batches on access."""
 
     def __init__(self):
         self.made = []
@@ -165,7 +165,7 @@ def test_a_string_holds_one_batch_at_a_time():
 
     list(analysis.interpolate(nn.Linear(3, 4), nn.Linear(3, 4), 3, "string", loss=loss, data=data, steps=12))
     assert len(held) == 12
-    assert max(held) <= 2  # the next is made before the last goes
+    assert max(held) <= 2  # the next batch is made before the last one is freed
 
 
 DATA = [(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))]

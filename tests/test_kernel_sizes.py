@@ -1,4 +1,4 @@
-"""The size that is left of a kernel."""
+"""Effective size of a kernel whose outer rings are zero."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def test_each_ring_taken_away_leaves_the_next_size(rings):
         expected = left if rings.kind == "half" else max(0, 2 * left - 1)
         assert sparsity.kernel_sizes(weight, rings.kind, first=rings.first).tolist() == [expected] * 3
         live = (weight[0] != 0).any(0)
-        assert live.any(0).sum() == live.any(1).sum() == expected  # a square box
+        assert live.any(0).sum() == live.any(1).sum() == expected  # live taps form a square
 
 
 def test_a_hole_does_not_count():

@@ -1,4 +1,4 @@
-"""The residual of the conditions of optimality: none at the optimum, large everywhere else."""
+"""The residual of the optimality conditions: zero at the optimum, large everywhere else."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ ALL_RINGS = [
     Rings((3, 1, 5), "full", "auto"),
     Rings((2, 4, 3), "half", "auto"),
 ]
-SLOW_REFERENCE = ("squared", "both")  # in a metric: one search inside the other
+SLOW_REFERENCE = ("squared", "both")  # in a metric, they nest two searches
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
 
 
@@ -70,7 +70,7 @@ def test_a_ring_too_many_or_too_few_at_zero_is_not_optimal(norm):
     left = case.sizes_left(optimum)
     index = torch.tensor(rings.of_taps).view(5, 5)
     some = (left > 0) & (left < 5)
-    outermost = torch.where(index == 5 - left[:, None, None], 1.0, 0.0)[:, None]  # of what is left
+    outermost = torch.where(index == 5 - left[:, None, None], 1.0, 0.0)[:, None]  # the outermost ring that is left
     beyond = torch.where(index == 4 - left[:, None, None], 1.0, 0.0)[:, None]
     assert (case.residual(optimum * (1 - outermost))[some] > 1e-8).all()
     assert (case.residual(optimum + 1e-3 * beyond * case.weight)[some] > 1e-8).all()
@@ -97,7 +97,7 @@ def test_shrinking_group_by_group_is_not_optimal_in_a_metric():
 
 
 def test_thresholds_for_single_groups_do_not_tell_what_vanishes_in_a_metric():
-    """Group by group, a group vanishes where ``||d u|| <= t``, ``u`` already shrunk; the optimum keeps others."""
+    """Group by group, a group vanishes if ``||d u|| <= t`` for the shrunk ``u``; the optimum keeps other groups."""
     case = make_case(Rings((3, 3), "half", "top_left"), 2000, metric=True)
     optimum, wrong = case.sizes_left(case.prox()), case.sizes_left(shrunk_group_by_group(case))
     assert (optimum != wrong).any()
@@ -105,7 +105,7 @@ def test_thresholds_for_single_groups_do_not_tell_what_vanishes_in_a_metric():
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_the_residual_is_the_distance_over_the_size(norm):
-    """Without a penalty it is that of the weights themselves; of zeros, what the thresholds cannot hold."""
+    """Without a penalty it is the weights' relative distance; for zeros, the share that the thresholds cannot hold."""
     weight = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])
     moved = weight + torch.tensor([[[0.3, 0.4]], [[0.0, 0.0]]])
     residual = sparsity.kkt_residual(weight, moved, [0.0, 0.0], norm=norm)

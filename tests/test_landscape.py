@@ -1,4 +1,4 @@
-"""The gradient's norm and the Hessian's largest eigenvalue against autograd's whole Hessian; masked blocks."""
+"""The gradient's norm and the Hessian's largest eigenvalue against autograd's full Hessian; masked blocks."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def network(kind):
-    """Small networks in float64, curved in all parameters, and the shape of their inputs."""
+    """Return a small float64 network whose loss has curvature in all parameters, and the shape of its inputs."""
     torch.manual_seed(5)
     if kind == "mlp":
         model, shape = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,)
@@ -42,7 +42,7 @@ def batches(shape, sizes=(5, 2), classes=3):
 
 
 def flat_loss(model, data):
-    """The mean loss over all samples as a function of one vector of all parameters, and where it is now."""
+    """Return the mean loss over all samples as a function of the vector of all parameters, and the current vector."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     shapes = [dict(model.named_parameters())[name].shape for name in names]
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
@@ -83,7 +83,7 @@ def test_a_frozen_parameter_takes_no_part():
 
 
 class Quadratic(nn.Module):
-    """``sum of curvature * x**2 / 2``, whatever the input."""
+    """Model whose output is ``sum of curvature * x**2 / 2`` for any input."""
 
     def __init__(self, *curvatures):
         super().__init__()
@@ -122,7 +122,7 @@ def test_few_iterations_say_how_far_they_are():
 
 
 def test_the_second_iteration_is_the_first_one_of_what_is_left():
-    """Written out with numbers: the residual is that of the Hessian itself."""
+    """The reference iterates on plain matrices; the residual is that of the Hessian itself."""
     hessian, data = np.diag([-9.0, 2.0, 1.0]), [(torch.zeros(3), torch.zeros(3))]
     start = torch.randn(3, generator=torch.Generator().manual_seed(4), dtype=torch.float64).numpy()
 
@@ -156,7 +156,7 @@ def test_numbers_that_are_not_finite_stay_so():
 
 
 def test_the_model_stays_as_it_is_and_is_evaluated():
-    """Dropout is off, running statistics stay, gradients and modes too; under no_grad as well."""
+    """Dropout is off, and running statistics, gradients and modes do not change, under no_grad as well."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
     model[1].eval()
     data = [(x.float(), y) for x, y in batches((3,))]
@@ -201,7 +201,7 @@ def test_bad_arguments_are_named(change, error, said):
 
 
 def test_masked_blocks_are_zero_inside_of_the_with_alone():
-    """Against the layer's dense matrix with a mask made from what the convolution itself reads."""
+    """The reference is the layer's dense matrix with a mask made from what the convolution itself reads."""
     conv = nn.Conv2d(2, 3, 3, stride=2, padding=1).double()
     layer = loco_nn.LocallyConnected2d.from_conv(conv, (4, 5)).grow(5)
     layer.reset_parameters(like="linear")

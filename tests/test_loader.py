@@ -1,4 +1,4 @@
-"""Batches: every sample once an epoch, cropped and flipped as said, the same for any number of processes."""
+"""Batches hold every sample once an epoch, cropped and flipped as documented, for any number of processes."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def make_samples(count=50, channels=3, height=8, width=8, dtype=torch.uint8):
 
 
 class Unchanged(Normalization):
-    """Leaves pixels as they are, so that they can be found again."""
+    """Normalization that leaves pixels unchanged, so that they can be found again."""
 
     def __init__(self, images):
         row = images.shape[1] * images.shape[3]
@@ -91,7 +91,7 @@ def test_crops_are_windows_of_the_padded_image_flipped_or_not(shape):
                 ]
                 assert len(places) == 1
                 seen.add(places[0])
-    # 1600 draws of 162 places: each is missed with probability 5e-5.
+    # There are 1600 draws of 162 places, so each place is missed with probability 5e-5.
     assert len(seen) == 162
 
 

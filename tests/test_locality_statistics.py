@@ -19,19 +19,19 @@ WEIGHTINGS = ["halves", "layers", "matrices"]
 
 
 def weights_of(*shapes, dtype=torch.float64):
-    """A state dict of one random convolution per shape."""
+    """Return a state dict of one random convolution per shape."""
     return {f"{i}.weight": torch.randn(shape, dtype=torch.float64).to(dtype) for i, shape in enumerate(shapes)}
 
 
 def classes_of(shape):
-    """Squared distance from the centre to the taps that lie there, nearest first."""
+    """Return a dict from squared distance to the taps at that distance from the centre, nearest first."""
     taps = sorted(itertools.product(*map(range, shape)))
     squares = {tap: sum((i - n // 2) ** 2 for i, n in zip(tap, shape, strict=True)) for tap in taps}
     return {square: [tap for tap in taps if squares[tap] == square] for square in sorted(set(squares.values()))}
 
 
 def standardised(weight):
-    """Pair of distances to the standardised differences of all matrices, by plain loops."""
+    """Return a dict from pair of distances to the standardised differences of all matrices, by plain loops."""
     weight = np.asarray(weight.double())
     matrices = weight.reshape(-1, *weight.shape[2:])
     classes = classes_of(weight.shape[2:])
@@ -43,13 +43,13 @@ def standardised(weight):
 
 
 def mean_of_means(samples):
-    """Mean, standard error, one- and two-sided p-value; scipy's own tests where it has them."""
+    """Return mean, standard error, one- and two-sided p-value, by scipy's own tests where it has them."""
     if len(samples) == 1:
         greater = scipy.stats.ttest_1samp(samples[0], 0, alternative="greater").pvalue
         return np.mean(samples[0]), scipy.stats.sem(samples[0]), greater, scipy.stats.ttest_1samp(samples[0], 0).pvalue
     mean = np.mean([np.mean(sample) for sample in samples])
     error = np.sqrt(sum(scipy.stats.sem(sample) ** 2 for sample in samples)) / len(samples)
-    if len(samples) == 2:  # that a + b is above 0 is that a is above -b: Welch's test
+    if len(samples) == 2:  # Welch's test applies, as a + b > 0 means a > -b
         a, b = samples[0], -samples[1]
         greater = scipy.stats.ttest_ind(a, b, equal_var=False, alternative="greater").pvalue
         return mean, error, greater, scipy.stats.ttest_ind(a, b, equal_var=False).pvalue
@@ -60,7 +60,7 @@ def mean_of_means(samples):
 
 
 def expected_cells(weights, weighting):
-    """(kernel size, distances, part) to what the cell holds."""
+    """Return a dict from (kernel size, distances, part) to the contents of the cell."""
     by_row = {}
     for weight in weights:
         for pair, values in standardised(weight).items():
@@ -97,7 +97,7 @@ NETWORKS = {
 @pytest.mark.parametrize("network", NETWORKS)
 def test_cells_against_loops_and_scipy(network, weighting):
     state = weights_of(*NETWORKS[network])
-    for weight in state.values():  # a little locality, so that means are not all about 0
+    for weight in state.values():  # some locality, so that not all means are about 0
         weight[(..., *(size // 2 for size in weight.shape[2:]))] += 0.3
     expected = expected_cells([weight for weight in state.values() if math.prod(weight.shape[2:]) > 1], weighting)
     statistics = locality_statistics(state, weighting)
@@ -197,7 +197,7 @@ def test_a_negative_difference_is_significant_two_sided_only():
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_without_locality_p_values_are_uniform(weighting):
-    """With few matrices, where the degrees of freedom matter."""
+    """There are few matrices, so that the degrees of freedom matter."""
     p_values = [
         cell.p_greater
         for _ in range(300)
@@ -227,7 +227,7 @@ def test_scale_changes_nothing_but_the_sign(scale):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_denormal_weights(dtype):
-    """Whole multiples of the smallest denormal number: the statistics are those of the integers."""
+    """Weights are integers times the smallest denormal number; the statistics are those of the integers."""
     integers = {"conv.weight": torch.randint(-50, 50, (8, 8, 3, 3)).double()}
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     denormal = {"conv.weight": integers["conv.weight"].mul(smallest).to(dtype)}
@@ -238,7 +238,7 @@ def test_denormal_weights(dtype):
 
 
 BLUR = torch.tensor([1.0, 2.0, 1.0]).outer(torch.tensor([0.1, 0.2, 0.1]))
-# Of 27 taps, for means of 6 or 12 equal numbers are rounded, those of 4 are not.
+# Kernels have 27 taps because means of 6 or 12 equal numbers are rounded, unlike those of 4.
 FLAT = torch.linspace(0.3, 0.4, 24, dtype=torch.float64).view(6, 4, 1, 1, 1).expand(6, 4, 3, 3, 3)
 SKIPPED = {
     "one matrix": torch.arange(9.0).view(1, 1, 3, 3),
@@ -252,7 +252,7 @@ SKIPPED = {
 @pytest.mark.parametrize("weight", SKIPPED.values(), ids=SKIPPED.keys())
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_layers_without_variation_are_skipped(weight, weighting):
-    """They count for nothing, halves included."""
+    """Such layers count for nothing, not even in the split into halves."""
     state = weights_of((4, 5, 3, 3), (9, 4, 3, 3))
     with_it = {"first.weight": weight, "0.weight": state["0.weight"], "1.weight": state["1.weight"]}
     statistics = locality_statistics(with_it, weighting)

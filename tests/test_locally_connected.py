@@ -1,4 +1,4 @@
-"""Locally connected layers against the convolutions that they come from, and against unfolded images."""
+"""Locally connected layers against the convolutions that they are made from, and against unfolded images."""
 
 import itertools
 import math
@@ -101,7 +101,7 @@ def test_dense_layers_do_the_same(seed):
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies that are made, by their shapes."""
+    """Dispatch mode that records the shapes of the copies that are made."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_activations_keep_their_format_with_no_copy_or_one_a_pass(case, pixels_l
 
 
 def layouts(x):
-    """The same images in different strides, unbatched too."""
+    """Return images of the same shape in different strides, by name; unbatched ones too."""
     wider, deeper = torch.randn(*x.shape[:-1], x.shape[-1] + 2), torch.randn(x.shape[0], x.shape[1] + 2, *x.shape[2:])
     last = x.movedim(1, -1).contiguous().movedim(-1, 1)
     formats = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
@@ -157,7 +157,7 @@ def layouts(x):
     "sizes", [(1,), (3,), (1, 1), (1, 3), (3, 1), (2, 3), (1, 1, 1), (1, 3, 1), (2, 1, 3)], ids=str
 )
 def test_outputs_have_the_strides_of_a_convolutions(sizes):
-    """So what views or convolves them later finds what it would find after nn.Conv."""
+    """Later views and convolutions of the outputs then behave as after nn.Conv."""
     batches = (1, 2) if len(sizes) < 3 else (2,)  # torch computes a single volume in ways that take contiguous ones
     for batch, channels_in, channels_out in itertools.product(batches, (1, 2), (1, 2)):
         conv = CONVOLUTIONS[len(sizes) - 1](channels_in, channels_out, 3, padding=1)
@@ -188,7 +188,7 @@ def test_slices_and_empty_batches(input_channels):
 
 
 def test_initial_weights_are_distributed_as_a_convolutions():
-    """Uniform with the variance of nn.Conv2d's, biases too; taps that share a block add up."""
+    """Weights and biases are uniform with the variance of nn.Conv2d's; taps that share a block add up."""
     layer = LocallyConnected2d(6, 8, (3, 5), padding=(1, 2), groups=2, input_size=(16, 16))
     bound = 1 / math.sqrt(3 * 15)
     conv = nn.Conv2d(6, 8, (3, 5), groups=2)
@@ -197,12 +197,12 @@ def test_initial_weights_are_distributed_as_a_convolutions():
         n = parameter.numel()
         assert 0.99 * bound < parameter.abs().max() <= bound
         assert abs(parameter.mean()) < STANDARD_ERRORS * bound / math.sqrt(3 * n)
-        # Of squares of numbers uniform in +-1: mean 1/3, variance 4/45.
+        # Squares of numbers uniform in +-1 have mean 1/3 and variance 4/45.
         assert abs((parameter / bound).square().mean() - 1 / 3) < STANDARD_ERRORS * math.sqrt(4 / 45 / n)
 
-    shared = LocallyConnected1d(20, 20, 8, padding=4, padding_mode="circular", input_size=4)  # two taps a block
+    shared = LocallyConnected1d(20, 20, 8, padding=4, padding_mode="circular", input_size=4)  # two taps share a block
     both = shared.values.detach() * math.sqrt(20 * 8)
-    # Of squares of sums of two such numbers: mean 2/3, variance 28/45.
+    # Squares of sums of two such numbers have mean 2/3 and variance 28/45.
     assert abs(both.square().mean() - 2 / 3) < STANDARD_ERRORS * math.sqrt(28 / 45 / both.numel())
     assert both.abs().max() > 1.8
 

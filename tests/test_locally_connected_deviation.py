@@ -1,4 +1,4 @@
-"""The projection onto convolutions is orthogonal, and what the deviations from them come to."""
+"""Projection onto convolutions, which is orthogonal, and the deviation of layers from their projections."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ DOUBLE = WITH_CONVOLUTIONS[torch.float64]
 
 
 def embedding(layer, case):
-    """The blocks of the convolutions with a single weight that is not zero, as columns."""
+    """Return the blocks of each convolution with a single nonzero weight of 1, as columns: [values, weights]."""
     shape = (layer.out_channels, layer.in_channels // layer.groups, *case.kernel_size)
     columns = []
     for which in range(math.prod(shape)):
@@ -38,7 +38,7 @@ def embedding(layer, case):
 @pytest.mark.parametrize("grown", [False, True], ids=["local", "grown"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_way_back_is_the_orthogonal_projection(seed, grown):
-    """By least squares, the smallest solution where there are several, on random blocks."""
+    """The reference is the least-squares solution of least norm, for random blocks."""
     generator = random.Random(seed)
     for _ in range(8):
         layer, case = random_layer(generator)
@@ -104,7 +104,7 @@ def layer_of(conv):
 
 
 def paper_network(padded: bool):
-    """The paper's three layers on 32x32 pixels, fully connected; ``padded``: zero padding is part of their inputs."""
+    """Return the paper's network on 32x32 pixels, fully connected; if ``padded``, inputs include the zero padding."""
     sizes, arguments = (32, 8, 3), ((3, 64, 4, 2, 2), (64, 64, 5, 1, 2), (64, 64, 3, 1, 1))
     layers = []
     for size, (channels, width, kernel, stride, padding) in zip(sizes, arguments, strict=True):
@@ -117,7 +117,7 @@ def paper_network(padded: bool):
 
 @pytest.mark.parametrize(("padded", "millions", "delta"), [(False, 73.9, 0.961), (True, 110.6, 0.975)])
 def test_a_full_network_as_initialised_is_as_far_from_local_as_published(padded, millions, delta):
-    """Section 4.3 and the caption of figure 10 have about .97 and 97 %; what is exact depends on the padding."""
+    """Section 4.3 and the caption of figure 10 state about .97 and 97 %; the exact value depends on the padding."""
     model = paper_network(padded)
     assert round(sum(layer.values.numel() for layer in model[:3]) / 1e6, 1) == millions
     assert round(deviation(model).delta_locality, 3) == delta

@@ -32,7 +32,7 @@ LAYERS = {
 
 
 class Both:
-    """A layer and a dense matrix, as functions of the parameters and the input."""
+    """Layer and equivalent dense matrix, as functions of the parameters and the input."""
 
     def __init__(self, name: str) -> None:
         self.layer = LAYERS[name]()

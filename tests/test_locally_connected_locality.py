@@ -22,7 +22,7 @@ def make_model():
 
 
 def decays(optimizer, parameter):
-    """Of a step without a gradient: what each block has lost, of what it had."""
+    """Make a step with zero gradients; return the relative decay of each weight of ``parameter``."""
     before = parameter.detach().clone()
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -76,8 +76,8 @@ def test_adam_adds_the_decay_to_the_gradient():
 
 
 def test_a_layer_without_growth_decays_inside_as_its_convolution_does():
-    """Away from the border all proportions are the kernel's."""
-    layer = LocallyConnected2d(1, 1, 3, input_size=6, dtype=torch.float64)  # no padding: no border
+    """Without padding no block is at the border, so all proportions are the kernel's."""
+    layer = LocallyConnected2d(1, 1, 3, input_size=6, dtype=torch.float64)  # no border, as there is no padding
     conv = nn.Conv2d(1, 1, 3, dtype=torch.float64)
     results = []
     for module, parameter in ((layer, layer.values), (conv, conv.weight)):

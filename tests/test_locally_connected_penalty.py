@@ -27,14 +27,14 @@ PENALTIES = {
 
 
 def by_tap(weight, groups):
-    """From a convolution's weight to blocks, ``[n_taps, groups, C_in / groups, C_out / groups]``."""
+    """Return a convolution's weight in the layout of blocks, ``[n_taps, groups, C_in / groups, C_out / groups]``."""
     return weight.flatten(2).unflatten(0, (groups, -1)).permute(3, 0, 2, 1)
 
 
 @pytest.mark.parametrize("with_metric", [False, True], ids=["euclidean", "metric"])
 @pytest.mark.parametrize("name", PENALTIES)
 def test_units_without_a_border_shrink_as_their_convolution(name, with_metric):
-    """One position of a kernel as large as the image, and a growth that can add nothing."""
+    """The kernel is as large as the image, so it has one position and growth can add nothing."""
     torch.manual_seed(3)
     zeros = 0
     for strength in (0.02, 0.1, 0.3, 1.0, 3.0):
@@ -134,7 +134,10 @@ def test_default_devices_change_nothing(name):
 
 
 def boxes(layer):
-    """How many pixels outside of the innermost box each block lies, along the axis where that is most; odd kernels."""
+    """Return how many pixels each block lies outside of the kernel's box, along its farthest axis; odd kernels only.
+
+    Blocks inside of the box have negative values, -100 for an axis without an offset.
+    """
     offsets = geometry.block_offsets(layer.pattern).abs() // 2
     halves = torch.tensor([d * (k - 1) // 2 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)])
     beyond = offsets - halves
@@ -143,7 +146,7 @@ def boxes(layer):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
-    """Every group of rings of every unit, one by one; rings are boxes around the kernel, then its own."""
+    """Groups of rings are shrunk one by one in each unit; rings are boxes around the kernel, then its own rings."""
     generator = random.Random(seed)
     tested = zeros = 0
     while tested < 6:
@@ -155,7 +158,7 @@ def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
             continue
         tested += 1
         outside_in = -boxes(layer)
-        _, rings = outside_in.unique(return_inverse=True)  # of the pattern: rings that a unit lacks count twice
+        _, rings = outside_in.unique(return_inverse=True)  # of the pattern; rings that a unit lacks count twice
         count = int(rings.max()) + 1
         step = 0.3 * layer.values.detach().abs().max().item()
         result = sparsity.RingPenalty(1.0, kind="full").prox(layer.values, step)
@@ -190,7 +193,7 @@ def make_model(dtype=torch.float64):
 
 
 def copy_of(layer):
-    """The blocks apart from the layer, known as such."""
+    """Return a copy of the layer's blocks that is marked as blocks of its pattern."""
     values = layer.values.detach().clone()
     mark_blocks(values, layer.pattern)
     return values
@@ -237,7 +240,7 @@ def test_steps_of_adam_end_with_the_prox_in_their_metric(name):
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_a_grown_layer_shrinks_back_to_its_convolution(name):
-    """What it learns needs the kernel's pixels alone; the others start as noise."""
+    """The target needs the kernel's pixels alone; the other blocks start as noise."""
     torch.manual_seed(0)
     conv = nn.Conv1d(2, 2, 3, padding=1, dtype=torch.float64)
     layer = LocallyConnected1d.from_conv(conv, 8).grow(2)

@@ -1,4 +1,4 @@
-"""Growing and pruning layers while they train, optimizers' states included, and going back to convolutions."""
+"""Growing and pruning layers during training, with the optimizers' states, and converting back to convolutions."""
 
 import copy
 import io
@@ -72,7 +72,7 @@ def make_training(name, **options):
 
 
 def train(model, optimizer, steps, keep=None):
-    """Steps whose images depend on their number alone; ``keep`` masks the gradient of the layer's blocks."""
+    """Make steps whose images depend on the step number alone; ``keep`` masks the gradient of the layer's blocks."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(4, 2, 6, 5, generator=generator, dtype=torch.float64)
@@ -82,7 +82,7 @@ def train(model, optimizer, steps, keep=None):
         if keep is not None:
             model[0].values.grad.mul_(keep.view(-1, 1, 1, 1))
         optimizer.step()
-    return loss  # whoever keeps it keeps the graph
+    return loss  # holding it keeps the graph alive
 
 
 def states_of(optimizer):
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_a_grown_layer_goes_on_in_a_fresh_one(name):
 
     other, other_optimizer = make_training(name)
     parameter = other[0].values
-    train(other, other_optimizer, range(1))  # states of the old shape, which go
+    train(other, other_optimizer, range(1))  # makes states of the old shape, which load_state_dict replaces
     other.load_state_dict(saved["model"])
     assert other[0].values is parameter
     other_optimizer.load_state_dict(saved["optimizer"])
@@ -169,7 +169,7 @@ UNTOLD = OPTIMIZERS | {
 @pytest.mark.parametrize("way", ["grow", "prune", "load"])
 @pytest.mark.parametrize("name", [name for name in UNTOLD if name not in ("torch SGD", "SGD")])
 def test_an_optimizer_that_was_not_told_fails_in_its_next_step(name, way):
-    """Before anything is written; torch's fused ones do not look at sizes themselves."""
+    """The step fails before anything is written; torch's fused optimizers do not check sizes themselves."""
     model, _ = make_training("SGD")
     optimizer = UNTOLD[name](model.parameters())
     train(model, optimizer, range(2))
@@ -282,7 +282,7 @@ def test_pruning_by_threshold_takes_weak_blocks_and_keeps_what_is_no_number():
     layer = LocallyConnected1d(2, 2, 1, input_size=4)
     with torch.no_grad():
         layer.values[:] = torch.tensor([0.5, 1.0, 2.0, float("nan")]).view(4, 1, 1, 1)
-    layer.prune(threshold=2.0)  # norms are 1, 2, 4 and no number
+    layer.prune(threshold=2.0)  # norms are 1, 2, 4 and NaN
     assert layer.col_indices.tolist() == [2, 3]
     assert layer.crow_indices.tolist() == [0, 0, 0, 1, 2]
     layer.prune(torch.zeros(2, dtype=torch.bool))

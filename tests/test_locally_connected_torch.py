@@ -1,4 +1,4 @@
-"""Locally connected layers among torch's own: compiled, exported, copied, saved, replicated, in half precision."""
+"""Locally connected layers with torch's own tools: compiled, exported, copied, saved, replicated, half precision."""
 
 import copy
 import io
@@ -150,7 +150,7 @@ def test_layers_move_to_a_gpu_and_grow_there():
 
 
 def train_model(model, optimizer, steps, rank=None):
-    """Every step has two images of a rank, or those of all ranks."""
+    """Train on two images per step for one rank, or on those of all ranks if ``rank`` is None."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(WORLD, 2, 2, 5, 6, generator=generator, dtype=torch.float64)
@@ -175,7 +175,7 @@ def run_rank(rank, file):
         runs.append([*model.parameters()])
     for ours, single in zip(*runs, strict=True):
         torch.testing.assert_close(ours, single)
-    # Taking gloo's threads down aborts now and then (torch 2.13); the process ends without, once all ranks are through.
+    # Shutting down gloo's threads sometimes aborts (torch 2.13), so the process exits without it once all ranks finish.
     store.add("through", 1)
     while store.add("through", 0) < WORLD:
         time.sleep(0.01)

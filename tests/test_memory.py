@@ -1,4 +1,4 @@
-"""Keeping freed memory for the next step."""
+"""The setting that keeps freed memory for the next step."""
 
 import subprocess
 import sys

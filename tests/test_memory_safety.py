@@ -1,4 +1,4 @@
-"""Operators refuse tensors without the memory that their sizes promise, indices that were written to, and far pads."""
+"""Operators refuse tensors whose storage is too small, indices that were written to, and pads that reach too far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATTERN = geometry.BlockPattern.from_conv(6, kernel_size=3)
 
 
 def step(make: type[torch.optim.Optimizer], which: str, **options: Any) -> Callable[[Callable[[Tensor], None]], None]:
-    """A step whose parameter, gradient or state loses its memory."""
+    """Return a function that makes an optimizer step after its argument freed the parameter, gradient or state."""
 
     def run(free: Callable[[Tensor], None]) -> None:
         w = nn.Parameter(torch.randn(4, 3, 3, 3))
@@ -80,7 +80,7 @@ def test_storage_that_was_freed_or_made_smaller_is_refused(
 
 @needs_library
 def test_a_view_into_freed_storage_is_refused() -> None:
-    """Its own pointer is not null: it begins behind the storage's."""
+    """The view's own pointer is not null, because of its storage offset."""
     whole = torch.randn(100)
     w, g = whole[50:], torch.ones(50)
     whole.untyped_storage().resize_(0)
@@ -118,7 +118,7 @@ def test_far_pads_take_no_more_memory_than_the_result_needs(
 
 @needs_library
 def test_pads_as_networks_have_them_are_taken() -> None:
-    """Dilated so far that only the kernel's centre sees the image."""
+    """The dilation is so large that only the kernel's centre reads the image."""
     x, weight = torch.randn(1, 64, 8, 8), torch.randn(4, 64, 3, 3)
     result = ops.mixed_conv2d(x, [weight], [], [(96, 96, 96, 96)], dilation=(96, 96))
     torch.testing.assert_close(result, nn.functional.conv2d(x, weight[..., 1:2, 1:2]))
@@ -132,7 +132,7 @@ def written() -> geometry.BlockPattern:
 
 def descending() -> geometry.BlockPattern:
     pattern = geometry.BlockPattern.from_conv(6, kernel_size=3, padding=1)
-    pattern.crow_indices.numpy()[2] = 10**12  # which no version counter sees
+    pattern.crow_indices.numpy()[2] = 10**12  # a write that no version counter sees
     return pattern
 
 
@@ -158,7 +158,7 @@ def test_index_tensors_that_were_written_to_are_refused(
 @needs_library
 @pytest.mark.parametrize("place", [0, 1, 4])
 def test_operands_without_memory_beside_those_with_are_refused(place: int) -> None:
-    """Else the result would be memory that nothing has written to."""
+    """Otherwise the result would be uninitialised memory."""
     operands = [torch.randn(2, 6, 3), torch.randn(PATTERN.nnz, 1, 3, 2)]
     operands += [PATTERN.crow_indices, PATTERN.col_indices, torch.randn(4, 2)]
     operands[place] = operands[place].to("meta")

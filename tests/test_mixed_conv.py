@@ -1,4 +1,4 @@
-"""Convolution by kernels of different sizes: against float64 convolutions of each part, at awkward shapes."""
+"""Convolution by kernels of different sizes against float64 convolutions of each part, at awkward shapes."""
 
 import random
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def level(request: pytest.FixtureRequest):
 
 
 def random_case(seed: int) -> Case:
-    """Parts whose results have one size; pads are what that leaves, uneven and negative ones among them."""
+    """Return a case whose parts have results of one size; the pads follow from it and may be uneven or negative."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     dtype = choose.choice(tuple(TOLERANCES))
@@ -62,7 +62,7 @@ def random_case(seed: int) -> Case:
 
 
 def expected_of(case: Case) -> Tensor:
-    """In float64, by padding with more zeros than any part needs and looking at windows of that."""
+    """Return the result in float64, computed on windows of the image padded with more zeros than any part needs."""
     wide = 200
     image = F.pad(case.x.double(), [wide] * 4)
     parts = []
@@ -263,7 +263,7 @@ def test_torch_sees_one_call_or_convolutions() -> None:
         torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), expected)
         with torch.autocast("cpu", torch.bfloat16):
             cast = layer(x)
-        assert cast.dtype == torch.float32  # a convolution in bfloat16, added to x
+        assert cast.dtype == torch.float32  # a bfloat16 convolution is added to x
         torch.testing.assert_close(cast.float(), expected, rtol=2e-2, atol=2e-2)
     _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
     ahead = (layer.double()(x.double() + 1e-6) - layer(x.double() - 1e-6)) / 2e-6

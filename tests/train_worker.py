@@ -1,6 +1,6 @@
-"""The command line, changed for tests that start it under torchrun.
+"""Command line with changes for tests that start it under torchrun.
 
-train_worker.py --plain ...          the small network without batch normalisation: only without it do several
+train_worker.py --plain ...          the small network has no batch normalisation: only without it do several
                                      processes train exactly as one
 train_worker.py --die-after N ...    the process is killed when it has saved N epochs
 """

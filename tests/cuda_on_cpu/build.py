@@ -1,4 +1,4 @@
-"""Compiles CUDA sources for the CPU, with ``cuda_on_cpu.h``, and runs the programs."""
+"""Compilation of CUDA sources for the CPU, with ``cuda_on_cpu.h``, and runs of the programs."""
 
 import fcntl
 import importlib.util
@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-# Of blocks and of the threads of a block, for CUDA_ON_CPU_ORDER; numbers are seeds of a shuffle.
+# Orders of blocks and of the threads of a block, for CUDA_ON_CPU_ORDER; numbers are seeds of a shuffle.
 ORDERS = ("forward", "reverse", "eager", "1", "2")
 
 FLAGS = [
@@ -24,7 +24,7 @@ FLAGS = [
     "-pthread",
     "-Wall",
     "-Wextra",
-    "-Wno-unknown-pragmas",  # unroll
+    "-Wno-unknown-pragmas",  # the sources use #pragma unroll
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -36,7 +36,10 @@ SHARED = ["-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
 
 @cache
 def _packaged_toolkit() -> Path | None:
-    """What the packages nvidia-cuda-* have installed. It comes first: budgets of registers depend on the compiler."""
+    """Return the toolkit that the packages nvidia-cuda-* have installed, if any.
+
+    It takes precedence over others because budgets of registers depend on the compiler.
+    """
     found = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in found.submodule_search_locations or ()] if found else []
     toolkits = (toolkit for folder in folders for toolkit in sorted(folder.glob("cu*")))
@@ -45,7 +48,7 @@ def _packaged_toolkit() -> Path | None:
 
 @cache
 def nvcc() -> str | None:
-    """CUDA's compiler: of the packages, where CUDA_HOME says, or on the path."""
+    """Return the path of CUDA's compiler: from the packages, from CUDA_HOME or CUDA_PATH, or from PATH."""
     if packaged := _packaged_toolkit():
         return str(packaged / "bin" / "nvcc")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -59,7 +62,7 @@ def _toolkits() -> Iterable[Path]:
         if os.environ.get(name):
             yield Path(os.environ[name])
     if nvcc():
-        # The command may be a script or a link that stands elsewhere; nvcc itself knows where its toolkit is.
+        # The command may be a script or a link outside the toolkit; nvcc itself knows where its toolkit is.
         done = subprocess.run([nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
         if top := re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE):
             yield Path(top[1])
@@ -71,7 +74,7 @@ def _toolkits() -> Iterable[Path]:
 
 @cache
 def cuda_includes() -> tuple[Path, ...]:
-    """The folders of CUDA's headers; empty where there are none."""
+    """Return the folders of CUDA's headers; empty where there are none."""
     for toolkit in _toolkits():
         for include in (toolkit / "include", *sorted(toolkit.glob("targets/*/include"))):
             if (include / "cuda_runtime.h").exists():
@@ -80,7 +83,7 @@ def cuda_includes() -> tuple[Path, ...]:
 
 
 def need_cuda_headers() -> None:
-    """Skips a test where CUDA's headers are missing."""
+    """Skip a test where CUDA's headers are missing."""
     if not cuda_includes():
         pytest.skip("CUDA's headers were not found: no package has them, neither CUDA_HOME nor nvcc leads to them")
     if not shutil.which("g++"):
@@ -88,7 +91,7 @@ def need_cuda_headers() -> None:
 
 
 def need_nvcc() -> str:
-    """CUDA's compiler; skips a test where it is missing."""
+    """Return the path of CUDA's compiler; skip a test where it is missing."""
     found = nvcc()
     if not found:
         pytest.skip("nvcc was not found: not in a package, through CUDA_HOME or on the path")
@@ -105,7 +108,7 @@ def compile_command(
     flags: Sequence[str] = (),
     csrc: Path = CSRC,
 ) -> list[str]:
-    """How ``compile_program`` calls g++."""
+    """Return the command line by which ``compile_program`` calls g++."""
     folders = [f"-I{folder}" for folder in (csrc, *include)]
     cuda = [word for folder in cuda_includes() for word in ("-isystem", str(folder))]
     forced = ["-include", str(HERE / "cuda_on_cpu.h")]
@@ -127,13 +130,14 @@ def compile_program(
     flags: Sequence[str] = (),
     csrc: Path = CSRC,
 ) -> Path:
-    """An executable, or a shared library, made of .cu and .cpp files. Warnings are errors.
+    """Compile .cu and .cpp files into an executable or a shared library; return its path. Warnings are errors.
 
-    A source is compiled once for each text that it has with its headers: planted mistakes change few. Processes that
-    share a folder of objects share the work.
+    Objects are cached by the source's preprocessed text, so that a planted mistake recompiles only the few sources it
+    changes. Processes that share a folder of objects share the work.
 
-    sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
-    include: folders of headers besides csrc, or a copy of it. flags: more of the compiler's arguments.
+    sanitize: compile with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
+    include: folders of headers besides csrc. csrc: the sources' folder, or a copy of it. flags: further arguments of
+    the compiler.
     """
     need_cuda_headers()
     flags = ["-Werror", *flags]
@@ -144,7 +148,7 @@ def compile_program(
         of = sha256(repr((text, sanitize, shared, flags, _compiler())).encode()).hexdigest()
         made = objects_folder() / f"{of}.o"
         objects[made] = command([source], _part(made), flags=[*flags, "-c"])
-    # First what no other process compiles; then, when it has, what it did.
+    # The first pass compiles what no other process is compiling; the second waits for what others compile.
     for wait in (False, True):
         for made, making in objects.items():
             _make(made, making, wait)
@@ -158,7 +162,7 @@ def _compiler() -> str:
 
 
 def objects_folder() -> Path:
-    """Where objects lie: a folder that ends with this process, or one that the tests' runs share."""
+    """Return the folder of objects: one that test runs share, or a temporary one of this process."""
     return Path(os.environ.get("CUDA_ON_CPU_OBJECTS") or _own_folder().name)
 
 
@@ -168,7 +172,7 @@ def _own_folder() -> TemporaryDirectory[str]:
 
 
 def _make(made: Path, making: Sequence[str], wait: bool) -> None:
-    """Makes an object, unless another process is about to and this one is not to wait for it."""
+    """Make an object; with ``wait`` false, return at once if another process is making it."""
     with made.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -181,7 +185,10 @@ def _make(made: Path, making: Sequence[str], wait: bool) -> None:
 
 
 def _part(made: Path) -> Path:
-    """Where this process makes an object: a compiler that outlives a killed process writes nowhere else."""
+    """Return the path at which this process makes an object.
+
+    It is the process's own, so that a compiler that outlives its killed process cannot overwrite the finished object.
+    """
     return made.with_suffix(f".{os.getpid()}")
 
 
@@ -192,9 +199,11 @@ def _run(command: Sequence[str]) -> str:
 
 
 def with_mistakes(folder: Path, mistakes: Iterable[tuple[str, str, str]]) -> Path:
-    """A copy of csrc in the folder, in which one of the mistakes is made: the one whose number CUDA_ON_CPU_MISTAKE is.
+    """Copy csrc into the folder and plant the mistakes; return the copy's path.
 
-    mistakes: for each the file's name, what is right in it, and the same with the mistake where MISTAKE is true.
+    A program compiled from the copy makes the mistake whose number is in CUDA_ON_CPU_MISTAKE.
+
+    mistakes: for each the file's name, the right text in it, and the text that makes the mistake if MISTAKE is true.
     """
     copy = Path(shutil.copytree(CSRC, folder / "csrc"))
     for number, (name, right, wrong) in enumerate(mistakes):
@@ -204,7 +213,7 @@ def with_mistakes(folder: Path, mistakes: Iterable[tuple[str, str, str]]) -> Pat
 
 
 def planted(text: str, right: str, wrong: str) -> str:
-    """The text with what is right in it, which it must hold once, replaced."""
+    """Return the text with ``right``, which must occur in it exactly once, replaced by ``wrong``."""
     assert text.count(right) == 1, f"expected once in the source: {right}"
     return text.replace(right, wrong)
 
@@ -217,7 +226,7 @@ def run_program(
     preload: str = "",
     timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program; its threads and blocks in the given order.
+    """Run a program, its threads and blocks in the given order.
 
     mistake: see ``with_mistakes``. preload: see ``sanitizer_to_preload``.
     """
@@ -226,7 +235,7 @@ def run_program(
         **({"LD_PRELOAD": preload} if preload else {}),
         "CUDA_ON_CPU_ORDER": order,
         **({} if mistake is None else {"CUDA_ON_CPU_MISTAKE": str(mistake)}),
-        # Looking for leaks needs rights that containers lack.
+        # The search for leaks needs rights that containers lack.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
@@ -236,7 +245,7 @@ def run_program(
 
 
 def is_found(program: Path, mistake: int | None, count: int, orders: Iterable[str]) -> bool:
-    """Whether random calls with a mistake fail in one of the orders, or give something else in another."""
+    """Return whether random calls with a mistake fail in one of the orders, or differ in their output between two."""
     outputs = set()
     for order in orders:
         done = run_program(program, 0, count, order=order, mistake=mistake)
@@ -247,6 +256,6 @@ def is_found(program: Path, mistake: int | None, count: int, orders: Iterable[st
 
 
 def sanitizer_to_preload() -> str:
-    """What LD_PRELOAD must name for a program that loads a library compiled with ``sanitize`` (Python, say)."""
+    """Return the LD_PRELOAD value for a program (Python, say) that loads a library compiled with ``sanitize``."""
     done = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     return str(Path(done.stdout.strip()).resolve())

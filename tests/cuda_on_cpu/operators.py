@@ -1,4 +1,4 @@
-"""torch.ops.loco_ext_on_cpu: the CUDA operators, glue and kernels, compiled for the CPU and run on CPU tensors."""
+"""Operators torch.ops.loco_ext_on_cpu: the CUDA operators, bindings and kernels, compiled for and run on the CPU."""
 
 import importlib.util
 import sysconfig
@@ -30,7 +30,7 @@ SOURCES = (
 
 @cache
 def library(folder: Path) -> ModuleType:
-    """The compiled module, in ``folder``; importing it registers the operators."""
+    """Compile the module in ``folder`` and import it, which registers the operators."""
     out = folder / f"_C_cuda_on_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
     torch_libraries = Path(torch.__file__).parent / "lib"
     build.compile_program(
@@ -57,6 +57,6 @@ def library(folder: Path) -> ModuleType:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Lets the native backend run these operators, until monkeypatch ends."""
+    """Let the native backend run these operators until monkeypatch ends."""
     monkeypatch.setattr(backends, "library", library(folder))
     monkeypatch.setattr(backends, "operators", lambda: torch.ops.loco_ext_on_cpu)

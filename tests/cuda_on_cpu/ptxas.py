@@ -1,4 +1,4 @@
-"""What ptxas says of kernels (registers, stack, spills, shared memory), held to budgets."""
+"""Resource usage that ptxas reports for kernels (registers, stack, spills, shared memory), compared with budgets."""
 
 import ast
 import re
@@ -10,13 +10,16 @@ from pathlib import Path
 
 KEYS = ("registers", "spill_bytes", "stack_bytes", "shared_bytes")
 _SETUP = (Path(__file__).parents[2] / "setup.py").read_text()
-# What kernels are built with.
+# The flags that setup.py builds kernels with.
 FLAGS = ast.literal_eval(re.search(r"^NVCC_FLAGS = (\[.*?\])", _SETUP, re.MULTILINE | re.DOTALL)[1])
 
 
 @dataclass(frozen=True)
 class Usage:
-    """One kernel on one target. kernel: its name without namespaces; spill_bytes: stores and loads together."""
+    """Resource usage of one kernel on one target.
+
+    kernel: its name without namespaces. spill_bytes: stores and loads together.
+    """
 
     kernel: str
     target: str
@@ -27,13 +30,13 @@ class Usage:
 
 
 def compile_cubin(nvcc: str, source: Path, targets: Sequence[str], out: Path, include: Sequence[Path]) -> str:
-    """Compiles a source for all targets (``"80"``, ``"90"``, ...) at once; returns what ptxas reported."""
+    """Compile a source for all targets (``"80"``, ``"90"``, ...) at once; return ptxas's report."""
     codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
     return _compile([nvcc, *FLAGS, "-Xptxas", "-v", "--threads", "0", *codes, "--fatbin"], source, out, include)
 
 
 def compile_ptx(nvcc: str, source: Path, target: str, out: Path, include: Sequence[Path]) -> str:
-    """Compiles a source for a target, up to what ptxas would get; returns that."""
+    """Compile a source for one target to PTX, and return its text."""
     _compile([nvcc, *FLAGS, f"-arch=compute_{target}", "--ptx"], source, out, include)
     return out.read_text()
 
@@ -46,7 +49,7 @@ def _compile(command: Sequence[str], source: Path, out: Path, include: Sequence[
 
 
 def demangled(names: Sequence[str]) -> list[str]:
-    """C++ names of symbols without namespaces, which begin in lower case; mangled where no tool is there to tell."""
+    """Return the C++ names of symbols without (lower-case) namespaces; mangled ones if no demangler is installed."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if not tool or not names:
         return list(names)
@@ -58,12 +61,12 @@ def demangled(names: Sequence[str]) -> list[str]:
 
 
 def parse(report: str) -> list[Usage]:
-    """The kernels in what ``nvcc -Xptxas -v`` prints."""
+    """Return the usage of each kernel in the output of ``nvcc -Xptxas -v``."""
     parts = re.split(r"Compiling entry function '([^']+)' for '([^']+)'", report)[1:]
     symbols, targets, texts = parts[0::3], parts[1::3], parts[2::3]
     usages = []
     for name, symbol, target, text in zip(demangled(symbols), symbols, targets, texts, strict=True):
-        # The properties of functions that were not inlined follow theirs.
+        # The report also has the properties of functions that were not inlined; the kernel's own follow its name.
         own = text.split(f"Function properties for {symbol}", 1)[-1]
 
         def number(pattern: str, default: int | None = None, own: str = own) -> int:
@@ -86,7 +89,7 @@ def parse(report: str) -> list[Usage]:
 
 
 def complaints(usages: Sequence[Usage], budgets: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What is over budget: a kernel's budget is the one with the longest key that occurs in its name."""
+    """Return a message for each excess over budget; a kernel's budget has the longest key that occurs in its name."""
     found = []
     for usage in usages:
         keys = [key for key in budgets if key in usage.kernel]
