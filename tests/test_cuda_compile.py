@@ -203,6 +203,7 @@ def test_steps_with_a_prox_move_16_bytes_at_a_time_and_fuse_only_what_the_rules_
         assert fused == FUSED[rule] * (sum(widths) + 1), f"{kernel}: {fused} fused"
 
 
+@pytest.mark.slow
 def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(prox_kernels):
     assert len(prox_kernels) == 8
     for kernel, instructions in prox_kernels.items():
