@@ -74,7 +74,7 @@ def cuda_sources() -> list[str]:
 
 
 def missing_for_cuda() -> list[str]:
-    """What the CUDA library cannot be built without and is not here."""
+    """Return descriptions of the build requirements of the CUDA library that are not installed."""
     missing = []
     if torch.version.cuda is None:
         missing.append(f"a CUDA build of torch (torch {torch.__version__} has none; see pytorch.org)")

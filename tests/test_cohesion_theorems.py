@@ -154,7 +154,7 @@ def test_the_centre_alone_is_best_in_the_l1_norm_and_not_in_the_l2_norm():
 
 
 def test_the_centre_alone_is_not_best_for_a_flat_top():
-    """Where g falls less steeply next to its maximum than farther out, the theorem's assumption fails."""
+    """The theorem's assumption fails where g falls less steeply next to its maximum than farther out."""
     w, _ = best_filter(np.array([0, 1, 2, 3, 6.0, 9.9, 10, 9.9, 6, 3, 2, 1, 0]), 1)
     assert abs(w[0]) > 0.1
     assert abs(w[2]) > 0.1

@@ -235,7 +235,7 @@ FEWER = {
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        # What is special about more cases is where their blocks lie, which no dtype changes.
+        # MORE differs from CASES in where blocks lie, which is the same for every dtype.
         pytest.param(name, dtype, marks=pytest.mark.slow if name in MORE and dtype != F32 else [])
         for name, dtype in itertools.product(CASES | MORE, [F64, F32, F16])
     ],

@@ -20,6 +20,7 @@ CHOICES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``loco-ext analyze``."""
     files = "safetensors, or a torch file of weights only"
     parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help=files)
     add_out(parser, "for analysis.json and taps.png", "runs/analysis")
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Measure the locality of checkpoints, write the analysis to ``--out`` and print it."""
     from loco_ext.analysis import command
 
     try:

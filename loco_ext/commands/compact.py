@@ -14,6 +14,7 @@ DESCRIPTION = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``loco-ext compact``."""
     told = "folder of a run, or a checkpoint, whose network has to be named then"
     parser.add_argument("trained", type=Path, metavar="RUN", help=told)
     parser.add_argument("--model", help="of a checkpoint; of a run, where it is a function of yours")
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Compact the network of a run or checkpoint, write it to ``--out`` and print the report."""
     from loco_ext.experiments import compacting
 
     trained = compacting.read_trained(arguments.trained, arguments.model, arguments.data)

@@ -16,6 +16,7 @@ DESCRIPTION = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``loco-ext demo``."""
     add_out(parser, "for metrics, figure and checkpoints", "runs")
     told = "decides initial weights and order of samples (default: %(default)s)"
     parser.add_argument("--seed", type=values.seed, default=0, help=told)
@@ -25,6 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Run the demo, write its results to ``--out`` and print its tables."""
     from loco_ext.experiments import demo
 
     out: Path = arguments.out

@@ -21,6 +21,7 @@ TRAINING = {"model", "data", "image_size", "epochs", "batch_size", "learning_rat
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``loco-ext efcn``."""
     parser.add_argument("--preset", default="paper", help=f"{PRESETS_MEAN} (default: %(default)s)")
     add_data(parser)
     add_samples(parser)
@@ -34,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Run the eFCN experiment, write its record and figures to ``--out`` and print a summary."""
     setting = efcn_preset(arguments.preset, **given(arguments, Settings), **given(arguments, EfcnSettings))
     training = setting.training
     dataset = data.load(training.data, arguments.folder, training.image_size)

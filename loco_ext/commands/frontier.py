@@ -21,6 +21,7 @@ TRAINING |= {"weight_decay", "augment", "seed", "width", "penalty", "weighting",
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``loco-ext frontier``."""
     add_data(parser)
     add_samples(parser)
     add_out(parser, "of the frontier")
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Train the points of a frontier, write record and figures to ``--out`` and print a table."""
     point = {name: value for name, value in POINT.items() if name != "penalty" or arguments.method != "width"}
     training = from_preset("quick", **point | given(arguments, Settings))
     setting = frontier.FrontierSettings(training, **given(arguments, frontier.FrontierSettings))

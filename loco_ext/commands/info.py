@@ -10,6 +10,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print versions, compiled libraries and the backend of every operation."""
     from loco_ext import info
 
     if arguments.json or not arguments.quiet:

@@ -30,6 +30,7 @@ EPILOG = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``loco-ext train``."""
     parser.add_argument("--preset", default="paper", help=f"{PRESETS_MEAN} (default: %(default)s)")
     add_data(parser)
     add_out(parser, "of the run")
@@ -42,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Train a network, write the run to ``--out`` and print its last accuracy."""
     out: Path = arguments.out
     setting = from_preset(arguments.preset, **given(arguments, Settings) | {"weights": None})
     milestones = runs.recorded_milestones(out) if arguments.resume and arguments.milestones is None else None

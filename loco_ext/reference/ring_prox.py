@@ -136,7 +136,7 @@ def _prox_l2_metric(u: Tensor, index: Tensor, t: Tensor, d: Tensor) -> Tensor:
     of_metric, d = _scaled(d.masked_fill(stays, 0.0))
     t = t * scale[:, None] * of_metric[:, None]
     alive = factors != 0  # [C_out, rings]; NaN is alive
-    # What each ring has of weights, metric and infinite metrics: [C_out, C_in, taps of the ring]
+    # Weights, metric and mask of infinite metrics of each ring: [C_out, C_in, taps of the ring]
     rings = [[each[:, :, index == n] for each in (scaled, d, stays)] for n in range(t.shape[1])]
 
     def coefficients(first: Tensor) -> tuple[Tensor, Tensor]:

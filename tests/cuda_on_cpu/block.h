@@ -41,7 +41,7 @@ struct Order {
   }
 };
 
-// What a thread brings to where it meets others.
+// The call, and its operands, with which a thread waits for the other threads of its warp or block.
 struct Meeting {
   const char* call;
   const char* file;
@@ -217,7 +217,7 @@ class Block {
       if (!is_present(lane)) continue;
       Thread& thread = threads_[first + lane];
       const int source = thread.at.source;
-      // What an absent lane would send is undefined.
+      // Reading from an absent lane is undefined: such a lane gets poison.
       thread.result = source == kNone ? votes : is_present(source) ? threads_[first + source].at.value : kPoison;
     }
     release(first, first + warpSize, [&](int i) { return is_present(i - first); });

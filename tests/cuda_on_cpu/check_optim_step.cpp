@@ -155,7 +155,8 @@ void add_map(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
 
 double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
-// Of the size of the groups' norms for steps of the size of the learning rates, with zeros.
+// Returns random thresholds, some of them zero, of the order of the groups' norms: with learning rates as large as
+// those of the check, some groups vanish and some do not.
 std::vector<double> thresholds(Random& random, int64_t count, double size) {
   std::vector<double> values;
   const auto parts = static_cast<double>(count);

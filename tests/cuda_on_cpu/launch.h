@@ -95,7 +95,7 @@ inline SharedMemory shared_memory() {
 }
 #endif
 
-// Of a grid or a block; a number is checked before it is cut down to 32 bits.
+// The extent of a grid or a block; every number is checked before it is narrowed to 32 bits.
 struct Extent {
   dim3 size;
   bool fits = true;
@@ -118,7 +118,7 @@ constexpr size_t parameter_bytes() {
   return at;
 }
 
-// What the running grid's launch asked for beside __shared__ variables.
+// Dynamic shared memory of the running grid, beside its __shared__ variables.
 inline unsigned char* requested_memory = nullptr;
 
 inline void run_block(const char* kernel, uint64_t index, Block::Body body, void* context, const SharedMemory& shared,
