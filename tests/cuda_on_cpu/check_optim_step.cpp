@@ -155,8 +155,8 @@ void add_map(Random& random, const Shape& shape, Twins& twins, TensorStep& t) {
 
 double unit(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
-// Returns random thresholds, some of them zero, of the order of the groups' norms: with learning rates as large as
-// those of the check, some groups vanish and some do not.
+// Returns random thresholds, some zero. A step multiplies them by its learning rate, which brings them to the order of
+// the groups' norms.
 std::vector<double> thresholds(Random& random, int64_t count, double size) {
   std::vector<double> values;
   const auto parts = static_cast<double>(count);
