@@ -32,7 +32,7 @@ def _is_command() -> bool:
     The command line imports what it needs itself: importing torch takes seconds, help does not need it, and an
     interrupt has to be caught from the start.
     """
-    return Path(sys.argv[0]).stem == "loco-ext" or sys.orig_argv[1:3] == ["-m", "loco_ext.cli"]
+    return Path("".join(sys.argv[:1])).stem == "loco-ext" or sys.orig_argv[1:3] == ["-m", "loco_ext.cli"]
 
 
 if not _is_command():

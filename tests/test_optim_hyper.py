@@ -1,5 +1,6 @@
 """Tests that groups refuse hyper-parameters no step can use, and warn of options that have no effect."""
 
+import copy
 import math
 
 import numpy as np
@@ -79,3 +80,9 @@ def test_a_decay_that_acts_somewhere_is_no_warning():
     own = {"weight_decay": 0.1, "locality": LOCALITY}
     optim.SGD([{"params": [kernel], **own}, {"params": [bias], **own, "weight_decay": 0.0}], 0.1)
     optim.SGD([{"params": [kernel], **own}], 0.1).add_param_group({"params": [bias], **own, "weight_decay": 0.0})
+
+
+def test_a_copy_warns_of_groups_that_are_added():
+    copied = copy.deepcopy(optim.SGD([nn.Parameter(torch.ones(2))], 0.1))
+    with pytest.warns(UserWarning, match="locality: expected a weight_decay above 0"):
+        copied.add_param_group({"params": [nn.Parameter(torch.ones(2, 2, 3, 3))], "locality": LOCALITY})

@@ -75,18 +75,19 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _warned = False  # whether the warning about kernels of an even size has been given
-    _is_made = False  # whether __init__ has returned
+    _is_being_made = False  # whether __init__ is running
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
     def _finish_init(self) -> None:
         """Finish construction; call it last in ``__init__``, when torch's own has seen all groups."""
         self._refresh()
         self._warn_if_idle(self.param_groups)
-        self._is_made = True
+        self._is_being_made = False
 
     def _own_arguments(self, **arguments: object) -> None:
         """Set the defaults that ``add_param_group``, which torch's own ``__init__`` runs, needs; call it first."""
         self._own_defaults: Group = {**OWN_DEFAULTS, **arguments}
+        self._is_being_made = True
 
     def _refresh(self) -> None:
         self._plans = []
@@ -105,7 +106,7 @@ class LocalityOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._refresh()
-        if self._is_made:
+        if not self._is_being_made:
             self._warn_if_idle(self.param_groups[-1:])
 
     def _warn_if_idle(self, added: list[Group]) -> None:
