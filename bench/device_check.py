@@ -31,9 +31,9 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-GPU_TESTS = ("test_optim_cuda", "test_optim_cuda_penalty")
+GPU_TESTS = ("optim/test_cuda", "optim/test_cuda_penalty")
 # Names of tests that need the GPU; their modules also have tests that do not.
-ON_GPU = re.compile(rf"({'|'.join(GPU_TESTS)})::.*\[.*(native|triton)")
+ON_GPU = re.compile(rf"({'|'.join(GPU_TESTS).replace('/', '.')})::.*\[.*(native|triton)")
 # The report cannot be written without these packages.
 NEEDED = ("torch", "numpy", "scipy", "tqdm")
 
@@ -145,15 +145,16 @@ def missing_packages() -> dict[str, str]:
 
 def import_tests(folder: Path) -> dict[str, str]:
     """Import every test module of the folder; see :func:`missing_packages`."""
-    sys.path[:0] = [str(ROOT), str(folder)]
-    own = {path.stem for path in (*folder.iterdir(), *ROOT.iterdir())}
+    sys.path[:0] = [str(ROOT), str(folder.parent)]
+    own = {path.stem for path in (*folder.parent.iterdir(), *ROOT.iterdir())}
     missing = {}
-    for path in sorted(folder.glob("test_*.py")):
+    for path in sorted(folder.rglob("test_*.py")):
+        module = path.relative_to(folder).with_suffix("")
         try:
-            importlib.import_module(path.stem)
+            importlib.import_module(".".join((folder.name, *module.parts)))
         except ModuleNotFoundError as error:
             if (package := (error.name or "").partition(".")[0]) not in own:
-                missing[path.stem] = package
+                missing[module.as_posix()] = package
         except KeyboardInterrupt:
             raise
         except BaseException:  # a module that skips itself raises no Exception but a BaseException

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import optim_step_cases
-import optim_step_triton
 import pytest
 import torch
-from cuda_on_cpu import operators
 
 import loco_ext
+from tests.cuda_on_cpu import operators
+from tests.optim_step import cases as optim_step_cases
+from tests.optim_step import interpreter as optim_step_triton
 
 
 def pytest_collection_finish() -> None:

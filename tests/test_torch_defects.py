@@ -6,12 +6,12 @@ The tests of torch's optimizers document the claim. They run with torch 2.13 onl
 import pytest
 import torch
 import torch.distributed as dist
-from tolerances import assert_within_ulps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from loco_ext import optim
+from tests.tolerances import assert_within_ulps
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -8,11 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from cuda_on_cpu import build
 from torch.utils.cpp_extension import include_paths
 
 import loco_ext  # noqa: F401  (torch.ops must know our operators first)
 from loco_ext.ops import backends
+from tests.cuda_on_cpu import build
 
 SOURCES = (
     *("optim_step/cuda.cu", "optim_step/cuda_prox.cu", "optim_step/cuda_coupled.cu", "optim_step/bind.cpp"),

@@ -1,0 +1,440 @@
+"""Decay factors against plain Python, planted profiles, and weights of any magnitude."""
+
+import itertools
+import math
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import nn
+
+from loco_ext import optim
+from loco_ext.analysis import estimate_locality
+from loco_ext.geometry import decay_map, distance_classes
+from tests.tolerances import STANDARD_ERRORS
+
+RULES = ["local", "paper"]
+STATS = ["signed", "abs", "rms"]
+
+
+def taps_by_class(shape):
+    taps = sorted(itertools.product(*map(range, shape)))
+    squares = [sum((i - n // 2) ** 2 for i, n in zip(tap, shape, strict=True)) for tap in taps]
+    return [[tap for tap, s in zip(taps, squares, strict=True) if s == square] for square in sorted(set(squares))]
+
+
+def class_means(weight, stat):
+    """Return the statistic of each class of each matrix, by plain loops: [matrices, classes]."""
+    weight = np.asarray(weight.double())
+    of = {
+        "signed": lambda values: sum(values) / len(values),
+        "abs": lambda values: sum(map(abs, values)) / len(values),
+        "rms": lambda values: math.sqrt(sum(value**2 for value in values) / len(values)),
+    }[stat]
+    classes = taps_by_class(weight.shape[2:])
+    matrices = weight.reshape(-1, *weight.shape[2:])
+    return np.array([[of([matrix[tap] for tap in taps]) for taps in classes] for matrix in matrices])
+
+
+def are_sure(means):
+    """Return whether means over the matrices have one sign and exceed 3 standard errors in every class."""
+    if len(means) == 1:
+        return False
+    mean, error = means.mean(0), scipy.stats.sem(means)
+    return bool((abs(mean) > 3 * error).all() and abs(np.sign(mean).sum()) == means.shape[1])
+
+
+def expected_factors(weights, c, eta_rule, stat):
+    """Return one factor per class for a layer, from its weights in all models."""
+    models = [class_means(weight, stat) for weight in weights]
+    pooled = np.concatenate(models)
+    if not are_sure(pooled):
+        return [1.0] * pooled.shape[1]
+    sums = [means.sum(0) for means in (models if all(map(are_sure, models)) else [pooled])]
+
+    def a(i, j):
+        r = sum(s[i] / s[j] for s in sums) / len(sums)
+        return min(max(1 + c * (r - 1), 1 / 4), 4)
+
+    factors = [a(1, 0), 1.0]
+    for d in range(1, len(sums[0]) - 1):
+        factors.append(factors[-1] / (a(d + 1, d) if eta_rule == "local" else a(d, d + 1)))
+    return factors
+
+
+def local_weight(*shape, profile=None, deviation=0.2):
+    """Return random float64 weights around a mean that falls with distance, or around the means in ``profile``."""
+    index, distances = distance_classes(shape[2:])
+    means = profile or [0.5 / (1 + distance / 3) for distance in distances]
+    return torch.tensor(means, dtype=torch.float64)[index] + deviation * torch.randn(shape, dtype=torch.float64)
+
+
+SHAPES = {
+    "3x3": (16, 8, 3, 3),
+    "depthwise": (64, 1, 3, 3),
+    "transposed": (8, 16, 3, 3),
+    "1-d of two classes": (32, 8, 3),
+    "1-d of three classes": (32, 8, 5),
+    "1x7": (16, 16, 1, 7),
+    "5x5": (16, 16, 5, 5),
+    "7x7": (24, 24, 7, 7),
+    "3x3x3": (16, 16, 3, 3, 3),
+    "1x3x1": (16, 16, 1, 3, 1),
+}
+
+
+def as_locality(factors):
+    return factors if len(factors) > 3 else [factors[0], factors[2] if len(factors) == 3 else 1.0]
+
+
+@pytest.mark.parametrize("stat", STATS)
+@pytest.mark.parametrize("eta_rule", RULES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_factors_against_loops(name, eta_rule, stat):
+    shape = SHAPES[name]
+    models = [{"conv.weight": local_weight(*shape)} for _ in range(3)]
+    weights = [model["conv.weight"] for model in models]
+    for c in (0.0, 0.5, 1.5):
+        for count in (1, 3):
+            expected = expected_factors(weights[:count], c, eta_rule, stat)
+            result = estimate_locality(models[:count], c=c, eta_rule=eta_rule, stat=stat)
+            assert list(result) == ["conv"]
+            assert result["conv"] == pytest.approx(as_locality(expected), rel=1e-10)
+            assert all(type(factor) is float for factor in result["conv"])
+
+
+NOISY_SHAPES = [(6, 1, 3, 3), (1, 1, 3, 3), (3, 2, 3), (4, 3, 1, 5), (3, 3, 5, 5), (2, 2, 3, 3, 3)]
+
+
+@pytest.mark.filterwarnings("ignore:estimate_locality leaves")
+@pytest.mark.parametrize("stat", STATS)
+def test_the_guard_against_loops(stat):
+    """Matrices are so few and noisy that some layers pass in each model, some only pooled, and some not at all."""
+    seen = set()
+    for deviation in (0.1, 0.3, 0.6, 2.0):
+        for shape in NOISY_SHAPES:
+            models = [{"weight": local_weight(*shape, deviation=deviation)} for _ in range(4)]
+            for count in (1, 2, 4):
+                weights = [model["weight"] for model in models[:count]]
+                result = estimate_locality(models[:count], stat=stat)[""]
+                assert result == pytest.approx(as_locality(expected_factors(weights, 1.5, "local", stat)), rel=1e-9)
+                alone = all(are_sure(class_means(weight, stat)) for weight in weights)
+                seen.add("uniform" if len(set(result)) == 1 else "each model" if alone else "only pooled")
+    assert seen == {"uniform", "each model", "only pooled"}
+
+
+@pytest.mark.filterwarnings("ignore:estimate_locality leaves")
+def test_more_models_leave_fewer_layers_uniform():
+    """The mean of each class of a layer is, in expectation, 4 of one model's standard errors from 0."""
+    matrices, layers = 16, 80
+    profile = (1.0, 0.8, 0.64)
+    standard_error = torch.tensor([mean / 4 for mean in profile], dtype=torch.float64)
+    taps_in_class = torch.tensor([1, 4, 4])
+    deviations = (standard_error * (matrices * taps_in_class).sqrt())[distance_classes((3, 3))[0]]
+
+    def model():
+        weights = [local_weight(matrices, 1, 3, 3, profile=profile, deviation=deviations) for _ in range(layers)]
+        return {f"{i}.weight": weight for i, weight in enumerate(weights)}
+
+    uniform = []
+    for count in (1, 2, 8):
+        factors = estimate_locality([model() for _ in range(count)]).values()
+        uniform.append(np.mean([pair == (1.0, 1.0) for pair in factors]))
+    assert uniform[0] > 0.2  # there are 3 classes, each below 3 standard errors in 16 of 100 cases
+    assert uniform[1] < uniform[0] / 2
+    assert uniform[2] == 0
+
+
+def test_layers_have_their_own_factors():
+    model = {f"{i}.weight": local_weight(*shape) for i, shape in enumerate(SHAPES.values())}
+    result = estimate_locality(model)
+    assert list(result) == [str(i) for i in range(len(SHAPES))]
+    for name, weight in model.items():
+        assert result[name.removesuffix(".weight")] == estimate_locality({"weight": weight})[""]
+
+
+PROFILES = [(1.0, 0.9, 0.75), (1.0, 0.7, 0.6), (0.5, 0.6, 0.7), (-1.0, -0.8, -0.7), (1.0, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_planted_profile_is_recovered(profile):
+    """Both rules of Table 6 recover it, within the noise of the means."""
+    weight = local_weight(64, 64, 3, 3, profile=profile, deviation=0.1)
+    c, n, co = profile
+    noise = STANDARD_ERRORS * 0.1 / 64 / min(map(abs, profile)) * 3  # of a ratio of means, times 1.5, times up to 2
+    gamma, eta = estimate_locality({"weight": weight})[""]
+    assert gamma == pytest.approx(1 + 1.5 * (n / c - 1), abs=noise)
+    assert 1 / eta == pytest.approx(1 + 1.5 * (co / n - 1), abs=noise)
+    gamma, eta = estimate_locality({"weight": weight}, eta_rule="paper")[""]
+    assert gamma == pytest.approx(1 + 1.5 * (n / c - 1), abs=noise)
+    assert 1 / eta == pytest.approx(1 + 1.5 * (n / co - 1), abs=noise)
+
+
+def test_a_profile_without_noise_is_recovered_exactly():
+    weight = local_weight(8, 8, 5, 5, profile=[2.0, 1.0, 0.75, 0.5, 0.5, 0.25], deviation=0.0)
+    steps = [1 + 1.5 * (r - 1) for r in (0.75, 2 / 3, 1.0, 0.5)]
+    expected = [1 + 1.5 * (0.5 - 1), 1.0, *(1 / np.cumprod(steps))]
+    assert estimate_locality({"weight": weight})[""] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("stat", STATS)
+def test_the_printed_rule_decays_corners_less_under_locality(stat):
+    model = {"weight": local_weight(64, 64, 3, 3, profile=[1.0, 0.9, 0.7], deviation=0.1)}
+    gamma, eta = estimate_locality(model, stat=stat)[""]
+    assert gamma < 1 < eta
+    paper_gamma, paper_eta = estimate_locality(model, eta_rule="paper", stat=stat)[""]
+    assert paper_gamma == gamma
+    assert paper_eta < 1
+
+
+def test_magnitudes_are_seen_where_signed_means_are_not():
+    """Signs are random: signed means are about 0, and magnitudes fall from 1 to 1/2 and 1/4."""
+    weight = local_weight(32, 32, 3, 3, profile=[1.0, 0.5, 0.25], deviation=0.0)
+    weight *= torch.randint(0, 2, weight.shape) * 2 - 1
+    with pytest.warns(UserWarning, match="leaves '' uniform"):
+        assert estimate_locality({"weight": weight})[""] == (1.0, 1.0)
+    for stat in ("abs", "rms"):
+        assert estimate_locality({"weight": weight}, stat=stat)[""] == pytest.approx((0.25, 4.0))
+
+
+def test_mean_magnitude_and_root_mean_square_differ():
+    """Neighbours of each matrix are (0, 0, 0, 2): their mean magnitude is 1/2, their root mean square 1."""
+    weight = torch.ones(4, 4, 3, 3)
+    weight[..., [0, 1, 1], [1, 0, 2]] = 0
+    weight[..., 2, 1] = 2
+    assert estimate_locality({"weight": weight}, c=1, stat="abs")[""] == pytest.approx((0.5, 0.5))
+    assert estimate_locality({"weight": weight}, c=1, stat="rms")[""] == pytest.approx((1.0, 1.0))
+
+
+def test_a_is_clamped():
+    """``a`` is 0 at a ratio of 1/3, and grows without bound."""
+    for profile, expected in {
+        (3.0, 1.0, 1 / 3): (0.25, 4.0),
+        (1.0, 100.0, 10000.0): (4.0, 0.25),
+        (100.0, 1.0, 1e-4): (0.25, 4.0),
+        (1.0, 2.9, 1.5): (3.85, 1 / (1 + 1.5 * (1.5 / 2.9 - 1))),
+    }.items():
+        weight = local_weight(4, 4, 3, 3, profile=profile, deviation=0.0)
+        assert estimate_locality({"weight": weight})[""] == pytest.approx(expected)
+
+
+def test_ratios_are_averaged_over_models():
+    """Ratios are averaged and not weights: the second model's are a hundred times larger, and negative."""
+    profiles = [(1.0, 0.9, 0.9), (-100.0, -70.0, -63.0)]
+    models = [{"weight": local_weight(4, 4, 3, 3, profile=profile, deviation=0.0)} for profile in profiles]
+    assert estimate_locality(models)[""] == pytest.approx((1 + 1.5 * (0.8 - 1), 1 / (1 + 1.5 * (0.95 - 1))))
+    assert estimate_locality(tuple(models)) == estimate_locality(models)
+    assert estimate_locality(models[:1] * 3)[""] == pytest.approx(estimate_locality(models[0])[""], rel=1e-14)
+
+
+def test_modules_and_mappings_mix():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 5))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight += 1
+    expected = estimate_locality(model)
+    assert list(expected) == ["0", "2"]
+    assert len(expected["2"]) == 6
+    mixed = estimate_locality([model, model.state_dict()])
+    assert list(mixed) == ["0", "2"]
+    assert all(mixed[name] == pytest.approx(expected[name]) for name in mixed)
+
+
+def test_the_optimizer_takes_the_result():
+    model = nn.Sequential(*(nn.Conv2d(4, 4, size) for size in (3, 5, 1, (1, 3), 2)), nn.ConvTranspose2d(4, 4, 3))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight += 1
+    factors = estimate_locality(model)
+    groups = optim.parameter_groups(model, 1e-3, per_layer=factors)
+    assert groups[0]["locality"] == [factors.get(str(i)) for i in range(6)]
+    optim.SGD(groups, lr=0.1)
+    for name, entry in factors.items():
+        decay_map(model[int(name)].weight.shape[2:], entry)
+
+
+FAR = (1.0, 0.9, 0.8)
+UNSURE = {
+    "signs differ": (1.0, -1.0, 1.0),
+    "centre near 0": (0.001, 0.9, 0.8),
+    "neighbours near 0": (1.0, 0.0, 0.8),
+    "corners near 0": (1.0, 0.9, -0.001),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("profile", UNSURE.values(), ids=UNSURE.keys())
+def test_unsure_means_leave_a_layer_uniform(profile, count):
+    """Other layers keep their factors, and one warning lists all uniform layers."""
+    good = [{f"{i}.weight": local_weight(16, 16, 3, 3, profile=FAR) for i in range(3)} for _ in range(count)]
+    bad = [model | {"1.weight": local_weight(16, 16, 3, 3, profile=profile)} for model in good]
+    with pytest.warns(UserWarning, match=r"^estimate_locality leaves '1' uniform") as record:
+        result = estimate_locality(bad)
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    assert result["1"] == (1.0, 1.0)
+    for name in ("0", "2"):
+        assert result[name] == pytest.approx(estimate_locality(good)[name])
+        assert result[name] != (1.0, 1.0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_without_a_ratio_of_its_own_counts_in_the_pooled_one(first):
+    """Centres have means of exactly 1 and 0: 1.2 / 1 and 1.2 / 0 have no mean, and 1.2 / 0.5 is the pooled ratio."""
+    clear, unclear = (local_weight(16, 16, 3, 3, profile=(centre, 1.2, 0.6), deviation=0.0) for centre in (1.0, 0.0))
+    unclear[:8, :, 1, 1], unclear[8:, :, 1, 1] = 0.1, -0.1
+    models = [{"weight": weight} for weight in ((clear, unclear) if first else (unclear, clear))]
+    assert estimate_locality(models)[""] == pytest.approx((1 + 1.5 * (1.2 / 0.5 - 1), 4.0))
+
+
+@pytest.mark.filterwarnings("ignore:estimate_locality leaves")
+@pytest.mark.parametrize("stat", STATS)
+def test_a_class_of_tiny_weights_beside_large_ones(stat):
+    """Centres have mean 0.1 and deviation 0.02 or 2, times 1e-200: their squares underflow, their errors do not."""
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(8).view(4, 4)
+    for deviation, count in itertools.product((0.02, 2.0), (1, 2)):
+        weight = torch.ones(4, 4, 3, 3, dtype=torch.float64)
+        weight[..., 1, 1] = 1e-200 * (0.1 + deviation * signs)
+        uniform = stat == "signed" and deviation == 2.0
+        assert estimate_locality([{"weight": weight}] * count, stat=stat)[""] == ((1.0, 1.0) if uniform else (4.0, 1.0))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("kind", ["zero", "one matrix"])
+def test_nothing_to_estimate_from(kind, shape):
+    weight = torch.zeros(shape) if kind == "zero" else torch.rand(1, 1, *shape[2:]) + 1
+    classes = len(taps_by_class(shape[2:]))
+    for stat in STATS:
+        with pytest.warns(UserWarning, match=r"leaves 'a', 'b\.c' uniform") as record:
+            result = estimate_locality({"a.weight": weight, "b.c.weight": weight}, stat=stat)
+        assert len(record) == 1
+        assert result == dict.fromkeys(["a", "b.c"], (1.0,) * (classes if classes > 3 else 2))
+
+
+@pytest.mark.parametrize("matrices", [2, 3, 10])
+def test_three_standard_errors(matrices):
+    """The corners' means over matrices have mean 1, and a standard error just above or just below 1/3."""
+    values = torch.linspace(-1, 1, matrices, dtype=torch.float64)
+    values *= math.sqrt(matrices) / 3 / values.std()
+    for factor, sure in ((0.999, True), (1.001, False)):
+        weight = torch.ones(matrices, 1, 3, 3, dtype=torch.float64) * 2
+        weight[..., 1, 1] = 4
+        weight[..., ::2, ::2] = 1 + factor * values.view(-1, 1, 1, 1)
+        for signed in (weight, -weight):
+            with warnings.catch_warnings(record=True) as record:
+                warnings.simplefilter("always")
+                result = estimate_locality({"weight": signed}, c=0.5)[""]
+            assert len(record) == (not sure)
+            assert result == (pytest.approx((0.75, 4 / 3)) if sure else (1.0, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stat", STATS)
+def test_scale_and_precision_change_nothing(stat, dtype):
+    """Weights are integers times a power of two, down to denormal numbers and up to the dtype's largest."""
+    integers = (local_weight(16, 16, 5, 5) * 32).round()
+    expected = estimate_locality({"weight": integers}, stat=stat)[""]
+    largest = integers.abs().max()
+    limits = torch.finfo(dtype)
+    for scale in (1.0, limits.smallest_normal * limits.eps, 2.0 ** math.floor(math.log2(limits.max / largest))):
+        weight = integers.mul(scale).to(dtype)
+        assert torch.equal(weight.double() / scale, integers)
+        assert estimate_locality({"weight": weight}, stat=stat)[""] == pytest.approx(expected, rel=1e-10)
+
+
+def any_weight(generator, shape):
+    """Return weights of any float64 magnitude, by tap, matrix or weight, with zeros and repeated matrices."""
+    low, high = np.sort(generator.uniform(-323, 308, 2))
+    spread = [(1, 1, *shape[2:]), (*shape[:2], *(1 for _ in shape[2:])), shape, (1,) * len(shape)]
+    values = 10.0 ** generator.uniform(low, high, spread[generator.integers(4)]) * np.ones(shape)
+    if generator.random() < 0.5:
+        values = values * generator.normal(1, generator.choice([0.0, 0.1, 1.0]), shape)
+    if generator.random() < 0.3:
+        values = values * generator.integers(0, 2, shape)
+    if generator.random() < 0.3:
+        values[:] = values[:1]
+    return torch.from_numpy(np.nan_to_num(values))
+
+
+@pytest.mark.filterwarnings("ignore:estimate_locality leaves")
+@pytest.mark.parametrize("stat", STATS)
+@pytest.mark.parametrize("eta_rule", RULES)
+def test_factors_are_positive_and_finite_for_any_weights(eta_rule, stat):
+    generator = np.random.default_rng([RULES.index(eta_rule), STATS.index(stat)])
+    shapes = [(6, 5, 3, 3), (2, 1, 3), (4, 4, 5, 5), (3, 2, 1, 7), (2, 2, 3, 3, 3), (2, 1, 15, 15)]
+    estimated = 0
+    for i in range(200):
+        shape = shapes[i % len(shapes)]
+        models = [{"weight": any_weight(generator, shape)} for _ in range(generator.integers(1, 3))]
+        c = float(generator.choice([0.0, 0.5, 1.5, 1e3, 1e308]))
+        factors = estimate_locality(models, c=c, eta_rule=eta_rule, stat=stat)[""]
+        assert all(math.isfinite(factor) and factor > 0 for factor in factors), (factors, models)
+        assert torch.isfinite(decay_map(shape[2:], factors)).all()
+        estimated += len(set(factors)) > 1
+    assert estimated > 20
+
+
+def test_a_ratio_beyond_all_numbers():
+    """1 / 1e-310 is infinite, and 0 times infinity is NaN."""
+    weight = torch.ones(4, 4, 3, 3, dtype=torch.float64)
+    weight[..., 1, 1] = 1e-310
+    for c, gamma in ((1.5, 4.0), (1e308, 4.0), (0.0, 1.0)):
+        for models in ({"weight": weight}, [{"weight": weight}] * 3):
+            for stat in ("signed", "abs"):
+                assert estimate_locality(models, c=c, stat=stat)[""] == (gamma, 1.0)
+
+
+def test_other_layers():
+    model = {"a.weight": local_weight(4, 4, 3, 3), "b.weight": local_weight(4, 4, 3, 3)}
+    others = {
+        r"'b' of shape \(4, 4, 3, 3\) in models\[0\] and None in models\[2\]": {"a.weight": model["a.weight"]},
+        r"'c' of shape None in models\[0\] and \(4, 4, 3\) in models\[2\]": model | {"c.weight": torch.ones(4, 4, 3)},
+        r"'a' of .* and \(4, 4, 5, 5\) in models\[2\]": model | {"a.weight": torch.ones(4, 4, 5, 5)},
+        r"'b' of .* and \(8, 4, 3, 3\) in models\[2\]": model | {"b.weight": torch.ones(8, 4, 3, 3)},
+    }
+    for message, other in others.items():
+        with pytest.raises(ValueError, match=f"models: expected the same layers in all, got layer {message}"):
+            estimate_locality([model, model, other])
+    expected, reordered = estimate_locality(model), estimate_locality([model, dict(reversed(model.items()))])
+    assert list(reordered) == ["a", "b"]
+    assert all(reordered[name] == pytest.approx(expected[name]) for name in reordered)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"models": None}, TypeError, "models: expected a model or a sequence of models, got NoneType"),
+        ({"models": torch.ones(4, 4, 3, 3)}, TypeError, "models: expected .* got Tensor"),
+        ({"models": iter(())}, TypeError, "models: expected .* got tuple_iterator"),
+        ({"models": []}, ValueError, r"models: expected at least one, got \[\]"),
+        ({"models": "path"}, TypeError, "model: expected a module or a mapping of names to tensors, got str"),
+        ({"models": [None]}, TypeError, "model: expected a module or a mapping of names to tensors, got NoneType"),
+        ({"models": nn.Linear(2, 2)}, ValueError, "model: expected a floating-point convolution weight"),
+        ({"c": -0.5}, ValueError, "c: expected a finite number of at least 0, got -0.5"),
+        ({"c": math.nan}, ValueError, "c: expected .* got nan"),
+        ({"c": math.inf}, ValueError, "c: expected .* got inf"),
+        ({"c": "1"}, TypeError, "c: expected a real number, got '1'"),
+        ({"c": True}, TypeError, "c: expected a real number, got True"),
+        ({"eta_rule": "printed"}, ValueError, "eta_rule: expected one of 'local', 'paper', got 'printed'"),
+        ({"stat": "mean"}, ValueError, "stat: expected one of 'signed', 'abs', 'rms', got 'mean'"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        estimate_locality(**{"models": {"weight": local_weight(4, 4, 3, 3)}, **arguments})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(value):
+    weight = local_weight(4, 4, 3, 3)
+    weight[0, 0, 0, 0] = value
+    with pytest.raises(ValueError, match="got NaN or inf in layer 'conv'"):
+        estimate_locality([{"conv.weight": local_weight(4, 4, 3, 3)}, {"conv.weight": weight}])
+
+
+def test_the_largest_float_as_c():
+    weight = local_weight(4, 4, 3, 3, profile=[1.0, 0.9, 0.95], deviation=0.0)
+    assert estimate_locality({"weight": weight}, c=sys.float_info.max)[""] == (0.25, 0.25)

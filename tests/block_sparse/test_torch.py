@@ -1,0 +1,73 @@
+"""block_sparse_matmul with torch's own tools: opcheck, torch.compile, autocast."""
+
+import pytest
+import torch
+
+import loco_ext
+from loco_ext import ops
+from tests.block_sparse.cases import CASES, FLOATS, make_problem
+from tests.tolerances import same_bits
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    with loco_ext.backend("native"):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["convolution", "odd groups", "depthwise", "no sample", "no entries"])
+def test_the_operators_pass_opcheck(name, dtype):
+    problem = make_problem(CASES[name], dtype)
+    x, values, bias, grad = (t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad))
+    by_output = (problem.pattern.crow_indices, problem.pattern.col_indices)
+    operators = torch.ops.loco_ext
+    calls = [
+        (operators.block_sparse_by_pixel.default, (x.transpose(1, 2),)),
+        (operators.block_sparse_matmul.default, (x, values, *by_output, bias)),
+        (operators.block_sparse_matmul.default, (x, values, *by_output, None)),
+        (operators.block_sparse_input_gradient.default, (grad, values, *problem.pattern.transpose())),
+        (operators.block_sparse_value_gradient.default, (x, grad, *by_output, values.shape[1])),
+    ]
+    for operator, arguments in calls:
+        assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_training_step_compiles_into_one_graph(compiler, backend):
+    problem = make_problem(CASES["convolution"], torch.float32)
+    operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
+    problem.pattern.transpose()
+
+    def loss(x, values, bias):
+        return ops.block_sparse_matmul(x * 2, values, problem.pattern, bias).sin().sum()
+
+    with loco_ext.backend(backend):
+        eager = loss(*operands)
+        compiled = torch.compile(loss, fullgraph=True, backend=compiler)(*operands)
+        torch.testing.assert_close(compiled, eager)
+        gradients = [torch.autograd.grad(value, operands) for value in (eager, compiled)]
+    torch.testing.assert_close(*gradients)
+    assert all(torch.count_nonzero(gradient) for gradient in gradients[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_operands_own(dtype):
+    problem = make_problem(CASES["convolution"], dtype)
+    operands = [t.float().requires_grad_() for t in (problem.x, problem.values, problem.bias)]
+    with torch.autocast("cpu", dtype):
+        y = ops.block_sparse_matmul(operands[0], operands[1], problem.pattern, operands[2])
+    expected = ops.block_sparse_matmul(*(t.to(dtype) for t in operands[:2]), problem.pattern, operands[2].to(dtype))
+    assert same_bits(y, expected)
+    gradients = torch.autograd.grad(y, operands, problem.grad.to(dtype))
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
+
+
+def test_autocast_leaves_float64_alone():
+    problem = make_problem(CASES["convolution"])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.block_sparse_matmul(problem.x, problem.values, problem.pattern, problem.bias)
+    assert same_bits(y, ops.block_sparse_matmul(problem.x, problem.values, problem.pattern, problem.bias))

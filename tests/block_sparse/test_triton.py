@@ -1,0 +1,371 @@
+"""Tests of the Triton kernels of block_sparse in Triton's interpreter, against a dense matrix in float64.
+
+The interpreter must be chosen before triton is imported, so it runs in a process of its own. Its tl.dot is wrong for
+bfloat16, which tests/test_triton_block_sparse_gpu.py covers. Activations are surrounded by NaN, results by numbers that
+must stay unchanged.
+"""
+
+import importlib.util
+import io
+import itertools
+import mmap
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import loco_ext
+from loco_ext import ops
+from loco_ext.ops import backends
+from loco_ext.reference import block_sparse as reference
+from tests.block_sparse.cases import CASES, Case, Problem, dense_results, make_problem, sizes_of_terms
+from tests.block_sparse.test_product import channels_first, in_wider_rows, shifted, spread
+from tests.tolerances import assert_sum_of_products, same_bits
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+F64, F32, F16 = torch.float64, torch.float32, torch.float16
+GUARD = 77.0
+
+
+@dataclass
+class Call:
+    """Operands, the pattern's index tensors by output and by input pixel, and tile sizes other than the launcher's."""
+
+    x: Tensor
+    values: Tensor
+    bias: Tensor | None
+    grad: Tensor
+    by_output: tuple[Tensor, Tensor]
+    by_input: tuple[Tensor, Tensor, Tensor]
+    most: dict[str, int] = field(default_factory=dict)
+    blocks_of_a_program: int | None = None
+
+    def products(self, module: Any) -> tuple[Tensor, ...]:
+        """Return the product and the gradients of x and values."""
+        return (
+            module.block_sparse_matmul(self.x, self.values, *self.by_output, self.bias),
+            module.block_sparse_input_gradient(self.grad, self.values, *self.by_input),
+            module.block_sparse_value_gradient(self.x, self.grad, *self.by_output, self.values.shape[1]),
+        )
+
+
+# ---- in the interpreter's process
+
+
+def prepare() -> None:
+    from triton.runtime import interpreter
+
+    torch.set_num_threads(1)
+    original = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        """Give tensors an index that range() accepts: NumPy no longer treats arrays of one number as numbers."""
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def guarded(made: list[tuple[Tensor, int]]) -> Any:
+    """Return a torch.empty that surrounds its memory with GUARD and appends it to ``made``."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = torch.Size(shape).numel()
+        memory = torch.full((size + 8192,), GUARD, dtype=dtype, device=device)
+        made.append((memory, size))
+        return memory[4096 : 4096 + size].view(shape)
+
+    return empty
+
+
+def run(data: bytes) -> bytes:
+    """Compute the products of pickled calls, and assert that nothing else is written."""
+    from loco_ext.triton_kernels import block_sparse, block_sparse_tiles
+
+    results = []
+    for call in torch.load(io.BytesIO(data), weights_only=False):
+        made: list[tuple[Tensor, int]] = []
+        operands = (call.x, call.values, call.grad)
+        before = [operand.clone() for operand in operands]
+        with pytest.MonkeyPatch.context() as patch:
+            tiles = {kind: replace(most, **call.most) for kind, most in block_sparse_tiles.MOST.items()}
+            patch.setattr(block_sparse_tiles, "MOST", tiles)
+            if call.blocks_of_a_program is not None:
+                patch.setattr(block_sparse_tiles, "BLOCKS_OF_A_PROGRAM", call.blocks_of_a_program)
+            patch.setattr(torch, "empty", guarded(made))
+            results.append(call.products(block_sparse))
+        assert all(same_bits(*pair) for pair in zip(operands, before, strict=True)), "an operand was written"
+        for memory, size in made:
+            assert (memory[:4096] == GUARD).all(), "memory before a result was written"
+            assert (memory[4096 + size :] == GUARD).all(), "memory behind a result was written"
+    out = io.BytesIO()
+    torch.save(results, out)
+    return out.getvalue()
+
+
+def reserved(size: int, dtype: torch.dtype) -> Tensor:
+    """Return memory that is not allocated until it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+FAR_PATTERN = (
+    (torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1])),
+    (torch.tensor([0, 1, 3]), torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2])),
+)
+
+
+def far_activations(depth: int) -> tuple[Any, ...]:
+    """Return results and operands of a call whose samples and pixels span more than 2^31 elements."""
+    from loco_ext.triton_kernels import block_sparse
+
+    groups = 3 if depth == 1 else 1
+    channels = groups * depth
+    strides = (2**31, 2**30, 1) if depth == 16 else (2**31 + 3, 2**30 - 1, 1)
+    x, grad = (reserved(3 * strides[0] + channels, F16).as_strided((3, 2, channels), strides) for _ in range(2))
+    x.copy_(torch.randn(3, 2, channels))
+    grad.copy_(torch.randn(3, 2, channels))
+    values = torch.randn(3, groups, depth, depth).to(F16)
+    results = Call(x, values, None, grad, *FAR_PATTERN).products(block_sparse)
+    return tuple(tensor.contiguous().numpy() for tensor in (*results, x, values, grad))
+
+
+def far_blocks(depth: int) -> bool:
+    """Return whether products by blocks beyond element 2^31 equal those by the same blocks at the beginning."""
+    from loco_ext.triton_kernels import block_sparse
+
+    groups = 1 if depth > 1 else 2**12
+    first = 2**31 // (groups * depth * depth) + 5
+    values, pixels = reserved((first + 2) * groups * depth * depth, F16), reserved(first + 2, torch.int64)
+    values = values.view(-1, groups, depth, depth)
+    values[first:] = torch.randn(2, groups, depth, depth)
+    pixels[first:] = torch.tensor([1, 0])
+    x = torch.randn(3, 2, groups * depth).to(F16)
+    pairs = [
+        block_sparse.block_sparse_matmul(x, v, crow, p, None)
+        for v, p, crow in [
+            (values, pixels, torch.tensor([first, first + 2])),
+            (values[first:], pixels[first:], torch.tensor([0, 2])),
+        ]
+    ]
+    turned = [
+        block_sparse.block_sparse_input_gradient(x, v, torch.tensor([0, 2]), torch.tensor([0, 1]), blocks)
+        for v, blocks in [(values, torch.tensor([first + 1, first])), (values[first:], torch.tensor([1, 0]))]
+    ]
+    return same_bits(*pairs) and same_bits(*turned)
+
+
+# ---- in this process
+
+
+@dataclass
+class Interpreter:
+    pool: ProcessPoolExecutor
+
+    def results(self, *calls: Call) -> list[tuple[Tensor, ...]]:
+        out = io.BytesIO()
+        torch.save(calls, out)
+        return torch.load(io.BytesIO(self.pool.submit(run, out.getvalue()).result()), weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(prepare).result()
+    with pool:
+        yield Interpreter(pool)
+
+
+def make_call(problem: Problem, dtype: torch.dtype, **settings: Any) -> Call:
+    x, values, bias, grad = (t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad))
+    pattern = problem.pattern
+    by_output = pattern.crow_indices, pattern.col_indices
+    return Call(x, values, bias, grad, by_output, tuple(pattern.transpose()), **settings)
+
+
+def assert_is_dense(problem: Problem, results: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for found, expected, sizes in zip(results, dense_results(problem), sizes_of_terms(problem), strict=False):
+        assert found.dtype == dtype
+        assert found.shape == expected.shape
+        assert found.is_contiguous()
+        assert_sum_of_products(found, expected, sizes)
+
+
+def assert_is_reference(call: Call, results: Sequence[Tensor]) -> None:
+    """Compare with the float64 reference, which tests/test_block_sparse.py compares with a dense matrix."""
+
+    def of(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x, values, grad = (change(t) for t in (call.x, call.values, call.grad))
+        bias = None if call.bias is None else change(call.bias)
+        return replace(call, x=x, values=values, bias=bias, grad=grad).products(reference)
+
+    for result, expected, sizes in zip(results, of(Tensor.double), of(lambda t: t.double().abs()), strict=True):
+        assert_sum_of_products(result, expected, sizes)
+
+
+MORE = {
+    "33 channels": Case(3, 1, 33, 33, 3, 4),
+    "130 samples": Case(130, 1, 3, 100, 2, 3),
+    "groups of 1 to 3": Case(130, 5, 1, 3, 2, 3, 1.0),
+}
+# The CPU's kernels handle these by strips, lines and parts; Triton's kernels have one loop over the live pairs.
+FEWER = {
+    "rgb, even runs": Case(5, 1, 3, 70, 6, 12, 0.9),
+    "short, several strips": Case(5, 1, 7, 20, 3, 40, 0.97),
+    "large batch, many rows": Case(260, 1, 4, 4, 20, 4),
+    "many entries": Case(2, 1, 4, 4, 16, 16, kernel=7),
+    "depthwise, whole lines": Case(23, 70, 1, 1, 9, 9, kernel=3),
+    "depthwise, several parts": Case(17, 21, 1, 1, 16, 16, kernel=7),
+    "depthwise, rows that reach far": Case(7, 3, 1, 1, 4, 3000, 0.01),
+    "depthwise, rows far from each other": Case(7, 3, 1, 1, 12, 600, 0.6, reach=20),
+    "depthwise, rows in any order": Case(13, 21, 1, 1, 25, 25, kernel=3, shuffled=True),
+    "depthwise, all of many pixels": Case(7, 3, 1, 1, 2, 60, 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        # MORE differs from CASES in where blocks lie, which is the same for every dtype.
+        pytest.param(name, dtype, marks=pytest.mark.slow if name in MORE and dtype != F32 else [])
+        for name, dtype in itertools.product(CASES | MORE, [F64, F32, F16])
+    ],
+    ids=str,
+)
+def test_results_are_those_of_a_dense_matrix(interpreter, name, dtype):
+    problem = make_problem((CASES | MORE | FEWER)[name], dtype)
+    assert_is_dense(problem, *interpreter.results(make_call(problem, dtype)), dtype)
+
+
+# Tiles of 16 by 16 by 16, so that each call has several of each kind, the last not whole.
+SMALL = {"samples": 16, "summed": 16, "channels": 16, "few_samples": 16, "block": 16}
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16], ids=str)
+@pytest.mark.parametrize("case", [Case(35, 1, 37, 29, 2, 3), Case(50, 2, 33, 18, 1, 2, 1.0)], ids=str)
+def test_tiles_come_together(interpreter, case, dtype):
+    problem = make_problem(case, dtype)
+    assert_is_dense(problem, *interpreter.results(make_call(problem, dtype, most=SMALL)), dtype)
+
+
+@pytest.mark.parametrize("case", [Case(20, 1, 5, 6, 6, 7), Case(3, 6, 1, 1, 6, 7)], ids=str)
+@pytest.mark.parametrize("blocks", [1, 2, 100])
+def test_the_blocks_of_a_pixel_are_shared_out(interpreter, case, blocks):
+    problem = make_problem(case, F32)
+    assert problem.live.sum(1).unique().numel() > 2
+    for most in ({}, SMALL):
+        call = make_call(problem, F32, most=most, blocks_of_a_program=blocks)
+        assert_is_dense(problem, *interpreter.results(call), F32)
+
+
+def test_without_a_bias(interpreter):
+    for case in (CASES["convolution"], CASES["depthwise"]):
+        call = replace(make_call(make_problem(case, F32), F32), bias=None)
+        assert_is_reference(call, *interpreter.results(call))
+
+
+@pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
+@pytest.mark.parametrize("name", ["odd groups", "depthwise", "rgb", "even groups"])
+def test_layouts_change_nothing(interpreter, name, layout):
+    """Layouts are those that the operator passes on: adjacent channels of a pixel, contiguous blocks and bias."""
+    problem = make_problem(CASES[name], F32)
+    call = make_call(problem, F32)
+    x, grad = (ops.block_sparse._adjacent(layout(t)) for t in (call.x, call.grad))
+    values, bias = (layout(t).contiguous() for t in (call.values, call.bias))
+    results = interpreter.results(call, replace(call, x=x, grad=grad, values=values, bias=bias))
+    assert all(same_bits(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["odd groups", "depthwise"])
+def test_expanded_operands(interpreter, name):
+    call = make_call(make_problem(CASES[name]), F64)
+    call = replace(call, x=call.x[:1].expand_as(call.x), grad=call.grad[:, :1].expand_as(call.grad))
+    assert_is_reference(call, *interpreter.results(call))
+
+
+@pytest.mark.parametrize("name", ["odd groups", "depthwise"])
+def test_negated_operands(interpreter, name):
+    call = make_call(make_problem(CASES[name]), F64)
+    x, grad, values = (torch.complex(t, -t).conj().imag for t in (call.x, call.grad, call.values))
+    assert x.is_neg()
+    call = replace(call, x=x, grad=grad, values=values)
+    assert_is_reference(call, *interpreter.results(call))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("name", ["convolution", "depthwise, whole vectors", "not a multiple of anything"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(interpreter, name, value, dtype):
+    problem = make_problem(CASES[name], dtype)
+    call = make_call(problem, dtype)
+    pixel = problem.live.sum(0).argmax()
+    call.x[1, pixel] = value
+    ((y, _, values),) = interpreter.results(call)
+    touched = torch.zeros(y.shape[:2], dtype=torch.bool)
+    touched[1] = problem.live[:, pixel]
+    assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
+    touched = problem.live.nonzero()[:, 1] == pixel
+    assert torch.equal(~values.isfinite(), touched[:, None, None, None].expand_as(values))
+
+
+needs_memory = pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap, 64 bits")
+
+
+@needs_memory
+@pytest.mark.parametrize("depth", [1, 5, 16])
+def test_activations_that_lie_farther_apart_than_2_to_the_31(interpreter, depth):
+    *results, x, values, grad = map(torch.from_numpy, interpreter.pool.submit(far_activations, depth).result())
+    assert_is_reference(Call(x, values, None, grad, *FAR_PATTERN), results)
+
+
+@needs_memory
+@pytest.mark.parametrize("depth", [1, 64])
+def test_blocks_beyond_the_2_to_the_31st_number(interpreter, depth):
+    assert interpreter.pool.submit(far_blocks, depth).result()
+
+
+# ---- the choice of the backend
+
+
+def test_gpus_run_triton():
+    assert backends.missing("block_sparse", "triton", "cuda") is None
+    assert backends.choose("block_sparse", torch.device("cuda")) == "triton"
+    for name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"loco_ext::{name}", "CUDA")
+
+
+def test_tensors_on_the_cpu_are_refused():
+    problem = make_problem(CASES["convolution"])
+    with (
+        loco_ext.backend("triton"),
+        pytest.raises(RuntimeError, match="block_sparse has no triton kernel for cpu"),
+    ):
+        ops.block_sparse_matmul(problem.x, problem.values, problem.pattern)
+
+
+def test_without_the_library_the_kernels_are_called_directly(monkeypatch):
+    called: list[str] = []
+    monkeypatch.setattr(backends, "library", None)
+    monkeypatch.setattr(backends, "choose", lambda *_: "triton")
+    kernels = {
+        name: lambda *arguments, name=name: called.append(name) or getattr(reference, name)(*arguments)
+        for name in ("block_sparse_matmul", "block_sparse_input_gradient", "block_sparse_value_gradient")
+    }
+    from loco_ext.triton_kernels import block_sparse
+
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(block_sparse, name, kernel)
+    problem = make_problem(CASES["convolution"])
+    operands = [t.requires_grad_() for t in (problem.x, problem.values)]
+    y = ops.block_sparse_matmul(*operands, problem.pattern, problem.bias)
+    torch.autograd.grad(y, operands, problem.grad)
+    assert called == list(kernels)

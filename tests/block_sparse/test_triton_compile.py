@@ -1,0 +1,277 @@
+"""Tests of the code that block_sparse's Triton kernels compile to, for GPUs that this machine need not have.
+
+The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
+"""
+
+import importlib.util
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.optim_step.test_triton_compile import CUDA, count, gpu
+from tests.ring_prox.test_triton_compile import Driver, Warmed, resources
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
+]
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+KERNELS = ("product_kernel", "values_kernel", "depthwise_product_kernel", "depthwise_values_kernel")
+PRODUCTS = ("forward", "input gradient", "value gradient")
+TENSOR_CORES = {80: r"\bmma\.sync", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+# Bytes of shared memory that a program may use; 89 and 120 are the smaller GPUs of their generations.
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+AMD, AMD_SHARED_MEMORY = "gfx942", 64 << 10
+REGISTERS = 65536  # per multiprocessor
+COPIES = r"cp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x{:x},"  # format with the number of bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a call, which has 36 blocks on 4 output pixels."""
+
+    batch: int
+    depth: int
+    width: int
+    groups: int = 1
+    odd: bool = False  # whether x and the output's gradient have odd strides
+
+
+REFERENCE = Layer(250, 64, 64)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The grid and options of a launch, the compiled kernel and its resources."""
+
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+    compiled: Any
+    resources: dict[str, int]
+
+    @property
+    def form(self) -> Any:
+        return self.options["FORM"]
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.options["num_warps"]
+
+    @property
+    def shared(self) -> int:
+        return self.compiled.metadata.shared
+
+    def count(self, pattern: str) -> int:
+        """Return the number of matches of the pattern in the PTX."""
+        return count(pattern, self.compiled.asm["ptx"])
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Compiler":
+    return Compiler(monkeypatch, tmp_path)
+
+
+@dataclass
+class Compiler:
+    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
+
+    patch: pytest.MonkeyPatch
+    folder: Path
+
+    def launch(
+        self, product: str, layer: Layer, dtype: torch.dtype, arch: int | str = 90, tf32: bool = False
+    ) -> Launch:
+        import triton
+        from loco_ext.triton_kernels import block_sparse
+
+        kernels = {name: Warmed(getattr(block_sparse, name)) for name in KERNELS}
+        with self.patch.context() as patch:
+            target = gpu("hip" if arch == AMD else "cuda", arch)
+            patch.setattr(triton.runtime.driver, "_active", Driver(target))
+            patch.setattr(block_sparse, "_tf32", lambda: tf32)
+            patch.setattr(block_sparse, "_shared_memory", lambda device: SHARED_MEMORY.get(arch, AMD_SHARED_MEMORY))
+            for name, kernel in kernels.items():
+                patch.setattr(block_sparse, name, kernel)
+            call(block_sparse, product, layer, dtype)
+        ((grid, options, compiled),) = [launch for kernel in kernels.values() for launch in kernel.launches]
+        used = resources(compiled.asm["cubin"], self.folder / "kernel.cubin") if arch != AMD else {}
+        return Launch(grid, options, compiled, used)
+
+
+def call(module: Any, product: str, layer: Layer, dtype: torch.dtype) -> None:
+    gap = 1 if layer.odd else 0
+
+    def activations(channels: int) -> torch.Tensor:
+        return torch.empty(layer.batch, 4, channels + gap, dtype=dtype)[..., :channels]
+
+    x, grad = activations(layer.groups * layer.depth), activations(layer.groups * layer.width)
+    values = torch.empty(36, layer.groups, layer.depth, layer.width, dtype=dtype)
+    crow, col = torch.zeros(5, dtype=torch.int64), torch.zeros(36, dtype=torch.int64)
+    if product == "forward":
+        bias = torch.empty(4, layer.groups * layer.width, dtype=dtype)
+        module.block_sparse_matmul(x, values, crow, col, bias)
+    elif product == "input gradient":
+        module.block_sparse_input_gradient(grad, values, crow, col, col)
+    else:
+        module.block_sparse_value_gradient(x, grad, crow, col, layer.groups)
+
+
+@pytest.mark.parametrize("arch", CUDA)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_reference_layer_runs_on_tensor_cores_two_programs_at_a_time(compiler, product, dtype, arch):
+    launch = compiler.launch(product, REFERENCE, dtype, arch)
+    assert launch.form.samples == 256 or (product == "value gradient" and arch == 80)
+    assert launch.form.parts == (1 if launch.form.samples == 256 else 2)
+    assert launch.grid == (4,)  # one program per output pixel reads its blocks, or its gradient, once
+    assert launch.count(TENSOR_CORES[arch]) > 0
+    assert launch.count(r"\bfma\.rn\.f32") == 0
+    # Asynchronous copies of 16 bytes load tiles during computation; copies of 8 bytes load pixel numbers before them.
+    assert launch.count(COPIES.format(16)) >= 16
+    assert launch.count(COPIES.format(8)) >= 2
+    assert launch.count(r"st\.global\S*\.v4\.b32") > 0
+    assert launch.count(r"st\.global\S*\.b16") == 0
+    assert launch.resources["STACK"] == 0
+    assert 2 * launch.resources["REG"] * launch.threads <= REGISTERS or arch != 90
+    assert 2 * (launch.shared + 1024) <= SHARED_MEMORY[arch] + 1024
+
+
+LAYERS = {
+    "one sample": Layer(1, 64, 64),
+    "rgb": Layer(64, 3, 64),
+    "back to rgb": Layer(250, 64, 3),
+    "100 channels": Layer(130, 100, 100),
+    "256 channels": Layer(64, 256, 256),
+    "large batch": Layer(1024, 64, 64),
+    "groups": Layer(250, 16, 16, groups=4),
+    "odd": Layer(130, 5, 7, groups=3),
+    "odd strides": Layer(250, 64, 64, odd=True),
+    "depthwise": Layer(250, 1, 1, groups=64),
+    "depthwise, odd": Layer(3, 1, 1, groups=33, odd=True),
+}
+ARITHMETIC = {"half": (BF16, False), "tf32": (F32, True), "float32": (F32, False), "double": (F64, False)}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize(
+    ("layer", "arithmetic", "arch"),
+    [
+        pytest.param(
+            layer, arithmetic, arch, marks=[] if arch == 90 and arithmetic in ("half", "float32") else pytest.mark.slow
+        )
+        for layer, arithmetic, arch in itertools.product(LAYERS, ARITHMETIC, SHARED_MEMORY)
+    ],
+)
+def test_every_layer_fits_on_the_gpu(compiler, layer, arithmetic, arch, product):
+    dtype, tf32 = ARITHMETIC[arithmetic]
+    launch = compiler.launch(product, LAYERS[layer], dtype, arch, tf32)
+    assert launch.shared <= SHARED_MEMORY[arch]
+    assert launch.resources["REG"] * launch.threads <= REGISTERS
+    assert launch.resources["STACK"] <= 64
+    assert launch.count(r"\batom|\bred\.") == 0
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("arch", CUDA)
+def test_float32_is_multiplied_as_ieee_says_unless_tf32_is_allowed(compiler, product, arch):
+    ieee = compiler.launch(product, REFERENCE, F32, arch)
+    assert ieee.count(r"\bfma\.rn\.f32") > 0
+    assert ieee.count(r"tf32") == 0
+    tf32 = compiler.launch(product, REFERENCE, F32, arch, tf32=True)
+    assert tf32.count(r"\bfma\.rn\.f32") == 0
+    assert tf32.count(TENSOR_CORES[arch] + r"\S*tf32") > 0
+    assert tf32.resources["STACK"] == 0
+
+
+def test_tf32_is_what_torch_says(monkeypatch):
+    from loco_ext.triton_kernels import block_sparse
+
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    assert not block_sparse._tf32()
+    try:
+        settings.allow_tf32 = True
+        assert block_sparse._tf32()
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert not block_sparse._tf32()
+    finally:
+        settings.fp32_precision = before
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("arch", CUDA)
+def test_float64_is_multiplied_in_float64(compiler, product, arch):
+    launch = compiler.launch(product, REFERENCE, F64, arch)
+    tensor_cores = launch.count(r"mma\.sync\S*f64\.f64\.f64\.f64")
+    assert tensor_cores > 0 if arch in (80, 90) else launch.count(r"\bfma\.rn\S*f64") > 0
+    assert launch.count(r"tcgen05|f32") == 0
+    assert launch.resources["STACK"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "largest"), [(BF16, 100, 8), (BF16, 104, 16), (F32, 100, 16), (BF16, 102, 4), (F32, 33, 4)]
+)
+def test_copies_are_as_large_as_what_divides_all_sizes(compiler, dtype, size, largest):
+    launch = compiler.launch("forward", Layer(64, size, size), dtype)
+    assert launch.count(COPIES.format(largest)) > 0
+    assert largest == 16 or launch.count(COPIES.format(16)) == 0
+
+
+def test_activations_with_odd_strides_leave_blocks_in_vectors(compiler):
+    launch = compiler.launch("forward", LAYERS["odd strides"], BF16)
+    assert (launch.form.x_unit, launch.form.y_unit) == (1, 16)
+    assert launch.count(COPIES.format(16)) > 0
+    assert launch.count(r"st\.global\S*\.v4\.b32") > 0
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_depthwise_layers_have_loads_of_16_bytes_and_no_tensor_cores(compiler, product):
+    for dtype in (BF16, F32):
+        launch = compiler.launch(product, LAYERS["depthwise"], dtype)
+        assert launch.count(r"mma") == 0
+        assert launch.count(r"ld\.global\S*\.v4\.b32") > 0
+        assert launch.resources["REG"] <= 128
+
+
+@pytest.mark.parametrize(
+    ("product", "layer", "programs"),
+    [
+        ("forward", Layer(250, 64, 64), 4),
+        ("forward", Layer(1024, 64, 64), 4 * 4),
+        ("forward", Layer(250, 64, 256), 4 * 2 * 2),
+        ("input gradient", Layer(250, 256, 16, groups=3), 4 * 3 * 2 * 2),
+        ("value gradient", Layer(1024, 64, 64), 4),
+        ("value gradient", Layer(64, 256, 64, groups=3), 4 * 3 * 2),
+        ("forward", Layer(250, 1, 1, groups=130), 4 * 8 * 3),
+        ("value gradient", Layer(250, 1, 1, groups=130), 4 * 3),
+    ],
+)
+def test_there_are_as_many_programs_as_tiles(compiler, product, layer, programs):
+    assert compiler.launch(product, layer, BF16).grid == (programs,)
+
+
+@pytest.mark.parametrize("arithmetic", ["half", "float32", "double"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_kernels_compile_for_amd(compiler, product, arithmetic):
+    for layer in (REFERENCE, LAYERS["odd"], LAYERS["depthwise"]):
+        launch = compiler.launch(product, layer, ARITHMETIC[arithmetic][0], AMD)
+        text = launch.compiled.asm["amdgcn"]
+        assert re.findall(r"vgpr_spill_count:\s*(\d+)", text) == ["0"]
+        assert launch.shared <= AMD_SHARED_MEMORY
+        if arithmetic == "half" and layer.depth > 1:
+            assert count(r"v_mfma_f32", text) > 0

@@ -1,0 +1,173 @@
+"""Tests of block_sparse's Triton kernels on a GPU: each case in each dtype, without syncs, and in CUDA graphs."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import loco_ext
+from loco_ext import ops
+from loco_ext.geometry import BlockPattern
+from tests.block_sparse.cases import CASES, FLOATS, Case, Problem, dense_results, make_problem, sizes_of_terms
+from tests.block_sparse.test_product import channels_first, in_wider_rows, results, shifted, spread
+from tests.block_sparse.test_triton import MORE
+from tests.tolerances import TF32, assert_sum_of_products, same_bits
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+LARGE = {
+    "reference layer, small image": Case(250, 1, 64, 64, 36, 36, kernel=3),
+    "256 channels": Case(70, 1, 256, 256, 9, 9, kernel=3),
+    "large batch, groups": Case(1024, 4, 16, 32, 9, 9, kernel=3),
+    "long rows": Case(17, 1, 20, 24, 7, 300),
+}
+EVERY = CASES | MORE | LARGE
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> Iterator[None]:
+    with loco_ext.backend("triton"):
+        yield
+
+
+def on_gpu(problem: Problem, dtype: torch.dtype) -> tuple[list[Tensor], BlockPattern]:
+    """Return ([x, values, bias, grad], pattern) on the GPU."""
+    operands = (problem.x, problem.values, problem.bias, problem.grad)
+    return [t.to("cuda", dtype) for t in operands], problem.pattern.to("cuda")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_results_are_those_of_a_dense_matrix(name, dtype):
+    problem = make_problem(EVERY[name], dtype)
+    operands, pattern = on_gpu(problem, dtype)
+    found = results(*operands, pattern)
+    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
+        assert actual.dtype == dtype
+        assert_sum_of_products(actual.cpu(), expected, sizes)
+
+
+@pytest.mark.parametrize("name", ["convolution", "100 channels", "reference layer, small image", "odd groups"])
+def test_tf32_where_it_is_allowed(name):
+    problem = make_problem(EVERY[name], torch.float32)
+    operands, pattern = on_gpu(problem, torch.float32)
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    try:
+        settings.fp32_precision = "tf32"
+        found = results(*operands, pattern)
+    finally:
+        settings.fp32_precision = before
+    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
+        assert_sum_of_products(actual.cpu(), expected, sizes, TF32)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
+@pytest.mark.parametrize("name", ["convolution", "odd groups", "depthwise", "100 channels"])
+def test_any_layout(name, layout, dtype):
+    problem = make_problem(EVERY[name], dtype)
+    operands, pattern = on_gpu(problem, dtype)
+    found = results(*(layout(t.cpu()).cuda() for t in operands), pattern)
+    for actual, expected, sizes in zip(found, dense_results(problem), sizes_of_terms(problem), strict=True):
+        assert_sum_of_products(actual.cpu(), expected, sizes)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["reference layer, small image", "depthwise", "100 channels"])
+def test_every_run_gives_the_same_bits(name, dtype):
+    operands, pattern = on_gpu(make_problem(EVERY[name], dtype), dtype)
+    expected = results(*operands, pattern)
+    busy = torch.randn(2048, 2048, device="cuda")
+    for _ in range(5):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            busy @ busy
+        assert all(same_bits(*pair) for pair in zip(results(*operands, pattern), expected, strict=True))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["convolution", "depthwise, whole vectors", "not a multiple of anything"])
+def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(name, dtype, value):
+    problem = make_problem(EVERY[name], dtype)
+    pixel = problem.live.sum(0).argmax()
+    problem.x[1, pixel] = value
+    (x, values, bias, _), pattern = on_gpu(problem, dtype)
+    y = ops.block_sparse_matmul(x, values, pattern, bias).cpu()
+    touched = torch.zeros(y.shape[:2], dtype=torch.bool)
+    touched[1] = problem.live[:, pixel]
+    assert torch.equal(~y.isfinite(), touched[..., None].expand_as(y))
+
+
+def test_derivatives_of_first_and_second_order():
+    problem = make_problem(replace(CASES["odd groups"], batch=3, depth=3, width=2, n_out=3, n_in=4))
+    (x, values, bias, _), pattern = on_gpu(problem, torch.float64)
+    operands = [t.requires_grad_() for t in (x, values, bias)]
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda x, values, bias: ops.block_sparse_matmul(x, values, pattern, bias), operands)
+
+
+def test_calls_do_not_wait_for_the_gpu():
+    operands, pattern = on_gpu(make_problem(EVERY["reference layer, small image"], torch.bfloat16), torch.bfloat16)
+    expected = results(*operands, pattern)  # compiles
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = results(*operands, pattern)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_a_graph_repeats_what_it_has_recorded():
+    operands, pattern = on_gpu(make_problem(EVERY["convolution"], torch.float32), torch.float32)
+    results(*operands, pattern)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = results(*operands, pattern)
+    for _ in range(3):
+        for operand in operands:
+            operand.normal_()
+        graph.replay()
+        assert all(same_bits(*pair) for pair in zip(found, results(*operands, pattern), strict=True))
+
+
+def test_no_memory_is_taken_but_for_results():
+    operands, pattern = on_gpu(make_problem(EVERY["reference layer, small image"], torch.bfloat16), torch.bfloat16)
+    results(*operands, pattern)
+    torch.cuda.synchronize()
+    x, _, _, grad = operands
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = results(*operands, pattern)
+    more = torch.cuda.max_memory_allocated() - before - sum(t.nbytes for t in kept)
+    assert more <= 0.01 * (x.nbytes + grad.nbytes) + 512 * len(kept)
+
+
+def test_a_training_step_compiles_into_one_graph():
+    problem = make_problem(CASES["convolution"], torch.float32)
+    operands, pattern = on_gpu(problem, torch.float32)
+    leaves = [t.requires_grad_() for t in operands[:3]]
+    pattern.transpose()
+
+    def loss(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        return ops.block_sparse_matmul(x * 2, values, pattern, bias).sin().sum()
+
+    eager, compiled = (f(*leaves) for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")))
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(*(torch.autograd.grad(value, leaves) for value in (eager, compiled)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_in_its_dtype(dtype):
+    problem = make_problem(CASES["convolution"], dtype)
+    (x, values, bias, _), pattern = on_gpu(problem, torch.float32)
+    with torch.autocast("cuda", dtype):
+        y = ops.block_sparse_matmul(x, values, pattern, bias)
+    assert same_bits(y, ops.block_sparse_matmul(x.to(dtype), values.to(dtype), pattern, bias.to(dtype)))

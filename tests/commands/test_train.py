@@ -1,0 +1,205 @@
+"""``loco-ext train``: its options and output; a user's error prints one line and leaves no files behind."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loco_ext.cli import main
+from loco_ext.experiments.models import small_cnn
+from tests.experiments import image_files
+
+GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (["--model", "lenet"], "model: expected one of small, vgg13, mobilenet, resnet18"),
+        (["--dataset", "imagenet"], "--dataset: expected one of digits, cifar10"),
+        (["--preset", "fast"], "preset: expected one of paper, quick"),
+        (["--optimizer", "lion"], "optimizer: expected one of sgd, adam, adamw"),
+        (["--schedule", "linear"], "schedule: expected one of steps, cosine"),
+        (["--norm", "l0"], "norm: expected one of l2, l1"),
+        (["--norm", "l1", "--optimizer", "adamw"], "norm: expected l2 for adamw"),
+        (["--epochs", "0"], "--epochs: expected an integer from 1"),
+        (["--epochs", "ten"], "--epochs: expected an integer from 1"),
+        (["--batch-size", "1"], "--batch-size: expected at least 2"),
+        (["--lr", "-1"], "--lr: expected a number, at least 0"),
+        (["--lr", "nan"], "--lr: expected a number, at least 0"),
+        (["--momentum", "x"], "--momentum: expected a number"),
+        (["--momentum", "1"], "--momentum: expected less than 1, got 1.0"),
+        (["--image-size", "8"], "--image-size: expected none for digits"),
+        (["--weights", "nowhere.pt"], "--weights: nowhere.pt: "),
+        (["--milestones", "3,2"], "--milestones: expected ascending epochs"),
+        (["--milestones", "3"], "milestones: expected none with the cosine schedule"),
+        (["--schedule", "steps", "--milestones", "1,1", "--factor", "1e200"], "factor: expected one that leaves"),
+        (["--locality", ""], "--locality: expected none, GAMMA,ETA or a file"),
+        (["--dataset", "cifar10", "--data", "x" * 300], "File name too long"),
+        (["--milestones", "3;2"], "--milestones: expected an integer"),
+        (["--locality", "1,2,3,4"], "locality: "),
+        (["--locality", "1,-2"], "locality: "),
+        (["--locality", "nowhere.json"], "--locality: expected none, GAMMA,ETA or a file"),
+        (["--device", "cuda:99"], "--device: expected a device that torch can use here"),
+        (["--model", "vgg13"], "vgg13 needs images of at least 32x32"),
+        (["--dataset", "cifar10"], "--data: expected the folder that holds the files of the data set cifar10"),
+        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
+        (["--penalty", "groups"], "penalty: expected one of rings, kernels, complexity"),
+        (["--strength", "0.1"], "strength: expected 0 without a penalty"),
+        (["--penalty", "complexity", "--folded"], "folded: expected False with the penalty complexity"),
+        (["--folded"], "folded: expected False without a penalty"),
+        (["--penalty", "none", "--strength", "0.1"], "strength: expected 0 without a penalty"),
+        (["--penalty", "rings", "--strength", "-1"], "--strength: expected a number, at least 0"),
+        (["--penalty", "rings", "--weighting", "x"], "weighting: expected one of plain, normalized, scaled"),
+        (["--penalty", "rings", "--kind", "x"], "kind: expected one of half, full"),
+        (["--penalty", "rings", "--solver", "x"], "solver: expected one of prox, subgradient"),
+        (["--width", "0.5"], "width: expected 1, or more than 0 for resnet20"),
+        (["--seed", "-1"], "--seed: expected an integer from 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
+    out = tmp_path / "run"
+    assert main([*GOOD, "--out", str(out), *bad]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("loco-ext: ")
+    assert captured.err.count("\n") == 1
+    assert said in captured.err
+    assert not out.exists()
+
+
+def test_a_damaged_data_file_leaves_nothing_behind(tmp_path, capsys):
+    image_files.cifar10(tmp_path / "data")
+    path = tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[:-7])
+    arguments = ["train", "--model", "small", "--dataset", "cifar10", "--data", str(tmp_path / "data")]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert "data_batch_2.bin: expected 30730000 bytes (10000 records), found 30729993" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main([*GOOD, "--out", str(tmp_path / "file" / "run")]) == 2
+    assert "--out: expected a folder that can be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"locality": 3}',
+        '{"locality": {"0": "12"}}',
+        '{"locality": {"0": [1, "a"]}}',
+        '{"locality": {"0": [1, 1%s]}}' % ("0" * 400),
+        "[" * 100_000,
+        "\udcff",
+    ],
+    ids=lambda content: content[:30],
+)
+def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content):
+    path = tmp_path / "locality.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    assert main([*GOOD, "--out", str(tmp_path / "run"), "--locality", str(path)]) == 2
+    assert "locality.json: expected JSON with an entry 'locality'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("none", None), ("{}", {"3": [0.5, 2.0]})],
+)
+def test_options_reach_the_settings(tmp_path, capsys, text, expected):
+    path = tmp_path / "analysis.json"
+    path.write_text(json.dumps({"locality": {"3": [0.5, 2.0]}}))
+    options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
+    options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
+    options += ["--penalty", "rings", "--strength", "0.001", "--weighting", "scaled", "--kind", "full"]
+    options += ["--folded", "--solver", "subgradient", "--width", "1", "--amp"]
+    assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
+    assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
+        "model": "small",
+        "data": "digits",
+        "image_size": None,
+        "epochs": 1,
+        "batch_size": 50,
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
+        "momentum": 0.8,
+        "weight_decay": 0.02,
+        "schedule": "steps",
+        "milestones": [1, 2],
+        "factor": 0.3,
+        "locality": expected,
+        "norm": "l1",
+        "augment": False,
+        "shuffle": True,
+        "seed": 4,
+        "width": 1.0,
+        "penalty": "rings",
+        "strength": 0.001,
+        "weighting": "scaled",
+        "kind": "full",
+        "folded": True,
+        "solver": "subgradient",
+        "amp": True,
+        "weights": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "a", "RANK": "0"}], ids=str
+)
+def test_an_environment_that_torchrun_does_not_make_is_named(tmp_path, capsys, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([*GOOD, "--out", str(tmp_path / "run")]) == 2
+    assert "processes: expected the environment that torchrun makes" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_starts_from_given_weights(tmp_path, capsys):
+    model = small_cnn()
+    torch.save({"model": model.state_dict()}, tmp_path / "weights.pt")
+    line = [*GOOD, "--lr", "0", "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*line, "--weights", str(tmp_path / "weights.pt")]) == 0
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
+    assert tuple(capsys.readouterr()) == ("", "")
+    # The second run continues from the same weights only.
+    assert main([*line, "--resume"]) == 2
+    assert "--weights: expected " in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_for_more_epochs_keeps_its_milestones(tmp_path):
+    line = [*GOOD, "--preset", "paper", "--batch-size", "400", "--out", str(tmp_path)]
+    assert main([*line, "--epochs", "2"]) == 0
+    assert main([*line, "--epochs", "3", "--resume"]) == 0
+    rates = [json.loads(text)["learning_rate"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([0.05, 0.0158, 0.0158])
+    assert json.loads((tmp_path / "settings.json").read_text())["settings"]["milestones"] == [1]
+
+
+def test_a_run_that_diverges_leaves_its_last_good_epoch(tmp_path, capsys):
+    line = [*GOOD, "--schedule", "steps", "--epochs", "3", "--milestones", "1", "--factor", "1e30"]
+    assert main([*line, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"loco-ext: {tmp_path}: the run has diverged, the loss of epoch 2 is not finite")
+    assert "the checkpoint of epoch 1 is left" in said
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert [epoch["epoch"] for epoch in state["history"]] == [1]
+    assert all(value.isfinite().all() for value in state["model"].values())
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_json_is_the_last_epoch(tmp_path, capsys):
+    assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json"]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])
+    # A finished run is not trained again.
+    assert main([*GOOD, "--epochs", "2", "--out", str(tmp_path / "run"), "--json", "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(lines[-1])

@@ -1,0 +1,356 @@
+"""Compaction: smaller networks with the same outputs, at every size of the input."""
+
+import contextlib
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loco_ext import sparsity
+from loco_ext.experiments import models
+from tests.compaction.cases import Residual, compacted, conv, random_network, same, sizes_of, strike
+
+
+def check_random(seed: int, dims: int) -> None:
+    torch.manual_seed(seed)
+    model = random_network(seed, dims)
+    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11, 10)[:dims], (9, 13, 9)[:dims])]
+    try:
+        for x in inputs:
+            model(x)
+    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
+        pytest.skip("no image of this size")
+    before = copy.deepcopy(model.state_dict())
+    for fold_norms, fixed_size in ((True, False), (False, False), (False, True)):
+        network, report = compacted(model, inputs[0], fold_norms=fold_norms, fixed_size=fixed_size)
+        same(network, model, *(inputs[:1] if fixed_size else inputs))
+        assert "model" not in report.notes
+        assert report.multiply_adds_after <= report.multiply_adds_executed <= report.multiply_adds_before
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(15))
+def test_random_networks_give_the_same_outputs(seed: int, dims: int) -> None:
+    check_random(seed, dims)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("start", range(1000, 1120, 40))
+def test_many_random_networks_give_the_same_outputs(start: int, dims: int) -> None:
+    for seed in range(start, start + 40):
+        with contextlib.suppress(pytest.skip.Exception):
+            check_random(seed, dims)
+
+
+@pytest.mark.parametrize("name", ["small", "vgg13", "mobilenet", "resnet18"])
+@pytest.mark.parametrize("pattern", [{"sizes": 0.0}, {"dead": 0.0}, {}])
+def test_networks_of_the_experiments(name: str, pattern: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    model = strike(models.MODELS[name].make(3, 10, 32), **pattern).double().eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.double)
+    network, report = compacted(model, x)
+    same(network, model, x, x.contiguous(memory_format=torch.channels_last))
+    assert report.multiply_adds_executed < 0.97 * report.multiply_adds_before
+    assert report.parameters_after == sum(p.numel() for p in network.parameters()) < report.parameters_before
+    assert not report.notes
+
+
+def test_a_constant_goes_into_the_bias_where_no_padding_shows_it() -> None:
+    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
+    first[1] = 0
+    model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second))
+    x = torch.randn(1, 2, 6, 7).double()
+    network, _ = compacted(model, x)
+    assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
+    same(network, model, x, torch.randn(2, 2, 3, 3).double())
+
+
+def test_a_constant_that_padding_shows_is_kept_and_named() -> None:
+    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
+    first[1] = 0
+    model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second, padding=1))
+    x = torch.randn(1, 2, 6, 7).double()
+    network, report = compacted(model, x)
+    assert sizes_of(network) == [(3, 2, 1, 1), (2, 3, 3, 3)]
+    assert "padding of 2" in str(report.layers[0].kept)
+    same(network, model, x, torch.randn(2, 2, 1, 4).double())
+
+
+def test_one_constant_stands_for_all_that_padding_shows() -> None:
+    first, second = torch.randn(6, 2, 1, 1).double(), torch.randn(2, 6, 3, 3).double()
+    first[:4] = 0
+    model = nn.Sequential(conv(first, [0.5, 2.0, -1.0, 1e-9, 0.0, 0.0]), nn.Tanh(), conv(second, padding=1))
+    x = torch.randn(1, 2, 6, 7).double()
+    network, _ = compacted(model, x)
+    assert sizes_of(network) == [(3, 2, 1, 1), (2, 3, 3, 3)]
+    same(network, model, x, torch.randn(2, 2, 1, 4).double())
+
+
+def test_a_map_of_biases_binds_the_size() -> None:
+    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
+    first[1] = 0
+    model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second, padding=1))
+    x = torch.randn(1, 2, 6, 7).double()
+    network, _ = compacted(model, x, fixed_size=True)
+    assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
+    same(network, model, x, torch.randn(3, 2, 6, 7).double())
+    with pytest.raises(RuntimeError, match="size"):
+        network(torch.randn(1, 2, 5, 7).double())
+
+
+def test_a_zero_constant_goes_whatever_the_padding() -> None:
+    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
+    first[1] = 0
+    model = nn.Sequential(conv(first, [0.0, -2.0, 0.0]), nn.ReLU(), conv(second, padding=1))
+    network, _ = compacted(model, torch.randn(1, 2, 6, 7).double())
+    assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kept", [(0, 0), (0, 4), (4, 4), (3, 1), (2, 2)])
+def test_a_kernel_of_one_tap_reads_the_right_place(mode: str, stride: int, kept: tuple[int, int]) -> None:
+    weight = torch.zeros(1, 1, 5, 5).double()
+    weight[0, 0, kept[0], kept[1]] = 1
+    model = nn.Sequential(conv(weight, stride=stride, padding=2, padding_mode=mode))
+    for size in ((9, 8), (3, 4), (12, 3)):
+        x = torch.randn(2, 1, *size).double()
+        network, report = compacted(model, torch.randn(1, 1, 9, 9).double())
+        assert sizes_of(network) == [(1, 1, 1, 1)]
+        assert torch.equal(network(x), model(x))
+    assert report.layers[0].sizes == {"1x1": 1}
+
+
+def test_cropping_is_right_for_images_smaller_than_what_is_cropped() -> None:
+    weight = torch.zeros(1, 1, 7, 7).double()
+    weight[0, 0, 6, 6] = 1
+    model = nn.Sequential(conv(weight, padding=3))
+    network, _ = compacted(model, torch.randn(1, 1, 9, 9).double())
+    for size in (1, 2, 3):
+        x = torch.randn(1, 1, size, size).double()
+        assert torch.equal(network(x), model(x))
+
+
+def test_a_block_that_adds_nothing_becomes_the_identity() -> None:
+    block = models.BasicBlock(4, 4, 1)
+    with torch.no_grad():
+        block.residual[3].weight.zero_()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), block, nn.Conv2d(4, 2, 1)).double().eval()
+    x = torch.randn(2, 3, 5, 5).double()
+    network, report = compacted(model, x)
+    same(network, model, x)
+    assert sizes_of(network) == [(4, 3, 1, 1), (2, 4, 1, 1)]
+    assert [layer.kernels_after for layer in report.layers] == [4, 0, 0, 2]
+    assert report.multiply_adds_after == 25 * (12 + 8)
+
+
+def test_a_channel_of_a_residual_network_goes_when_every_writer_is_dead() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), models.BasicBlock(4, 4, 1), nn.Conv2d(4, 2, 1)).double().eval()
+    with torch.no_grad():
+        model[0].weight[1], model[0].bias[1] = 0, 0
+        model[1].residual[3].weight[:2] = 0
+    x = torch.randn(2, 3, 5, 5).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)
+    assert sizes_of(network) == [(3, 3, 1, 1), (4, 3, 3, 3), (2, 4, 3, 3), (2, 3, 1, 1)]
+
+
+def test_multiply_adds_are_those_of_eq_10() -> None:
+    weight = torch.randn(4, 3, 3, 3)
+    weight[0] = 0
+    weight[1, :, 0] = weight[1, :, :, 0] = 0
+    weight[2, :, [0, 2]] = 0
+    weight[2, :, :, [0, 2]] = 0
+    model = nn.Sequential(conv(weight.double(), padding=1, stride=2))
+    _, report = compacted(model, torch.randn(7, 3, 9, 8).double())
+    pixels = 5 * 4
+    assert report.multiply_adds_before == pixels * 4 * 3 * 9
+    assert report.multiply_adds_after == pixels * 3 * (0 + 4 + 1 + 9)
+    assert report.layers[0].sizes == {"3x3": 1, "2x2": 1, "1x1": 1, "0": 1}
+    assert report.layers[0].kernels_after == 3
+
+
+def test_a_single_layer_is_cropped() -> None:
+    weight = torch.zeros(1, 1, 3, 3).double()
+    weight[0, 0, 1, 1] = 1
+    x = torch.randn(1, 1, 5, 5).double()
+    network, _ = compacted(conv(weight, padding=1), x)
+    assert sizes_of(network) == [(1, 1, 1, 1)]
+    assert torch.equal(network(x), x)
+
+
+def test_identity_kernels_are_counted() -> None:
+    weight = torch.zeros(3, 2, 3, 3)
+    weight[0, 1, 1, 1] = weight[1, 0, 0, 0] = 1
+    weight[2, :, 1, 1] = 1
+    _, report = sparsity.compact(nn.Sequential(conv(weight.double())), torch.randn(1, 2, 5, 5).double())
+    assert report.layers[0].identity_kernels == 1
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv2d(1, 6, 3), nn.Linear(6 * 4 * 5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convolution(x)
+        return self.linear(x.view(x.size(0), -1))
+
+
+def test_features_of_channels_that_are_gone_leave_the_linear_layer() -> None:
+    model = Flattening().double()
+    with torch.no_grad():
+        model.convolution.weight[2:4] = 0
+        model.linear.weight[:, 20:40] = 0
+    x = torch.randn(2, 1, 6, 7).double()
+    network, report = compacted(model, x)
+    same(network, model, x)
+    assert network.linear.weight.shape == (3, 60)
+    assert report.layers[1].multiply_adds_after == 180
+
+
+def test_nan_and_infinite_weights_stay() -> None:
+    model = strike(models.small_cnn(3, 4, 8), 0).double().eval()
+    with torch.no_grad():
+        model[1].bias[:4] = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0]).double()
+        model[3].weight[5, 2, 1, 1] = float("nan")
+    x = torch.randn(2, 3, 8, 8).double()
+    network, _ = compacted(model, x, fold_norms=False)
+    assert torch.equal(network(x).isnan(), model(x).isnan())
+
+
+@pytest.mark.parametrize("channels_last", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_measured_network_gives_the_same_outputs(channels_last: bool) -> None:
+    torch.manual_seed(1)
+    model = strike(models.cifar_resnet(3, 10, 8, blocks=1), 1).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    network, report = sparsity.compact(model, x)
+    same(network, model, x)
+    assert report.latency_before is not None
+    assert report.latency_after is not None
+    assert report.latency_after <= report.latency_before
+    assert str(round(report.latency_after * 1e3, 3)) in str(report)
+
+
+def test_the_smaller_network_trains_and_compiles() -> None:
+    model = strike(models.small_cnn(3, 4, 8), 0)
+    model.train()
+    x = torch.randn(4, 3, 8, 8)
+    network, _ = compacted(model, x, fold_norms=False)
+    assert network.training
+    assert model.training
+    compiled = torch.compile(copy.deepcopy(network).eval(), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    network(x).sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+def test_no_narrow_convolution_of_one_tap_has_a_stride() -> None:
+    """The backward of such a convolution writes out of bounds in oneDNN; a crash here is that defect."""
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Conv2d(3, 24, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(24, 16, 1, 2)).double().eval()
+    )
+    model[0].weight.data[:20] = 0
+    x = torch.randn(8, 3, 16, 16, dtype=torch.float64)
+    network, _ = compacted(model, x)
+    layer = network.get_submodule("2")
+    assert (layer.weight.shape, layer.stride) == ((16, 4, 1, 1), (1, 1))
+    same(network, model, x, x[:1, :, :7, :9])
+    model(x).square().mean().backward()
+    network.float()(x.float().contiguous(memory_format=torch.channels_last)).square().mean().backward()
+    torch.testing.assert_close(layer.weight.grad, model[2].weight.grad[:, 20:].float())
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = strike(models.small_cnn(3, 4, 8), 0)
+    model[0].weight.requires_grad_(False)
+    network, _ = compacted(model, torch.randn(2, 3, 8, 8))
+    frozen = [name for name, p in network.named_parameters() if not p.requires_grad]
+    assert "0.weight" in frozen or any(name.startswith("0_") for name in frozen)
+    assert not any(name.startswith("3") for name in frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = strike(models.resnet18(3, 10, 8), 4).to(dtype).eval()
+    x = torch.randn(2, 3, 8, 8).to(dtype)
+    network, _ = compacted(model, x, fold_norms=False)
+    expected = model(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert network(x).dtype == dtype
+    assert (network(x) - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_the_same_network_whatever_the_process() -> None:
+    code = (
+        "import torch; from tests.compaction.cases import random_network; "
+        "from loco_ext import sparsity; torch.manual_seed(3); model = random_network(7, 2); "
+        "network, _ = sparsity.compact(model, torch.randn(2, 3, 12, 11).double(), cost='multiply_adds'); "
+        "print(network.code, [tuple(p.shape) for p in network.parameters()])"
+    )
+    texts = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+        for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = strike(models.small_cnn(3, 4, 8), 0).eval()
+    x = torch.randn(2, 3, 8, 8)
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        network, _ = compacted(wrapped, x)
+        torch.testing.assert_close(network(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_nested_outputs_and_several_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Conv2d(2, 4, 3), nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+            x, y = self.one(x), self.other(y)
+            return {"both": (x + y, x)}
+
+    model = strike(Two(), 5).double().eval()
+    inputs = torch.randn(2, 2, 6, 6).double(), torch.randn(2, 3, 6, 6).double()
+    network, _ = compacted(model, inputs)
+    for result, expected in zip(network(*inputs)["both"], model(*inputs)["both"], strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+def test_bad_arguments_are_named() -> None:
+    model, x = nn.Conv2d(1, 1, 3), torch.zeros(1, 1, 4, 4)
+    with pytest.raises(TypeError, match=r"model: expected a module, got str"):
+        sparsity.compact("model", x)
+    with pytest.raises(ValueError, match=r"cost: expected 'measured' or 'multiply_adds', got 'fast'"):
+        sparsity.compact(model, x, cost="fast")
+    with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, or a tuple with one, got int"):
+        sparsity.compact(model, 3)
+
+
+def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.function = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.function(x)
+            return torch.cat([x + y, y], 1)
+
+    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), Twice(), Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
+    x = torch.randn(2, 3, 5, 5).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)

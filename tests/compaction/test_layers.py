@@ -1,0 +1,130 @@
+"""Subclasses of torch's layers, and functions called with a module's own weights, in compacted networks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loco_ext import sparsity
+from tests.compaction.cases import Gate, Residual, compacted, same, sizes_of, strike
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    """Batch normalisation that checks its input, and applies dropout and an activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, "expected images")
+        mean, var = self.running_mean, self.running_var
+        x = F.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.act(self.drop(x))
+
+
+class OwnConvolution(nn.Conv2d):
+    """Subclass with its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def drop_samples(x: Tensor, training: bool) -> Tensor:
+    """Apply stochastic depth; torch.fx does not trace into this function."""
+    if not training:
+        return x
+    return x * (torch.rand(len(x), 1, 1, 1) < 0.5)
+
+
+torch.fx.wrap("drop_samples")
+
+
+class Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return drop_samples(x, self.training)
+
+
+def network() -> nn.Module:
+    block = nn.Sequential(OwnConvolution(8, 12, 1), NormAndActivation(12), OwnConvolution(12, 8, 3, padding=1))
+    model = nn.Sequential(
+        OwnConvolution(3, 8, 3, padding=1, bias=False),
+        NormAndActivation(8),
+        Residual(nn.Sequential(block, Dropped())),
+        OwnConvolution(8, 4, 1),
+    )
+    return strike(model, dead=0.5).double().eval()
+
+
+def test_subclasses_of_layers_shrink_as_layers_do(tmp_path: Path) -> None:
+    model, x = network(), torch.randn(2, 3, 9, 8).double()
+    smaller, report = compacted(model, x)
+    same(smaller, model, x, torch.randn(1, 3, 7, 11).double())
+    assert not report.notes
+    assert report.multiply_adds_executed < 0.6 * report.multiply_adds_before
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
+    sparsity.save(smaller, tmp_path)  # the checks and the dropping of samples in training are gone
+    assert torch.equal(sparsity.load(tmp_path)(x), smaller(x))
+    kept, _ = compacted(model, x, fold_norms=False)
+    same(kept, model, x)
+    assert sum(type(module) is nn.BatchNorm2d for module in kept.modules()) == 2
+
+
+def test_a_norm_that_is_never_trained_stays_a_function() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, self.mean, self.var, training=False)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Frozen()).train()
+    smaller, _ = sparsity.compact(model, torch.randn(2, 3, 8, 8), cost="multiply_adds")
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
+
+
+def test_average_pools_called_as_functions_let_channels_go() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.avg_pool2d(self.first(x), kernel_size=3, stride=1, padding=1))
+
+    model = Pooled().double().eval()
+    model.first.weight.data[::2] = 0
+    model.first.bias.data[::2] = 0
+    x = torch.randn(2, 3, 12, 11).double()
+    smaller, _ = compacted(model, x)
+    same(smaller, model, x)
+    assert sizes_of(smaller)[0][0] == 4
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, NormAndActivation])
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("dead", ["whole groups", "half of each", "any"])
+def test_groups_shrink(dead: str, padding: int, norm: type[nn.Module]) -> None:
+    inside = [nn.Conv2d(8, 12, 1), norm(12), nn.ReLU(), nn.Conv2d(12, 24, 3, padding=padding, groups=4), norm(24)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *inside, nn.ReLU(), Gate(24, 2), nn.Conv2d(24, 5, 1)).double()
+    strike(model, dead=0, sizes=0, inputs=0)
+    gone = {"whole groups": torch.arange(12) < 6, "half of each": torch.arange(12) % 3 > 0}
+    first = gone.get(dead, torch.rand(12) < 0.5)
+    model[2].weight.data[first] = 0
+    second = first.repeat_interleave(2)
+    model[5].weight.data[second] = 0
+    model[5].bias.data[second] = model[6].running_mean[second] - 0.5
+    model[6].bias.data[second] = 0  # the ReLU makes these channels zero
+    x = torch.randn(2, 3, 9, 8).double()
+    for folded in (True, False):
+        smaller, report = compacted(model.eval(), x, fold_norms=folded)
+        same(smaller, model, x, torch.randn(1, 3, 7, 11).double())
+    if dead != "any":
+        grouped = next(layer for layer in report.layers if layer.name == "5")
+        assert grouped.multiply_adds_executed <= 0.8 * grouped.multiply_adds_before
+    fixed, _ = compacted(model, x, fixed_size=True)
+    same(fixed, model, x)

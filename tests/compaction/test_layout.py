@@ -1,0 +1,253 @@
+"""Memory layout of the channels of smaller networks: order, memory formats, and in-place overwrites."""
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from loco_ext import sparsity
+from loco_ext.experiments import models
+from loco_ext.ops.memory_format import FORMATS, is_channels_last
+from loco_ext.sparsity.compaction import cost
+from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.layout import in_channels_last
+from loco_ext.sparsity.compaction.rewrite import Rewriter
+from loco_ext.sparsity.compaction.take import take_channels
+from loco_ext.sparsity.compaction.trace import record, trace
+from tests.compaction.cases import Residual, compacted, conv, random_network, same, strike
+
+compact = sys.modules["loco_ext.sparsity.compaction.compact"]
+
+
+def second_is_faster(calls: Sequence[object], device: torch.device, budget: float) -> list[float]:
+    """Return made-up latencies in place of measured ones: the first call is the slowest."""
+    return [1.0, *(0.5 for _ in calls[1:])]
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 5), (2, 5, 7), (2, 5, 3, 4), (2, 5, 1, 1), (1, 5, 3, 4), (2, 1, 3, 4), (2, 5, 3, 1, 4)]
+)
+def test_channels_are_taken_in_any_format(shape: tuple[int, ...]) -> None:
+    x, index = torch.randn(shape, dtype=torch.double), torch.tensor([4, 0, 0, 2]) % shape[1]
+    for memory_format in (torch.contiguous_format, FORMATS.get(len(shape), torch.contiguous_format)):
+        y = x.to(memory_format=memory_format).requires_grad_()
+        result = take_channels(y, index)
+        assert torch.equal(result, x[:, index])
+        assert result.is_contiguous(memory_format=memory_format)
+        assert is_channels_last(result) == (memory_format is FORMATS.get(len(shape)))
+        (gradient,) = torch.autograd.grad(result.sum(), y)
+        counts = torch.bincount(index, minlength=shape[1]).double()
+        assert torch.equal(gradient.sum((0, *range(2, len(shape)))), counts * x[:, 0].numel())
+    whole = torch.randn(2, 8, 6, 7)[:, ::2, 1:, ::3]
+    assert torch.equal(take_channels(whole, index[1:]), whole[:, index[1:]])
+    assert torch.equal(take_channels(x[0], index, -len(shape) + 1), x[0][index])
+
+
+def test_taking_channels_is_one_call_of_a_graph() -> None:
+    class Taking(nn.Module):
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            return take_channels(x, index)
+
+    graph = fx.symbolic_trace(fx.symbolic_trace(Taking()))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [take_channels]
+    with pytest.raises((IndexError, RuntimeError), match=r"index|INDICES"):
+        take_channels(torch.zeros(2, 3, 4, 4), torch.tensor([3]))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("seed", range(50, 56))
+def test_networks_that_are_faster_in_channels_last_run_so_inside(
+    monkeypatch: pytest.MonkeyPatch, seed: int, dims: int
+) -> None:
+    monkeypatch.setattr(cost, "latencies", second_is_faster)
+    monkeypatch.setattr(cost, "fastest", cost.fewest_multiply_adds)
+    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_multiply_adds)
+    torch.manual_seed(seed)
+    model = random_network(seed, dims)
+    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11, 10)[:dims], (9, 13, 9)[:dims])]
+    try:
+        expected = [model(x) for x in inputs]
+    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
+        pytest.skip("no image of this size")
+    network, report = sparsity.compact(model, inputs[0])
+    assert "model" not in report.notes
+    for x, y in zip(inputs, expected, strict=True):
+        result = network(x)
+        assert (result - y).abs().max() <= 1e-10 * y.abs().max()
+        assert result.stride() == y.stride()
+    assert [node.target for node in network.graph.nodes][1] == "clone"
+
+
+def test_only_images_in_other_formats_are_converted() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 4, 3), nn.Linear(36, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = functional.relu(self.first(x))
+            return self.last(y.view(y.size(0), -1)), y.view(-1, 9)
+
+    model, x = Viewing().double().eval(), torch.randn(2, 2, 5, 5).double()
+    converted = in_channels_last(trace(model, [x]), [x])
+    assert converted is not None
+    for result, expected in zip(converted(x), model(x), strict=True):
+        torch.testing.assert_close(result, expected)
+    formats = [node.kwargs["memory_format"] for node in converted.graph.nodes if node.target == "clone"]
+    assert formats == [torch.channels_last, torch.contiguous_format]
+    network, _ = sparsity.compact(model, x)
+    for result, expected in zip(network(x), model(x), strict=True):
+        torch.testing.assert_close(result, expected)
+    pixels = x.contiguous(memory_format=torch.channels_last)
+    assert in_channels_last(trace(nn.Conv2d(2, 4, 3).double(), [pixels]), [pixels]) is None
+    assert in_channels_last(trace(nn.Linear(2, 4).double(), [x[:, :, 0, 0]]), [x[:, :, 0, 0]]) is None
+
+
+def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "latencies", second_is_faster)
+    first = [nn.BatchNorm2d(1), nn.Conv2d(1, 6, 3), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.ReLU()]
+    model = strike(nn.Sequential(*first, nn.Conv2d(5, 1, 1), nn.ReLU(), nn.Conv2d(1, 3, 1)), sizes=0, inputs=0)
+    model, x = model.double().eval(), torch.randn(2, 1, 12, 12).double()
+    network, _ = sparsity.compact(model, x)
+    same(network, model, x)
+    assert network(x).stride() == model(x).stride()
+    record(network, [x])
+    nodes = [node for node in network.graph.nodes if node.op != "get_attr" and len(node.meta.get("shape", ())) == 4]
+    *images, back, result = [node.meta["channels_last"] for node in nodes if node.meta["shape"][1] > 1]
+    assert len(images) >= 4
+    assert all(images)
+    assert not back
+    assert not result
+
+
+def test_networks_that_are_channels_last_inside_are_not_converted_again() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)), torch.randn(2, 3, 5, 5)
+    converted = in_channels_last(trace(model, [x]), [x])
+    assert converted is not None
+    assert in_channels_last(converted, [x]) is None
+
+
+def test_gradients_of_what_is_overwritten() -> None:
+    torch.manual_seed(0)
+    model = strike(models.resnet18(3, 10, 8), 3).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    for options in ({}, {"fold_norms": False}):
+        network, _ = compacted(model, x, **options)
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(network(one).square().sum(), one)
+        (expected,) = torch.autograd.grad(model(other).square().sum(), other)
+        assert (gradient - expected).abs().max() <= 1e-9 * expected.abs().max()
+        modules = dict(network.named_modules())
+        relus = [node for node in network.graph.nodes if isinstance(modules.get(str(node.target)), nn.ReLU)]
+        assert relus
+        assert all(modules[str(node.target)].inplace for node in relus)
+        network.train()(x).sum().backward()
+
+
+def test_gradients_that_need_results_keep_them() -> None:
+    class Rectified(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.relu(torch.sigmoid(x)) + torch.tanh(x).relu()
+
+    model = strike(nn.Sequential(nn.Conv2d(3, 6, 3), Rectified(), nn.Conv2d(6, 2, 1)), 1).double()
+    x = torch.randn(2, 3, 5, 5).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)
+    network(x).sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+def test_what_a_layer_with_hooks_gives_is_not_overwritten() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)).double()
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, x, y: seen.append(y))
+    x = torch.randn(2, 3, 5, 5).double()
+    network, _ = compacted(model, x)
+    model(x)
+    network(x)
+    assert (seen[-1] < 0).any()
+    assert torch.equal(seen[-1], seen[-2])
+
+
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_what_hooks_and_others_read_is_not_overwritten(hooked: int) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            z = self.second(torch.relu(y)).relu()
+            return torch.cat([y + z, functional.relu(torch.sigmoid(self.second.bias[:, None, None] + z))], 1)
+
+    model = nn.Sequential(Twice(), nn.ReLU(), nn.Conv2d(8, 3, 3)).double().eval()
+    seen: list[Tensor] = []
+    model[hooked].register_forward_hook(lambda module, x, y: seen.append(y))
+    x = torch.randn(2, 3, 6, 6).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)
+    network(x)
+    values = seen[-1].clone()
+    model(x)
+    assert (values - seen[-1]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("multiple", [1, 6, 16])
+def test_dead_channels_of_sums_give_their_constants_whether_they_are_kept_or_not(multiple: int) -> None:
+    torch.manual_seed(multiple)
+    first = torch.randn(6, 3, 1, 1).double()
+    first[:2] = 0
+    second = torch.randn(8, 6, 1, 1).double()
+    second[:3] = 0
+    second[3, 2:] = 0  # this kernel reads constants only
+    block = nn.Sequential(conv(first, [1.5, -2.0, 0.1, 0.2, 0.3, 0.4]), nn.Tanh(), conv(second, [0.5] * 8))
+    stem = nn.Conv2d(3, 8, 1).double()
+
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block, self.last = stem, block, conv(torch.randn(3, 8, 3, 3).double(), padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.relu(self.stem(x) + self.block(x)))
+
+    model, x = Stream().eval(), torch.randn(2, 3, 5, 6).double()
+    traced = trace(model, [x])
+    channels = Channels(traced, Channels(traced).scatterable())
+    assert channels.scatter
+    channels.fill(multiple)
+    network = Rewriter(traced, channels, cost.fewest_multiply_adds).build()
+    same(network, model, x)
+
+
+def test_a_sum_whose_terms_have_other_channels_needs_no_channel_of_zeros() -> None:
+    block = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Residual(block), nn.Conv2d(4, 2, 1)).double()
+    with torch.no_grad():
+        block.weight[1:3] = 0
+    x = torch.randn(2, 3, 5, 5).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)
+    assert network.get_submodule("1.function").weight.shape == (2, 4, 3, 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_terms_of_a_sum_whose_channels_come_in_different_orders_are_aligned(seed: int) -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+            self.last = nn.Conv2d(8, 2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.first(x)
+            return self.last(torch.cat([first, self.second(x)], 1)[:, :8] + first)
+
+    model, x = strike(Parts(), seed, dead=0.2).double().eval(), torch.randn(2, 3, 7, 6).double()
+    network, _ = compacted(model, x)
+    same(network, model, x)

@@ -1,0 +1,376 @@
+"""Compacted layers whose kernels of all sizes are computed at once, by mixed_conv2d."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loco_ext import sparsity
+from loco_ext.ops import backends, mixed_conv2d
+from loco_ext.sparsity.compaction import cost
+from loco_ext.sparsity.compaction.convolution import MIXED, Bucket, Convolution, as_convolution
+from loco_ext.sparsity.compaction.fusion import Epilogue
+from tests.compaction.cases import random_network
+
+compact = sys.modules["loco_ext.sparsity.compaction.compact"]
+pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the compiled library")
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute every layer that can be by mixed_conv2d, fill up no channels, and time the last network as fastest."""
+    torchs = cost._fastest_of_torch
+
+    def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:
+        if not cost.takes_mixed(convolution, kind):
+            return torchs(convolution, kind, free)
+        return cost.all_at_once(convolution)
+
+    monkeypatch.setattr(cost, "fastest", choose)
+    monkeypatch.setitem(compact.COSTS, "measured", choose)
+    monkeypatch.setattr(cost, "MULTIPLES", (1,))
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 / (1 + i) for i in range(len(calls))])
+
+
+def network_of_sizes() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 5, padding=2), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 6, 3, stride=2), nn.ReLU()
+    ).eval()
+    with torch.no_grad():
+        model[0].weight[:4, :, [0, 4]] = 0
+        model[0].weight[4:7, :, :, 1:] = 0
+        model[0].weight[7] = 0
+        model[3].weight[::2, :, 0] = 0
+    return model
+
+
+def calls(network: nn.Module) -> list[Any]:
+    return [node for node in network.graph.nodes if node.target is mixed_conv2d]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_the_same_outputs_at_every_size(seed: int, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(seed)
+    model = random_network(seed, 2)
+    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11), (9, 13))]
+    inputs = [x.contiguous(memory_format=memory_format) for x in inputs]
+    try:
+        expected = [model(x) for x in inputs]
+    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
+        pytest.skip("no image of this size")
+    network, report = sparsity.compact(model, inputs[0], fold_norms=seed % 2 == 0)
+    assert "model" not in report.notes
+    for x, y in zip(inputs, expected, strict=True):
+        with torch.no_grad():
+            assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()
+        assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()
+
+
+@pytest.mark.usefixtures("always")
+def test_layers_keep_their_parameters_and_take_the_relu_in() -> None:
+    model, x = network_of_sizes(), torch.randn(2, 3, 9, 9)
+    network, report = sparsity.compact(model, x)
+    first, second = calls(network)
+    assert first.kwargs["relu"]
+    assert second.kwargs["relu"]
+    assert not any(isinstance(module, nn.ReLU) for module in network.modules())
+    kinds = {name: tuple(m.weight.shape) for name, m in network.named_modules() if isinstance(m, nn.Conv2d)}
+    assert kinds == {
+        "0_0": (3, 3, 5, 1),
+        "0_1": (4, 3, 3, 5),
+        "0_2": (4, 3, 5, 5),
+        "3_0": (3, 11, 2, 3),
+        "3_1": (3, 11, 3, 3),
+    }
+    assert report.multiply_adds_executed == report.multiply_adds_after
+    loss = network(x).square().sum()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+@pytest.mark.usefixtures("always")
+def test_kernels_that_others_sum_up_with_live_ones_take_one_tap_when_dead() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 6, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + self.b(x)
+
+    torch.manual_seed(0)
+    model, x = Sum().double().eval(), torch.randn(2, 3, 7, 5, dtype=torch.double)
+    with torch.no_grad():
+        model.a.weight[1:4] = 0
+    network, report = sparsity.compact(model, x)
+    shapes = {tuple(weight.shape) for weight in network.parameters() if weight.dim() == 4}
+    assert shapes == {(3, 3, 1, 1), (3, 3, 3, 3), (6, 3, 3, 3)}
+    assert report.multiply_adds_executed == 7 * 5 * 3 * (3 + 3 * 9 + 6 * 9)
+    with torch.no_grad():
+        assert (network(x) - model(x)).abs().max() <= 1e-12
+
+
+@pytest.mark.usefixtures("always")
+def test_relus_that_others_see_past_stay() -> None:
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return self.relu(y) + y
+
+    model, x = Seen().eval(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        model.conv.weight[:2, :, 0] = 0
+        network, _ = sparsity.compact(model, x)
+        assert not calls(network)[0].kwargs.get("relu")
+        torch.testing.assert_close(network(x), model(x))
+
+
+class Block(nn.Module):
+    """Residual block whose sum is written in one of several ways."""
+
+    def __init__(self, way: str, projection: bool = True) -> None:
+        super().__init__()
+        self.way = way
+        self.conv1, self.conv2 = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1)
+        self.shortcut = nn.Conv2d(6, 6, 1) if projection else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv2(self.relu(self.conv1(x)))
+        if self.way == "plus":
+            return self.relu(y + self.shortcut(x))
+        if self.way == "reversed":
+            return torch.relu_(torch.add(self.shortcut(x), y))
+        y += self.shortcut(x)
+        return nn.functional.relu(y, inplace=True)
+
+
+def network_of_blocks(way: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), Block(way), Block(way, projection=False)).eval()
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Conv2d) and layer.kernel_size == (3, 3):
+                layer.weight[:2, :, 0] = 0
+                layer.weight[2, :, :, 1:] = 0
+    return model
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("way", ["plus", "reversed", "in place"])
+def test_sums_and_relus_of_blocks_are_computed_by_their_convolutions(way: str) -> None:
+    model = network_of_blocks(way).double()
+    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((9, 8), (5, 14))]
+    expected = [model(x) for x in inputs]
+    network, report = sparsity.compact(model, inputs[0])
+    assert "model" not in report.notes
+    assert {str(node.target) for node in network.graph.nodes if node.op == "call_function"} == {str(mixed_conv2d)}
+    assert [call.kwargs.get("add") is not None for call in calls(network)].count(True) == 2
+    assert not any(isinstance(module, nn.ReLU | nn.Identity) for module in network.modules())
+    for x, y in zip(inputs, expected, strict=True):
+        kept = x.clone()
+        with torch.no_grad():
+            assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()
+        assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()  # torch's convolutions compute these
+        assert torch.equal(x, kept)
+    again, _ = sparsity.compact(network, inputs[0])
+    with torch.no_grad():
+        assert (again(inputs[1]) - expected[1]).abs().max() <= 1e-10 * expected[1].abs().max()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("both", [False, True])
+def test_sums_that_others_read_terms_of_stay(both: bool) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.a(x), self.b(x)
+            return (a + b) * a * (b if both else 1.0)
+
+    torch.manual_seed(0)
+    model, x = Read().eval(), torch.randn(2, 3, 6, 6)
+    with torch.no_grad():
+        model.a.weight[:2, :, 0] = 0
+        model.b.weight[1:3, :, :, 2] = 0
+        network, report = sparsity.compact(model, x)
+        assert "model" not in report.notes
+        assert any(call.kwargs.get("add") is not None for call in calls(network)) != both
+        torch.testing.assert_close(network(x), model(x))
+
+
+class Sums(nn.Module):
+    """Network with sums of several terms, or of a term with itself, also once a block between them adds nothing."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        if self.way == "twice":
+            return (a + self.c(a)) + a
+        if self.way == "itself":
+            return torch.relu(a + a)
+        if self.way == "rectified":
+            return mixed_conv2d(x, [self.a.weight], [], [(0,) * 4], relu=True) + self.b(x)
+        return torch.relu(a + self.b(x) + a.detach() + self.c(torch.relu(a)))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("way", ["several", "twice", "itself", "rectified"])
+def test_no_term_of_a_sum_is_lost(way: str, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model, x = Sums(way).double().eval(), torch.randn(2, 3, 6, 7, dtype=torch.double)
+    x = x.contiguous(memory_format=memory_format)
+    with torch.no_grad():
+        model.a.weight[:2, :, 0] = 0
+        model.b.weight[1:3, :, :, 2] = 0
+        if way == "twice":
+            model.c.weight.zero_()
+            model.c.bias.zero_()
+        network, report = sparsity.compact(model, x)
+        assert "model" not in report.notes
+        assert (network(x) - model(x)).abs().max() <= 1e-12
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("channels", [1, 6])
+def test_sums_broadcast_at_other_sizes_as_the_models_do(channels: int) -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.position = nn.Conv2d(3, 6, 3), nn.Parameter(torch.randn(1, channels, 4, 4))
+            self.pool, self.other = nn.AdaptiveAvgPool2d(4), nn.Conv2d(3, 6, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return torch.relu(y + self.other(self.pool(x)[:1]) + self.position)
+
+    torch.manual_seed(0)
+    model = Biased().eval()
+    with torch.no_grad():
+        model.conv.weight[:2, :, 0] = 0
+        network, report = sparsity.compact(model, torch.randn(1, 3, 6, 6))
+        assert "model" not in report.notes
+        x = torch.randn(5, 3, 6, 6)
+        torch.testing.assert_close(network(x), model(x))
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("make", [network_of_sizes, lambda: network_of_blocks("plus")])
+def test_files_and_onnx(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = make(), torch.randn(2, 3, 9, 9)
+    network, _ = sparsity.compact(model, x)
+    with torch.no_grad():
+        expected = model(x)
+        sparsity.save(network, tmp_path / "saved")
+        loaded = sparsity.load(tmp_path / "saved")
+        assert torch.equal(loaded(x), network(x))
+    sparsity.export_onnx(network, x, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("always")
+def test_compaction_again_removes_what_has_died_since() -> None:
+    model, x = network_of_sizes(), torch.randn(2, 3, 9, 9)
+    network, _ = sparsity.compact(model, x)
+    with torch.no_grad():
+        network.get_submodule("0_2").weight[1] = 0
+        network.get_submodule("0_2").bias[1] = -1
+        network.get_submodule("0_1").weight[..., 0] = 0
+        expected = network(x)
+        again, report = sparsity.compact(network, x)
+        torch.testing.assert_close(again(x), expected)
+    assert not report.notes
+    weight = next(layer.weight for name, layer in again.named_modules() if name.startswith("3"))
+    assert weight.shape[1] == 10
+    assert {tuple(layer.kernel_size) for layer in again.modules() if isinstance(layer, nn.Conv2d)} >= {(3, 4), (5, 5)}
+
+
+def test_layers_are_timed_with_what_follows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[tuple[int, ...], set[Any]] = {}
+
+    def times(convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: object, free: bool) -> list[float]:
+        if any(way[0].style == MIXED for way in ways):
+            seen.setdefault(tuple(convolution.weight.shape), set()).add((convolution.then.sum, convolution.then.relu))
+        return [1.0 for _ in ways]
+
+    monkeypatch.setattr(cost, "_times", times)
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
+    sparsity.compact(network_of_blocks("plus"), torch.randn(2, 3, 9, 8))
+    assert seen == {
+        (6, 3, 3, 3): {(False, True)},
+        (8, 6, 3, 3): {(False, True)},
+        (6, 8, 3, 3): {(True, True)},
+        (6, 6, 1, 1): {(False, False)},
+    }
+
+
+def test_what_follows_a_layer_is_in_its_time() -> None:
+    module = nn.Conv2d(3, 4, 3, padding=1)
+    x = torch.randn(2, 3, 5, 6)
+    other, box = torch.randn(2, 4, 5, 6), ((0, 3), (0, 3))
+    for style in ("pad", MIXED):
+        for then in (Epilogue(relu=True), Epilogue(sum=True), Epilogue(sum=True, relu=True)):
+            convolution = replace(as_convolution(module, module.weight, module.bias, 3, False), then=then)
+            network = cost._network(convolution, [Bucket((0, 1, 2, 3), box, style)], False)
+            expected = module(x) + other if then.sum else module(x)
+            with torch.no_grad():
+                result = network(x, other) if then.sum else network(x)
+            torch.testing.assert_close(result, expected.relu() if then.relu else expected)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    def times(convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: object, free: bool) -> list[float]:
+        return [(0.5 if faster else 2.0) if way[0].style == MIXED else 1.0 for way in ways]
+
+    monkeypatch.setattr(cost, "_times", times)
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
+    network, _ = sparsity.compact(network_of_sizes(), torch.randn(2, 3, 9, 9))
+    assert len(calls(network)) == (2 if faster else 0)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"groups": 3},
+        {"padding_mode": "reflect"},
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16},
+        {"shape": (3, 9, 9)},
+    ],
+)
+def test_layers_that_the_kernels_do_not_serve_stay_torchs(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(cost, "_times", lambda convolution, ways, kind, free: [1.0 for _ in ways])
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
+    options = {key: value for key, value in changed.items() if key in ("groups", "padding_mode")}
+    dtype = changed.get("dtype", torch.float32)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, **options), nn.Tanh()).to(dtype).eval()
+    with torch.no_grad():
+        model[0].weight[:2, :, 0] = 0
+    network, _ = sparsity.compact(model, torch.randn(*changed.get("shape", (2, 3, 9, 9)), dtype=dtype))
+    assert not hasattr(network, "graph") or not calls(network)

@@ -1,0 +1,480 @@
+"""Compaction is correct at sizes other than the example's: of tokens, sequences, NHWC images and broadcast operands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from loco_ext import sparsity
+from loco_ext.sparsity.compaction.agreement import Pair, is_right
+from loco_ext.sparsity.compaction.further import further_pairs
+from loco_ext.sparsity.compaction.sizes import Inference
+from loco_ext.sparsity.compaction.trace import UntraceableError, record, trace
+from tests.compaction.cases import compacted, strike
+
+Operation = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Network(nn.Module):
+    """Module whose forward is a function of its named layers, parameters, buffers and inputs."""
+
+    def __init__(self, function: Callable[..., object], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+            elif isinstance(part, nn.Parameter):
+                self.register_parameter(name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> object:
+        return self.function(self, x) if y is None else self.function(self, x, y)
+
+
+class Two(Network):
+    """Network of two inputs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> object:  # type: ignore[override]
+        return self.function(self, x, y)
+
+
+def check(
+    model: nn.Module, example: tuple[Tensor, ...], others: Sequence[tuple[Tensor, ...]], at_least: int = 1
+) -> Any:
+    """Assert equal outputs on the example and the others, ``at_least`` of which the model takes; return the report."""
+    model = model.double().eval()
+    taken = 0
+    for options in ({}, {"fold_norms": False}):
+        network, report = compacted(model, example, **options)
+        for inputs in (example, *others):
+            try:
+                expected = model(*[x.clone() for x in inputs])
+            except (RuntimeError, IndexError, ValueError):  # too small for a kernel, or a layer that binds the size
+                continue
+            taken += inputs is not example
+            result = network(*[x.clone() for x in inputs])
+            scale = expected.detach().nan_to_num().abs().max().item() if expected.numel() else 0.0
+            torch.testing.assert_close(result, expected, rtol=0, atol=1e-10 * scale, equal_nan=True)
+    assert taken >= at_least
+    return report
+
+
+def images(*shapes: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
+    return [(torch.randn(shape, dtype=torch.double),) for shape in shapes]
+
+
+# Random models are made of these operations, which take tensors whose axis 1 is channels or is not.
+
+ALONG_1: dict[str, Operation] = {
+    "all but the first": lambda net, t: t[:, 1:],
+    "all but the last": lambda net, t: t[:, :-1],
+    "three": lambda net, t: t[:, 1:4],
+    "every second": lambda net, t: t[:, ::2],
+    "first chunk": lambda net, t: t.chunk(2, 1)[0],
+    "last chunk": lambda net, t: torch.chunk(t, 3, dim=1)[-1],
+    "swapped chunks": lambda net, t: torch.cat([t.chunk(2, 1)[1], t.chunk(2, 1)[0]], 1),
+    "parts of three": lambda net, t: torch.split(t, 3, 1)[0],
+    "the first again": lambda net, t: torch.cat([t[:, :1], t], 1),
+    "backwards": lambda net, t: t.flip(1),
+    "without the first's": lambda net, t: t - t[:, :1],
+    "with the mean": lambda net, t: t + t.mean(1, keepdim=True),
+    "half": lambda net, t: t[:, : t.shape[1] // 2],
+    "narrow": lambda net, t: t.narrow(1, 1, 3),
+    "running sums": lambda net, t: t.cumsum(1),
+    "selected": lambda net, t: t.index_select(1, net.places),
+    "rolled": lambda net, t: t.roll(1, 1),
+    "relu": lambda net, t: functional.relu(t),
+    "shifted by a row": lambda net, t: t + net.row,
+    "softmax": lambda net, t: t.softmax(1),
+}
+OF_CHANNELS: dict[str, Operation] = {
+    "normalised": lambda net, t: net.layer_norm(t),
+    "linear": lambda net, t: net.linear(t),
+    "residual": lambda net, t: t + functional.relu(net.linear(t)),
+    "gelu": lambda net, t: functional.gelu(t),
+    "last half": lambda net, t: torch.cat([t[..., 4:], t[..., :4]], -1),
+    "chunks": lambda net, t: torch.cat([t.chunk(2, -1)[1], t.chunk(2, -1)[0]], dim=-1),
+}
+OF_TIME: dict[str, Operation] = {
+    "causal by padding": lambda net, y: net.middle(functional.pad(y, (2, 0))),
+    "causal by cropping": lambda net, y: net.wide(y)[..., :-2],
+    "causal residual": lambda net, y: y + functional.relu(net.wide(y)[:, :, :-2]),
+    "first chunk": lambda net, y: y.chunk(2, -1)[0],
+    "every second": lambda net, y: y[:, :, ::2],
+    "first half": lambda net, y: y[:, :, : y.size(-1) // 2],
+    "running sums": lambda net, y: y.cumsum(2),
+    "halves of channels": lambda net, y: torch.cat([y[:, 4:], y[:, :4]], 1),
+    "parts of channels": lambda net, y: torch.cat(y.split([3, 5], 1)[::-1], 1),
+    "gated": lambda net, y: y * torch.sigmoid(y.mean(-1, keepdim=True)),
+    "steps": lambda net, y: y - y[..., :1],
+    "relu": lambda net, y: functional.relu(y),
+}
+
+
+def parts(dims: int) -> dict[str, nn.Module | Tensor]:
+    kind: Any = (nn.Conv1d, nn.Conv2d)[dims - 1]
+    return {
+        "first": kind(3, 8, 3, padding=1),
+        "middle": kind(8, 8, 3),
+        "wide": kind(8, 8, 3, padding=2),
+        "last": kind(8, 4, 1),
+        "linear": nn.Linear(8, 8),
+        "layer_norm": nn.LayerNorm(8),
+        "places": torch.tensor([2, 0, 2]),
+        "row": nn.Parameter(torch.randn(1, 1, 8) if dims == 1 else torch.randn(1, 1, 1, 8)),
+    }
+
+
+def tokens(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
+    """Return a model that turns patches of images into tokens ``(N, T, C)``, and shapes of inputs."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        t = functional.relu(net.patches(functional.relu(net.first(x)))).flatten(2).transpose(1, 2)
+        for operation in operations:
+            t = operation(net, t)
+        return net.head(t.mean(1)) if mean else net.head(t)
+
+    mean = choose.random() < 0.5
+    stride = choose.choice([2, 3])
+    layers = {**parts(2), "patches": nn.Conv2d(8, 8, stride, stride), "head": nn.Linear(8, 5)}
+    layers["row"] = nn.Parameter(torch.randn(1, 1, 8))
+    size = choose.choice([(4 * stride, 2 * stride), (3 * stride, 4 * stride)])  # as many tokens as channels, or more
+    return Network(function, **layers), [(2, 3, *size), (1, 3, 13, 14), (3, 3, 12, 6), (4, 3, 9, 17)]
+
+
+def time(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
+    """Return a model of sequences ``(N, C, T)``, sometimes ``(N, T, C)`` in between, and shapes of inputs."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        y = functional.relu(net.first(x))
+        for operation in operations[:2]:
+            y = operation(net, y)
+        if inside:
+            for operation in inside:
+                y = operation(net, y.transpose(1, 2)).transpose(1, 2)
+        for operation in operations[2:]:
+            y = operation(net, y)
+        return net.last(y)
+
+    inside = choose.sample([*ALONG_1.values(), *OF_CHANNELS.values()], choose.choice([0, 2]))
+    length = choose.choice([8, 16, 21])
+    return Network(function, **parts(1)), [(2, 3, length), (1, 3, 24), (3, 3, 17), (5, 3, 30)]
+
+
+def nhwc(operations: Sequence[Operation], choose: random.Random) -> tuple[Network, Sequence[tuple[int, ...]]]:
+    """Return a model whose images are ``(N, H, W, C)`` between two convolutions, and shapes of inputs."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        y = functional.relu(net.wide(functional.relu(net.first(x)))).permute(0, 2, 3, 1)
+        for operation in operations:
+            y = operation(net, y)
+        if across:
+            y = across(net, y.transpose(1, 2)).transpose(1, 2)
+        return net.last(functional.relu(net.middle(y.permute(0, 3, 1, 2))))
+
+    across = choose.choice([None, *ALONG_1.values()])
+    size = choose.choice([(6, 6), (14, 8), (9, 12)])  # images are two pixels larger there: with 6, as many as channels
+    return Network(function, **parts(2)), [(2, 3, *size), (1, 3, 13, 11), (3, 3, 8, 14), (2, 3, 17, 9)]
+
+
+def random_model(seed: int) -> tuple[Network, Sequence[tuple[int, ...]]]:
+    """Return a model, and shapes of inputs, of which the first is the example's."""
+    choose = random.Random(seed)
+    make, operations = (
+        (tokens, [*ALONG_1.values(), *OF_CHANNELS.values()]),
+        (time, [*OF_TIME.values()]),
+        (nhwc, [*ALONG_1.values(), *OF_CHANNELS.values()]),
+    )[seed % 3]
+    return make(choose.sample(operations, choose.choice([1, 2, 3, 4])), choose)
+
+
+def check_random(seed: int) -> None:
+    choose = random.Random(-seed)
+    torch.manual_seed(seed)
+    model, (shape, *others) = random_model(seed)
+    strike(model, seed, inputs=choose.choice([0.0, 0.2]))
+    if choose.random() < 0.3:  # no kernel is zero, so nothing is removed
+        model.apply(lambda module: nn.init.normal_(module.weight) if hasattr(module, "kernel_size") else None)
+    example = torch.randn(shape, dtype=torch.double)
+    try:
+        model.double().eval()(example)
+    except (RuntimeError, IndexError):  # too few tokens for one of the operations
+        return
+    check(model, (example,), images(*others), at_least=0)
+
+
+@pytest.mark.parametrize("start", range(0, 32, 8))
+def test_random_models_at_every_size(start: int) -> None:
+    for seed in range(start, start + 8):
+        check_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1000, 1200, 50))
+def test_many_random_models_at_every_size(start: int) -> None:
+    for seed in range(start, start + 50):
+        check_random(seed)
+
+
+# The operands below broadcast on other inputs than the example.
+
+
+def dead(channels: int = 8) -> nn.Conv2d:
+    """Return a convolution whose kernels are zero, so that its output is its bias everywhere."""
+    convolution = nn.Conv2d(3, channels, 3, padding=1)
+    nn.init.zeros_(convolution.weight)
+    return convolution
+
+
+def live(channels: int = 3, kernels: int = 8) -> nn.Conv2d:
+    return nn.Conv2d(channels, kernels, 3, padding=1)
+
+
+SHAPES = ((1, 3, 6, 5), (3, 3, 6, 5), (2, 3, 9, 8), (4, 3, 1, 1))
+BROADCASTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...], dict[str, nn.Module | Tensor]]] = {
+    "a dead branch and a map of parameters": (
+        lambda net, x: net.last(net.dead(x) + net.map),
+        (1, 3, 6, 5),
+        {"dead": dead(), "map": nn.Parameter(torch.randn(1, 8, 6, 5))},
+    ),
+    "a dead branch times a map": (
+        lambda net, x: net.last(net.map * net.dead(x)),
+        (1, 3, 6, 5),
+        {"dead": dead(), "map": torch.randn(1, 8, 6, 5)},
+    ),
+    "a map of one pixel": (
+        lambda net, x: net.last(functional.relu(net.first(x)) + net.map),
+        (2, 3, 1, 1),
+        {"first": live(), "map": nn.Parameter(torch.randn(1, 8, 6, 5))},
+    ),
+    "a dead branch and a gate of one pixel": (
+        lambda net, x: net.last(net.dead(x) * torch.sigmoid(net.first(functional.adaptive_avg_pool2d(x, 1)))),
+        (2, 3, 1, 1),
+        {"dead": dead(), "first": live()},
+    ),
+    "a live branch, added up with a gate": (
+        lambda net, x: net.last(
+            functional.relu(net.first(x)) + functional.relu(net.gate(x.mean((2, 3), keepdim=True)))
+        ),
+        (2, 3, 1, 1),
+        {"first": live(), "gate": live()},
+    ),
+    "a gate that is a view": (
+        lambda net, x: net.last(net.first(x) * net.linear(x.mean((2, 3))).view(x.size(0), 8, 1, 1)),
+        (2, 3, 1, 1),
+        {"first": live(), "linear": nn.Linear(3, 8)},
+    ),
+    "a dead branch and what all samples have": (
+        lambda net, x: net.last(net.dead(x) + net.first(x).mean(0, keepdim=True)),
+        (1, 3, 6, 5),
+        {"dead": dead(), "first": live()},
+    ),
+    "one sample's gate": (
+        lambda net, x: net.last(net.first(x) * net.gate(x[:1])),
+        (1, 3, 6, 5),
+        {"first": live(), "gate": live()},
+    ),
+    "parameters of channels": (
+        lambda net, x: net.last(functional.relu(net.first(x) * net.scale + net.shift) + net.dead(x) * net.shift[0]),
+        (1, 3, 6, 5),
+        {
+            "first": live(),
+            "dead": dead(),
+            "scale": torch.randn(8, 1, 1),
+            "shift": nn.Parameter(torch.randn(1, 8, 1, 1)),
+        },
+    ),
+    "parameters of pixels": (
+        lambda net, x: net.last((net.first(x) + net.pixels + net.dead(x)) * net.one + 2 - net.number),
+        (1, 3, 6, 5),
+        {
+            **{"first": live(), "dead": dead(), "pixels": torch.randn(1, 1, 6, 5), "one": torch.ones(1, 1, 1, 1)},
+            "number": torch.tensor(3.0),
+        },
+    ),
+    "as many features as pixels": (
+        lambda net, x: net.dead(x).flatten(2) + net.first(x).flatten(2).mean(2, keepdim=True),
+        (2, 3, 2, 4),
+        {"dead": dead(), "first": live()},
+    ),
+    "written in place": (
+        lambda net, x: net.last(net.first(x).mul_(net.map).add_(net.dead(x).mean((2, 3), keepdim=True))),
+        (1, 3, 6, 5),
+        {"dead": dead(), "first": live(), "map": torch.randn(1, 8, 6, 5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_operands_that_broadcast_on_other_inputs(name: str) -> None:
+    torch.manual_seed(0)
+    function, example, layers = BROADCASTS[name]
+    model = strike(Network(function, last=nn.Conv2d(8, 4, 3, padding=1), **layers), 1, sizes=0.3)
+    check(model, *(images(example)), images(*SHAPES, (2, 3, 6, 5), (1, 3, 2, 4), (3, 3, 4, 4)))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_inputs_of_which_one_may_have_a_single_sample(which: int) -> None:
+    def function(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return net.last(functional.relu(net.dead(x) + net.first(y)) + net.gate(x) * net.dead(y))
+
+    torch.manual_seed(0)
+    layers = {"dead": dead(), "first": live(), "gate": live(), "last": live(8, 4)}
+    one, five = torch.randn(1, 3, 6, 5).double(), torch.randn(5, 3, 6, 5).double()
+    others = [(five, one), (one, five), (five, five), (five[:, :, :1, :1], one), (one, five[:, :, :1, :1])]
+    check(strike(Two(function, **layers), 1), (one, one), others, at_least=5 * 2)
+    check(strike(Two(function, **layers), 2), ((five, one), (one, five))[which], others, at_least=5 * 2)
+
+
+# Images and sequences below have no batch: axis 0 is their channels, axis 1 their rows.
+
+UNBATCHED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "layers": lambda net, x: net.last(functional.relu(net.first(x))),
+    "rows": lambda net, x: net.last(functional.relu(net.first(x))[:, 1:5]),
+    "chunks": lambda net, x: net.last(net.first(x).chunk(2, 1)[1]),
+    "dead": lambda net, x: net.last(net.dead(x) + net.first(x)[:, :1]),
+    "pooled": lambda net, x: net.last(net.pool(net.relu(net.first(x)))),
+    "means": lambda net, x: net.last(net.first(x).mean((1, 2), keepdim=True) - net.dead(x)),
+    "flat": lambda net, x: net.first(x).flatten(1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("name", UNBATCHED)
+def test_images_without_a_batch(name: str) -> None:
+    torch.manual_seed(0)
+    layers = {"first": live(), "dead": dead(), "last": live(8, 4), "pool": nn.MaxPool2d(2), "relu": nn.ReLU()}
+    model = strike(Network(UNBATCHED[name], **layers), 1)
+    report = check(model, *images((3, 8, 8)), images((3, 9, 12), (3, 13, 6), (2, 3, 9, 12)), at_least=4)
+    assert "no batch" in report.notes["first"]
+
+
+# The tests below check what is demanded of sizes, and which sizes are tried.
+
+
+@pytest.mark.parametrize("start", [0, 12])
+def test_sizes_that_are_said_to_be_numbers_or_the_same_are_so_for_every_input(start: int) -> None:
+    for seed in range(start, start + 12):
+        torch.manual_seed(seed)
+        model, (shape, *others) = random_model(seed)
+        try:
+            traced = trace(model.double().eval(), [torch.randn(shape, dtype=torch.double)])
+        except UntraceableError:  # too few tokens for one of the operations
+            continue
+        sizes = Inference(traced)
+        for other in others:
+            try:
+                record(traced, [torch.randn(other, dtype=torch.double)])
+            except (RuntimeError, IndexError):
+                continue
+            found: dict[Any, int] = {}
+            for node in traced.graph.nodes:
+                for size, length in (
+                    zip(sizes.of(node), node.meta["shape"], strict=True) if "shape" in node.meta else ()
+                ):
+                    assert size.number in (None, length), node
+                    assert found.setdefault(size, length) == length, node
+
+
+def test_features_of_images_are_numbers_where_a_linear_layer_demands_them() -> None:
+    def function(net: Any, x: Tensor) -> Tensor:
+        both = torch.cat([net.first(x).flatten(1), net.dead(x).flatten(1)], 1)
+        return net.linear(functional.relu(both))
+
+    model = strike(Network(function, first=live(), dead=dead(), linear=nn.Linear(16 * 12, 5)), 1)
+    report = check(model, *images((2, 3, 3, 4)), images((5, 3, 3, 4), (1, 3, 4, 3), (2, 3, 6, 2)), at_least=6)
+    assert not report.notes
+    assert report.layers[2].channels_after < 16 * 12
+
+
+@pytest.mark.parametrize("measure", ["measured", "multiply_adds"])
+def test_a_network_that_is_wrong_on_inputs_of_other_sizes_alone_is_not_returned(
+    monkeypatch: pytest.MonkeyPatch, measure: str
+) -> None:
+    """A wrong rule of sizes is simulated by trusting the sizes of the example."""
+    monkeypatch.setattr(Inference, "same", lambda self, one, other: one.meta["shape"] == other.meta["shape"])
+    torch.manual_seed(0)
+    function, example, layers = BROADCASTS["a dead branch and a map of parameters"]
+    model = strike(Network(function, last=nn.Conv2d(8, 4, 3, padding=1), **layers), 1).double().eval()
+    network, report = sparsity.compact(model, *images(example), cost=measure)
+    assert "on inputs of other sizes" in report.notes["model"]
+    x = torch.randn(3, 3, 6, 5).double()
+    torch.testing.assert_close(network(x), model(x))
+
+
+def rounded_to(size: float) -> Network:
+    """Return a network that rounds float32 to multiples of ``size * 2**-23``; ``size`` is a power of 2."""
+    return Network(lambda net, x: (x + 1.5 * size) - 1.5 * size).eval()
+
+
+def test_a_badly_conditioned_model_allows_for_its_own_rounding_alone() -> None:
+    x, step = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), 2.0**-5
+    model = rounded_to(step * 2**23)
+    pair = Pair(model, [x], model(x))
+    assert (pair.expected - x).abs().max() > 2e-3 * x.abs().max()
+    for error, right in ((0.0, True), (0.5 * step, True), (2 * step, False), (float("nan"), False)):
+        assert is_right(Network(lambda net, x, error=error: x + error), [pair]) == right
+    for wrong in (lambda net, x: x[:1], lambda net, x: x.double(), lambda net, x: (x, x), lambda net, x: None):
+        assert not is_right(Network(wrong), [pair])
+    worse = rounded_to(64 * step * 2**23)  # it says nothing about other networks
+    assert not is_right(Network(lambda net, x: x), [Pair(worse, [x], worse(x))])
+    binary = Network(lambda net, x: x + 1.5e6 - 1.5e6 if x.dtype == torch.float32 else net.fails)
+    assert not is_right(Network(lambda net, x: x), [Pair(binary, [x], binary(x))])
+
+
+def shapes_tried(function: Callable[..., object], *shapes: tuple[int, ...], **options: bool) -> list[Any]:
+    pairs = further_pairs(
+        Two(function) if len(shapes) > 1 else Network(function), [*map(torch.randn, shapes)], **options
+    )
+    tried = [[tuple(x.shape) for x in pair.inputs] for pair in pairs]
+    return [one if len(one) > 1 else one[0] for one in tried]
+
+
+def test_two_batch_sizes_and_sizes_are_tried_that_the_model_takes() -> None:
+    convolve = nn.Conv2d(3, 2, 3, stride=2)
+    assert shapes_tried(lambda net, x: convolve(x), (2, 3, 8, 9)) == [(1, 3, 13, 14), (3, 3, 6, 6)]
+    assert shapes_tried(lambda net, x: convolve(x), (2, 3, 8, 9), batch_alone=True) == [(1, 3, 8, 9), (3, 3, 8, 9)]
+    assert shapes_tried(lambda net, x: convolve(x).flatten(1) @ torch.ones(24, 2), (2, 3, 8, 9)) == [
+        (1, 3, 8, 10),
+        (3, 3, 8, 9),
+    ]
+    assert shapes_tried(lambda net, x: x @ x.transpose(-1, -2) + x, (1, 6, 6)) == [(3, 12, 12), (2, 6, 6)]
+    assert shapes_tried(lambda net, x: x.view(2, 18), (2, 3, 6)) == []
+
+
+def test_arguments_of_one_batch_change_together_and_each_alone() -> None:
+    tried = shapes_tried(lambda net, x, y: x * y, (1, 4), (1, 1))
+    assert [(3, 4), (1, 1)] in tried
+    assert [(1, 4), (3, 1)] in tried
+    assert any(one[0] == other[0] > 1 for one, other in tried)
+
+
+def test_new_arguments_are_like_those_of_the_example() -> None:
+    seen: list[Tensor] = []
+    example = torch.tensor([[5, 7], [9, 7]]), torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    further_pairs(Two(lambda net, x, y: seen.extend([x, y])), example)
+    assert all(set(x.flatten().tolist()) <= {5, 7, 9} and x.dtype == torch.int64 for x in seen[::2])
+    assert all(y.is_contiguous(memory_format=torch.channels_last) and len(y.unique()) > 1 for y in seen[1::2])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5])
+def test_networks_of_tokens_and_time_are_saved_and_loaded(seed: int, tmp_path: Any) -> None:
+    torch.manual_seed(seed)
+    model, (shape, *others) = random_model(seed)
+    network, report = sparsity.compact(strike(model, seed).eval(), torch.randn(shape), cost="multiply_adds")
+    sparsity.save(network, tmp_path, report)
+    loaded = sparsity.load(tmp_path)
+    for other in [shape, *others]:
+        x = torch.randn(other)
+        try:
+            expected = network(x)
+        except (RuntimeError, IndexError):
+            continue
+        assert torch.equal(loaded(x), expected) or expected.isnan().any()

@@ -1,0 +1,281 @@
+"""CUDA sources compile for every GPU that is supported, and their kernels keep to budgets of registers and memory."""
+
+import json
+import re
+import subprocess
+import sysconfig
+from functools import cache
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+from tests.cuda_on_cpu import ptx, ptxas
+from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers, need_nvcc
+
+SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
+GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
+GLUE.append(CSRC / "common" / "device.cpp")
+TARGETS = ["80", "90", "100", "120"]
+
+
+def name_of(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.fixture(scope="module")
+def instructions_for_90(tmp_path_factory):
+    """Return a function that compiles the named source for sm_90 and returns the instructions of its kernels."""
+
+    @cache
+    def compiled(name):
+        out = tmp_path_factory.mktemp("kept") / "kernels.ptx"
+        return ptx.parse(ptxas.compile_ptx(need_nvcc(), CSRC / name, "90", out, [CSRC]))
+
+    return compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_kernels_keep_their_budgets(source, tmp_path):
+    """The budget of NAME.cu is in NAME_budget.json beside it."""
+    budget = json.loads(source.with_name(f"{source.stem}_budget.json").read_text())["kernels"]
+    report = ptxas.compile_cubin(need_nvcc(), source, TARGETS, tmp_path / "kernels.fatbin", [CSRC])
+    usages = ptxas.parse(report)
+    for target in TARGETS:
+        of_target = [usage for usage in usages if usage.target == f"sm_{target}"]
+        found = ptxas.complaints(of_target, budget)
+        assert not found, "\n".join(found)
+        unused = [key for key in budget if not any(key in usage.kernel for usage in of_target)]
+        assert not unused, f"budgets of no kernel for {target}: {unused}"
+
+
+@pytest.mark.parametrize("source", GLUE, ids=name_of)
+def test_glue_compiles_without_a_cuda_build_of_torch(source):
+    need_cuda_headers()
+    oldest = re.search(r"^OLDEST_TORCH = \((\d+), (\d+)\)", (CSRC.parent / "setup.py").read_text(), re.MULTILINE)
+    version = f"0x{int(oldest[1]):02x}{int(oldest[2]):02x}000000000000ULL"
+    folders = [f"-I{CSRC}"]
+    for folder in (*include_paths(), *cuda_includes(), sysconfig.get_paths()["include"]):
+        folders += ["-isystem", str(folder)]
+    flags = ["-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-DUSE_CUDA"]
+    flags += ["-DTORCH_EXTENSION_NAME=_C_cuda", '-DLOCO_CUDA_ARCHITECTURES="9.0"']
+    command = ["g++", "-fsyntax-only", *flags, f"-DTORCH_TARGET_VERSION={version}", *folders, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def greedy(tmp_path_factory):
+    out = tmp_path_factory.mktemp("greedy") / "greedy.fatbin"
+    report = ptxas.compile_cubin(need_nvcc(), HERE / "greedy.cu", ["80", "90"], out, [])
+    return {(usage.kernel, usage.target): usage for usage in ptxas.parse(report)}
+
+
+def test_usage_is_read_from_the_compiler(greedy):
+    names = ["modest(float*)", "shares(float*)", "spills<100>(float*)", "stacks(float*, int const*, int)"]
+    assert sorted({kernel for kernel, _ in greedy}) == names
+    assert {target for _, target in greedy} == {"sm_80", "sm_90"}
+    for target in ("sm_80", "sm_90"):
+        usages = {kernel.split("(")[0]: usage for (kernel, at), usage in greedy.items() if at == target}
+        assert usages["shares"].shared_bytes == 512 * 4
+        assert usages["stacks"].stack_bytes >= 64 * 4
+        assert usages["spills<100>"].spill_bytes > 0
+        assert usages["spills<100>"].registers <= 32
+        modest = usages["modest"]
+        assert (modest.spill_bytes, modest.stack_bytes, modest.shared_bytes) == (0, 0, 0)
+
+
+def test_every_overrun_is_reported(greedy):
+    none = dict.fromkeys(ptxas.KEYS, 0)
+    modest = {**none, "registers": 40}
+    everything = {"shares": modest, "spills": modest, "stacks": modest, "modest": modest}
+    usages = [usage for (_, target), usage in greedy.items() if target == "sm_90"]
+    overrun = "\n".join(ptxas.complaints(usages, everything))
+    assert "2048 shared_bytes, budget 0" in overrun
+    assert re.search(r"spills<100>.*: \d+ spill_bytes, budget 0", overrun)
+    assert re.search(r"stacks.*: \d+ stack_bytes, budget 0", overrun)
+    assert "modest" not in overrun
+    tight = {**everything, "modest(float": none}
+    assert re.search(r"modest.*: \d+ registers, budget 0", "\n".join(ptxas.complaints(usages, tight)))
+    assert "modest(float*) (sm_90): no budget" in ptxas.complaints(usages, {"s<": none, "shares": none, "stacks": none})
+
+
+REPORT = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN4loco12_GLOBAL__N_14stepIfEEvPNS_3RowIT_EE' for 'sm_90'
+ptxas info    : Function properties for _ZN4loco12_GLOBAL__N_14stepIfEEvPNS_3RowIT_EE
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 42 registers, used 1 barriers, 16 bytes cumulative stack size, 256 bytes smem
+ptxas info    : Function properties for _Z6helperv
+    800 bytes stack frame, 900 bytes spill stores, 900 bytes spill loads
+ptxas info    : Compile time = 8.000 ms
+"""
+
+
+def test_a_report_is_parsed():
+    (usage,) = ptxas.parse(REPORT)
+    assert usage.kernel in ("step<float>(Row<float>*)", "_ZN4loco12_GLOBAL__N_14stepIfEEvPNS_3RowIT_EE")
+    assert usage == ptxas.Usage(usage.kernel, "sm_90", 42, 20, 16, 256)
+
+
+def test_a_report_of_another_form_is_an_error():
+    with pytest.raises(ValueError, match="registers"):
+        ptxas.parse(REPORT.replace("Used 42 registers", "42 registers are used"))
+
+
+# Bytes of an element, indexed by the number of its DType.
+BYTES = (8, 4, 2, 2)
+STATES = {"Sgd": 1, "Adam": 3}
+# Calls of std::fma for one element in optim_step/math.h.
+FUSED = {"Sgd": 4, "Adam": 3}
+
+
+@pytest.fixture(scope="module")
+def kernels(instructions_for_90):
+    return instructions_for_90("optim_step/cuda.cu")
+
+
+def kernels_named(kernels, name):
+    found = {kernel: instructions for kernel, instructions in kernels.items() if kernel.startswith(name)}
+    assert found, f"no kernel begins with {name!r}: {sorted(kernels)}"
+    return found
+
+
+def types_of(kernel):
+    """Return the bytes of an element of the parameter and of a state."""
+    return [BYTES[int(number)] for number in re.findall(r"\(DType\)(\d)", kernel)]
+
+
+@pytest.mark.parametrize("rule", STATES)
+def test_vectors_are_moved_16_bytes_at_a_time(kernels, rule):
+    for kernel, instructions in kernels_named(kernels, f"step_vectors<{rule},").items():
+        of_w, of_state = types_of(kernel)
+        # The operands are the parameter, the gradient (written back if scaled) and states of one or several vectors.
+        operands = 2 + STATES[rule] * (of_state // of_w)
+        for kind in ("ld", "st"):
+            found = ptx.wide(instructions, kind)
+            assert found >= operands, f"{kernel}: {found} {kind} of 16 bytes, expected {operands} or more"
+
+
+def test_step_kernels_name_the_memory_they_access(kernels):
+    for kernel, instructions in kernels_named(kernels, "step_").items():
+        assert "ld.global.u64" in instructions, kernel
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+
+
+def test_step_kernels_round_as_ieee_arithmetic_does(kernels):
+    for kernel, instructions in kernels_named(kernels, "step_").items():
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
+
+
+@pytest.mark.parametrize("rule", FUSED)
+def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
+    for kernel, instructions in kernels_named(kernels, "step_").items():
+        if f"<{rule}," not in kernel:
+            continue
+        elements = 1
+        if kernel.startswith("step_vectors"):
+            # A thread also steps one element at an end of a chunk. A loop takes pairs where rounding is stochastic.
+            elements += 2 if "true>" in kernel else 16 // types_of(kernel)[0]
+        fused = sum(one.startswith("fma.") for one in instructions)
+        assert fused == FUSED[rule] * elements, f"{kernel}: {fused} fused, expected {FUSED[rule]} for each element"
+
+
+@pytest.fixture(scope="module")
+def prox_kernels(instructions_for_90):
+    return instructions_for_90("optim_step/cuda_prox.cu")
+
+
+# For each type of arithmetic, the vectors of a step's operands, given by how many elements a loop takes at a time. One
+# kernel takes all dtypes, and bfloat16 with either rounding. The result of a prox is written by dtype and rounding.
+PROX_VECTORS = {"double": [2], "float": [*[4] * 5, *[2] * 2]}
+PROX_RESULTS = {"double": 1, "float": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", FUSED)
+def test_steps_with_a_prox_move_16_bytes_at_a_time_and_fuse_only_what_the_rules_do(prox_kernels, rule):
+    for kernel, instructions in kernels_named(prox_kernels, f"step_kernels<{rule},").items():
+        arithmetic = "double" if "double" in kernel else "float"
+        widths, results = PROX_VECTORS[arithmetic], PROX_RESULTS[arithmetic]
+        assert ptx.wide(instructions, "ld") >= len(widths) * (2 + STATES[rule]), kernel
+        assert ptx.wide(instructions, "st") >= len(widths) * (1 + STATES[rule]) + results, kernel
+        fused = sum(one.startswith("fma.") for one in instructions)
+        assert fused == FUSED[rule] * (sum(widths) + 1), f"{kernel}: {fused} fused"
+
+
+@pytest.mark.slow
+def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(prox_kernels):
+    assert len(prox_kernels) == 8
+    for kernel, instructions in prox_kernels.items():
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
+
+
+def test_payload_is_read_where_it_was_passed(instructions_for_90):
+    kernels = instructions_for_90("common/cuda_upload.cu")
+    for kernel, instructions in kernels_named(kernels, "write_payload<").items():
+        assert "ld.param.v4.u32" in instructions, kernel
+        assert ptx.wide(instructions, "st") > 0, kernel
+        assert ptx.spaces(instructions) == {"param", "global"}, kernel
+
+
+@pytest.fixture(scope="module")
+def ring_kernels(instructions_for_90):
+    return instructions_for_90("ring_prox/cuda.cu")
+
+
+def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):
+    for kernel, instructions in ring_kernels.items():
+        staged = re.search(r"<\w+, true>", kernel)
+        # There is a load for each of four dtypes of weights and of metrics, and a store for each dtype of the results.
+        assert ptx.wide(instructions, "ld") >= (8 if staged else 0), kernel
+        assert ptx.wide(instructions, "st") >= (0 if kernel.startswith("norms<") else 4), kernel
+
+
+def test_ring_kernels_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(ring_kernels):
+    for kernel, instructions in ring_kernels.items():
+        assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
+        assert not ptx.inexact(instructions), kernel
+        assert not any(one.startswith(("call", "fma.")) for one in instructions), kernel
+
+
+PTX = """
+.visible .entry _Z4stepPf(
+	.param .u64 _Z4stepPf_param_0
+)
+{
+	.reg .pred 	%p<2>;
+	ld.param.u64 	%rd1, [_Z4stepPf_param_0];
+$L__BB0_1:
+	ld.v4.f32 	{%f1, %f2, %f3, %f4}, [%rd1];
+	ld.global.nc.v2.f64 	{%fd1, %fd2}, [%rd1+16];
+	// ld.local.f32 	%f9, [%rd2];
+	{  div.full.f32 %f5, %f1, %f2;}
+	mul.f32 	%f6, %f5, %f3;
+	fma.rn.f32 	%f7, %f6, %f3, %f4;
+	@%p1 bra 	$L__BB0_1;
+	@!%p1 st.global.v4.f32 	[%rd1], {%f1, %f2, %f3, %f7};
+	call.uni (retval0),
+	other,
+	(
+	param0
+	);
+	ret;
+}
+.func other()
+{
+	st.local.f32 	[%rd1], %f1;
+}
+"""
+
+
+def test_ptx_is_parsed():
+    ((kernel, instructions),) = ptx.parse(PTX).items()
+    assert kernel in ("step(float*)", "_Z4stepPf")
+    loads, arithmetic = ["ld.param.u64", "ld.v4.f32", "ld.global.nc.v2.f64"], ["div.full.f32", "mul.f32", "fma.rn.f32"]
+    assert instructions == [*loads, *arithmetic, "bra", "st.global.v4.f32", "call.uni", "ret"]
+    assert (ptx.wide(instructions, "ld"), ptx.wide(instructions, "st")) == (1, 1)
+    assert ptx.spaces(instructions) == {"param", "generic", "global"}
+    assert ptx.inexact(instructions) == {"div.full.f32", "mul.f32"}

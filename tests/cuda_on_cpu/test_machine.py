@@ -1,0 +1,142 @@
+"""The runner that executes CUDA kernels on the CPU: correct kernels pass, and each planted mistake is found."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cuda_on_cpu.build import (
+    HERE,
+    ORDERS,
+    compile_command,
+    compile_program,
+    need_cuda_headers,
+    run_program,
+    sanitizer_to_preload,
+)
+
+PLANTED = HERE / "planted.cu"
+CLEAN = [
+    "sum",
+    "sum_of_doubles",
+    "copy",
+    "histogram",
+    "warps",
+    "dimensions",
+    "parameters",
+    "returns_early",
+    "reverse",
+    "repeat",
+    "host_threads",
+    "limits",
+]
+# A program that deadlocks would run into this timeout.
+TIMEOUT = 600
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return compile_program([PLANTED], tmp_path_factory.mktemp("plain") / "planted")
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    return compile_program([PLANTED], tmp_path_factory.mktemp("sanitized") / "planted", sanitize=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("build", ["plain", pytest.param("sanitized", marks=pytest.mark.slow)])
+def test_right_kernels_pass_in_every_order(build, order, request):
+    done = run_program(request.getfixturevalue(build), *CLEAN, order=order, timeout=TIMEOUT)
+    assert done.stdout.splitlines() == [f"{name} ok" for name in CLEAN], done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", ["sum_unwritten", "histogram_unwritten", "copy_wrong_tail"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_unwritten_shared_memory_and_wrong_tails_give_wrong_results(plain, case, order):
+    done = run_program(plain, case, order=order, timeout=TIMEOUT)
+    assert (done.returncode, done.stdout) == (1, f"{case} wrong\n"), done.stderr
+
+
+@pytest.mark.parametrize("case", [f"{name}_missing_barrier" for name in ("sum", "histogram", "reverse", "repeat")])
+def test_a_missing_barrier_shows_in_some_order(plain, case):
+    codes = {order: run_program(plain, case, order=order, timeout=TIMEOUT).returncode for order in ORDERS}
+    assert set(codes.values()) <= {0, 1}
+    assert 1 in codes.values(), codes
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("sum_divergent_barrier", "32 at __syncthreads"),
+        ("sum_missing_lanes", "128 at __shfl_down_sync"),
+        ("sum_wrong_mask", "calls __shfl_xor_sync with the mask 0000ffff, which leaves it out"),
+        ("shared_limit", "more than 49152 bytes of shared memory"),
+        ("requested_limit", "more than 49152 bytes of shared memory"),
+    ],
+)
+@pytest.mark.parametrize("order", ["forward", "reverse", "1"])
+def test_what_would_hang_or_be_refused_is_reported(plain, case, message, order):
+    done = run_program(plain, case, order=order, timeout=TIMEOUT)
+    assert done.returncode == -signal.SIGABRT, done.stdout
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "finding"),
+    [
+        ("copy_out_of_bounds", "heap-buffer-overflow"),
+        ("copy_misaligned", "misaligned address"),
+        ("sum_shared_out_of_bounds", "out of bounds"),
+        ("reverse_out_of_bounds", "heap-buffer-overflow"),
+        ("stack_out_of_bounds", "stack-buffer-overflow"),
+    ],
+)
+def test_sanitizers_find(sanitized, case, finding):
+    done = run_program(sanitized, case, timeout=TIMEOUT)
+    assert done.returncode != 0
+    assert finding in done.stderr
+
+
+@pytest.mark.slow
+def test_a_divergent_barrier_is_reported_under_sanitizers_too(sanitized):
+    done = run_program(sanitized, "sum_divergent_barrier", timeout=TIMEOUT)
+    assert "divergent synchronisation" in done.stderr
+
+
+def test_too_many_parameters_do_not_compile(tmp_path):
+    need_cuda_headers()
+    flags = ["-fsyntax-only", "-DPLANTED_BIG_PARAMETERS"]
+    done = subprocess.run(compile_command([PLANTED], tmp_path / "x", flags=flags), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "kernel parameters take more than 32764 bytes" in done.stderr
+
+
+def test_an_unknown_order_is_an_error(plain):
+    done = run_program(plain, "sum", order="sideways", timeout=TIMEOUT)
+    assert "expected forward, reverse, eager or a number, got sideways" in done.stderr
+    assert done.returncode == -signal.SIGABRT
+
+
+def test_orders(plain):
+    notes = {order: run_program(plain, "order", order=order).stdout.split()[:6] for order in ORDERS}
+    assert notes["forward"] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
+    assert notes["reverse"] == notes["forward"][::-1]
+    assert all(sorted(note) == notes["forward"] for note in notes.values())
+    assert len(set(map(tuple, notes.values()))) > 3
+
+
+LOAD = "import ctypes, sys; planted = ctypes.CDLL(sys.argv[1]).planted; [planted(c.encode()) for c in sys.argv[2:]]"
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_kernels_in_a_shared_library(tmp_path, sanitize):
+    library = compile_program([PLANTED], tmp_path / "planted.so", sanitize=sanitize, shared=True)
+    preload = sanitizer_to_preload() if sanitize else ""
+    wrong = "histogram_unwritten" if not sanitize else "copy_wrong_tail"
+    done = run_program(sys.executable, "-c", LOAD, library, "sum", "histogram", wrong, preload=preload)
+    assert done.stdout.splitlines() == ["sum ok", "histogram ok", f"{wrong} wrong"], done.stderr
+    assert done.returncode == 0

@@ -1,0 +1,139 @@
+"""Data sets read from files in their published layouts, and the errors for other files."""
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import interpolate
+
+from loco_ext.experiments import data
+from loco_ext.experiments.data import DataError
+from tests.experiments import image_files
+
+
+@pytest.fixture(scope="module")
+def cifar10(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cifar10")
+    return folder, image_files.cifar10(folder)
+
+
+@pytest.fixture(scope="module")
+def fashion(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fashion") / "FashionMNIST" / "raw"
+    return folder.parent.parent, *image_files.fashion_mnist(folder, zipped=False)
+
+
+@pytest.mark.parametrize("inner", ["", "cifar-10-batches-bin"])
+def test_cifar10_is_its_records_in_order(cifar10, inner):
+    folder, records = cifar10
+    found = data.load("cifar10", folder / inner)
+    for samples, expected in ((found.train, records[:50_000]), (found.test, records[50_000:])):
+        assert samples.images.dtype == torch.uint8
+        assert samples.labels.dtype == torch.int64
+        np.testing.assert_array_equal(samples.labels, expected[:, 0])
+        # A record has planes of red, green and blue, each row by row.
+        np.testing.assert_array_equal(samples.images, expected[:, 1:].reshape(-1, 3, 32, 32))
+    assert (found.channels, found.size, found.classes, found.augmented) == (3, 32, 10, True)
+
+
+def test_cifar100_has_its_fine_labels(tmp_path):
+    records = image_files.cifar100(tmp_path)
+    found = data.load("cifar100", tmp_path)
+    assert (len(found.train.labels), len(found.test.labels), found.classes) == (50_000, 10_000, 100)
+    np.testing.assert_array_equal(found.train.labels, records[:50_000, 1])
+    np.testing.assert_array_equal(found.test.images, records[50_000:, 2:].reshape(-1, 3, 32, 32))
+
+
+def test_fashion_mnist_is_resized(fashion):
+    folder, images, labels = fashion
+    found = data.load("fashion-mnist", folder)
+    assert (len(found.train.labels), len(found.test.labels), found.classes) == (60_000, 10_000, 10)
+    np.testing.assert_array_equal(found.test.labels, labels[60_000:])
+    assert found.train.images.shape == (60_000, 1, 32, 32)
+    some = torch.from_numpy(images[60_000:60_100]).double().unsqueeze(1)
+    expected = interpolate(some, size=(32, 32), mode="bilinear", align_corners=False)
+    assert (found.test.images[:100].double() - expected).abs().max() <= 0.5 + 1e-4
+
+
+def test_zipped_files_are_read_alike(fashion, tmp_path):
+    folder, *_ = fashion
+    image_files.fashion_mnist(tmp_path, zipped=True)
+    plain, zipped = data.load("fashion-mnist", folder), data.load("fashion-mnist", tmp_path)
+    assert torch.equal(plain.train.images, zipped.train.images)
+    assert torch.equal(plain.test.labels, zipped.test.labels)
+
+
+def damaged(folder, source, name, change):
+    """Return a copy of the data set's folder in which one file is changed or missing; the others are links."""
+    copy = folder / "copy"
+    copy.mkdir()
+    for path in source.iterdir():
+        (copy / path.name).symlink_to(path)
+    content = (source / name).read_bytes()
+    (copy / name).unlink()
+    if change is not None:
+        (copy / name).write_bytes(change(content))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("data_batch_3.bin", None, "no such file"),
+        ("data_batch_3.bin", lambda content: content[:-1], "expected 30730000 bytes"),
+        ("test_batch.bin", lambda content: content + b"\0", "expected 30730000 bytes.*found more"),
+        ("test_batch.bin", lambda content: b"", "expected 30730000 bytes"),
+        ("data_batch_5.bin", lambda content: b"\x0a" + content[1:], "labels from 0 to 9, found 10"),
+    ],
+)
+def test_damaged_cifar_files_are_named(cifar10, tmp_path, name, change, said):
+    folder, _ = cifar10
+    copy = damaged(tmp_path, folder / "cifar-10-batches-bin", name, change)
+    with pytest.raises(DataError, match=f"{name}.*{said}"):
+        data.load("cifar10", copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("t10k-labels-idx1-ubyte", None, "no such file"),
+        ("t10k-labels-idx1-ubyte", lambda content: content[:-1], "expected 10008 bytes.*found 10007"),
+        ("train-images-idx3-ubyte", lambda content: content[:3] + b"\x01" + content[4:], "header"),
+        ("train-labels-idx1-ubyte", lambda content: content[:8] + b"\xff" + content[9:], "found 255"),
+        ("train-labels-idx1-ubyte", lambda content: content + b"\0", "found more"),
+    ],
+)
+def test_damaged_idx_files_are_named(fashion, tmp_path, name, change, said):
+    folder, *_ = fashion
+    copy = damaged(tmp_path, folder / "FashionMNIST" / "raw", name, change)
+    with pytest.raises(DataError, match=f"{name}.*{said}"):
+        data.load("fashion-mnist", copy)
+
+
+def test_a_zipped_file_cut_short_is_named(fashion, tmp_path):
+    folder, *_ = fashion
+    copy = damaged(tmp_path, folder / "FashionMNIST" / "raw", "t10k-labels-idx1-ubyte", None)
+    content = gzip.compress((folder / "FashionMNIST" / "raw" / "t10k-labels-idx1-ubyte").read_bytes())
+    (copy / "t10k-labels-idx1-ubyte.gz").write_bytes(content[:-40])
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz.*cut short or corrupted"):
+        data.load("fashion-mnist", copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "said"),
+    [
+        ("imagenet", None, "expected one of digits, cifar10"),
+        ("cifar10", None, "expected the folder"),
+        ("cifar100", "nowhere", "train.bin"),
+    ],
+)
+def test_what_is_not_there_is_said(tmp_path, name, folder, said):
+    with pytest.raises(DataError, match=said):
+        data.load(name, folder and tmp_path / folder)
+
+
+def test_digits_need_no_files():
+    found = data.load("digits", None)
+    assert (len(found.train.labels), len(found.test.labels)) == (800, 997)
+    assert (found.channels, found.size, found.classes, found.augmented) == (1, 8, 10, False)

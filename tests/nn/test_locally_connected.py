@@ -1,0 +1,320 @@
+"""Locally connected layers against the convolutions that they are made from, and against unfolded images."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
+from tests.nn.cases import CONVOLUTIONS, LAYERS, block_of_taps, layer_class, random_conv, random_layer, windows
+from tests.tolerances import STANDARD_ERRORS, WITH_CONVOLUTIONS, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+@pytest.mark.parametrize("dtype", WITH_CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_random_convolutions_are_taken_over_and_given_back(seed, dtype):
+    generator = random.Random(seed)
+    tolerance = WITH_CONVOLUTIONS[dtype]
+    for _ in range(30):
+        conv, case = random_conv(generator, dtype)
+        layer = layer_class(case).from_conv(conv, case.input_size)
+        x = torch.randn(generator.randint(1, 3), conv.in_channels, *case.input_size, dtype=dtype)
+        expected = conv(x)
+        torch.testing.assert_close(layer(x), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(layer(x[0]), expected[0], rtol=tolerance, atol=tolerance)
+        back = layer.to_conv()
+        assert repr(back) == repr(conv)
+        torch.testing.assert_close(back(x), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gradients_of_blocks_summed_over_positions_are_the_convolutions(seed):
+    generator = random.Random(seed)
+    for _ in range(20):
+        conv, case = random_conv(generator)
+        layer = layer_class(case).from_conv(conv, case.input_size)
+        images = torch.randn(2, conv.in_channels, *case.input_size, dtype=torch.float64)
+        x, other = images.clone().requires_grad_(), images.clone().requires_grad_()
+        y, expected = layer(x), conv(other)
+        grad = torch.randn_like(expected)
+        y.backward(grad)
+        expected.backward(grad)
+        torch.testing.assert_close(x.grad, other.grad)
+
+        blocks, taps = block_of_taps(layer, case), math.prod(case.kernel_size)
+        sums = torch.zeros(taps, *layer.values.shape[1:], dtype=torch.float64)
+        for tap in range(taps):
+            read = blocks[:, tap]
+            sums[tap] = layer.values.grad[read[read >= 0]].sum(0)
+        by_tap = conv.weight.grad.flatten(2).unflatten(0, (conv.groups, -1)).permute(3, 0, 2, 1)
+        torch.testing.assert_close(sums, by_tap)
+        if conv.bias is not None:
+            torch.testing.assert_close(layer.bias.grad.sum(0), conv.bias.grad)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_layers_with_own_weights_everywhere_compute_as_unfolded_images_do(seed):
+    """The reference has weights for each tap of each output pixel, which add up where taps read one pixel."""
+    generator = random.Random(seed)
+    for _ in range(20):
+        layer, case = random_layer(generator)
+        blocks = block_of_taps(layer, case)
+        weights = torch.randn(*blocks.shape, *layer.values.shape[1:], dtype=torch.float64, requires_grad=True)
+        live = blocks >= 0
+        with torch.no_grad():
+            layer.values.zero_().index_add_(0, blocks[live], weights[live])
+
+        images = torch.randn(3, layer.in_channels, *case.input_size, dtype=torch.float64)
+        x, other = images.clone().requires_grad_(), images.clone().requires_grad_()
+        read = windows(other, case).unflatten(1, (layer.groups, -1))  # [N, groups, depth, n_out, n_taps]
+        expected = torch.einsum("ngdot,otgdw->ngwo", read, weights).flatten(1, 2)
+        if layer.bias is not None:
+            expected = expected + layer.bias.detach().t()
+        expected = expected.unflatten(2, layer.output_size)
+        y = layer(x)
+        torch.testing.assert_close(y, expected)
+        grad = torch.randn_like(y)
+        y.backward(grad)
+        expected.backward(grad)
+        torch.testing.assert_close(x.grad, other.grad)
+        torch.testing.assert_close(layer.values.grad[blocks[live]], weights.grad[live])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dense_layers_do_the_same(seed):
+    generator = random.Random(seed)
+    for _ in range(10):
+        layer, case = random_layer(generator)
+        layer.grow(generator.randint(0, 2)).reset_parameters(like="linear")
+        linear = layer.to_dense()
+        x = torch.randn(3, layer.in_channels, *case.input_size, dtype=torch.float64)
+        y = layer(x)
+        torch.testing.assert_close(linear(x.flatten(1)).view(y.shape), y)
+        assert linear.weight.count_nonzero() == layer.values.count_nonzero()
+
+
+class Copies(TorchDispatchMode):
+    """Dispatch mode that records the shapes of the copies that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name().split("::")[1].split(".")[0] in ("clone", "_to_copy", "copy_", "block_sparse_by_pixel"):
+            self.made.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("pixels_last", [True, False], ids=["NCHW", "channels_last"])
+@pytest.mark.parametrize("case", [(LocallyConnected2d, (5, 6)), (LocallyConnected3d, (4, 3, 5))], ids=["2d", "3d"])
+def test_activations_keep_their_format_with_no_copy_or_one_a_pass(case, pixels_last):
+    layer_class, size = case
+    layer = layer_class(3, 4, 3, padding=1, input_size=size)
+    other = torch.channels_last if len(size) == 2 else torch.channels_last_3d
+    memory_format = torch.contiguous_format if pixels_last else other
+    x = torch.randn(2, 3, *size).contiguous(memory_format=memory_format).requires_grad_()
+    grad = torch.randn(2, 4, *size).contiguous(memory_format=memory_format)
+    with Copies() as forward:
+        y = layer(x)
+    with Copies() as backward:
+        gradients = torch.autograd.grad(y, (x, layer.values), grad)
+    assert y.is_contiguous(memory_format=memory_format)
+    shapes = sorted([(2, 5 * 6 if len(size) == 2 else 60, 3), (2, 4, *size)]) if pixels_last else []
+    assert sorted(forward.made) == shapes
+    assert len(backward.made) == (2 if pixels_last else 0)
+    assert gradients[0].shape == x.shape
+
+
+def layouts(x):
+    """Return images of the same shape in different strides, by name; unbatched ones too."""
+    wider, deeper = torch.randn(*x.shape[:-1], x.shape[-1] + 2), torch.randn(x.shape[0], x.shape[1] + 2, *x.shape[2:])
+    last = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    formats = {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(x.dim(), [])
+    return {
+        "contiguous": x,
+        "channels at the end": last,
+        **{str(form): x.to(memory_format=form) for form in formats},
+        "sliced pixels": wider[..., 1:-1].copy_(x),
+        "sliced channels": deeper[:, 1:-1].copy_(x),
+        "sliced channels at the end": deeper.movedim(1, -1).contiguous()[..., 1:-1].movedim(-1, 1),
+        "expanded samples": x[:1].expand_as(x),
+        "expanded channels": x[:, :1].expand_as(x),
+        "unbatched": x[0],
+        "unbatched, channels at the end": last[0],
+    }
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (3,), (1, 1), (1, 3), (3, 1), (2, 3), (1, 1, 1), (1, 3, 1), (2, 1, 3)], ids=str
+)
+def test_outputs_have_the_strides_of_a_convolutions(sizes):
+    """Later views and convolutions of the outputs then behave as after nn.Conv."""
+    batches = (1, 2) if len(sizes) < 3 else (2,)  # torch computes a single volume in ways that take contiguous ones
+    for batch, channels_in, channels_out in itertools.product(batches, (1, 2), (1, 2)):
+        conv = CONVOLUTIONS[len(sizes) - 1](channels_in, channels_out, 3, padding=1)
+        layer = LAYERS[len(sizes) - 1].from_conv(conv, sizes)
+        for name, x in layouts(torch.randn(batch, channels_in, *sizes)).items():
+            expected, found = conv(x), layer(x)
+            torch.testing.assert_close(found, expected)
+            if x.dim() == len(sizes) + 2 or len(sizes) < 3:
+                assert found.stride() == expected.stride(), (name, batch, channels_in, channels_out, x.stride())
+
+
+def test_images_that_grow_out_of_one_pixel_are_contiguous():
+    layer = LocallyConnected2d(1, 4, 3, padding=2, input_size=1)
+    y = layer(torch.randn(2, 1, 1, 1))
+    assert y.shape == (2, 4, 3, 3)
+    assert y.view(2, -1).shape == (2, 36)
+    later = nn.Conv2d(4, 5, 1, padding=1)(LocallyConnected2d(3, 4, 3, input_size=3)(torch.randn(2, 3, 3, 3)))
+    assert later.view(2, -1).shape == (2, 45)
+
+
+@pytest.mark.parametrize("input_channels", [1, 4])
+def test_slices_and_empty_batches(input_channels):
+    layer = LocallyConnected2d(input_channels, 2, 3, input_size=(5, 6), dtype=torch.float64)
+    wide = torch.randn(4, 2 * input_channels, 7, 9, dtype=torch.float64)
+    x = wide[::2, ::2, 1:6, 2:8]
+    torch.testing.assert_close(layer(x), layer(x.contiguous()))
+    assert layer(x[:0]).shape == (0, 2, 3, 4)
+
+
+def test_initial_weights_are_distributed_as_a_convolutions():
+    """Weights and biases are uniform with the variance of nn.Conv2d's; taps that share a block add up."""
+    layer = LocallyConnected2d(6, 8, (3, 5), padding=(1, 2), groups=2, input_size=(16, 16))
+    bound = 1 / math.sqrt(3 * 15)
+    conv = nn.Conv2d(6, 8, (3, 5), groups=2)
+    assert conv.weight.abs().max() <= bound
+    for parameter in (layer.values.detach(), layer.bias.detach()):
+        n = parameter.numel()
+        assert 0.99 * bound < parameter.abs().max() <= bound
+        assert abs(parameter.mean()) < STANDARD_ERRORS * bound / math.sqrt(3 * n)
+        # Squares of numbers uniform in +-1 have mean 1/3 and variance 4/45.
+        assert abs((parameter / bound).square().mean() - 1 / 3) < STANDARD_ERRORS * math.sqrt(4 / 45 / n)
+
+    shared = LocallyConnected1d(20, 20, 8, padding=4, padding_mode="circular", input_size=4)  # two taps share a block
+    both = shared.values.detach() * math.sqrt(20 * 8)
+    # Squares of sums of two such numbers have mean 2/3 and variance 28/45.
+    assert abs(both.square().mean() - 2 / 3) < STANDARD_ERRORS * math.sqrt(28 / 45 / both.numel())
+    assert both.abs().max() > 1.8
+
+    grown = LocallyConnected2d(3, 4, 3, input_size=8).grow(1)
+    grown.reset_parameters()
+    assert (grown.values.abs().amax((1, 2, 3)) > 0).equal(grown.pattern.local_mask())
+
+
+def test_initial_weights_as_a_linear_layers():
+    layer = LocallyConnected2d(3, 4, 3, padding=1, input_size=6)
+    layer.grow(6).reset_parameters(like="linear")
+    bound = 1 / math.sqrt(3 * 36)
+    assert 0.99 * bound < layer.values.abs().max() <= bound
+    assert layer.bias.abs().max() <= bound
+    corner = LocallyConnected1d(50, 50, 3, padding=1, input_size=4)
+    corner.reset_parameters(like="linear")
+    at_border, inside = corner.values[:2].abs().max() * math.sqrt(100), corner.values[2:5].abs().max() * math.sqrt(150)
+    assert 0.99 < at_border <= 1
+    assert 0.99 < inside <= 1
+    with pytest.raises(ValueError, match=r"like: expected 'conv' or 'linear', got 'dense'"):
+        layer.reset_parameters(like="dense")
+
+
+def test_padding_before_and_after_may_differ():
+    layer = LocallyConnected2d(2, 3, 3, padding=((2, 0), (0, 1)), padding_mode="reflect", input_size=(5, 4))
+    assert layer.output_size == (5, 3)
+    back = layer.to_conv()
+    assert isinstance(back[0], nn.ReflectionPad2d)
+    again = LocallyConnected2d.from_conv(back[1], (7, 5))
+    x = torch.randn(2, 2, 5, 4)
+    torch.testing.assert_close(again(back[0](x)), back(x))
+
+
+def test_representations_are_those_of_convolutions():
+    layer = LocallyConnected2d(4, 8, 3, 2, "valid", 1, 4, False, "circular", input_size=7)
+    assert repr(layer) == (
+        "LocallyConnected2d(4, 8, kernel_size=(3, 3), stride=(2, 2), padding='valid', groups=4, bias=False, "
+        "padding_mode='circular', input_size=(7, 7), blocks=81)"
+    )
+    layer = LocallyConnected1d(1, 1, 3, padding=((1, 0),), dilation=2, input_size=7)
+    assert "padding=((1, 0),), dilation=(2,), input_size=(7,)" in repr(layer)
+
+
+def test_what_a_convolution_is_like_is_kept():
+    conv = nn.Conv2d(2, 3, 3, dtype=torch.bfloat16).eval()
+    conv.weight.requires_grad_(False)
+    layer = LocallyConnected2d.from_conv(conv, 5)
+    assert not layer.training
+    assert not layer.values.requires_grad
+    assert layer.bias.requires_grad
+    assert layer.values.dtype == torch.bfloat16
+    back = layer.to_conv()
+    assert (back.training, back.weight.requires_grad, back.bias.requires_grad) == (False, False, True)
+    assert same_bits(back.weight, conv.weight)
+    assert same_bits(back.bias, conv.bias)
+
+
+def test_a_computed_weight_becomes_one_that_trains():
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
+    layer, x = LocallyConnected2d.from_conv(conv, 5), torch.randn(2, 2, 5, 5)
+    torch.testing.assert_close(layer(x), conv(x))
+    assert layer.values.requires_grad
+
+
+ERRORS = {
+    "in_channels": (ValueError, dict(in_channels=0), r"in_channels: expected at least 1, got 0"),
+    "groups": (ValueError, dict(groups=2), r"in_channels: expected a multiple of groups, 2, got 3"),
+    "no int": (TypeError, dict(out_channels=2.0), r"out_channels: expected an int, got 2.0"),
+    "no groups": (ValueError, dict(groups=0), r"groups: expected at least 1, got 0"),
+    "input_size": (ValueError, dict(input_size=(5, 5, 5)), r"input_size: expected 2 sizes, one for each axis"),
+    "small": (ValueError, dict(input_size=(5, 2)), r"kernel_size: expected at most the padded input, \(5, 2\)"),
+    "padding": (ValueError, dict(padding="some"), r"padding: expected ints, pairs of them, 'valid' or 'same'"),
+    "mode": (ValueError, dict(padding_mode="zero"), r"padding_mode: expected one of zeros"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_arguments_are_refused(name):
+    error, arguments, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        LocallyConnected2d(**{"in_channels": 3, "out_channels": 4, "kernel_size": 3, "input_size": 5, **arguments})
+
+
+def test_sizes_may_be_integers_of_numpy():
+    layer = LocallyConnected2d(3, 4, np.int64(3), padding=np.int64(1), input_size=np.int64(5))
+    assert layer.input_size == layer.output_size == (5, 5)
+    assert layer(torch.zeros(2, 3, 5, 5)).shape == (2, 4, 5, 5)
+
+
+def test_bad_inputs_are_refused():
+    layer = LocallyConnected2d(3, 4, 3, input_size=(5, 6))
+    for shape in ((2, 3, 6, 5), (2, 4, 5, 6), (5, 6), (1, 2, 3, 5, 6), (3, 5, 7)):
+        with pytest.raises(ValueError, match=r"x: expected shape \(N, 3, 5, 6\) or \(3, 5, 6\), as in_channels"):
+            layer(torch.zeros(shape))
+    with pytest.raises(TypeError, match=r"x: expected a tensor, got list"):
+        layer([1.0])
+    with pytest.raises(TypeError, match=r"values: expected torch.float64 as x, got torch.float32"):
+        layer(torch.zeros(3, 5, 6, dtype=torch.float64))
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_only_convolutions_of_as_many_axes_are_taken(layer_class):
+    for module in (nn.Linear(3, 3), nn.ConvTranspose2d(3, 4, 3), nn.Conv3d(1, 1, 1), nn.Conv1d(1, 1, 1)):
+        if not isinstance(module, getattr(nn, f"Conv{layer_class.axes}d")):
+            with pytest.raises(TypeError, match=rf"conv: expected an nn.Conv{layer_class.axes}d, got"):
+                layer_class.from_conv(module, 5)
+    with pytest.raises(TypeError, match=r"conv: expected what computes as nn.Conv2d, got Standardised"):
+        LocallyConnected2d.from_conv(Standardised(1, 1, 3), 5)
+    with pytest.raises(TypeError, match=r"conv: expected an initialised module, got a LazyConv2d"):
+        LocallyConnected2d.from_conv(nn.LazyConv2d(3, 3), 5)

@@ -1,0 +1,324 @@
+"""Growing and pruning layers during training, with the optimizers' states, and converting back to convolutions."""
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from loco_ext import optim
+from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, deviation
+from tests.nn.cases import random_conv, random_layer
+from tests.tolerances import same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+OPTIMIZERS = {
+    "torch SGD": lambda params: torch.optim.SGD(params, 0.1),
+    "torch SGD, momentum": lambda params: torch.optim.SGD(params, 0.1, 0.9, weight_decay=0.01, nesterov=True),
+    "torch Adam": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True),
+    "torch AdamW": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
+    "torch RMSprop": lambda params: torch.optim.RMSprop(params, 0.01, momentum=0.5, centered=True),
+    "torch Adagrad": lambda params: torch.optim.Adagrad(params, 0.01),
+    "SGD": lambda params: optim.SGD(params, 0.1),
+    "SGD, momentum": lambda params: optim.SGD(params, 0.1, 0.9, weight_decay=0.01, nesterov=True),
+    "Adam": lambda params: optim.Adam(params, 0.01, weight_decay=0.01, amsgrad=True),
+    "AdamW": lambda params: optim.AdamW(params, 0.01),
+    "AdamW, reference": lambda params: optim.AdamW(params, 0.01, fused=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_growth_changes_no_bit_of_the_output(seed, dtype):
+    generator = random.Random(seed)
+    for _ in range(20):
+        layer, case = random_layer(generator, dtype)
+        x = torch.randn(3, layer.in_channels, *case.input_size, dtype=dtype)
+        y, blocks, parameter = layer(x), layer.pattern.nnz, layer.values
+        before = layer.values.detach().clone()
+        radius = generator.choice((0, 1, 2, max(case.input_size)))
+        assert layer.grow(radius) is layer
+        assert layer.values is parameter
+        assert layer.pattern.nnz == len(layer.values) >= blocks
+        if radius == max(case.input_size):
+            assert layer.pattern.nnz == layer.pattern.n_in * layer.pattern.n_out
+        assert same_bits(layer(x), y)
+        if all(a == b for a, b in case.padding):
+            assert deviation(layer).delta_locality == 0
+        layer.prune(threshold=0.0)
+        assert layer.pattern.nnz <= blocks
+        assert same_bits(layer.values[layer.values != 0], before[before != 0])
+
+
+@pytest.mark.parametrize("size", [(64, 64, 3, (12, 12)), (16, 3, 5, (9, 7)), (3, 64, 3, (8, 8))])
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_growth_of_layers_as_large_as_the_kernels_vectors_changes_no_bit(size, batch):
+    channels, width, kernel, image = size
+    layer = LocallyConnected2d(channels, width, kernel, padding=1, input_size=image)
+    x = torch.randn(batch, channels, *image)
+    y = layer(x)
+    for radius in (1, 12):
+        assert same_bits(layer.grow(radius)(x), y)
+
+
+def make_training(name, **options):
+    torch.manual_seed(1)
+    layer = LocallyConnected2d(2, 3, 3, padding=1, input_size=(6, 5), dtype=torch.float64)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(90, 4, dtype=torch.float64))
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def train(model, optimizer, steps, keep=None):
+    """Make steps whose images depend on the step number alone; ``keep`` masks the gradient of the layer's blocks."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 2, 6, 5, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        if keep is not None:
+            model[0].values.grad.mul_(keep.view(-1, 1, 1, 1))
+        optimizer.step()
+    return loss  # holding it keeps the graph alive
+
+
+def states_of(optimizer):
+    return [state for param in optimizer.param_groups[0]["params"] for state in optimizer.state[param].values()]
+
+
+def assert_same_training(one, other):
+    for ours, theirs in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(states_of(one[1]), states_of(other[1]), strict=True):
+        if isinstance(ours, torch.Tensor):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_growth_in_training_is_as_if_the_new_blocks_had_been_there_and_not_been_trained(name):
+    grown, full = make_training(name), make_training(name)
+    full[0][0].grow(2, full[1])
+    local = full[0][0].pattern.local_mask()
+    scheduler, other = (torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) for _, optimizer in (grown, full))
+    for steps in (range(3), range(3, 6)):
+        kept = train(*grown, steps)
+        train(*full, steps, local if steps.start == 0 else None)
+        scheduler.step()
+        other.step()
+        if steps.start == 0:
+            grown[0][0].grow(2, grown[1])
+            assert not any(t.count_nonzero() for p in grown[1].param_groups[0]["params"][:1] for t in [p[~local]])
+    assert kept.grad_fn is not None
+    assert grown[0][0].values[~local].count_nonzero()
+    assert grown[1].param_groups[0]["lr"] == full[1].param_groups[0]["lr"]
+    assert_same_training(grown, full)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pruning_in_training_is_as_if_the_blocks_were_held_at_zero(name):
+    pruned, full = make_training(name), make_training(name)
+    for model, optimizer in (pruned, full):
+        model[0].grow(1, optimizer)
+        train(model, optimizer, range(3))
+    keep = torch.rand(full[0][0].pattern.nnz) < 0.6
+    pruned[0][0].prune(keep, optimizer=pruned[1])
+    assert pruned[0][0].pattern.nnz == keep.sum()
+    with torch.no_grad():
+        full[0][0].values[~keep] = 0
+        for state in full[1].state[full[0][0].values].values():
+            if isinstance(state, torch.Tensor) and state.dim():
+                state[~keep] = 0
+    train(*pruned, range(3, 6))
+    train(*full, range(3, 6), keep)
+    full[0][0].prune(keep, optimizer=full[1])
+    assert_same_training(pruned, full)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_of_a_grown_layer_goes_on_in_a_fresh_one(name):
+    model, optimizer = make_training(name)
+    train(model, optimizer, range(2))
+    model[0].grow(1, optimizer).prune(torch.rand(model[0].pattern.nnz) < 0.8, optimizer=optimizer)
+    train(model, optimizer, range(2, 4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    other, other_optimizer = make_training(name)
+    parameter = other[0].values
+    train(other, other_optimizer, range(1))  # makes states of the old shape, which load_state_dict replaces
+    other.load_state_dict(saved["model"])
+    assert other[0].values is parameter
+    other_optimizer.load_state_dict(saved["optimizer"])
+    train(model, optimizer, range(4, 6))
+    train(other, other_optimizer, range(4, 6))
+    assert_same_training((other, other_optimizer), (model, optimizer))
+
+
+UNTOLD = OPTIMIZERS | {
+    "torch SGD, fused": lambda params: torch.optim.SGD(params, 0.1, 0.9, fused=True),
+    "torch Adam, fused": lambda params: torch.optim.Adam(params, 0.01, fused=True),
+    "torch Adagrad, fused": lambda params: torch.optim.Adagrad(params, 0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("way", ["grow", "prune", "load"])
+@pytest.mark.parametrize("name", [name for name in UNTOLD if name not in ("torch SGD", "SGD")])
+def test_an_optimizer_that_was_not_told_fails_in_its_next_step(name, way):
+    """The step fails before anything is written; torch's fused optimizers do not check sizes themselves."""
+    model, _ = make_training("SGD")
+    optimizer = UNTOLD[name](model.parameters())
+    train(model, optimizer, range(2))
+    other = copy.deepcopy(model)
+    if way == "prune":
+        model[0].prune(torch.arange(model[0].pattern.nnz) % 3 > 0)
+    else:
+        (other if way == "load" else model)[0].grow(1)
+    if way == "load":
+        model.load_state_dict(other.state_dict())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="optimizer: expected one that was given to grow and prune, got"):
+        train(model, optimizer, range(1))
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["torch SGD", "SGD"])
+def test_an_optimizer_without_states_need_not_be_told(name):
+    model, optimizer = make_training(name)
+    train(model, optimizer, range(2))
+    model[0].grow(1)
+    before = model[0].values.detach().clone()
+    train(model, optimizer, range(2))
+    assert (model[0].values != before).any((1, 2, 3)).all()
+
+
+def test_a_gradient_of_the_old_blocks_goes():
+    layer, x = LocallyConnected1d(2, 3, 3, input_size=6), torch.randn(4, 2, 6)
+    for change in (lambda: layer.grow(1), lambda: layer.prune(radius=0)):
+        layer(x).sum().backward()
+        change()
+        assert layer.values.grad is None
+        assert layer.bias.grad is not None
+        layer(x).sum().backward()
+        assert layer.values.grad.shape == layer.values.shape
+
+
+def test_pruning_by_radius_leaves_gaps_as_they_are():
+    layer = LocallyConnected2d(1, 1, 3, padding=1, input_size=(6, 5)).grow(2)
+    keep = torch.rand(layer.pattern.nnz) < 0.7
+    pairs = list(zip(layer.pattern.row_indices.tolist(), layer.col_indices.tolist(), strict=True))
+    expected = [
+        pair for pair, live, local in zip(pairs, keep, layer.pattern.local_mask(), strict=True) if live and local
+    ]
+    layer.prune(keep).prune(radius=0)
+    assert list(zip(layer.pattern.row_indices.tolist(), layer.col_indices.tolist(), strict=True)) == expected
+
+
+def test_a_backward_pass_through_the_old_blocks_is_an_error():
+    layer = LocallyConnected1d(2, 3, 3, input_size=6)
+    y = layer(torch.randn(4, 2, 6, requires_grad=True))
+    layer.grow(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_may_not_be_resized_is_refused_and_left_alone():
+    layer = LocallyConnected1d(2, 3, 3, input_size=6)
+    layer(torch.randn(4, 2, 6)).sum().backward()
+    adafactor = torch.optim.Adafactor(layer.parameters())
+    adafactor.step()
+    before = copy.deepcopy(layer)
+    with pytest.raises(TypeError, match=r"optimizer: expected states of the shape of values, .* got row_var of shape"):
+        layer.grow(1, adafactor)
+    with pytest.raises(ValueError, match="optimizer: expected the one that steps this layer's values"):
+        layer.grow(1, torch.optim.SGD(before.parameters(), 0.1))
+    with pytest.raises(TypeError, match=r"optimizer: expected None or a torch.optim.Optimizer, got list"):
+        layer.grow(1, list(layer.parameters()))
+    with pytest.raises(ValueError, match=r"radius: expected at least 0, got -1"):
+        layer.grow(-1)
+    with pytest.raises(TypeError, match=r"radius: expected an int, got 1.5"):
+        layer.prune(radius=1.5)
+    for wrong in ({}, {"radius": 0, "threshold": 0.1}, {"keep": torch.ones(12, dtype=torch.bool), "radius": 1}):
+        with pytest.raises(TypeError, match=r"prune: expected exactly one of keep, threshold and radius, got"):
+            layer.prune(**wrong)
+    with pytest.raises(ValueError, match=r"keep: expected shape \(12,\), one for each block"):
+        layer.prune(torch.ones(11, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"keep: expected a bool tensor"):
+        layer.prune(torch.ones(12))
+    with pytest.raises(ValueError, match=r"threshold: expected at least 0, got -1"):
+        layer.prune(threshold=-1)
+    with pytest.raises(ValueError, match=r"threshold: expected at least 0, got nan"):
+        layer.prune(threshold=float("nan"))
+    with pytest.raises(TypeError, match=r"threshold: expected a number, got '1'"):
+        layer.prune(threshold="1")
+    assert layer.pattern is before.pattern
+    assert same_bits(layer.values, before.values)
+    assert layer.values.grad is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pruning_by_radius_undoes_growth(seed):
+    generator = random.Random(seed)
+    for _ in range(20):
+        conv, case = random_conv(generator)
+        layer = {1: LocallyConnected1d, 2: LocallyConnected2d}.get(len(case.input_size))
+        if layer is None:
+            continue
+        layer = layer.from_conv(conv, case.input_size)
+        patterns = [layer.pattern, layer.grow(1).pattern, layer.grow(1).pattern]
+        layer.grow(5)
+        for radius in (2, 1, 0):
+            layer.prune(radius=radius)
+            assert torch.equal(layer.crow_indices, patterns[radius].crow_indices)
+            assert torch.equal(layer.col_indices, patterns[radius].col_indices)
+        assert layer.deviation() == pytest.approx((0, 0), abs=1e-12)
+
+
+def test_pruning_by_threshold_takes_weak_blocks_and_keeps_what_is_no_number():
+    layer = LocallyConnected1d(2, 2, 1, input_size=4)
+    with torch.no_grad():
+        layer.values[:] = torch.tensor([0.5, 1.0, 2.0, float("nan")]).view(4, 1, 1, 1)
+    layer.prune(threshold=2.0)  # norms are 1, 2, 4 and NaN
+    assert layer.col_indices.tolist() == [2, 3]
+    assert layer.crow_indices.tolist() == [0, 0, 0, 1, 2]
+    layer.prune(torch.zeros(2, dtype=torch.bool))
+    assert same_bits(layer(torch.randn(3, 2, 4)), layer.bias.t().expand(3, 2, 4).contiguous())
+
+
+def test_loading_names_what_does_not_fit():
+    layer = LocallyConnected2d(2, 3, 3, input_size=6)
+    state = layer.state_dict()
+    assert set(state) == {"values", "bias", "crow_indices", "col_indices"}
+    state["col_indices"] += 1  # a copy, not the layer's own
+    assert layer.col_indices[0] == 0
+    model = nn.Sequential(LocallyConnected2d(2, 3, 3, input_size=6))
+    before = copy.deepcopy(model)
+
+    def load(state, match, strict=True):
+        with pytest.raises(RuntimeError, match=match):
+            model.load_state_dict({f"0.{name}": tensor for name, tensor in state.items()}, strict=strict)
+        assert same_bits(model[0].values, before[0].values)
+        assert model[0].pattern is before[0].pattern
+
+    good = LocallyConnected2d(2, 3, 3, input_size=6).grow(1).state_dict()
+    load(
+        LocallyConnected2d(2, 3, 3, input_size=7).state_dict(),
+        r"blocks of 0: crow_indices: expected 17, as in the layer, got shape \(26,\)",
+    )
+    load({**good, "col_indices": good["col_indices"].flip(0)}, "blocks of 0: col_indices: expected each row to ascend")
+    load({**good, "col_indices": good["col_indices"] + 30}, "blocks of 0: col_indices: expected input pixels from 0")
+    load(
+        {**good, "values": good["values"][1:]}, "blocks of 0: values: expected 324 blocks, as the indices say, of shape"
+    )
+    load(
+        {**good, "values": good["values"][:, :, :1]},
+        r"blocks of 0: values: expected 324 blocks, .* of shape \(1, 2, 3\), got",
+    )
+    load({k: v for k, v in good.items() if k != "values"}, "blocks of 0: values: expected 324 blocks, .* got none")
+    load({k: v for k, v in good.items() if "indices" not in k}, "Missing key.*0.crow_indices")
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0.weight\"\. $"):
+        model.load_state_dict({f"0.{name}": tensor for name, tensor in {**good, "weight": good["bias"]}.items()})

@@ -1,0 +1,199 @@
+"""Locally connected layers with torch's own tools: compiled, exported, copied, saved, replicated, half precision."""
+
+import copy
+import io
+import os
+import pickle
+import time
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+import loco_ext
+from loco_ext import optim
+from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
+from loco_ext.ops import backends
+from tests.tolerances import same_bits
+
+WORLD = 2
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(dtype=torch.float32):
+    return nn.Sequential(
+        LocallyConnected2d(2, 4, 3, padding=1, padding_mode="circular", input_size=(5, 6), dtype=dtype),
+        nn.ReLU(),
+        LocallyConnected2d(4, 6, 3, 2, groups=2, input_size=(5, 6), dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["NCHW", "channels_last"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_training_step_compiles_into_one_graph_and_anew_after_growth(compiler, memory_format):
+    model = make_model()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    x = torch.randn(3, 2, 5, 6).contiguous(memory_format=memory_format)
+    for radius in (0, 1):
+        model[0].grow(radius)
+        y, expected = compiled(x), model(x)
+        torch.testing.assert_close(y, expected)
+        assert y.stride() == expected.stride()
+        gradients = [torch.autograd.grad(out.sin().sum(), list(model.parameters())) for out in (y, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_an_exported_layer_does_the_same():
+    layer = LocallyConnected2d(2, 4, 3, padding=1, input_size=(5, 6)).grow(1)
+    x = torch.randn(3, 2, 5, 6)
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=1)}})
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for batch in (3, 5):
+        x = torch.randn(batch, 2, 5, 6)
+        assert same_bits(loaded(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+def test_copies_are_the_same_and_apart(way):
+    layer = make_model()[2].grow(1)
+    other = way(layer)
+    x = torch.randn(3, 4, 5, 6)
+    y = layer(x)
+    assert repr(other) == repr(layer)
+    assert same_bits(other(x), y)
+    other.grow(1)
+    assert other.pattern.nnz > layer.pattern.nnz
+    assert same_bits(layer(x), y)
+
+
+def test_checkpoints_of_safetensors_and_of_torch_distributed():
+    layer = LocallyConnected1d(2, 3, 3, input_size=7).grow(1)
+    saved = safetensors.torch.save(layer.state_dict())
+    for load in (
+        lambda fresh: fresh.load_state_dict(safetensors.torch.load(saved)),
+        lambda fresh: set_model_state_dict(fresh, get_model_state_dict(layer)),
+        lambda fresh: fresh.load_state_dict(copy.deepcopy(layer).state_dict(), assign=True),
+    ):
+        fresh = LocallyConnected1d(2, 3, 3, input_size=7)
+        load(fresh)
+        x = torch.randn(4, 2, 7)
+        assert same_bits(fresh(x), layer(x))
+        fresh.grow(1)
+        assert fresh.pattern.nnz > layer.pattern.nnz
+
+
+def test_dtypes_and_devices_follow_the_module():
+    layer = LocallyConnected3d(2, 3, 2, input_size=3).double()
+    x = torch.randn(2, 2, 3, 3, 3, dtype=torch.float64)
+    assert layer(x).dtype == torch.float64
+    with torch.device("meta"):
+        empty = LocallyConnected3d(2, 3, 2, input_size=3, dtype=torch.float64)
+    assert empty.values.is_meta
+    empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    assert same_bits(empty(x), layer(x))
+    assert nn.utils.skip_init(LocallyConnected3d, 2, 3, 2, input_size=3).values.shape == layer.values.shape
+
+
+def test_other_parameters_can_be_used():
+    layer = LocallyConnected1d(2, 3, 3, input_size=7, dtype=torch.float64)
+    x = torch.randn(4, 2, 7, dtype=torch.float64)
+    doubled = {name: 2 * parameter for name, parameter in layer.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(layer, doubled, x), 2 * layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_and_half_precision(dtype):
+    layer = LocallyConnected2d(2, 4, 3, input_size=(5, 6))
+    x = torch.randn(3, 2, 5, 6)
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+    half = copy.deepcopy(layer).to(dtype)
+    assert same_bits(y, half(x.to(dtype)))
+    y.sum().backward()
+    assert layer.values.grad.dtype == torch.float32
+    half.grow(1)
+    assert half.deviation().delta_locality == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_layers_move_to_a_gpu_and_grow_there():
+    layer = LocallyConnected2d(2, 4, 3, padding=1, input_size=(5, 6), dtype=torch.float64)
+    x = torch.randn(3, 2, 5, 6, dtype=torch.float64)
+    y = layer(x)
+    moved = copy.deepcopy(layer).cuda()
+    torch.testing.assert_close(moved(x.cuda()).cpu(), y)
+    optimizer = optim.Adam(moved.parameters())
+    moved(x.cuda()).square().sum().backward()
+    optimizer.step()
+    y = moved(x.cuda())
+    assert same_bits(moved.grow(1, optimizer)(x.cuda()), y)
+    moved.prune(radius=0, optimizer=optimizer)
+    torch.testing.assert_close(moved.to_dense()(x.cuda().flatten(1)).view(y.shape), y)
+    assert moved.to_conv().weight.is_cuda
+    layer.load_state_dict(moved.state_dict())
+    torch.testing.assert_close(layer(x), y.cpu())
+
+
+def train_model(model, optimizer, steps, rank=None):
+    """Train on two images per step for one rank, or on those of all ranks if ``rank`` is None."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(WORLD, 2, 2, 5, 6, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        model(x.flatten(0, 1) if rank is None else x[rank]).square().mean().backward()
+        optimizer.step()
+
+
+def run_rank(rank, file):
+    torch.set_num_threads(1)
+    store = dist.FileStore(file, WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    runs = []
+    for replicated in (True, False):
+        torch.manual_seed(0)
+        model = make_model(torch.float64)
+        optimizer = optim.Adam(model.parameters(), 0.01)
+        for steps in (range(2), range(2, 4)):
+            wrapped = nn.parallel.DistributedDataParallel(model) if replicated else model
+            train_model(wrapped, optimizer, steps, rank if replicated else None)
+            model[2].grow(1, optimizer)
+        runs.append([*model.parameters()])
+    for ours, single in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, single)
+    # Shutting down gloo's threads sometimes aborts (torch 2.13), so the process exits without it once all ranks finish.
+    store.add("through", 1)
+    while store.add("through", 0) < WORLD:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_replicas_train_as_one(tmp_path):
+    mp.spawn(run_rank, (str(tmp_path / "store"),), WORLD)
+
+
+@pytest.mark.skipif(backends.library is None, reason="no compiled library")
+def test_both_backends_serve_the_layers():
+    layer = LocallyConnected2d(3, 4, 3, padding=1, input_size=(5, 6), dtype=torch.float64).grow(1)
+    x = torch.randn(3, 3, 5, 6, dtype=torch.float64)
+    results = []
+    for backend in ("native", "reference"):
+        with loco_ext.backend(backend):
+            y = layer(x)
+            results.append((y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))))
+    torch.testing.assert_close(*results)

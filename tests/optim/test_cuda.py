@@ -1,0 +1,378 @@
+"""Tests of the optimizers and their kernels on a GPU: the CPU reference's bits, without synchronizing.
+
+``make device-check`` also runs the tests of single kernels, named ``test_kernels_...``, under compute-sanitizer: they
+capture no graphs.
+"""
+
+import copy
+import itertools
+import math
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import loco_ext
+from loco_ext import ops, optim
+from loco_ext.ops import backends
+from tests.optim.cuda_graphs import capture
+from tests.optim.stepping import CLASSES, RICH, clones, make_params, params_of, set_gradients
+from tests.optim_step.cases import Case, assert_untouched, make_case
+from tests.optim_step.test_layouts import GUARD, KINDS, LAYOUTS, gaps
+from tests.optim_step.test_step import LOCO_2D
+from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+LOCALITY = (0.5, 2.0)
+SCALE = 1024.0  # a power of two: scaling and unscaling are exact
+
+
+@pytest.fixture(params=["native", "triton"])
+def backend(request):
+    """Force our CUDA or our Triton kernels."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    if reason := backends.missing("optim_step", request.param, "cuda"):
+        pytest.skip(reason)
+    with loco_ext.backend(request.param):
+        yield request.param
+
+
+@contextmanager
+def no_syncs():
+    """Make every torch call that would synchronize with the GPU an error inside the context."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- single kernels
+
+
+def moved_tensor(tensor, device):
+    """Copy the tensor, with all the memory that it is a view of, to a device; its offset and strides stay the same."""
+    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return memory.to(device, copy=True).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def moved(case: Case, device: str) -> Case:
+    """Return the case with all that the kernels read on the device moved there."""
+    lists = {name: [moved_tensor(t, device) for t in tensors] for name, tensors in case.lists.items()}
+    options = dict(case.options)
+    for name in ("grad_scale", "found_inf"):
+        if options.get(name) is not None:
+            options[name] = options[name].to(device)
+    if "lrs" in options:
+        options["lrs"] = [lr.to(device) for lr in options["lrs"]]
+    return replace(case, lists=lists, options=options)
+
+
+def stepped_on_gpu(case: Case, backend: str) -> Case:
+    return moved(moved(case, "cuda").step(backend), "cpu")
+
+
+def assert_is_reference(case: Case, backend: str, expected: Case | None = None) -> None:
+    """Assert that the GPU gives the reference's bits (nearly, in float64) and leaves memory around views unchanged."""
+    expected = case.copy().step("reference") if expected is None else expected
+    stepped = stepped_on_gpu(case, backend)
+    for name, tensors in expected.lists.items():
+        for i, (a, b, before) in enumerate(zip(stepped.lists[name], tensors, case.lists[name], strict=True)):
+            if case.params[i].dtype == F64:
+                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # the normal random numbers are not larger
+            else:
+                assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
+            assert a.stride() == before.stride()
+            assert same_bits(gaps(a), gaps(before)), f"{name}[{i}]: memory outside the view was written"
+
+
+def shifted(tensor, by):
+    """Copy the tensor ``by`` elements into larger memory, which continues after it."""
+    memory = torch.full((tensor.numel() + by + 9,), GUARD, dtype=tensor.dtype)
+    return memory[by : by + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+# Sizes around those of a block's part, 8192 and 2048, and of the vectors at its ends.
+KERNEL_SHAPES = [(), (1,), (7,), (0, 4), (2048,), (8191,), (8192 + 3,), (2 * 8192 + 9,), (6, 5, 3, 3), (99, 11, 3, 3)]
+KERNEL_MAPS = {"maps": [LOCO_2D], "map_index": [-1] * 8 + [0, 0]}
+DTYPES = {
+    "f32": (F32, F32, F32),
+    "f64": (F64, F64, F64),
+    "bf16": (BF16, BF16, BF16),
+    "f16": (F16, F16, F16),
+    "bf16_f32": (BF16, BF16, F32),
+    "f16_f32": (F16, F16, F32),
+    "mixed": (BF16, F16, F32),
+    "mixed_f64": (F64, F32, BF16),
+}
+# Number of elements by which parameters, gradients and the three states are shifted: together, or each differently.
+SHIFTS = {"aligned": (0,) * 5, "together": (1,) * 5, "apart": (1, 0, 2, 3, 5)}
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_kernels_of_every_dtype_give_the_references_bits_at_any_alignment(backend, rule, dtypes, shift):
+    options = {"decoupled": True, "amsgrad": True, "states": 3} if rule == "adam" else {}
+    case = make_case(rule, KERNEL_SHAPES, dtypes=DTYPES[dtypes], **KERNEL_MAPS, **options)
+    for name, by in zip([n for n in case.lists if n != "steps"], SHIFTS[shift], strict=False):
+        case.lists[name] = [shifted(t, by) for t in case.lists[name]]
+    assert_is_reference(case, backend)
+
+
+@pytest.mark.parametrize("param", LAYOUTS)
+def test_kernels_take_any_mix_of_layouts(backend, param):
+    layouts, kinds = list(LAYOUTS.values()), itertools.cycle(KINDS.values())
+    for shift, grad in enumerate(layouts):
+        case = make_case("sgd", [(6, 5, 3, 3)], maps=[LOCO_2D], map_index=[0], **next(kinds))
+        state = layouts[(3 * shift + 1) % len(layouts)]
+        laid_out = case.laid_out(params=LAYOUTS[param], grads=grad, momentum_buffers=state)
+        assert_is_reference(laid_out, backend, case.copy().step("reference"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_take_any_layouts_of_adams_states(backend, kind):
+    case = make_case("adam", [(6, 5, 3, 3)], states=3, amsgrad=True, maps=[LOCO_2D], map_index=[0], **KINDS[kind])
+    names, layouts = [name for name in case.lists if name != "steps"], list(LAYOUTS.values())
+    for shift in (1, 4):
+        laid_out = case.laid_out(**{name: layouts[(shift + 2 * k) % len(layouts)] for k, name in enumerate(names)})
+        assert_is_reference(laid_out, backend, case.copy().step("reference"))
+
+
+OPTIONS = {
+    "plain_sgd": ("sgd", {"states": 0}),
+    "first_nesterov": ("sgd", {"first": [1] * 5 + [0] * 5, "nesterov": True}),
+    "l1_maximize": ("sgd", {"l1": True, "maximize": True}),
+    "coupled": ("adam", {}),
+    "coupled_l1": ("adam", {"l1": True, "maximize": True}),
+    "scaled": ("adam", {"grad_scale": torch.tensor(4.0), "found_inf": torch.tensor(0.0)}),
+    "scaled_in_f64": ("sgd", {"grad_scale": torch.tensor([3.0], dtype=F64), "found_inf": torch.zeros(1, dtype=F64)}),
+    "learning_rate": ("adam", {"lrs": [torch.tensor(0.03)], "lr_index": [0], "decoupled": True}),
+    "learning_rate_in_f64": ("sgd", {"lrs": [torch.tensor(0.03, dtype=F64)], "lr_index": [0]}),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_kernels_follow_every_option(backend, options):
+    rule, given = OPTIONS[options]
+    assert_is_reference(make_case(rule, KERNEL_SHAPES, **KERNEL_MAPS, **given), backend)
+
+
+@pytest.mark.parametrize("found", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_kernels_change_nothing_where_infinity_was_found(backend, rule, found):
+    options = {"found_inf": torch.tensor(found), "grad_scale": torch.tensor(2.0)}
+    case = make_case(rule, KERNEL_SHAPES, **KERNEL_MAPS, **options)
+    assert_untouched(stepped_on_gpu(case, backend), case)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_kernels_round_with_the_references_random_numbers(backend, rule, seed):
+    options = {"seed": seed, "rounding_step": 5, "ordinals": [2**31 + 5, *range(9)]}
+    case = make_case(rule, KERNEL_SHAPES, dtypes=(BF16,) * 3, **KERNEL_MAPS, **options)
+    case.params[8] = LAYOUTS["channels_last"](case.params[8])
+    assert_is_reference(case, backend)
+
+
+# ---- optimizers
+
+
+def on_gpu(params):
+    return [nn.Parameter(p.detach().cuda()) for p in params]
+
+
+def make_twins(name, dtype=F32, **options):
+    """Return our optimizer on the GPU and the reference on the CPU, with equal parameters."""
+    params = make_params(dtype=dtype)
+    options = {**RICH[name], "locality": LOCALITY, **options}
+    make = getattr(optim, name)
+    return make(on_gpu(params), **options), make(params, **{**options, "fused": False})
+
+
+def give_gradients(ours, reference, seed, frozen=()):
+    """Give both optimizers the same new gradients, in new memory."""
+    set_gradients(params_of(reference), seed, frozen)
+    for p, q in zip(params_of(ours), params_of(reference), strict=True):
+        p.grad = None if q.grad is None else q.grad.to(p.device)
+
+
+def assert_same(ours, reference):
+    for p, q in zip(params_of(ours), params_of(reference), strict=True):
+        assert same_bits(p.detach().cpu(), q.detach())
+        mine, other = ours.state.get(p, {}), reference.state.get(q, {})
+        if not other:  # only the GPU knew that a first step was skipped
+            assert not any(value.any() for value in mine.values())
+            continue
+        assert mine.keys() == other.keys()
+        for key, value in mine.items():
+            assert same_bits(value.cpu(), other[key]), key
+
+
+def step_both(ours, reference, seed, frozen=(), waits=False):
+    give_gradients(ours, reference, seed, frozen)
+    with nullcontext() if waits else no_syncs():
+        ours.step()
+    reference.step()
+    assert_same(ours, reference)
+
+
+def set_in_groups(optimizers, **values):
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group.update(values)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_training_with_a_scheduler_gives_the_references_bits(backend, name):
+    twins = make_twins(name)
+    schedulers = [lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8) for optimizer in twins]
+    for step in range(6):
+        step_both(*twins, step, waits=step == 0)
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_parameters_that_join_later_give_the_references_bits(backend, name):
+    ours, reference = make_twins(name)
+    for step in range(6):
+        if step == 3:
+            later = make_params([(40, 30), (4, 2, 3, 3)], seed=5)
+            for optimizer, params in ((ours, on_gpu(later)), (reference, later)):
+                optimizer.add_param_group({"params": params, "lr": 0.02, "locality": None})
+        step_both(ours, reference, step, frozen=(1, 5) if step < 2 else (), waits=step == 0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_learning_rate_may_live_on_the_gpu(backend, name):
+    ours, reference = make_twins(name)
+    ours.param_groups[0]["lr"], reference.param_groups[0]["lr"] = torch.tensor(0.05, device="cuda"), torch.tensor(0.05)
+    for step, lr in enumerate([0.05, 0.05, 0.02, 0.3]):
+        for optimizer in (ours, reference):
+            optimizer.param_groups[0]["lr"].fill_(lr)
+        step_both(ours, reference, step, waits=step == 0)
+
+
+@pytest.mark.parametrize("spoilt", [(), (0,), (1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("manually", [False, True], ids=["fused", "unscaled_before"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_grad_scaler_scales_and_skips_without_waiting(backend, name, manually, spoilt):
+    ours, reference = make_twins(name, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=SCALE, growth_interval=10**6)
+    scaler.scale(torch.ones((), device="cuda"))  # the scaler creates its tensors at the first call
+    stepped = False
+    for step in range(5):
+        give_gradients(ours, reference, step)
+        for p in params_of(ours):
+            p.grad.mul_(scaler.get_scale())
+        if step in spoilt:
+            params_of(ours)[-1].grad[1, 0, 0, 2] = math.inf
+        # SGD synchronizes to learn whether it must create its momentum buffers.
+        with no_syncs() if stepped else nullcontext():
+            if manually:
+                scaler.unscale_(ours)
+            scaler.step(ours)
+            scaler.update()
+        if step not in spoilt:
+            reference.step()
+            stepped = True
+        assert_same(ours, reference)
+    assert scaler.get_scale() == SCALE / 2 ** len(spoilt)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_stochastic_rounding_gives_the_references_bits(backend, name):
+    ours, reference = make_twins(name, dtype=BF16, stochastic_rounding=7)
+    nearest, _ = make_twins(name, dtype=BF16)
+    for step in range(4):
+        step_both(ours, reference, step, waits=step == 0)
+        give_gradients(nearest, reference, step)
+        nearest.step()
+    assert not torch.equal(params_of(nearest)[3], params_of(ours)[3])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_steps_may_be_made_on_other_streams(backend, name):
+    ours, reference = make_twins(name)
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
+    for step in range(7):
+        give_gradients(ours, reference, step)
+        stream, home = streams[step % 3], torch.cuda.current_stream()
+        stream.wait_stream(home)
+        with torch.cuda.stream(stream), no_syncs() if step else nullcontext():
+            ours.step()
+        home.wait_stream(stream)
+        reference.step()
+        assert_same(ours, reference)
+
+
+def test_optimizers_do_not_disturb_each_other(backend):
+    pairs = [make_twins(name, lr=0.01 * (k + 1)) for k, name in enumerate([*CLASSES, "SGD"])]
+    for step in range(4):
+        for k, pair in enumerate(pairs):
+            step_both(*pair, 10 * step + k, waits=step == 0)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_checkpoints_with_step_counts_on_the_cpu_are_continued(backend, name):
+    ours, reference = make_twins(name)
+    theirs = getattr(torch.optim, name)(clones(params_of(reference)), **RICH[name], foreach=False)
+    for step in range(2):
+        set_gradients(params_of(theirs), step)
+        theirs.step()
+    checkpoint = theirs.state_dict()
+    assert all(state["step"].is_cpu for state in checkpoint["state"].values())
+    for optimizer in (ours, reference):
+        optimizer.load_state_dict(copy.deepcopy(checkpoint))
+        with torch.no_grad():
+            for p, q in zip(params_of(optimizer), params_of(theirs), strict=True):
+                p.copy_(q)
+    give_gradients(ours, reference, 2)
+    with pytest.raises(RuntimeError, match="expected the optimizer to have made a step before"):
+        capture(ours)
+    for step in range(2, 5):
+        step_both(ours, reference, step, waits=step == 2)
+    assert all(ours.state[p]["step"].is_cuda for p in params_of(ours))
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_group_may_have_parameters_of_several_devices(name):
+    params = make_params()
+    placed = [nn.Parameter(p.detach().to("cuda" if i % 2 else "cpu", copy=True)) for i, p in enumerate(params)]
+    options = {**RICH[name], "locality": LOCALITY}
+    make = getattr(optim, name)
+    ours, reference = make(placed, **options), make(params, **options, fused=False)
+    for step in range(4):
+        step_both(ours, reference, step, frozen=(0, 1) if step == 2 else (), waits=step == 0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("forced", ["native", "triton", "reference"])
+@pytest.mark.parametrize("name", ["params", "grads", "momentum_buffers"])
+def test_a_list_that_mixes_devices_is_an_error(forced, name):
+    if reason := backends.missing("optim_step", forced, "cuda"):
+        pytest.skip(reason)
+    case = moved(make_case("sgd", [(3,), (4, 2)]), "cuda")
+    case.lists[name][1] = case.lists[name][1].cpu()
+    before = moved(case, "cpu")
+    with pytest.raises(TypeError, match=rf"{name}\[1\]: expected device cuda:0 as params\[0\], got cpu"):
+        case.step(forced)
+    assert_untouched(moved(case, "cpu"), before)
+
+
+@needs_gpu
+@pytest.mark.parametrize("forced", ["native", "reference"])
+def test_a_list_that_begins_on_the_cpu_is_an_error_too(forced):
+    case = make_case("sgd", [(3,), (4, 2)])
+    case.params[1] = case.params[1].cuda()
+    with (
+        loco_ext.backend(forced),
+        pytest.raises(TypeError, match=r"params\[1\]: expected device cpu as params\[0\], got cuda:0"),
+    ):
+        ops.optim_step_sgd(*case.lists.values(), case.hyper)

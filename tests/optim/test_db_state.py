@@ -1,0 +1,341 @@
+"""torch's checks of its own optimizers, run on our classes: checkpoints, copies, hooks, mixed precision, memory.
+
+test_optim_db.py lists the checks of TestOptimRenewed that are left out, with the reasons.
+"""
+
+import io
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing import assert_close
+
+from tests.optim.db_cases import (
+    INFOS,
+    KERNELS,
+    OURS,
+    Case,
+    Problem,
+    assert_same,
+    cases,
+    each_optimizer,
+    flat_state,
+    network,
+)
+
+pytestmark = pytest.mark.usefixtures("native")
+
+TORCH_SCALES_NOT = "torch's own functions take no grad_scale, so GradScaler does the scaling"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tensors this small gain nothing from threads, which wait long for one another where cores are shared."""
+    torch.set_num_threads(1)
+
+
+def trained(case: Case, **changes):
+    """Return a problem and its optimizer after a few steps."""
+    problem = Problem()
+    optimizer = case.ours(problem.params, **changes)
+    problem.run(optimizer, 3)
+    return problem, optimizer
+
+
+def assert_goes_on_alike(problem, optimizer, other_problem, other) -> None:
+    problem.run(optimizer, 3)
+    other_problem.run(other, 3)
+    assert_same(flat_state(optimizer), flat_state(other))
+
+
+@cases()
+def test_a_loaded_optimizer_goes_on_as_the_saved_one(case):
+    problem, optimizer = trained(case)
+    saved = deepcopy(optimizer.state_dict())
+    untouched = deepcopy(saved)
+    twin = problem.twin()
+    loaded = case.ours(twin.params)
+    loaded.load_state_dict(saved)
+    assert_same(saved, untouched)
+    assert_same(loaded.state_dict(), untouched)
+    assert_goes_on_alike(problem, optimizer, twin, loaded)
+    assert_same(loaded.state_dict(), optimizer.state_dict())
+
+
+@cases()
+def test_checkpoints_from_before_a_flag_existed_load(case):
+    for flag in (*INFOS[case.name].not_og_supported_flags, "locality", "norm", "state_dtype", "stochastic_rounding"):
+        problem, optimizer = trained(case)
+        saved = deepcopy(optimizer.state_dict())
+        if flag not in saved["param_groups"][0]:
+            continue  # this optimizer has no such argument
+        for group in saved["param_groups"]:
+            del group[flag]
+        optimizer.load_state_dict(saved)
+        problem.run(optimizer, 1)
+
+
+@cases()
+def test_checkpoints_with_the_step_as_a_number_load(case):
+    problem, optimizer = trained(case)
+    saved = deepcopy(optimizer.state_dict())
+    if case.name == "SGD":
+        assert all("step" not in state for state in saved["state"].values())
+        return
+    for state in saved["state"].values():
+        state["step"] = state["step"].item()
+    twin = problem.twin()
+    loaded = case.ours(twin.params)
+    loaded.load_state_dict(saved)
+    assert_goes_on_alike(problem, optimizer, twin, loaded)
+
+
+@cases()
+def test_checkpoints_survive_a_file_without_code(case):
+    problem, optimizer = trained(case)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert_same(saved, optimizer.state_dict())
+    twin = problem.twin()
+    loaded = case.ours(twin.params)
+    loaded.load_state_dict(saved)
+    assert_goes_on_alike(problem, optimizer, twin, loaded)
+
+
+@pytest.mark.parametrize("from_torch", [True, False], ids=["from_torch", "to_torch"])
+@cases(*KERNELS, "reference", "foreach")
+def test_checkpoints_are_exchanged_with_torch(case, from_torch):
+    problem = Problem(torch.float64)
+    twin = problem.twin()
+    ours, torchs = case.ours(problem.params), case.torchs(twin.params)
+    problem.run(ours, 3)
+    twin.run(torchs, 3)
+    if from_torch:
+        ours.load_state_dict(deepcopy(torchs.state_dict()))
+    else:
+        torchs.load_state_dict(deepcopy(ours.state_dict()))
+    problem.run(ours, 3)
+    twin.run(torchs, 3)
+    assert_close(problem.params, twin.params)
+
+
+@pytest.mark.parametrize("saved_names", [True, False], ids=["save_named", "save_unnamed"])
+@pytest.mark.parametrize("loaded_names", [True, False], ids=["load_named", "load_unnamed"])
+@cases()
+def test_named_and_unnamed_checkpoints_load_into_one_another(case, saved_names, loaded_names):
+    def params(problem, named):
+        return [("weight", problem.weight), ("bias", problem.bias)] if named else problem.params
+
+    problem = Problem()
+    optimizer = case.ours(params(problem, saved_names))
+    problem.run(optimizer, 3)
+    twin = problem.twin()
+    loaded = case.ours(params(twin, loaded_names))
+    loaded.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert ("param_names" in loaded.state_dict()["param_groups"][0]) == (saved_names or loaded_names)
+    assert_goes_on_alike(problem, optimizer, twin, loaded)
+
+
+@cases()
+def test_a_copy_has_all_public_attributes_and_steps_alike(case):
+    def public(optimizer):
+        return {name for name in vars(optimizer) if not name.startswith("_")}
+
+    problem, optimizer = trained(case)
+    for copy in (deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert public(copy) == public(optimizer)
+        twin = problem.twin()
+        # The copy has its own parameters, so the twin problem must use them.
+        twin.weight, twin.bias = twin.params = copy.param_groups[0]["params"]
+        before = [param.clone() for param in problem.params]
+        twin.run(copy, 2)
+        assert_same(problem.params, before)
+        follower = problem.twin()
+        reference = case.ours(follower.params)
+        reference.load_state_dict(deepcopy(optimizer.state_dict()))
+        follower.run(reference, 2)
+        assert_same(flat_state(copy), flat_state(reference))
+
+
+@cases()
+def test_printing_shows_class_groups_and_arguments(case):
+    optimizer = case.ours([{"params": [torch.zeros(3)]}, {"params": [torch.zeros(2)], "lr": 0.25}])
+    text = repr(optimizer)
+    assert text.startswith(f"{case.name} (")
+    assert "Parameter Group 1" in text
+    for key in ("lr: 0.25", "locality: None", "norm: l2"):
+        assert key in text
+
+
+@cases()
+def test_a_step_leaves_state(case):
+    _, optimizer = trained(case)
+    expected = {"SGD": {"momentum_buffer"}}.get(case.name, {"step", "exp_avg", "exp_avg_sq"})
+    if case.arguments.get("amsgrad"):
+        expected = {*expected, "max_exp_avg_sq"}
+    if case.name == "SGD" and not case.arguments.get("momentum"):
+        expected = set()
+    for param in optimizer.param_groups[0]["params"]:
+        kept = {key for key, value in optimizer.state[param].items() if value is not None}
+        assert kept == expected
+
+
+@each_optimizer
+def test_step_hooks_run_in_order_once_each_and_stop_when_removed(name):
+    problem, seen = Problem(), []
+    optimizer = OURS[name](problem.params)
+
+    def before(given, args, kwargs):
+        assert given is optimizer
+        seen.append(("before", problem.weight.clone()))
+
+    def after(given, args, kwargs):
+        seen.append(("after", problem.weight.clone()))
+
+    everywhere = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append(("global before", None))),
+        register_optimizer_step_post_hook(lambda *_: seen.append(("global after", None))),
+    ]
+    own = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    try:
+        optimizer.step(problem.closure)
+    finally:
+        for handle in (*everywhere, *own):
+            handle.remove()
+    assert [label for label, _ in seen] == ["global before", "before", "after", "global after"]
+    assert not torch.equal(seen[1][1], seen[2][1])
+    optimizer.step(problem.closure)
+    assert len(seen) == 4
+
+
+@each_optimizer
+def test_a_step_hook_may_change_the_arguments(name):
+    problem = Problem()
+    optimizer = OURS[name](problem.params)
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((args[0], problem.closure), {}))
+    assert optimizer.step() is not None
+
+
+@each_optimizer
+def test_state_dict_hooks_run_in_order_and_may_replace_the_result(name):
+    optimizer, seen = OURS[name](Problem().params), []
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("first pre"), prepend=True)
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mark": 1})
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(set(state)), prepend=True)
+    saved = optimizer.state_dict()
+    assert seen == ["first pre", "pre", {"state", "param_groups"}]
+    assert saved["mark"] == 1
+
+
+@each_optimizer
+def test_load_hooks_run_in_order_and_may_replace_the_checkpoint(name):
+    optimizer, seen = OURS[name](Problem().params), []
+
+    def replaces(_, state):
+        seen.append("pre")
+        state = deepcopy(state)
+        state["param_groups"][0]["lr"] = 0.125
+        return state
+
+    optimizer.register_load_state_dict_pre_hook(replaces)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("first pre"), prepend=True)
+    optimizer.register_load_state_dict_post_hook(lambda given: seen.append(given.param_groups[0]["lr"]))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("first post"), prepend=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["first pre", "pre", "first post", 0.125]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["first pre", "pre", "first post", 0.125] * 2
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 2  # our own hooks are removed again
+
+
+@each_optimizer
+def test_a_load_hook_may_replace_the_states(name):
+    kwargs = {"momentum": 0.9} if name == "SGD" else {}
+    problem = Problem()
+    optimizer = OURS[name](problem.params, **kwargs)
+    problem.run(optimizer, 1)
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+
+    def replaces(_, state):
+        state = deepcopy(state)
+        state["state"][0][key].fill_(7)
+        return state
+
+    optimizer.register_load_state_dict_pre_hook(replaces)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert (optimizer.state[problem.weight][key] == 7).all()
+
+
+@pytest.mark.parametrize("found", [1.0, 2.0])
+@cases(foreach=TORCH_SCALES_NOT, differentiable=TORCH_SCALES_NOT)
+def test_inf_in_the_gradients_skips_the_step_whole(case, found):
+    for steps_before in (0, 2):
+        problem = Problem()
+        optimizer = case.ours(problem.params)
+        problem.run(optimizer, steps_before)
+        before = deepcopy(flat_state(optimizer))
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
+        optimizer.step()
+        assert_same(flat_state(optimizer), before)
+
+
+@cases(foreach=TORCH_SCALES_NOT, differentiable=TORCH_SCALES_NOT)
+def test_the_step_divides_gradients_by_the_scale(case):
+    problem = Problem()
+    twin = problem.twin()
+    scaled, plain = case.ours(problem.params), case.ours(twin.params)
+    scaled.grad_scale, scaled.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    for _ in range(3):
+        problem.closure()
+        for param in problem.params:
+            param.grad *= 8
+        scaled.step()
+        plain.step(twin.closure)
+        assert_same([param.grad for param in problem.params], [param.grad for param in twin.params])
+    assert_same(flat_state(scaled), flat_state(plain))
+
+
+@cases(differentiable="parameters that require gradients cannot be changed in place under autograd")
+def test_gradient_scaling_under_autocast_steps_as_torch_does(case):
+    networks = network(torch.float32), network(torch.float32)
+    optimizers = case.ours(networks[0].parameters(), lr=0.125), case.torchs(networks[1].parameters(), lr=0.125)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1) for _ in range(2)]
+    for step in range(5):
+        for model, optimizer, scaler in zip(networks, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.linspace(0.1, 0.6, 6).reshape(3, 2)).sum()
+            scaler.scale(loss).backward()
+            if step in (0, 2):
+                model[0].weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        with torch.no_grad():
+            for actual, expected in zip(*map(flat_state, optimizers), strict=True):
+                assert_close(actual, expected)
+                actual.copy_(expected)  # so that autocast rounds both alike
+
+
+@cases(
+    reference="it is for being right, with temporary tensors",
+    foreach="torch's own makes copies",
+    differentiable="autograd keeps copies",
+)
+def test_a_step_allocates_nothing_that_grows_with_the_parameters(case):
+    params = [torch.randn(150, 150) for _ in range(3)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = case.ours(params)
+    for _ in range(2):
+        optimizer.step()
+    with torch.autograd.profiler.profile(profile_memory=True) as recorded:
+        optimizer.step()
+    allocated = [event.self_cpu_memory_usage for event in recorded.function_events]
+    assert allocated
+    assert max(allocated) < params[0].nbytes // 100

@@ -1,0 +1,687 @@
+"""Tests of optimizers over random sequences of what users do between steps, and regression tests.
+
+Our optimizer and torch.optim's for-loop go through the same sequence; after each step parameters and states must agree.
+For decay maps and penalties, which torch lacks, the other optimizer is the reference, with its plans rebuilt each step.
+"""
+
+import copy
+import io
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.lr_scheduler import ExponentialLR
+
+import loco_ext
+from loco_ext import geometry, optim, sparsity
+from tests.optim.stepping import CLASSES, assert_same, compare_step, nearly, params_of
+from tests.tolerances import assert_within_ulps
+
+SHAPES = [(), (5,), (0, 3), (4, 3), (2, 1, 3, 3), (2, 3, 5), (3, 2, 3, 3)]
+CONVOLUTIONS = [(2, 1, 3, 3), (2, 2, 3, 3), (3, 2, 1, 5), (2, 2, 5), (2, 1, 5, 5)]
+LAYOUTS = {
+    "contiguous": lambda t: t.clone(memory_format=torch.contiguous_format),
+    "reversed": lambda t: t.permute([*reversed(range(t.dim()))]).contiguous().permute([*reversed(range(t.dim()))]),
+    "spaced": lambda t: torch.stack([t, t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
+    "channels_last": lambda t: t.clone(memory_format=torch.channels_last) if t.dim() == 4 else t.clone(),
+}
+# Values to choose from for each option; an optimizer ignores the options that it does not have.
+OPTIONS = {
+    "lr": [0.01, 0.1, torch.tensor(0.05, dtype=torch.float64), torch.tensor([0.02], dtype=torch.float64)],
+    "weight_decay": [0.0, 0.01, 0.3],
+    "maximize": [False, True],
+    "momentum": [0.0, 0.5, 0.9],
+    "dampening": [0.0, 0.3],
+    "nesterov": [False, True],
+    "betas": [(0.9, 0.999), (0.5, 0.9), (0.0, 0.5)],
+    "eps": [1e-8, 1e-3],
+    "amsgrad": [False, True],
+}
+IMPLEMENTATIONS = [{}, {"foreach": True}, {"differentiable": True}, {"fused": False}]
+OURS = [
+    {"locality": (0.5, 2.0)},
+    {"locality": (0.1, 3.0)},
+    {"penalty": sparsity.RingPenalty(0.02)},
+    {"penalty": None, "locality": None},
+]
+
+
+def alike(a, b):
+    """Return whether two states are equal: nearly, for tensors of float64, and exactly for anything else."""
+    return nearly(a, b) if torch.is_tensor(a) else a == b
+
+
+class Life:
+    """Two optimizers of one class that both go through the same random sequence of actions."""
+
+    def __init__(self, name, seed, by_kernel=False):
+        self.random, self.by_kernel = random.Random(seed), by_kernel
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = torch.float64 if by_kernel else self.random.choice([torch.float32, torch.float64])
+        self.done = [f"{name}, seed {seed}, {self.dtype}"]
+        values = [self.normal(shape) for shape in SHAPES]
+        half = self.random.randrange(1, len(values))
+        self.ours, self.theirs = (self.make(name, values, half, ours) for ours in (True, False))
+        self.hooks = []
+
+    def make(self, name, values, half, ours):
+        params = [nn.Parameter(value.clone()) for value in values]
+        groups = [{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.1}]
+        options = {"momentum": 0.9} if name == "SGD" else {"eps": 1e-3}
+        if not ours and self.by_kernel:
+            return getattr(optim, name)(groups, lr=0.01, fused=False, **options)
+        flags = {} if ours else {"foreach": False, "fused": False}
+        return getattr(optim if ours else torch.optim, name)(groups, lr=0.01, **flags, **options)
+
+    def both(self):
+        return self.ours, self.theirs
+
+    def normal(self, shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def pick(self):
+        """Return a random parameter of our optimizer and the corresponding one of the other."""
+        index = self.random.randrange(len(params_of(self.ours)))
+        return tuple(params_of(optimizer)[index] for optimizer in self.both())
+
+    def live(self, actions):
+        for _ in range(actions):
+            action = self.random.choice(ACTIONS)
+            self.done.append(action.__name__)
+            try:
+                action(self)
+            except Exception as error:
+                error.add_note("; ".join(self.done))
+                raise
+
+    def set_gradients(self, scale=1.0):
+        layout = self.random.choice([*LAYOUTS, "expanded", "negative", "shared", "mixed"])
+        absent = self.random.choice([0.0, 0.0, 0.3, 1.0])
+        made = {}
+        for p, q in zip(*map(params_of, self.both()), strict=True):
+            grad = self.normal(p.shape) * scale
+            kind = self.random.choice(list(LAYOUTS)) if layout == "mixed" else layout
+            if kind in LAYOUTS:
+                grad = LAYOUTS[kind](grad)
+            elif kind == "expanded":
+                grad = grad.flatten()[:1].sum().expand(p.shape)
+            elif kind == "negative":
+                grad = torch._neg_view(grad)
+            else:
+                grad = made.setdefault(p.shape, grad)
+            p.grad, q.grad = (None, None) if self.random.random() < absent else (grad, grad.clone())
+
+    def step(self, step=None):
+        """Step both optimizers, by ``step(optimizer)`` if it is given, and compare them."""
+        complete_amsgrad(self)
+        for group, other in zip(self.ours.param_groups, self.theirs.param_groups, strict=True):
+            if group["foreach"] and group.get("nesterov"):  # torch writes to gradients then, and twice to shared ones
+                group["nesterov"] = other["nesterov"] = False
+        before = [p.detach().clone() for p in params_of(self.ours)]
+        states = [copy.deepcopy(self.theirs.state.get(q, {})) for q in params_of(self.theirs)]
+        if self.by_kernel:
+            self.theirs._plans = []
+        for optimizer in self.both():
+            optimizer.step() if step is None else step(optimizer)
+        if self.by_kernel:
+            assert_same(self.ours, self.theirs, alike)
+        compare_step(self.ours, self.theirs, before, states, ulps=None)
+
+
+# ---- actions
+
+
+def step(life):
+    life.set_gradients()
+    life.step()
+
+
+def step_with_the_same_gradients(life):
+    life.step()
+
+
+def step_with_closure(life):
+    life.set_gradients()
+
+    def by_closure(optimizer):
+        def closure():
+            assert torch.is_grad_enabled()
+            return 3.5
+
+        assert optimizer.step(closure) == 3.5
+
+    life.step(by_closure)
+
+
+def step_by_scaler(life):
+    scale = life.random.choice([2.0**-3, 2.0**10])
+    life.set_gradients(scale)
+    grads = [p.grad for p in params_of(life.ours) if p.grad is not None and p.grad.numel()]
+    if not grads or any(p.grad is not None and 0 in p.grad.stride() for p in params_of(life.ours)):
+        return  # expanded gradients cannot be unscaled in place
+    for p in params_of(life.ours):  # shared gradients would be unscaled twice
+        p.grad = None if p.grad is None else p.grad.clone()
+    overflow, unscale = life.random.random() < 0.3, life.random.random() < 0.3
+    if overflow:
+        for p, q in zip(*map(params_of, life.both()), strict=True):
+            if p.grad is not None:
+                p.grad.fill_(torch.inf), q.grad.fill_(torch.inf)
+
+    def by_scaler(optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(torch.ones(()))
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    life.step(by_scaler)
+    if overflow:
+        clear_gradients(life)
+
+
+def step_by_reference(life):
+    life.set_gradients()
+
+    def by_reference(optimizer):
+        with loco_ext.backend("reference"):
+            optimizer.step()
+
+    life.step(by_reference)
+
+
+def step_with_hooks(life):
+    life.set_gradients()
+
+    def hooked(optimizer):
+        @torch.no_grad()
+        def double(optimizer, *_):
+            for p in params_of(optimizer):
+                p.grad = None if p.grad is None else 2 * p.grad
+
+        handles = [optimizer.register_step_pre_hook(double), optimizer.register_step_post_hook(double)]
+        optimizer.step()
+        for handle in handles:
+            handle.remove()
+
+    life.step(hooked)
+
+
+def step_of_scheduler(life):
+    life.set_gradients()
+
+    def scheduled(optimizer):
+        scheduler = ExponentialLR(optimizer, 0.9)
+        optimizer.step()
+        scheduler.step()
+
+    life.step(scheduled)
+
+
+def step_under_another_default(life):
+    """Step only ours under another default device or mode: torch's functions create states and step counts there."""
+    life.set_gradients()
+    context = life.random.choice([lambda: torch.device("meta"), torch.inference_mode, torch.enable_grad])
+    if any(group["foreach"] or group["differentiable"] for group in life.ours.param_groups):
+        context = nullcontext
+
+    def under(optimizer):
+        with context() if optimizer is life.ours else nullcontext():
+            optimizer.step()
+
+    life.step(under)
+
+
+def clear_gradients(life):
+    to_none = life.random.choice([True, False])
+    for optimizer in life.both():
+        for p in params_of(optimizer):
+            if p.grad is not None and (0 in p.grad.stride() or p.grad.is_neg()):
+                p.grad = p.grad.clone()
+        optimizer.zero_grad(set_to_none=to_none)
+
+
+def freeze(life):
+    for p in life.pick():
+        p.requires_grad_(not p.requires_grad)
+
+
+def replace_data(life):
+    layout = life.random.choice(list(LAYOUTS))
+    for p in life.pick():
+        p.data = LAYOUTS[layout](p.detach())
+
+
+def change_kernel_size(life):
+    shape = life.random.choice(CONVOLUTIONS)
+    value = life.normal(shape)
+    for optimizer, p in zip(life.both(), life.pick(), strict=True):
+        p.grad = None
+        p.data = value.to(p.dtype, copy=True)
+        optimizer.state.pop(p, None)
+
+
+def change_dtype(life):
+    dtype = torch.float64 if life.by_kernel else life.random.choice([torch.float32, torch.float64])
+    for optimizer in life.both():
+        for p in params_of(optimizer):
+            p.grad, p.data = None, p.data.to(dtype)
+            for key, value in optimizer.state.get(p, {}).items():
+                if torch.is_tensor(value) and key != "step":
+                    optimizer.state[p][key] = value.to(dtype)
+    life.dtype = dtype
+
+
+def swap_tensors(life):
+    layout = life.random.choice(list(LAYOUTS))
+    for p in life.pick():
+        p.grad = None
+        torch.utils.swap_tensors(p, nn.Parameter(LAYOUTS[layout](p.detach())))
+
+
+def replace_parameter(life):
+    value = life.normal(life.random.choice(SHAPES))
+    group = life.random.randrange(len(life.ours.param_groups))
+    for optimizer in life.both():
+        params = optimizer.param_groups[group]["params"]
+        if params:
+            optimizer.state.pop(params[0], None)
+            params[0] = nn.Parameter(value.clone())
+
+
+def exchange_parameters(life):
+    for optimizer in life.both():
+        first, *_, last = optimizer.param_groups
+        if first["params"] and last["params"] and not life.by_kernel:  # a penalty must fit its group
+            first["params"][0], last["params"][-1] = last["params"][-1], first["params"][0]
+
+
+def remove_parameter(life):
+    for optimizer in life.both():
+        params = optimizer.param_groups[0]["params"]
+        if len(params) > 1:
+            optimizer.state.pop(params.pop(), None)
+
+
+def add_group(life):
+    value = life.normal(life.random.choice(CONVOLUTIONS))
+    for optimizer in life.both():
+        if len(optimizer.param_groups) < 4:
+            optimizer.add_param_group({"params": [nn.Parameter(value.clone())], "weight_decay": 0.2})
+
+
+def set_options(life):
+    group = life.random.choice([None, *range(len(life.ours.param_groups))])
+    known = [key for key in OPTIONS if key in life.ours.param_groups[0]]
+    changes = {key: life.random.choice(OPTIONS[key]) for key in life.random.sample(known, 2)}
+    if any(group["foreach"] for group in life.ours.param_groups):
+        changes.pop("lr", None)  # torch's foreach Adam accepts no tensor
+    for optimizer in life.both():
+        for chosen in optimizer.param_groups if group is None else [optimizer.param_groups[group]]:
+            chosen.update(copy.deepcopy(changes))
+
+
+def complete_amsgrad(life):
+    """Add the maximum's state where amsgrad was switched on late: torch expects the state to exist."""
+    for optimizer in life.both():
+        for group in optimizer.param_groups:
+            for p in group["params"] if group.get("amsgrad") else []:
+                if optimizer.state.get(p) and "max_exp_avg_sq" not in optimizer.state[p]:
+                    optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p.detach())
+
+
+def set_implementation(life):
+    changes = life.random.choice(IMPLEMENTATIONS)
+    if any(torch.is_tensor(group["lr"]) or life.by_kernel for group in life.ours.param_groups):
+        return  # torch's foreach refuses such a learning rate
+    for group in life.ours.param_groups:
+        group.update({"foreach": None, "differentiable": False, "fused": None, **changes})
+    for group in life.theirs.param_groups:  # torch's differentiable functions round differently
+        group["differentiable"] = bool(changes.get("differentiable"))
+
+
+def set_ours(life):
+    if life.by_kernel:
+        changes = life.random.choice(OURS)
+        for optimizer in life.both():
+            group = optimizer.param_groups[-1]
+            if "penalty" not in changes or any(3 <= p.dim() <= 5 for p in group["params"]):
+                group.update(changes)
+
+
+def replace_states(life):
+    layout = life.random.choice(list(LAYOUTS))
+    for optimizer, p in zip(life.both(), life.pick(), strict=True):
+        for key, value in optimizer.state.get(p, {}).items():
+            if torch.is_tensor(value):
+                optimizer.state[p][key] = LAYOUTS[layout](value)
+
+
+def forget_a_state(life):
+    kind = life.random.choice(["pop", "clear"])
+    for optimizer, p in zip(life.both(), life.pick(), strict=True):
+        if kind == "pop":
+            optimizer.state.pop(p, None)
+        elif p in optimizer.state:
+            optimizer.state[p].clear()
+
+
+def add_foreign_state(life):
+    for optimizer, p in zip(life.both(), life.pick(), strict=True):
+        if optimizer.state.get(p):
+            optimizer.state[p]["foreign"] = "kept"
+
+
+def reload(life):
+    for optimizer in life.both():
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def reload_from_file(life):
+    for optimizer in life.both():
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file, weights_only=True))
+
+
+def exchange_checkpoints(life):
+    mine, other = life.ours.state_dict(), life.theirs.state_dict()
+    life.ours.load_state_dict(copy.deepcopy(other))
+    if life.by_kernel:
+        life.theirs.load_state_dict(copy.deepcopy(mine))
+        for group in life.ours.param_groups:
+            group["fused"] = None
+        for group in life.theirs.param_groups:
+            group["fused"] = False
+        return
+    life.theirs.load_state_dict(copy.deepcopy(mine))
+    for group in life.theirs.param_groups:
+        group.update({"foreach": False, "fused": False})
+
+
+def copy_optimizers(life):
+    life.ours, life.theirs = map(copy.deepcopy, life.both())
+
+
+ACTIONS = [
+    *[step] * 4,
+    step_with_the_same_gradients,
+    step_with_closure,
+    step_by_scaler,
+    step_by_reference,
+    step_with_hooks,
+    step_of_scheduler,
+    step_under_another_default,
+    clear_gradients,
+    freeze,
+    replace_data,
+    change_kernel_size,
+    change_dtype,
+    swap_tensors,
+    replace_parameter,
+    exchange_parameters,
+    remove_parameter,
+    add_group,
+    set_options,
+    set_implementation,
+    set_ours,
+    replace_states,
+    forget_a_state,
+    add_foreign_state,
+    reload,
+    reload_from_file,
+    exchange_checkpoints,
+    copy_optimizers,
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tensors this small gain nothing from threads."""
+    torch.set_num_threads(1)
+
+
+def live(seeds, actions=25):
+    for seed in seeds:
+        Life(CLASSES[seed % 3], seed, by_kernel=seed % 16 == 0).live(actions)
+
+
+@pytest.mark.parametrize("seed", [*range(1, 10), 16, 32, 48])
+def test_random_sequences_of_actions_follow_torch(seed):
+    live([seed])
+
+
+@pytest.mark.slow
+def test_many_random_sequences_of_actions_follow_torch():
+    live(range(100, 2100))
+
+
+# ---- regression tests
+
+PENALTY = sparsity.RingPenalty(0.1)
+MAP_AND_PENALTY = {"weight_decay": 1.0, "locality": (0.5, 2.0), "penalty": PENALTY}
+
+
+def stepped(param, grad=1.0, name="SGD", **options):
+    """Return an optimizer of the parameter that has made one step."""
+    optimizer = getattr(optim, name)([param], lr=0.1, **options)
+    step_alone(optimizer, param, grad)
+    return optimizer
+
+
+def step_alone(optimizer, param, grad=1.0):
+    param.grad = torch.full_like(param, grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_only_parameters_without_a_penalty_may_have_gradients(name, backend):
+    weight, bias = nn.Parameter(torch.ones(2, 2, 3, 3)), nn.Parameter(torch.ones(2))
+    optimizer = getattr(optim, name)([weight, bias], lr=0.1, penalty=PENALTY)
+    with loco_ext.backend(backend):
+        step_alone(optimizer, bias)
+    assert bool((bias < 1).all())
+    assert bool((weight == 1).all())
+
+
+@pytest.mark.parametrize("flag", ["foreach", "differentiable"])
+def test_a_scaler_unscales_for_torchs_path_switched_on_late(flag):
+    param = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([param], lr=1.0)
+    optimizer.param_groups[0][flag] = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("shapes", [((1, 1, 3, 3), (1, 1, 5, 5)), ((1, 1, 1, 9), (1, 1, 3, 3))], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_another_kernel_size_has_its_own_map_and_rings(name, shapes):
+    param, fresh = nn.Parameter(torch.ones(shapes[0])), nn.Parameter(torch.ones(shapes[1]))
+    optimizer = stepped(param, 0.0, name, **MAP_AND_PENALTY)
+    optimizer.state.clear()
+    param.data = torch.ones(shapes[1])
+    step_alone(optimizer, param, 0.0)
+    stepped(fresh, 0.0, name, **MAP_AND_PENALTY)
+    assert torch.equal(param, fresh)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_modules_are_converted_by_swapping(name):
+    conv = nn.Conv2d(2, 2, 3)
+    optimizer = getattr(optim, name)(conv.parameters(), **MAP_AND_PENALTY)
+    for _ in range(3):
+        for p in conv.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    optimizer.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        conv.to(torch.float64).to(memory_format=torch.channels_last)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    step_alone(optimizer, conv.weight)
+    assert conv.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("penalty", [PENALTY, sparsity.KernelPenalty(0.1, power=2)], ids=str)
+def test_a_penalised_weight_may_be_laid_out_anew(penalty, layout):
+    param, fresh = (nn.Parameter(torch.arange(36.0).view(2, 2, 3, 3)) for _ in range(2))
+    optimizer, other = (stepped(p, penalty=penalty) for p in (param, fresh))
+    param.data = LAYOUTS[layout](param.detach())
+    step_alone(optimizer, param)
+    step_alone(other, fresh)
+    torch.testing.assert_close(param, fresh)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 65), (2, 2, 65, 1), (2, 1, 70, 70)], ids=str)
+def test_more_rings_than_kernels_know_are_refused_at_once(shape):
+    with pytest.raises(ValueError, match="rings: expected 1 to 64 of them, got"):
+        optim.SGD([nn.Parameter(torch.ones(shape))], penalty=[PENALTY])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error"),
+    [
+        ("AdamW", {"norm": "l1"}, "norm: expected 'l2' for AdamW"),
+        ("SGD", {"norm": "l7"}, "norm: expected 'l2' or 'l1'"),
+        ("SGD", {"state_dtype": torch.int8}, "state_dtype: expected"),
+        ("Adam", {"stochastic_rounding": 3, "foreach": True}, "stochastic_rounding: expected None"),
+        ("SGD", {"momentum": 1.0, "penalty": PENALTY}, "momentum: expected less than 1"),
+        ("Adam", {"differentiable": True, "penalty": PENALTY}, "penalty: expected None"),
+    ],
+)
+def test_options_set_late_are_checked_as_at_first(name, changes, error):
+    param = nn.Parameter(torch.ones(2, 1, 3))
+    optimizer = stepped(param, name=name)
+    before = param.detach().clone()
+    optimizer.param_groups[0].update(changes)
+    with pytest.raises(ValueError, match=error):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+def made_in_a_compiled_function(param, options):
+    @torch.compile(backend="eager")
+    def function():
+        return optim.SGD([param], lr=0.1, **options)
+
+    return function()
+
+
+CONTEXTS = {"fake": FakeTensorMode, "device": lambda: torch.device("meta"), "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("first", ["compiled", *CONTEXTS])
+def test_an_optimizer_made_anywhere_steps_as_any_other(first):
+    options = {**MAP_AND_PENALTY, "locality": (0.5, 2.0 + len(first) / 16)}  # factors for which no map is cached yet
+    params = [nn.Parameter(torch.ones(1, 1, 3, 3)) for _ in range(2)]
+    if first == "compiled":
+        optimizer = made_in_a_compiled_function(params[0], options)
+    else:
+        with CONTEXTS[first]():
+            optimizer = optim.SGD([params[0]], lr=0.1, **options)
+    step_alone(optimizer, params[0])
+    stepped(params[1], **options)
+    assert torch.equal(*params)
+    alone = nn.Parameter(torch.ones(1, 1, 3, 3))
+    stepped(alone, **{**options, "penalty": None})
+    decay_map = geometry.decay_map((3, 3), options["locality"])
+    assert_within_ulps(alone.detach()[0, 0], 1 - 0.1 * (1 + decay_map), scale=1.0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_step_of_fake_tensors_leaves_nothing_behind(name):
+    param = nn.Parameter(torch.ones(1, 1, 3, 3))
+    with FakeTensorMode() as mode:
+        stepped(mode.from_tensor(param), name=name, **MAP_AND_PENALTY)
+    optimizer = stepped(param, name=name, **MAP_AND_PENALTY)
+    assert type(optimizer._current_plans()[0].maps[0]) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_step_counts_of_other_dtypes_are_loaded_and_refused_in_states(name, dtype):
+    param = nn.Parameter(torch.ones(2))
+    optimizer = stepped(param, name=name)
+    checkpoint = optimizer.state_dict()
+    checkpoint["state"][0]["step"] = torch.ones((), dtype=dtype)
+    optimizer.load_state_dict(checkpoint)
+    step_alone(optimizer, param)
+    assert optimizer.state[param]["step"].tolist() == 2
+    for wrong in (torch.ones((), dtype=dtype), 2):
+        optimizer.state[param]["step"] = wrong
+        with pytest.raises((TypeError, ValueError), match=r"steps\[0\]: expected"):
+            optimizer.step()
+
+
+def test_lazily_negated_and_zero_tensors_are_read_right_or_refused():
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([param], lr=0.5)
+    param.grad = torch._neg_view(torch.ones(2))
+    optimizer.step()
+    assert param.tolist() == [0.5, 0.5]
+    param.grad = torch._efficientzerotensor(2)
+    with pytest.raises(TypeError, match=r"grads\[0\]: expected a tensor of its own memory"):
+        optimizer.step()
+
+
+def test_amsgrad_is_switched_on_beside_a_foreign_state():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    ours, theirs = (stepped(p, name="Adam") for p in params)
+    for optimizer, p in zip((ours, theirs), params, strict=True):
+        optimizer.state[p]["foreign"] = "kept"
+        optimizer.param_groups[0]["amsgrad"] = True
+    theirs.state[params[1]]["max_exp_avg_sq"] = torch.zeros(2)
+    for optimizer, p in zip((ours, theirs), params, strict=True):
+        step_alone(optimizer, p, 0.5)
+    assert torch.equal(*params)
+    assert ours.state[params[0]]["foreign"] == "kept"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_refused_step_changes_nothing_and_the_next_goes_on(name):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = getattr(optim, name)(params, lr=0.1, weight_decay=0.1)
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer.step()
+    before = copy.deepcopy(optimizer)
+    params[1].grad = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match=r"grads\[1\]"):
+        optimizer.step()
+    assert_same(optimizer, before)
+    for o in (optimizer, before):
+        for p in params_of(o):
+            p.grad = torch.ones(3)
+        o.step()
+    assert_same(optimizer, before)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_states_that_are_moved_between_steps_are_found(name):
+    params, others = ([nn.Parameter(torch.ones(2)) for _ in range(2)] for _ in range(2))
+    ours = getattr(optim, name)(params, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
+    theirs = getattr(torch.optim, name)(others, lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
+    for optimizer, group in ((ours, params), (theirs, others)):
+        a, b = group
+        for step in range(4):
+            a.grad, b.grad = torch.full_like(a, 1.0), torch.full_like(b, -2.0)
+            optimizer.step()
+            state = optimizer.state
+            if step == 0:
+                state[a], state[b] = state[b], state[a]
+            elif step == 1:
+                state.pop(b)
+            else:
+                state[b] = {key: value.clone() for key, value in state.pop(a).items()}
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q)

@@ -1,0 +1,337 @@
+"""Tests of sharded and replicated training: DTensor, FSDP2, distributed checkpoints and DDP match one process."""
+
+import copy
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import loco_ext
+from loco_ext import optim, sparsity
+from loco_ext.nn import LocallyConnected2d
+from tests.optim.stepping import (
+    CLASSES,
+    RICH,
+    assert_same,
+    clones,
+    make_params,
+    nearly,
+    params_of,
+    set_gradients,
+    train,
+)
+from tests.tolerances import same_bits
+
+LOCALITY = (0.5, 2.0)
+WORLD = 2
+STEPS = 4
+
+
+@pytest.fixture
+def world():
+    """Create a process group of this process alone and yield its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(native, world):
+    return world
+
+
+def sharded(params, mesh, placement):
+    return [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement])) for p in params]
+
+
+def local(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same_in_full(ours, other, equal=same_bits):
+    """Assert that two optimizers hold equal full parameters and states, sharded or not."""
+    assert_same(ours, other, equal=lambda a, b: equal(local(a), local(b)))
+
+
+def set_sharded_gradients(params, plain, mesh, placement):
+    """Copy the plain parameters' gradients, distributed by ``placement``."""
+    for p, q in zip(params, plain, strict=True):
+        if not isinstance(p, DTensor):
+            p.grad = q.grad.clone()
+        elif isinstance(placement, Partial):
+            p.grad = DTensor.from_local(q.grad / mesh.size(), mesh, [placement])
+        else:
+            p.grad = distribute_tensor(q.grad.clone(), mesh, [placement])
+
+
+SHAPES = [(5, 2, 3, 3), (1, 3, 5, 5), (7,), (4, 6)]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("path", [{}, {"fused": False}, {"foreach": True}], ids=str)
+def test_dtensors_are_stepped_as_plain_tensors(mesh, name, placement, path):
+    plain = getattr(optim, name)(make_params(SHAPES), **RICH[name], **path, locality=LOCALITY)
+    params = sharded(params_of(plain), mesh, placement)
+    ours = getattr(optim, name)(params, **RICH[name], **path, locality=LOCALITY)
+    for step in range(3):
+        set_gradients(params_of(plain), step)
+        set_sharded_gradients(params, params_of(plain), mesh, placement)
+        plain.step()
+        ours.step()
+    assert_same_in_full(ours, plain)
+    for p in params:
+        for key, value in ours.state[p].items():
+            assert key == "step" or (isinstance(value, DTensor) and value.placements == p.placements)
+
+
+def test_channels_may_be_sharded_on_either_axis_and_mixed_with_plain_parameters(mesh):
+    plain = optim.AdamW(make_params([(4, 2, 3, 3), (4, 2, 3, 3), (3, 3, 3, 3)]), **RICH["AdamW"], locality=LOCALITY)
+    start = params_of(plain)
+    params = [*sharded(start[:1], mesh, Shard(1)), *sharded(start[1:2], mesh, Shard(-3)), *clones(start[2:])]
+    ours = optim.AdamW(params, **RICH["AdamW"], locality=LOCALITY)
+    set_gradients(start, 0)
+    for i, placement in enumerate((Shard(1), Shard(-3), None)):
+        set_sharded_gradients(params[i : i + 1], start[i : i + 1], mesh, placement)
+    plain.step()
+    ours.step()
+    assert_same_in_full(ours, plain)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
+    plain, shards = (LocallyConnected2d(2, 3, 3, input_size=5, bias=False) for _ in range(2))
+    shards.load_state_dict(plain.state_dict())
+    for placement in (Shard(0), Shard(-1)):
+        shards.values = nn.Parameter(distribute_tensor(plain.values.detach().clone(), mesh, [placement]))
+        ours = getattr(optim, name)(optim.parameter_groups(shards, 0.1, LOCALITY), lr=0.1)
+        set_gradients([plain.values], 0)
+        set_sharded_gradients([shards.values], [plain.values], mesh, placement)
+        if placement == Shard(0):
+            with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
+                ours.step()
+    other = getattr(optim, name)(optim.parameter_groups(plain, 0.1, LOCALITY), lr=0.1)
+    other.step()
+    ours.step()
+    assert_same_in_full(ours, other)
+
+
+@pytest.mark.parametrize("placement", [Shard(2), Shard(3), Shard(-1), Shard(-2)], ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_map_on_a_sharded_kernel_axis_is_refused_before_anything_is_written(mesh, name, placement):
+    """The plain parameter comes first, so it would be the first to be written."""
+    before = make_params([(2, 2, 3, 3), (3, 2, 3, 3)])
+    params = [*clones(before[:1]), *sharded(before[1:], mesh, placement)]
+    ours = getattr(optim, name)(params, **RICH[name], locality=LOCALITY)
+    set_gradients(before, 0)
+    set_sharded_gradients(params, before, mesh, placement)
+    with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
+        ours.step()
+    for p, q in zip(params, before, strict=True):
+        assert torch.equal(local(p.detach()), q.detach())
+        assert not ours.state.get(p)
+    ours.param_groups[0]["locality"] = None
+    ours.step()
+    assert not torch.equal(local(params[1].detach()), before[1].detach())
+
+
+@pytest.mark.parametrize(
+    ("penalty", "placement", "wanted"),
+    [
+        (sparsity.RingPenalty(0.5), Replicate(), None),
+        (sparsity.RingPenalty(0.5), Shard(0), None),
+        (sparsity.RingPenalty(0.5), Shard(1), "sharding along output channels"),
+        (sparsity.KernelPenalty(0.5, power=2), Replicate(), None),
+        (sparsity.KernelPenalty(0.5, power=2), Shard(0), "no sharding"),
+    ],
+    ids=str,
+)
+def test_a_penalty_wants_whole_kernels_and_one_that_couples_them_all_of_them(world, penalty, placement, wanted):
+    before = make_params([(5, 2, 3, 3)])
+    params = sharded(before, world, placement)
+    ours = optim.SGD(params, lr=0.1, penalty=penalty)
+    set_gradients(before, 0)
+    set_sharded_gradients(params, before, world, placement)
+    if wanted is not None:
+        with pytest.raises(NotImplementedError, match=rf"expected {wanted} .* got S"):
+            ours.step()
+        assert torch.equal(local(params[0].detach()), before[0].detach())
+    else:
+        ours.step()
+        optim.SGD(before, lr=0.1, penalty=penalty).step()
+        assert same_bits(local(params[0].detach()), before[0].detach())
+
+
+@pytest.mark.parametrize("which", ["weight", "norm"])
+def test_a_folded_penalty_refuses_sharded_parameters(world, which):
+    (before,) = make_params([(5, 2, 3, 3)])
+    norm = nn.BatchNorm2d(5)
+    (param,) = sharded([before], world, Replicate()) if which == "weight" else [before]
+    if which == "norm":
+        (norm.weight,) = sharded([norm.weight], world, Replicate())
+    penalty = [sparsity.FoldedPenalty(sparsity.RingPenalty(0.5), norm)]
+    ours = optim.SGD([{"params": [param], "penalty": penalty}, {"params": [norm.weight]}], lr=0.1)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(NotImplementedError, match="penalty: expected no sharding, ordinary parameters"):
+        ours.step()
+    assert torch.equal(local(param.detach()), before.detach())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_sharded_optimizer_is_copied_and_resumed(mesh, name):
+    params = sharded(make_params(SHAPES), mesh, Shard(0))
+    first = getattr(optim, name)(params, **RICH[name], locality=LOCALITY)
+    gradients = make_params(SHAPES, seed=5)
+    for q in gradients:
+        q.grad = q.detach()
+    set_sharded_gradients(params, gradients, mesh, Shard(0))
+    first.step()
+    second = getattr(optim, name)([nn.Parameter(p.detach().clone()) for p in params])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    set_sharded_gradients(params_of(second), gradients, mesh, Shard(0))
+    first.step()
+    second.step()
+    assert_same_in_full(first, second)
+
+
+def make_model():
+    """Return layers of 5 and 1 output channels: two ranks split neither evenly, and one has none of the second."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 1, 5, padding=2), nn.Flatten(), nn.Linear(36, 3)
+    return nn.Sequential(*layers).double()
+
+
+def make_optimizer(name, model):
+    return getattr(optim, name)(optim.parameter_groups(model, 0.1, LOCALITY), **{**RICH[name], "lr": 0.02})
+
+
+def train_model(model, optimizer, steps, rank=None, start=0):
+    """Train each rank on its share of the same batches; the mean of their gradients is that of the whole batch."""
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 2, 6, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (8,), generator=generator)
+        mine = slice(None) if rank is None else slice(rank, None, WORLD)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+        optimizer.step()
+
+
+def single_run(name, steps=STEPS):
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    train_model(model, optimizer, steps)
+    return model, optimizer
+
+
+def shard_model(model):
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    return model
+
+
+def check_fsdp(rank, name):
+    model = shard_model(make_model())
+    optimizer = make_optimizer(name, model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    train_model(model, optimizer, STEPS, rank)
+    assert_same_in_full(optimizer, single_run(name)[1], nearly)
+
+
+def check_checkpoint(rank, name):
+    """Two ranks save in full what one process would; a fresh sharded model that loads it continues equally."""
+    model = shard_model(make_model())
+    optimizer = make_optimizer(name, model)
+    train_model(model, optimizer, 2, rank)
+    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+    parts = get_optimizer_state_dict(model, optimizer)
+    for saved, options in ((full, StateDictOptions(full_state_dict=True)), (parts, StateDictOptions())):
+        other = shard_model(make_model())
+        other.load_state_dict(copy.deepcopy(model.state_dict()))
+        resumed = make_optimizer(name, other)
+        set_optimizer_state_dict(other, resumed, copy.deepcopy(saved), options=options)
+        assert [group["locality"] for group in resumed.param_groups] == [[LOCALITY, LOCALITY], None, None]
+        assert_same_in_full(resumed, optimizer)
+        train_model(other, resumed, STEPS - 2, rank, start=2)
+        assert_same_in_full(resumed, single_run(name)[1], nearly)
+    if rank == 0:
+        single_model, single = single_run(name, 2)
+        for key, state in get_optimizer_state_dict(single_model, single)["state"].items():
+            assert all(nearly(full["state"][key][k], value) for k, value in state.items())
+
+
+def check_ddp(rank, name):
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    train_model(nn.parallel.DistributedDataParallel(model), optimizer, STEPS, rank)
+    assert_same(optimizer, single_run(name)[1], nearly)
+
+
+def check_gradients(rank, name):
+    """Gradients laid out in another way are brought to their parameters' placement."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for placement in (Replicate(), Partial(), Shard(0)):
+        plain = getattr(optim, name)(make_params(SHAPES), **RICH[name], locality=LOCALITY)
+        params = sharded(params_of(plain), mesh, Shard(0))
+        ours = getattr(optim, name)(params, **RICH[name], locality=LOCALITY)
+        set_gradients(params_of(plain), 0)
+        set_sharded_gradients(params, params_of(plain), mesh, placement)
+        plain.step()
+        ours.step()
+        assert_same_in_full(ours, plain)
+
+
+def run_rank(rank, check, name, file):
+    torch.set_num_threads(1)
+    store = dist.FileStore(file, WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    with loco_ext.backend("native"):
+        check(rank, name)
+    # Shutting gloo's threads down sometimes aborts (torch 2.13), so the process exits without once all ranks are done.
+    store.add("through", 1)
+    while store.add("through", 0) < WORLD:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "parts"])
+@pytest.mark.parametrize("locality", [LOCALITY, [LOCALITY], (0.5, 1.0, 2.0), [None]], ids=str)
+def test_a_distributed_checkpoint_brings_locality_back(mesh, locality, full):
+    """Saving in full uses containers that do not preserve tuples."""
+    options = StateDictOptions(full_state_dict=full)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False)).double()
+    saved = optim.AdamW(model.parameters(), locality=locality)
+    train(saved, 1)
+    model.zero_grad()
+    loaded = optim.AdamW(model.parameters(), locality=locality)
+    checkpoint = get_optimizer_state_dict(model, saved, options=options)
+    set_optimizer_state_dict(model, loaded, checkpoint, options=options)
+    assert loaded.param_groups[0]["locality"] == locality
+    train(loaded, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("check", [check_fsdp, check_checkpoint, check_ddp, check_gradients])
+def test_two_processes_train_as_one(check, name, tmp_path):
+    mp.spawn(run_rank, (check, name, str(tmp_path / "store")), WORLD)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_world_of_one_trains_fully_sharded_as_unsharded(mesh, name):
+    model = shard_model(make_model())
+    optimizer = make_optimizer(name, model)
+    train_model(model, optimizer, STEPS)
+    assert_same_in_full(optimizer, single_run(name)[1], nearly)

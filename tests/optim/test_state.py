@@ -1,0 +1,374 @@
+"""Tests of checkpoints, copies and pickles: our optimizers, torch.optim's, and either loaded into the other."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from loco_ext import optim
+from tests.optim.stepping import (
+    CLASSES,
+    RICH,
+    assert_same,
+    clones,
+    follow,
+    make_params,
+    pair,
+    params_of,
+    set_gradients,
+    torch_loop,
+    train,
+)
+from tests.tolerances import same_bits
+
+pytestmark = pytest.mark.usefixtures("native")
+
+LOCALITY = (0.5, 2.0)
+OWN = {"locality": LOCALITY, "state_dtype": torch.float32, "stochastic_rounding": 5}
+
+
+def through_a_file(state_dict):
+    """Return a copy of the state dict from torch.save and torch.load, which executes no code with weights_only."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def pickled(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+def channels_last(params):
+    return [
+        nn.Parameter(p.detach().clone(memory_format=torch.channels_last)) if p.dim() == 4 else p for p in clones(params)
+    ]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_state_dict_has_torchs_keys_and_our_group_options(name):
+    ours, theirs = pair(name, make_params(), **RICH[name])
+    follow(ours, theirs)
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert mine["state"].keys() == other["state"].keys()
+    for index, state in other["state"].items():
+        assert mine["state"][index].keys() == {key for key, value in state.items() if value is not None}
+        for key, value in mine["state"][index].items():
+            assert (value.dtype, value.shape, value.device) == (state[key].dtype, state[key].shape, state[key].device)
+    extra = mine["param_groups"][0].keys() - other["param_groups"][0].keys()
+    assert extra == {"locality", "norm", "penalty", "state_dtype", "stochastic_rounding", "rounding_step"}
+    assert not other["param_groups"][0].keys() - mine["param_groups"][0].keys()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("source", ["torch for-loop", "torch foreach", "torch fused"])
+def test_a_torch_checkpoint_loads_into_ours_and_training_goes_on_equal(name, source):
+    flags = {} if source == "torch for-loop" else {source.split()[1]: True}
+    theirs = getattr(torch.optim, name)(make_params(), **RICH[name], **flags)
+    train(theirs, 3)
+    ours = getattr(optim, name)(clones(params_of(theirs)), lr=123.0)
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    loop = torch_loop(name, clones(params_of(theirs)), **RICH[name])
+    loop.load_state_dict(through_a_file(theirs.state_dict()))
+    loop.param_groups[0].update(foreach=False, fused=False)
+    assert ours.param_groups[0]["lr"] == RICH[name]["lr"]
+    for step in (3, 4):
+        follow(ours, loop, seed=step)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_our_checkpoint_loads_into_torchs_and_training_goes_on_equal(name, flags):
+    ours = getattr(optim, name)(make_params(), **RICH[name])
+    train(ours, 3)
+    theirs = getattr(torch.optim, name)(clones(params_of(ours)), **flags)
+    theirs.load_state_dict(through_a_file(ours.state_dict()))
+    assert_same(ours, theirs)
+    theirs.param_groups[0].update(foreach=False, fused=False)
+    for step in (3, 4):
+        follow(ours, theirs, seed=step)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("kept", [{}, {"fused": False}, {"foreach": True}], ids=str)
+def test_our_options_outlive_a_torch_checkpoint(name, kept):
+    theirs = getattr(torch.optim, name)(make_params(), **RICH[name], fused=not kept.get("fused", True))
+    train(theirs, 2)
+    own = {"locality": [LOCALITY if p.dim() == 4 else None for p in params_of(theirs)]}
+    if name != "AdamW":
+        own["norm"] = "l1"
+    if "foreach" not in kept:
+        own.update(state_dtype=torch.float32, stochastic_rounding=3)
+    ours = getattr(optim, name)(clones(params_of(theirs)), **own, **kept)
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    for key, value in {"fused": None, "foreach": None, **own, **kept}.items():
+        assert ours.param_groups[0][key] == value, key
+    assert ours.param_groups[0]["lr"] == RICH[name]["lr"]
+    twin = getattr(optim, name)(clones(params_of(theirs)), **{**RICH[name], **own, **kept})
+    twin.load_state_dict(through_a_file(ours.state_dict()))
+    plain = getattr(optim, name)(clones(params_of(theirs)))
+    plain.load_state_dict(through_a_file(theirs.state_dict()))
+    for opt in (ours, twin, plain):
+        train(opt, 2)
+    assert_same(ours, twin, same_bits)
+    assert not torch.equal(params_of(ours)[-1], params_of(plain)[-1])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_our_checkpoint_brings_its_options_along(name):
+    first = getattr(optim, name)(make_params(dtype=torch.bfloat16), **RICH[name], **OWN)
+    train(first, 2)
+    second = getattr(optim, name)(clones(params_of(first)))
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert second.param_groups[0]["rounding_step"] == 2
+    assert {key: second.param_groups[0][key] for key in OWN} == OWN
+    for opt in (first, second):
+        train(opt, 2, start=2)
+    assert_same(first, second, same_bits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_nchw_checkpoint_in_a_channels_last_model_goes_on_as_before(name, dtype):
+    shapes = [(4, 3, 3, 3), (2, 5, 5, 5), (6,)]
+    nchw = getattr(optim, name)(make_params(shapes, dtype), **RICH[name], locality=LOCALITY)
+    train(nchw, 3)
+    nhwc = getattr(optim, name)(channels_last(params_of(nchw)), **RICH[name], locality=LOCALITY)
+    nhwc.load_state_dict(through_a_file(nchw.state_dict()))
+    for p in params_of(nhwc):
+        assert p.dim() != 4 or not p.is_contiguous()
+        for key, value in nhwc.state[p].items():
+            assert key == "step" or value.stride() == p.stride()
+    for opt in (nchw, nhwc):
+        train(opt, 2, start=3)
+    assert_same(nchw, nhwc, same_bits)
+
+
+OPTIONS = [
+    {"locality": LOCALITY},
+    {"locality": LOCALITY, "lr": torch.tensor(0.05)},
+    {"stochastic_rounding": 11},
+    {"state_dtype": torch.float32, "locality": [None, (0.1, 0.2, 3.0), None], "maximize": True},
+    {"foreach": True, "locality": LOCALITY},
+    {"fused": False, "stochastic_rounding": 2**40 + 1},
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_resumed_run_ends_with_the_same_bits(name, options, dtype):
+    options = {**RICH[name], **options}
+    shapes = [(33, 5), (4, 3, 3, 3), (7,)]
+    whole = getattr(optim, name)(make_params(shapes, dtype), **options)
+    cut = getattr(optim, name)(make_params(shapes, dtype), **options)
+    train(whole, 5)
+    train(cut, 3)
+    resumed = getattr(optim, name)(clones(params_of(cut)), **options)
+    resumed.load_state_dict(through_a_file(cut.state_dict()))
+    train(resumed, 2, start=3)
+    assert_same(whole, resumed, same_bits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_stochastic_rounding_depends_on_its_seed_and_on_the_step(name):
+    """Otherwise resuming to the same bits would prove nothing."""
+    runs = []
+    for seed, first_step in ((1, 0), (1, 0), (2, 0), (1, 3)):
+        params = make_params([(64, 64)], torch.bfloat16)
+        optimizer = getattr(optim, name)(params, **RICH[name], stochastic_rounding=seed)
+        optimizer.param_groups[0]["rounding_step"] = first_step
+        train(optimizer, 2)
+        runs.append(params[0].detach())
+    assert same_bits(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    assert not torch.equal(runs[0], runs[3])
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_float32_states_of_bfloat16_parameters_are_loaded_in_full_precision(name):
+    first = getattr(optim, name)(make_params(dtype=torch.bfloat16), **RICH[name], state_dtype=torch.float32)
+    train(first, 3)
+    key = "momentum_buffer" if name == "SGD" else "exp_avg"
+    big = first.state[params_of(first)[3]][key]
+    assert big.dtype == torch.float32
+    assert not torch.equal(big, big.bfloat16().float())
+    second = getattr(optim, name)(clones(params_of(first)), **RICH[name], state_dtype=torch.float32)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert_same(first, second, same_bits)
+    for opt in (first, second):
+        train(opt, 2, start=3)
+    assert_same(first, second, same_bits)
+
+
+def test_loading_into_a_group_with_another_state_dtype_follows_the_loaded_option():
+    first = optim.SGD(make_params(dtype=torch.bfloat16), **RICH["SGD"])
+    train(first, 2)
+    second = optim.SGD(clones(params_of(first)), state_dtype=torch.float32)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["state_dtype"] is None
+    assert {second.state[p]["momentum_buffer"].dtype for p in params_of(second)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_loading_replaces_what_the_optimizer_had_stepped_with(name):
+    """An optimizer that has stepped must not go on with the tensors it had before."""
+    source = getattr(optim, name)(make_params(seed=1), **RICH[name])
+    train(source, 4)
+    target = getattr(optim, name)(make_params(seed=2), **RICH[name])
+    train(target, 2)
+    with torch.no_grad():
+        for p, q in zip(params_of(target), params_of(source), strict=True):
+            p.copy_(q)
+    target.load_state_dict(through_a_file(source.state_dict()))
+    for opt in (source, target):
+        train(opt, 2, start=4)
+    assert_same(source, target, same_bits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(name):
+    ours = getattr(optim, name)(make_params(), **RICH[name], locality=LOCALITY)
+    train(ours, 2)
+    before = copy.deepcopy(ours.state_dict())
+    other = getattr(optim, name)(make_params([(3,)]), **RICH[name])
+    with pytest.raises(ValueError, match="group"):
+        ours.load_state_dict(other.state_dict())
+    after = ours.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    twin = getattr(optim, name)(clones(params_of(ours)))
+    twin.load_state_dict(before)
+    for opt in (ours, twin):
+        train(opt, 1)
+    assert_same(ours, twin, same_bits)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))], ids=["copy", "pickle"]
+)
+def test_a_copy_goes_on_equal_and_on_its_own(name, make_copy):
+    ours = getattr(optim, name)(make_params(dtype=torch.bfloat16), **RICH[name], **OWN)
+    train(ours, 2)
+    twin = make_copy(ours)
+    assert type(twin) is type(ours)
+    assert repr(twin) == repr(ours)
+    assert_same(ours, twin, same_bits)
+    frozen = [p.detach().clone() for p in params_of(twin)]
+    train(ours, 2, start=2)
+    assert all(same_bits(p.detach(), q) for p, q in zip(params_of(twin), frozen, strict=True))
+    train(twin, 2, start=2)
+    assert_same(ours, twin, same_bits)
+    twin.add_param_group({"params": make_params([(2, 2, 3, 3)])})
+    assert twin.param_groups[1]["locality"] == LOCALITY
+
+
+def test_a_model_and_its_optimizer_are_copied_together():
+    model = nn.Conv2d(2, 3, 3)
+    ours = optim.SGD(model.parameters(), **RICH["SGD"], locality=LOCALITY)
+    train(ours, 1)
+    other_model, other = copy.deepcopy((model, ours))
+    assert params_of(other)[0] is other_model.weight
+    for opt in (ours, other):
+        train(opt, 1, start=1)
+    assert same_bits(model.weight.detach(), other_model.weight.detach())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_repr_names_the_class_and_every_option(name):
+    ours = getattr(optim, name)(make_params(), lr=0.125, locality=LOCALITY)
+    text = repr(ours)
+    assert text.startswith(f"{name} (\nParameter Group 0\n")
+    assert "lr: 0.125" in text
+    assert "locality: (0.5, 2.0)" in text
+    assert "norm: l2" in text
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_dict_hooks_run_and_may_change_what_is_saved_and_loaded(name):
+    ours = getattr(optim, name)(make_params(), **RICH[name])
+    train(ours, 1)
+    seen = []
+
+    def double_lr(_, state_dict):
+        seen.append("load pre")
+        return {**state_dict, "param_groups": [{**g, "lr": 2 * g["lr"]} for g in state_dict["param_groups"]]}
+
+    ours.register_state_dict_pre_hook(lambda opt: seen.append("save pre"))
+    ours.register_state_dict_post_hook(lambda opt, state_dict: {**state_dict, "note": "hi"})
+    saved = ours.state_dict()
+    assert (seen, saved["note"]) == (["save pre"], "hi")
+
+    ours.register_load_state_dict_pre_hook(double_lr)
+    ours.register_load_state_dict_post_hook(lambda opt: seen.append(opt.param_groups[0]["lr"]))
+    ours.load_state_dict(saved)
+    assert seen == ["save pre", "load pre", 2 * RICH[name]["lr"]]
+
+
+DAMAGES = {
+    "shape": (lambda value: value[:-1], ValueError, "expected its parameter's shape"),
+    "integers": (lambda value: value.long(), ValueError, "expected dense floating-point numbers, got torch.int64"),
+    "sparse": (lambda value: value.to_sparse(), ValueError, "expected dense floating-point numbers"),
+    "no data": (lambda value: value.to("meta"), ValueError, "expected a tensor with data"),
+    "list": (lambda value: value.tolist(), TypeError, "expected a tensor, got list"),
+}
+DAMAGED_STEPS = {
+    "negative": (-3.0, ValueError, "expected a finite number of at least 0, got -3.0"),
+    "NaN": (torch.tensor(torch.nan), ValueError, "expected a finite number of at least 0, got nan"),
+    "several": (torch.ones(2), ValueError, "expected a finite number of at least 0, got a tensor"),
+    "text": ("3", TypeError, "expected a finite number of at least 0, got str"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_damaged_state_is_named_and_nothing_changes(name):
+    ours = getattr(optim, name)(make_params(), **RICH[name])
+    train(ours, 2)
+    saved = copy.deepcopy(ours.state_dict())
+    moments = [key for key in saved["state"][1] if key != "step"]
+    damages = [(key, change(saved["state"][1][key]), *said) for change, *said in DAMAGES.values() for key in moments]
+    if "step" in saved["state"][1]:
+        damages += [("step", *damage) for damage in DAMAGED_STEPS.values()]
+    for key, value, error, said in damages:
+        bad = {**saved, "state": {**saved["state"], 1: saved["state"][1] | {key: value}}}
+        with pytest.raises(error, match=re.escape(f"state[1]['{key}']: {said}")):
+            ours.load_state_dict(bad)
+    for bad, said in (({**saved, "state": []}, "state: "), ({**saved, "state": {1: []}}, "state[1]: ")):
+        with pytest.raises(TypeError, match=re.escape(f"{said}expected a dict")):
+            ours.load_state_dict(bad)
+    assert str(ours.state_dict()) == str(saved)
+    saved["state"][1][moments[0]].fill_(torch.nan)  # training that diverges saves such states
+    ours.load_state_dict(saved)
+
+
+def test_a_load_hook_may_change_states_whatever_their_dtype():
+    """The hook's states are loaded, not those of the dict that was passed in."""
+    ours = optim.SGD(make_params([(4,)], torch.bfloat16), **RICH["SGD"], state_dtype=torch.float32)
+    train(ours, 1)
+    value = 1 + 2.0**-20  # bfloat16 cannot represent it
+
+    def replace(_, state_dict):
+        state = {0: {"momentum_buffer": torch.full((4,), value)}}
+        return {**state_dict, "state": state}
+
+    ours.register_load_state_dict_pre_hook(replace)
+    ours.load_state_dict(ours.state_dict())
+    assert ours.state[params_of(ours)[0]]["momentum_buffer"].tolist() == [value] * 4
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_groups_added_after_loading_and_frozen_parameters_survive_a_round_trip(name):
+    ours = getattr(optim, name)(make_params(), **RICH[name])
+    set_gradients(params_of(ours), 0, frozen=(1, 3))
+    ours.step()
+    other = getattr(optim, name)(clones(params_of(ours)), **RICH[name])
+    other.load_state_dict(through_a_file(ours.state_dict()))
+    added = make_params([(3, 3)])
+    for opt, params in ((ours, clones(added)), (other, clones(added))):
+        opt.add_param_group({"params": params, "lr": 0.5})
+        train(opt, 2, start=1)
+    assert_same(ours, other, same_bits)

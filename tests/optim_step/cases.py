@@ -1,0 +1,161 @@
+"""Operator calls for the tests of the optimizer step: made from a seed, copied, run and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import loco_ext
+from loco_ext import ops
+from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+
+STATES = {"sgd": ("momentum_buffers",), "adam": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")}
+HYPER = {"sgd": (0.05, 0.3, 0.9, 0.1), "adam": (0.05, 0.3, 0.9, 0.99, 1e-8)}
+Layout = Callable[[Tensor], Tensor]
+
+
+def copy_storage(tensor: Tensor) -> Tensor:
+    """Copy a tensor's whole storage, gaps included; return the copy with the same offset and strides."""
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype)
+    return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of the tensor's storage as a flat tensor."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Device on which cases are stepped, and the backend that steps them."""
+
+    device: str
+    backend: str
+
+
+GPU: Gpu | None = None  # set by a fixture; if None, cases are stepped on the device of their tensors
+
+
+@dataclass
+class Case:
+    """The arguments of one operator call."""
+
+    rule: str  # "sgd" or "adam"
+    lists: dict[str, list[Tensor]]  # all tensors that the call may change
+    hyper: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self, **options: Any) -> Case:
+        lists = {name: [copy_storage(t) for t in tensors] for name, tensors in self.lists.items()}
+        return replace(self, lists=lists, options={**self.options, **options})
+
+    def laid_out(self, **layouts: Layout) -> Case:
+        """Return a copy in which the named lists have other strides."""
+        lists = {name: [layouts.get(name, copy_storage)(t) for t in ts] for name, ts in self.lists.items()}
+        return replace(self, lists=lists)
+
+    def step(self, backend: str | None = None) -> Case:
+        if GPU is not None and backend in (None, "native"):
+            return self._step_on_gpu(GPU)
+        return self._step(nullcontext() if backend is None else loco_ext.backend(backend))
+
+    def _step(self, backend: AbstractContextManager[None]) -> Case:
+        operator = ops.optim_step_sgd if self.rule == "sgd" else ops.optim_step_adam
+        with backend:
+            operator(*self.lists.values(), self.hyper, **self.options)
+        return self
+
+    def _step_on_gpu(self, gpu: Gpu) -> Case:
+        """Copy all storages to the GPU, step there and copy them back; strides and shared storages are preserved."""
+        storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in storages:
+                copy = torch.UntypedStorage(storage.nbytes(), device=gpu.device).copy_(storage)
+                storages[storage.data_ptr()] = storage, copy
+            copy = storages[storage.data_ptr()][1]
+            empty = torch.empty(0, dtype=tensor.dtype, device=gpu.device)
+            return empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        def moved_option(name: str, value: Any) -> Any:
+            if isinstance(value, list) and name == "lrs":
+                return [moved(tensor) for tensor in value]
+            return moved(value) if isinstance(value, Tensor) else value
+
+        lists = {name: [moved(t) for t in tensors] for name, tensors in self.lists.items()}
+        options = {name: moved_option(name, value) for name, value in self.options.items()}
+        replace(self, lists=lists, options=options)._step(loco_ext.backend(gpu.backend))
+        for storage, copy in storages.values():
+            storage.copy_(copy)
+        return self
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self.lists["params"]
+
+
+def make_case(
+    rule: str,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32,) * 3,  # of params, grads, states
+    hyper: Sequence[float] | None = None,
+    states: int = 1,  # SGD: 0 or 1 buffers; Adam: 2 or 3
+    step: int = 3,  # Adam: steps made so far
+    **options: Any,
+) -> Case:
+    """Return a call with random arguments.
+
+    Second moments are at least 0.1, so that the division does not magnify rounding errors.
+    """
+    param_dtype, grad_dtype, state_dtype = dtypes
+    states = max(states, 2) if rule == "adam" else states
+    generator = torch.Generator().manual_seed(1)
+
+    def random(dtype: torch.dtype, positive: bool = False) -> list[Tensor]:
+        made = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+        return [(t.square() + 0.1 if positive else t).to(dtype) for t in made]
+
+    lists = {"params": random(param_dtype), "grads": random(grad_dtype)}
+    for k, name in enumerate(STATES[rule]):
+        lists[name] = random(state_dtype, positive=k > 0) if k < states else []
+    if rule == "adam":
+        lists["steps"] = [torch.tensor(float(step)) for _ in shapes]
+    rows = torch.tensor([HYPER[rule] if hyper is None else hyper], dtype=torch.float64)
+    return Case(rule, lists, rows, options)
+
+
+def assert_same(actual: Case, expected: Case) -> None:
+    """Assert the same bits in everything that a call may change, whatever the strides."""
+    for name, tensors in expected.lists.items():
+        for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
+            assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
+
+
+def assert_untouched(actual: Case, before: Case) -> None:
+    """Assert that no byte has changed, even in the gaps of views."""
+    for name, tensors in before.lists.items():
+        for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
+            assert same_bits(whole(a), whole(b)), f"{name}[{i}] was written"
+
+
+def assert_native_is_reference(case: Case) -> None:
+    """Assert that the kernels give the reference's bits; nearly so in float64, where the reference rounds fma twice."""
+    native, reference = case.copy().step("native"), case.copy().step("reference")
+    before = case.copy()
+    changed = False
+    for name, tensors in reference.lists.items():
+        for i, (a, b) in enumerate(zip(native.lists[name], tensors, strict=True)):
+            changed |= not same_bits(b, before.lists[name][i])
+            if case.params[i].dtype == torch.float64:
+                assert_within_ulps(a, b, ULPS_OF_TWO_ROUNDINGS, scale=4.0)  # bounds the normal random numbers
+            else:
+                assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
+    assert changed or all(p.numel() == 0 for p in case.params)

@@ -1,0 +1,156 @@
+"""Steps of cases by the Triton kernels in Triton's interpreter, compared with the reference."""
+
+import io
+import mmap
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.optim_step.cases import Case
+from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+
+ORDER = {
+    "sgd": "first group_index hyper lrs lr_index maps map_index penalties nesterov maximize l1",
+    "adam": "group_index hyper lrs lr_index maps map_index penalties amsgrad maximize decoupled l1",
+}
+
+
+def arguments(case: Case) -> list:
+    """Return the arguments that the operator would pass to the Triton kernels: lists, then options in order."""
+    count = len(case.params)
+    names = [*ORDER[case.rule].split(), "grad_scale", "found_inf", "ordinals", "seed", "rounding_step"]
+    values = {"first": [], "group_index": [0] * count, "lrs": [], "lr_index": [], "maps": [], "map_index": [-1] * count}
+    values["penalties"] = []
+    values |= {"hyper": case.hyper, "grad_scale": None, "found_inf": None, "seed": None, "rounding_step": 0}
+    values |= {"ordinals": list(range(count))} | case.options
+    return [*case.lists.values(), *(values.get(name, False) for name in names)]
+
+
+# ---- These functions run in the interpreter's process.
+
+
+def prepare() -> None:
+    """Make the interpreter compute fused multiply-adds in float64, as the reference does.
+
+    The interpreter alone would round them twice. With this, both give the same bits in float32; in float64 both round
+    twice.
+    """
+    import triton.runtime.interpreter as interpreter
+
+    def fma(_self, x, y, z):
+        wide = [a.data.astype(np.float64) for a in (x, y, z)]
+        return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma
+    np.seterr(all="ignore")
+    torch.set_num_threads(1)
+
+
+def run(data: bytes, narrow: int | None) -> bytes:
+    """Step cases one after another, each after copying the tensors of its ``before``; return the last case, pickled."""
+    from loco_ext.triton_kernels import optim_step
+    from loco_ext.triton_kernels import optim_step_tables as tables
+
+    tables.NARROW = tables.NARROW if narrow is None else narrow
+    jobs = torch.load(io.BytesIO(data), weights_only=False)
+    for case, before in jobs:
+        for tensor, values in before:
+            tensor.copy_(values)
+        (optim_step.optim_step_sgd if case.rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
+    tables.NARROW = 2**31 - tables.BLOCK
+    out = io.BytesIO()
+    torch.save(jobs[-1][0], out)
+    return out.getvalue()
+
+
+def scalars(data: bytes) -> torch.Tensor:
+    """Return the scalars that Adam's first kernel computes for each tensor."""
+    from loco_ext.triton_kernels import optim_step
+    from loco_ext.triton_kernels import optim_step_tables as tables
+
+    case = torch.load(io.BytesIO(data), weights_only=False)
+    run_adam, optim_step._TABLES = optim_step.optim_step_adam, tables.Tables()
+    run_adam(*arguments(case))
+    ((_key, plan),) = optim_step._TABLES._recent["plan"]
+    return plan.scalars.numpy()
+
+
+def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
+    """Step only the last elements of a bfloat16 tensor too large for memory; return them and their gradients."""
+    from loco_ext.triton_kernels import optim_step
+    from loco_ext.triton_kernels import optim_step_tables as tables
+    from loco_ext.triton_kernels.optim_step_kernels import COLUMNS, FIRST_CHUNK
+
+    skipped = numel // tables.BLOCK - 1
+    begin = skipped * tables.BLOCK
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    memory = [mmap.mmap(-1, 2 * numel * stride, flags=flags) for _ in range(2)]
+    w, g = (torch.frombuffer(m, dtype=torch.bfloat16)[::stride] for m in memory)
+    w[begin:], g[begin:] = 1, torch.arange(numel - begin)
+    step = tables.Step([w], [g], [], [0], [], [], [], [-1], ordinals=[0])
+    plan = tables._Builder(step).plan(w.device)
+    plan.rows[FIRST_CHUNK.value :: COLUMNS.value] -= skipped
+    batch = replace(plan.batches[0], owners=plan.batches[0].owners[skipped:])
+    assert batch.kind.wide == wide
+    hyper = torch.tensor([0.25, 0.0, 0.0, 0.0], dtype=torch.float64)
+    form = {"rule": "sgd", "maximize": False, "l1": False}
+    optim_step._launch(replace(plan, batches=(batch,)), hyper, None, None, 5, 3, form)
+    return [w[begin:].clone().float().numpy(), g[begin:].clone().float().numpy()]
+
+
+# ---- These run in the test's own process.
+
+
+def saved(thing: object) -> bytes:
+    out = io.BytesIO()
+    torch.save(thing, out)
+    return out.getvalue()
+
+
+@dataclass
+class Interpreter:
+    pool: ProcessPoolExecutor
+
+    def steps(self, *jobs: tuple[Case, list], narrow: int | None = None) -> Case:
+        data = self.pool.submit(run, saved(jobs), narrow).result()
+        return torch.load(io.BytesIO(data), weights_only=False)
+
+    def step(self, case: Case, narrow: int | None = None) -> Case:
+        return self.steps((case.copy(), []), narrow=narrow)
+
+
+@contextmanager
+def start_interpreter() -> Iterator[Interpreter]:
+    """Start the interpreter in a separate process, because it must be chosen before triton is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(prepare).result()
+    with pool:
+        yield Interpreter(pool)
+
+
+def assert_same_as(actual: Case, expected: Case) -> None:
+    """Assert the same bits; nearly so for Adam in float64, whose corrections use other functions than the reference."""
+    for name, tensors in expected.lists.items():
+        for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
+            if expected.params[i].dtype == torch.float64 and expected.rule == "adam":
+                special = ~b.isfinite() | (b == 0)
+                assert same_bits(a[special], b[special])
+                assert_within_ulps(a[~special], b[~special], ULPS_OF_TWO_ROUNDINGS, scale=4.0)
+            else:
+                assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
+
+
+def assert_is_reference(interpreter: Interpreter, case: Case, narrow: int | None = None) -> None:
+    expected = case.copy().step("reference")
+    assert_same_as(interpreter.step(case, narrow), expected)
+    assert any(
+        not same_bits(a, b) for name, ts in expected.lists.items() for a, b in zip(ts, case.lists[name], strict=True)
+    ) or all(p.numel() == 0 for p in case.params)

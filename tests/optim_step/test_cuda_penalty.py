@@ -1,0 +1,92 @@
+"""The CUDA kernels that end a step with a prox, executed on the CPU through the operators.
+
+These tests check what the tests of penalties, which run the same kernels too, do not see."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loco_ext
+from loco_ext import geometry, ops, optim, sparsity
+from tests.cuda_on_cpu import operators
+from tests.optim.stepping import train
+from tests.optim_step.cases import Case, assert_same, make_case
+from tests.optim_step.test_layouts import LAYOUTS
+from tests.optim_step.test_step import LOCO_2D
+from tests.tolerances import assert_within_ulps
+
+CLASSES = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {"amsgrad": True}}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
+    operators.use(monkeypatch, compiled)
+    with loco_ext.backend("native"):
+        yield
+
+
+def without_threshold() -> ops.StepPenalty:
+    rings = geometry.ring_index((3, 3)).flatten().tolist()
+    return ops.StepPenalty(rings, torch.zeros(max(rings) + 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name in ("contiguous", "channels_last")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@pytest.mark.usefixtures("cuda")
+def test_a_prox_that_changes_nothing_leaves_every_bit_of_the_step(rule, dtype, layout):
+    options = {"maps": [LOCO_2D], "map_index": [0, -1], "grad_scale": torch.tensor(2.0), "seed": 7, "rounding_step": 3}
+    case = make_case(rule, [(6, 5, 3, 3), (3, 33, 3, 3)], dtypes=[dtype] * 3, ordinals=[4, 9], **options)
+    case = case.laid_out(params=LAYOUTS[layout])
+    penalised: Case = case.copy(penalties=[without_threshold()] * 2)
+    assert_same(penalised.step(), case.copy().step())
+
+
+def test_blocks_share_slots_where_kernels_are_too_large_to_stay_on_chip(monkeypatch, compiled):
+    """There are more kernels than slots; in Adam each kernel needs 41 KB."""
+    results = []
+    for use in (lambda: None, lambda: operators.use(monkeypatch, compiled)):
+        use()
+        generator = torch.Generator().manual_seed(0)
+        param = nn.Parameter(torch.randn(306, 321, 8, dtype=torch.float64, generator=generator))
+        param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator)
+        with loco_ext.backend("native"):
+            optim.Adam([param], lr=0.02, penalty=sparsity.RingPenalty(2.0)).step()
+        results.append(param.detach())
+    expected, actual = results
+    assert_within_ulps(actual, expected, ulps=2**12, scale=expected.abs().max().item())
+    assert torch.equal(actual == 0, expected == 0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.usefixtures("cuda")
+def test_many_small_parameters_are_few_launches(compiled, name):
+    """Penalised parameters of one width are stepped in one launch, and all other parameters in another."""
+    shapes = [(4, channels, 3, 3) for channels in range(1, 41)] + [(4,)] * 40
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = getattr(optim, name)(params, lr=0.01, penalty=sparsity.RingPenalty(0.1), **CLASSES[name])
+    train(optimizer, 2)
+    library = operators.library(compiled)
+    before = library.launches()
+    optimizer.step()
+    table, counts = 1, name != "SGD"
+    assert library.launches() - before == table + counts + 1 + 1
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.usefixtures("cuda")
+def test_kernels_that_are_shrunk_together_are_as_many_launches_whatever_the_search_takes(compiled, name):
+    """All layers of a width share one update, a fixed number of search rounds (without host syncs), and one prox."""
+    library, counts = operators.library(compiled), []
+    for strength, layers in ((1e-6, 1), (10.0, 5)):
+        params = [nn.Parameter(torch.randn(4, channels, 3, 3)) for channels in range(1, layers + 1)]
+        optimizer = getattr(optim, name)(params, lr=0.01, penalty=sparsity.KernelPenalty(strength, power=2))
+        train(optimizer, 2)
+        before = library.launches()
+        optimizer.step()
+        counts.append(library.launches() - before)
+    table, steps = 1, name != "SGD"
+    assert counts[0] == counts[1] == table + steps + 1 + 2 * 64 + 1

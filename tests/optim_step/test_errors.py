@@ -1,0 +1,256 @@
+"""Tests of bad arguments to the optimizer step: a typed error names the argument, and nothing is written."""
+
+import pytest
+import torch
+
+from loco_ext import geometry
+from tests.optim_step.cases import Case, assert_untouched, make_case
+
+BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
+LOCO = geometry.decay_map((3, 3), (0.5, 2.0))
+SHAPE = (4, 2, 3, 3)
+
+
+def lists(**changes):
+    """Return a change that replaces entries of lists: ``lists(grads=(1, lambda t: ...))``."""
+
+    def change(case: Case) -> None:
+        for name, (index, function) in changes.items():
+            case.lists[name][index] = function(case.lists[name][index])
+
+    return change
+
+
+def shorter(name):
+    return lambda case: case.lists[name].pop()
+
+
+def options(**given):
+    return lambda case: case.options.update(given)
+
+
+def hyper(function):
+    def change(case: Case) -> None:
+        case.hyper = function(case.hyper)
+
+    return change
+
+
+def same(name, index, other, other_index, view=lambda t: t):
+    """Return a change that makes one entry share the memory of another."""
+
+    def change(case: Case) -> None:
+        case.lists[name][index] = view(case.lists[other][other_index])
+
+    return change
+
+
+def views_of_one(*named_views):
+    """Return a change that makes entries views of one large tensor."""
+
+    def change(case: Case) -> None:
+        base = torch.randn(2000)
+        for name, index, view in named_views:
+            case.lists[name][index] = view(base).reshape_as(case.lists[name][index])
+
+    return change
+
+
+def both(first, second):
+    return lambda case: (first(case), second(case))
+
+
+def strided(offset, *strides):
+    return lambda base: base.as_strided(SHAPE, strides, offset)
+
+
+TWO_STEPS = [torch.zeros(()), torch.zeros(2)]
+COMMON = {
+    "too few gradients": (shorter("grads"), ValueError, "grads"),
+    "too few parameters": (shorter("params"), ValueError, "grads|group_index"),
+    "too short group_index": (options(group_index=[0]), ValueError, "group_index"),
+    "too large group_index": (options(group_index=[0, 1]), ValueError, r"group_index\[1\]"),
+    "negative group_index": (options(group_index=[-1, 0]), ValueError, r"group_index\[0\]"),
+    "too long map_index": (options(map_index=[0, 0, 0]), ValueError, "map_index"),
+    "too large map_index": (options(map_index=[0, 1]), ValueError, r"map_index\[1\]"),
+    "too short lr_index": (options(lrs=[torch.ones(())], lr_index=[0, 0]), ValueError, "lr_index"),
+    "too large lr_index": (options(lrs=[torch.ones(())], lr_index=[1]), ValueError, r"lr_index\[0\]"),
+    "learning rate of two elements": (options(lrs=[torch.ones(2)], lr_index=[0]), ValueError, r"lrs\[0\]"),
+    "learning rate of another type": (
+        options(lrs=[torch.ones((), dtype=torch.int64)], lr_index=[0]),
+        ValueError,
+        "lrs",
+    ),
+    "negative map_index": (options(map_index=[-2, 0]), ValueError, r"map_index\[0\]"),
+    "gradient of another shape": (lists(grads=(1, lambda t: t[:3])), ValueError, r"grads\[1\].*\(4, 2, 3, 3\)"),
+    "gradient of more dimensions": (lists(grads=(1, lambda t: t[None])), ValueError, r"grads\[1\]"),
+    "gradient of another order": (lists(grads=(1, lambda t: t.reshape(2, 4, 3, 3))), ValueError, r"grads\[1\]"),
+    "gradient that would broadcast": (lists(grads=(0, lambda t: t[:1])), ValueError, r"grads\[0\]"),
+    "integer parameter": (lists(params=(1, torch.Tensor.int)), TypeError, r"params\[1\].*int32"),
+    "integer gradient": (lists(grads=(1, torch.Tensor.long)), TypeError, r"grads\[1\].*int64"),
+    "complex parameter": (lists(params=(0, lambda t: t.to(torch.complex64))), TypeError, r"params\[0\].*complex64"),
+    "complex gradient": (lists(grads=(0, lambda t: t.to(torch.complex64))), TypeError, r"grads\[0\].*complex64"),
+    "sparse gradient": (lists(grads=(1, torch.Tensor.to_sparse)), TypeError, r"grads\[1\].*sparse"),
+    "gradient of another device": (lists(grads=(1, lambda t: t.to("meta"))), TypeError, r"grads\[1\].*meta"),
+    "hyper in float32": (hyper(torch.Tensor.float), ValueError, "hyper.*float64"),
+    "hyper of one dimension": (hyper(lambda h: h[0]), ValueError, "hyper"),
+    "hyper of a column less": (hyper(lambda h: h[:, 1:]), ValueError, "hyper"),
+    "hyper of a column more": (hyper(lambda h: torch.cat([h, h[:, :1]], 1)), ValueError, "hyper"),
+    "map in float32": (options(maps=[LOCO.float()]), TypeError, r"maps\[0\].*float32"),
+    "map of another kernel size": (options(maps=[LOCO[:2]]), ValueError, r"maps\[0\].*\(2, 3\)"),
+    "map of too many dimensions": (options(maps=[LOCO[None, None, None]]), ValueError, r"maps\[0\]"),
+    "parameter as its own gradient": (same("grads", 0, "params", 0), ValueError, r"params\[0\]|grads\[0\]"),
+    "parameter given twice": (same("params", 1, "params", 0), ValueError, r"params\[0\]|params\[1\]"),
+    "parameter as another's gradient": (same("grads", 1, "params", 0), ValueError, r"params\[0\]|grads\[1\]"),
+    "expanded parameter": (lists(params=(1, lambda t: t[:1].expand(SHAPE))), ValueError, r"params\[1\]"),
+    "parameter that meets itself": (
+        views_of_one(("params", 1, strided(0, 40, 20, 2, 4))),
+        ValueError,
+        r"params\[1\]",
+    ),
+    "contiguous parameters that overlap": (
+        views_of_one(("params", 0, lambda b: b[:72]), ("params", 1, lambda b: b[71:143])),
+        ValueError,
+        r"params\[0\]|params\[1\]",
+    ),
+    "strided parameters that overlap": (
+        views_of_one(("params", 0, strided(0, 36, 18, 6, 2)), ("params", 1, strided(1, 54, 27, 9, 3))),
+        ValueError,
+        r"params\[0\]|params\[1\]",
+    ),
+    "gradient inside a strided parameter": (
+        views_of_one(("params", 0, strided(0, 36, 18, 6, 2)), ("grads", 1, strided(40, 18, 9, 3, 1))),
+        ValueError,
+        r"params\[0\]|grads\[1\]",
+    ),
+    "expanded gradient to be unscaled": (
+        lambda case: (
+            options(grad_scale=torch.tensor(2.0))(case),
+            lists(grads=(1, lambda t: t[:1].expand(SHAPE)))(case),
+        ),
+        ValueError,
+        r"grads\[1\]",
+    ),
+    "shared gradient to be unscaled": (
+        both(options(grad_scale=torch.tensor(2.0)), same("grads", 1, "grads", 0)),
+        ValueError,
+        r"grads\[0\]|grads\[1\]",
+    ),
+    "scale of two elements": (options(grad_scale=torch.ones(2)), ValueError, "grad_scale"),
+    "scale of zero": (options(grad_scale=torch.zeros(())), ValueError, "grad_scale"),
+    "integer scale": (options(grad_scale=torch.tensor(2)), (TypeError, ValueError), "grad_scale"),
+    "found_inf of two elements": (options(found_inf=torch.zeros(2)), ValueError, "found_inf"),
+    "too few ordinals": (options(seed=1, ordinals=[0]), ValueError, "ordinals"),
+}
+SGD = {
+    "too few buffers": (shorter("momentum_buffers"), ValueError, "momentum_buffers"),
+    "too short first": (options(first=[1]), ValueError, "first"),
+    "first without buffers": (
+        both(lambda case: case.lists.update(momentum_buffers=[]), options(first=[1, 1])),
+        ValueError,
+        "first",
+    ),
+    "buffer of another shape": (lists(momentum_buffers=(1, lambda t: t[:2])), ValueError, r"momentum_buffers\[1\]"),
+    "buffer for two parameters": (same("momentum_buffers", 0, "momentum_buffers", 1), ValueError, "momentum_buffers"),
+    "gradient as buffer": (same("momentum_buffers", 0, "grads", 0), ValueError, r"momentum_buffers\[0\]|grads\[0\]"),
+}
+ADAM = {
+    "no first moments": (lambda case: case.lists.update(exp_avgs=[]), ValueError, "exp_avgs"),
+    "too few second moments": (shorter("exp_avg_sqs"), ValueError, "exp_avg_sqs"),
+    "no largest second moments": (options(amsgrad=True), ValueError, "max_exp_avg_sqs"),
+    "too few steps": (shorter("steps"), ValueError, "steps"),
+    "step of two elements": (lambda case: case.lists.update(steps=TWO_STEPS), ValueError, r"steps\[1\]"),
+    "integer step": (lists(steps=(1, torch.Tensor.long)), ValueError, r"steps\[1\].*int64"),
+    "one step tensor for two": (same("steps", 1, "steps", 0), ValueError, r"steps\[0\]|steps\[1\]"),
+    "one tensor for both moments": (same("exp_avg_sqs", 0, "exp_avgs", 0), ValueError, "exp_avg"),
+    "moments that are complex": (lists(exp_avgs=(0, lambda t: t + 1j)), TypeError, r"exp_avgs\[0\].*complex64"),
+}
+ALL = [(rule, name) for rule, own in (("sgd", SGD), ("adam", ADAM)) for name in (*COMMON, *own)]
+
+
+@BOTH
+@pytest.mark.parametrize(("rule", "name"), ALL)
+def test_bad_argument_is_a_typed_error_and_nothing_is_written(rule, name, backend):
+    change, error, message = {**COMMON, **SGD, **ADAM}[name]
+    case = make_case(rule, [SHAPE, SHAPE], maps=[LOCO], map_index=[0, 0])
+    change(case)
+    before = dense_copy(case)
+    with pytest.raises(error, match=message) as raised:
+        case.step(backend)
+    assert not isinstance(raised.value, RuntimeError)
+    assert_untouched(dense_only(case), before)
+
+
+def dense_only(case: Case) -> Case:
+    kept = {name: [t for t in ts if not t.is_sparse and t.is_cpu] for name, ts in case.lists.items()}
+    return Case(case.rule, kept, case.hyper, case.options)
+
+
+def dense_copy(case: Case) -> Case:
+    return dense_only(case).copy()
+
+
+SEPARATE = {
+    "odd and even elements": (strided(0, 36, 18, 6, 2), strided(1, 36, 18, 6, 2)),
+    "alternating rows": (strided(0, 36, 18, 6, 1), strided(3, 36, 18, 6, 1)),
+    "alternating channels": (strided(0, 36, 9, 3, 1), strided(18, 36, 9, 3, 1)),
+    "one after the other": (strided(0, 18, 9, 3, 1), strided(72, 18, 9, 3, 1)),
+    "a dense one between": (strided(0, 400, 9, 3, 1), strided(100, 18, 9, 3, 1)),
+    "crossing strides": (strided(0, 40, 20, 2, 3), strided(11, 40, 20, 2, 3)),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("where", [("params", "grads"), ("params", "params"), ("momentum_buffers", "params")])
+@pytest.mark.parametrize("name", SEPARATE)
+def test_interleaved_views_that_do_not_overlap_are_stepped(name, where, backend):
+    case = make_case("sgd", [SHAPE, SHAPE])
+    base = torch.randn(2000)
+    for index, list_name, view in zip((0, 1), where, SEPARATE[name], strict=True):
+        case.lists[list_name][index] = view(base)
+    expected = Case("sgd", {name: [t.clone() for t in ts] for name, ts in case.lists.items()}, case.hyper)
+    case.step(backend)
+    expected.step(backend)
+    for list_name in case.lists:
+        assert all(map(torch.equal, case.lists[list_name], expected.lists[list_name]))
+
+
+@BOTH
+def test_a_view_of_the_hyperparameters_works_or_is_a_typed_error(backend):
+    case = make_case("sgd", [SHAPE])
+    expected = case.copy().step(backend)
+    table = torch.zeros(1, 8, dtype=torch.float64)
+    table[:, ::2] = case.hyper
+    case.hyper = table[:, ::2]
+    try:
+        case.step(backend)
+    except ValueError:
+        return
+    assert torch.equal(case.params[0], expected.params[0])
+
+
+def test_operator_itself_names_the_argument():
+    """Callers of torch.ops get torch's RuntimeError, with the same text."""
+    case = make_case("sgd", [SHAPE])
+    arguments = [
+        *case.lists.values(),
+        [],
+        [0],
+        case.hyper,
+        [],
+        [],
+        [],
+        [-1],
+        [],
+        False,
+        False,
+        False,
+        None,
+        None,
+        [],
+        None,
+        0,
+    ]
+    arguments[1] = [case.lists["grads"][0][:2]]
+    with pytest.raises(RuntimeError, match=r"grads\[0\].* of params\[0\], \(4, 2, 3, 3\), got \(2, 2"):
+        torch.ops.loco_ext.optim_step_sgd(*arguments)

@@ -1,0 +1,274 @@
+"""Tests of the optimizer step's arithmetic: kernels give the reference's bits, both agree with NumPy and autograd."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from loco_ext import geometry, ops
+from tests.optim_step.cases import HYPER, assert_native_is_reference, assert_same, make_case
+from tests.tolerances import assert_within_ulps
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# A kernel, a weight whose size is not a multiple of a vector, a bias, single elements, and an empty tensor.
+SHAPES = [(5, 3, 3, 3), (17, 7), (19,), (1, 1, 3, 3), (), (0, 3, 3, 3)]
+LOCO = geometry.decay_map(3, (0.5, 2.0))
+LOCO_2D = geometry.decay_map((3, 3), (0.5, 2.0))
+MAPS = {"maps": [LOCO_2D], "map_index": [0, -1, -1, 0, -1, 0]}
+
+MOMENTUM = {"none": {"states": 0}, "first": {"first": [1] * len(SHAPES)}, "next": {}}
+DECAYS = {
+    "uniform": {},
+    "maps": MAPS,
+    "uniform_l1": {"l1": True},
+    "maps_l1": {**MAPS, "l1": True},
+    "no_decay": {**MAPS, "decay": 0.0},
+}
+ADAM_DECAYS = {**DECAYS, "decoupled": {"decoupled": True}, "decoupled_maps": {**MAPS, "decoupled": True}}
+
+
+def hyper_with(rule, decay=None, **columns):
+    names = {"sgd": ("lr", "decay", "momentum", "dampening"), "adam": ("lr", "decay", "beta1", "beta2", "eps")}[rule]
+    row = dict(zip(names, HYPER[rule], strict=True)) | columns
+    return tuple((row if decay is None else row | {"decay": decay}).values())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", MOMENTUM)
+def test_sgd_gives_the_references_bits(momentum, nesterov, maximize, decay, dtype):
+    options = {**MOMENTUM[momentum], **DECAYS[decay]}
+    hyper = hyper_with("sgd", options.pop("decay", None), dampening=0.0 if nesterov else 0.1)
+    case = make_case("sgd", SHAPES, dtypes=[dtype] * 3, hyper=hyper, nesterov=nesterov, maximize=maximize, **options)
+    assert_native_is_reference(case)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("decay", ADAM_DECAYS)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("beta1", [0.9, 0.4, 0.0])
+def test_adam_gives_the_references_bits(beta1, amsgrad, maximize, decay, dtype):
+    options = dict(ADAM_DECAYS[decay])
+    hyper = hyper_with("adam", options.pop("decay", None), beta1=beta1)
+    states = 3 if amsgrad else 2
+    case = make_case(
+        "adam", SHAPES, dtypes=[dtype] * 3, hyper=hyper, states=states, amsgrad=amsgrad, maximize=maximize, **options
+    )
+    assert_native_is_reference(case)
+
+
+@pytest.mark.parametrize("step", [0, 1, 999, 10**6])
+def test_adam_gives_the_references_bits_early_and_late(step):
+    assert_native_is_reference(make_case("adam", SHAPES, step=step, **MAPS))
+
+
+def test_each_group_and_parameter_has_its_own_hyperparameters_map_first_and_step():
+    case = make_case("sgd", SHAPES[:3] * 2, group_index=[0, 1, 2, 2, 1, 0], first=[0, 1, 0, 1, 0, 1])
+    case.hyper = torch.tensor([[0.1, 0.2, 0.9, 0.0], [0.3, 0.0, 0.5, 0.5], [0.01, 0.5, 0.0, 0.2]], dtype=torch.float64)
+    case.options |= {"maps": [LOCO_2D, LOCO_2D.square()], "map_index": [1, -1, -1, 0, -1, -1]}
+    assert_native_is_reference(case)
+    case = make_case("adam", SHAPES[:3] * 2, group_index=[0, 1, 1, 0, 1, 0])
+    case.hyper = torch.tensor([[0.1, 0.2, 0.9, 0.99, 1e-8], [0.3, 0.0, 0.5, 0.9, 1e-3]], dtype=torch.float64)
+    case.lists["steps"] = [torch.tensor([7.0 * i], dtype=(torch.float32, torch.float64)[i % 2]) for i in range(6)]
+    assert_native_is_reference(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
+def test_a_learning_rate_may_be_a_tensor_of_its_own(rule, dtype):
+    """Some groups take their learning rate from a tensor; 2^-4 is exact in every dtype."""
+    groups = {"group_index": [0, 1, 2, 2, 1, 0], "maps": [LOCO_2D], "map_index": [0] * 2 + [-1] * 4}
+    decoupled = {"decoupled": True} if rule == "adamw" else {}
+    case = make_case(rule[:4], [(5, 3, 3, 3), (2, 3, 3, 3), (19,)] * 2, **groups, **decoupled)
+    case.hyper = case.hyper.repeat(3, 1)
+    case.hyper[:, 0] = torch.tensor([0.3, 0.0625, 0.25])
+    expected = case.copy().step("native")
+    case.hyper[1:, 0] = torch.nan
+    case.options |= {"lrs": [torch.tensor([0.25], dtype=dtype), torch.tensor(0.0625, dtype=dtype)]}
+    case.options |= {"lr_index": [-1, 1, 0]}
+    assert_native_is_reference(case)
+    assert_same(case.step("native"), expected)
+
+
+FULL = torch.rand(6, 5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+# (parameter's shape, map)
+ANY_MAP = {
+    "3x3": ((6, 5, 3, 3), LOCO_2D),
+    "5x5": ((6, 5, 5, 5), geometry.decay_map((5, 5), (2.0, 1.5, 1.0, 0.8, 0.5, 0.25))),
+    "1x7": ((6, 5, 1, 7), geometry.decay_map((1, 7), (0.5, 2.0))),
+    "7x1": ((6, 5, 7, 1), geometry.decay_map((7, 1), (0.5, 2.0))),
+    "3d": ((4, 3, 3, 3, 3), geometry.decay_map((3, 3, 3), (0.5, 2.0))),
+    "1d": ((7, 6, 3), LOCO),
+    "per_block": ((23, 2, 3, 5), FULL.flatten()[:23].reshape(23, 1, 1, 1)),
+    "per_input_channel": ((6, 5, 3, 3), FULL[0, :, :1, :1]),
+    "full_size": ((6, 5, 3, 3), FULL),
+    "single_element": ((6, 5, 3, 3), torch.tensor([0.7], dtype=torch.float64)),
+    "0_dim": ((6, 5, 3, 3), torch.tensor(0.7, dtype=torch.float64)),
+    "column": ((6, 5, 3, 3), FULL[0, 0, :, :1]),
+    "transposed": ((6, 5, 3, 3), FULL[0, 0].t()),
+    "with_gaps": ((6, 5, 3, 3), FULL[0, ::2, :, 0]),
+    "expanded": ((6, 5, 3, 3), FULL[0, 0, 0].expand(3, 3)),
+    "of_a_0_dim_parameter": ((), torch.tensor(0.7, dtype=torch.float64)),
+    "of_an_empty_parameter": ((0, 5, 3, 3), LOCO_2D),
+    "per_channel_of_an_empty_parameter": ((6, 0, 3, 3), FULL[:, :1, :1, :1]),
+    "longer_than_the_table": ((2, 300, 3, 3), FULL.flatten()[:9].reshape(3, 3)),
+    "full_size_and_long": ((9, 300, 3), torch.rand(9, 300, 3, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("which", ANY_MAP)
+def test_any_map_gives_the_references_bits(which, rule, memory_format):
+    shape, decay_map = ANY_MAP[which]
+    if memory_format == torch.channels_last and len(shape) != 4:
+        pytest.skip("channels_last is for four dimensions")
+    for dtype in (torch.float32, torch.float64):
+        options = {"decoupled": True} if rule == "adamw" else {}
+        case = make_case(rule[:4], [(5,), shape], dtypes=[dtype] * 3, maps=[decay_map], map_index=[-1, 0], **options)
+        case.params[1] = case.params[1].contiguous(memory_format=memory_format)
+        assert_native_is_reference(case)
+
+
+def test_one_map_serves_kernels_of_several_channel_counts_layouts_and_groups():
+    shapes = [(4, 3, 3, 3), (4, 8, 3, 3), (4, 3, 3, 3), (40, 30, 3, 3), (4, 300, 3, 3)]
+    case = make_case("sgd", shapes * 2, maps=[LOCO_2D], map_index=[0] * 10, group_index=[0] * 5 + [1] * 5)
+    case.hyper = torch.tensor([[0.1, 0.2, 0.9, 0.0], [0.1, 0.5, 0.9, 0.0]], dtype=torch.float64)
+    for i in (1, 2, 4, 5, 8):
+        case.params[i] = case.params[i].contiguous(memory_format=torch.channels_last)
+    assert_native_is_reference(case)
+
+
+def numpy_sgd(w, g, b, row, decay_map, first, nesterov, maximize, l1):
+    """Step by the textbook formulas of SGD, in float64."""
+    lr, decay, momentum, dampening = row
+    d = (-g if maximize else g) + decay * decay_map * (np.sign(w) if l1 else w)
+    if b is not None:
+        b = d if first else momentum * b + (1 - dampening) * d
+        d = d + momentum * b if nesterov else b
+    return w - lr * d, b
+
+
+def numpy_adam(w, g, states, step, row, decay_map, amsgrad, maximize, decoupled, l1):
+    """Step by Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019), in float64."""
+    lr, decay, beta1, beta2, eps = row
+    m, v, *largest = states
+    g = -g if maximize else g
+    if decoupled:
+        w = w - lr * decay * decay_map * w
+    else:
+        g = g + decay * decay_map * (np.sign(w) if l1 else w)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    largest = [np.maximum(largest[0], v)] if amsgrad else []
+    m_hat = m / (1 - beta1**step)
+    v_hat = (largest[0] if amsgrad else v) / (1 - beta2**step)
+    return w - lr * m_hat / (np.sqrt(v_hat) + eps), [m, v, *largest]
+
+
+BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
+PRECISE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+@PRECISE
+@BOTH
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "maximize", "l1"),
+    list(itertools.product(MOMENTUM, [False, True], [False, True], [False, True])),
+)
+def test_sgd_is_the_formula(momentum, nesterov, maximize, l1, backend, dtype):
+    options = {"maps": [LOCO_2D], "map_index": [0, 0], "nesterov": nesterov, "maximize": maximize, "l1": l1}
+    first, states = momentum == "first", 0 if momentum == "none" else 1
+    case = make_case(
+        "sgd", [(4, 3, 3, 3)] * 2, dtypes=[dtype] * 3, states=states, first=[first] * 2 * states, **options
+    )
+    before = case.copy()
+    case.step(backend)
+    for i in range(2):
+        w, g, *b = (before.lists[name][i].double().numpy() for name in before.lists if before.lists[name])
+        buffer = b[0] if b else None
+        w, buffer = numpy_sgd(w, g, buffer, HYPER["sgd"], LOCO_2D.numpy(), first, nesterov, maximize, l1)
+        assert_within_ulps(case.params[i], torch.from_numpy(w), scale=1.0)
+        if b:
+            assert_within_ulps(case.lists["momentum_buffers"][i], torch.from_numpy(buffer), scale=1.0)
+
+
+@PRECISE
+@BOTH
+@pytest.mark.parametrize("beta1", [0.9, 0.4, 0.0])
+@pytest.mark.parametrize(
+    ("amsgrad", "maximize", "decay"),
+    list(itertools.product([False, True], [False, True], ["l2", "l1", "decoupled"])),
+)
+def test_adam_is_the_formula(amsgrad, maximize, decay, beta1, backend, dtype):
+    hyper = hyper_with("adam", beta1=beta1)
+    decoupled, l1 = decay == "decoupled", decay == "l1"
+    options = {"amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled, "l1": l1}
+    case = make_case("adam", [(4, 3, 3, 3)], dtypes=[dtype] * 3, hyper=hyper, states=2 + amsgrad, **options)
+    case.options |= {"maps": [LOCO_2D], "map_index": [0]}
+    before = case.copy()
+    case.step(backend)
+    names = ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"][: 2 + amsgrad]
+    w, g, *states = (before.lists[name][0].double().numpy() for name in ["params", "grads", *names])
+    w, states = numpy_adam(w, g, states, 4, hyper, LOCO_2D.numpy(), amsgrad, maximize, decoupled, l1)
+    assert case.lists["steps"][0].item() == 4
+    assert_within_ulps(case.params[0], torch.from_numpy(w), scale=1.0)
+    for name, state in zip(names, states, strict=True):
+        assert_within_ulps(case.lists[name][0], torch.from_numpy(state), scale=1.0)
+
+
+@BOTH
+@pytest.mark.parametrize("l1", [False, True])
+def test_step_follows_the_gradient_of_the_papers_loss(l1, backend):
+    """The loss of section 6 is L + lambda * sum of g/Z * w^2 (or |w|); torch's weight_decay is 2*lambda for squares."""
+    lam, lr, gamma, eta = 0.07, 0.1, 0.6, 1.8
+    g = torch.tensor([[eta, 1, eta], [1, gamma, 1], [eta, 1, eta]], dtype=torch.float64)
+    z = (gamma + 4 * (1 + eta)) / 9
+    w = torch.randn(4, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(5, 2, 6, 6, dtype=torch.float64)
+    task = torch.nn.functional.conv2d(x, w).tanh().sum()
+    penalty = lam * (g / z * (w.abs() if l1 else w.square())).sum()
+    (loss_gradient,) = torch.autograd.grad(task + penalty, w, retain_graph=True)
+    (task_gradient,) = torch.autograd.grad(task, w)
+    stepped = w.detach().clone()
+    hyper = torch.tensor([[lr, lam if l1 else 2 * lam, 0, 0]], dtype=torch.float64)
+    maps = [geometry.decay_map((3, 3), (gamma, eta))]
+    with_backend = make_case("sgd", [w.shape], states=0, maps=maps, map_index=[0], l1=l1)
+    with_backend.hyper, with_backend.lists["params"], with_backend.lists["grads"] = hyper, [stepped], [task_gradient]
+    with_backend.step(backend)
+    expected = w.detach() - lr * loss_gradient
+    assert_within_ulps(stepped, expected, scale=loss_gradient.abs().max().item())
+
+
+@BOTH
+def test_a_map_of_ones_is_uniform_decay_and_leaves_the_total_decay_alone(backend):
+    ones = geometry.decay_map((3, 3), (1.0, 1.0))
+    with_ones = make_case("sgd", [(4, 3, 3, 3)], maps=[ones], map_index=[0]).step(backend)
+    uniform = make_case("sgd", [(4, 3, 3, 3)]).step(backend)
+    assert torch.equal(with_ones.params[0], uniform.params[0])
+    w, zero = torch.ones(2, 2, 3, 3, dtype=torch.float64), torch.zeros(2, 2, 3, 3)
+    hyper = torch.tensor([[0.1, 0.5, 0, 0]], dtype=torch.float64)
+    ops.optim_step_sgd([w], [zero], [], hyper, maps=[LOCO_2D], map_index=[0])
+    assert w.std() > 0
+    assert_within_ulps(w.mean(), torch.tensor(1 - 0.1 * 0.5, dtype=torch.float64))
+
+
+@BOTH
+def test_no_decay_ignores_weights_that_are_not_finite_in_the_gradient(backend):
+    w = torch.tensor([math.inf, math.nan, 1.0])
+    buffer = torch.zeros(3)
+    ops.optim_step_sgd([w], [torch.ones(3)], [buffer], torch.tensor([[0.1, 0.0, 0.9, 0.0]], dtype=torch.float64))
+    assert buffer.tolist() == [1, 1, 1]
+
+
+def test_nothing_to_step_is_no_error():
+    hyper = torch.zeros(0, 4, dtype=torch.float64)
+    ops.optim_step_sgd([], [], [], hyper)
+    ops.optim_step_adam([], [], [], [], [], [], torch.zeros(0, 5, dtype=torch.float64))

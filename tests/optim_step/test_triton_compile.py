@@ -1,0 +1,218 @@
+"""Tests of the code that the optimizer step's Triton kernels compile to, for GPUs that this machine need not have."""
+
+import importlib.util
+import itertools
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.optim_step.cases import make_case
+from tests.optim_step.interpreter import arguments
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
+]
+
+CUDA = [80, 90, 100]
+THREADS = 256  # per block, as in the launcher
+VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def make_form(rule: str, *dtypes: str, **options):
+    import triton.language as tl
+    from loco_ext.triton_kernels.optim_step_kernels import Form
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK, OPERANDS
+
+    types = tuple(getattr(tl, dtype) for dtype in dtypes)
+    form = Form(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, BLOCK, False, False)
+    return replace(form, **options)
+
+
+def gpu(backend: str, arch: int | str):
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+
+
+def compiled(target, form, scale: str | None = None):
+    """Return the compilation stages by name, as for the launcher; ``scale`` is the type of grad_scale and found_inf."""
+    import triton
+    from loco_ext.triton_kernels.optim_step_kernels import step_kernel
+    from triton.compiler import ASTSource
+
+    types = {"rows": "*i64", "axes": "*i64", "owners": "*i32", "maps": "*fp64", "hyper": "*fp64"}
+    types |= {name: scale or "constexpr" for name in ("grad_scale", "found_inf")}
+    types |= {"seed_low": "i32", "seed_high": "i32", "rounding_step": "i32", "FORM": "constexpr"}
+    constants = {"FORM": form} | ({} if scale else {"grad_scale": None, "found_inf": None})
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    source = ASTSource(step_kernel, types, constants, attributes)
+    return triton.compile(
+        source, target=target, options={"num_warps": THREADS // target.warp_size, "enable_fp_fusion": False}
+    ).asm
+
+
+def ptx(arch: int, form, **options) -> str:
+    return compiled(gpu("cuda", arch), form, **options)["ptx"]
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def fused(text: str) -> int:
+    """Return the number of fused multiply-adds; an instruction may contain two."""
+    return count(r"\bfma\.rn", text) + count(r"\bfma\.rn\S*x2\b", text)
+
+
+def vectors(text: str) -> tuple[int, int]:
+    """Return the numbers of loads and of stores of 16 bytes."""
+    return count(rf"ld\.global\S*\.(?:{VECTOR})\b", text), count(rf"st\.global\S*\.(?:{VECTOR})\b", text)
+
+
+def per_thread(*dtypes: str) -> int:
+    """Return the number of 16-byte accesses that each thread of a block needs for its elements."""
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK
+
+    widths = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+    return sum(BLOCK * widths[dtype] // (16 * THREADS) for dtype in dtypes)
+
+
+SGD = ("float32",) * 3
+VARIANTS = {
+    "sgd": ("sgd", SGD, {}),
+    "sgd_mixed": ("sgd", ("bfloat16", "float16", "float32"), {"stochastic": True, "nesterov": True, "maximize": True}),
+    "sgd_double": ("sgd", ("float64",) * 3, {"l1": True}),
+    "adam": ("adam", ("float32",) * 4, {}),
+    "adamw": ("adam", ("float32",) * 5, {"amsgrad": True, "decoupled": True}),
+    "adam_half": ("adam", ("bfloat16",) * 5, {"amsgrad": True, "stochastic": True}),
+    "adam_double": ("adam", ("float64",) * 4, {}),
+}
+# Number of multiply-adds per element in the source.
+FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam_half": 3, "adam_double": 3}
+
+
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [
+        pytest.param(variant, arch, marks=[] if arch == 90 or variant in ("sgd", "adam_half") else pytest.mark.slow)
+        for variant, arch in itertools.product(VARIANTS, CUDA)
+    ],
+)
+def test_whole_blocks_are_accessed_in_16_bytes_and_only_written_multiply_adds_are_fused(variant, arch):
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK
+
+    rule, dtypes, options = VARIANTS[variant]
+    text = ptx(arch, make_form(rule, *dtypes, **options))
+    loads, stores = vectors(text)
+    written = [dtypes[0], *dtypes[2:]]
+    assert loads == per_thread(*dtypes)
+    assert stores == per_thread(*written)
+    per_element = BLOCK // THREADS * 2  # the code exists twice, once for partial blocks
+    assert fused(text) == FUSED[variant] * per_element
+    assert count(r"\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full", text) == 0
+    if rule == "adam":
+        wide = "f64" if dtypes[0] == "float64" else "f32"
+        assert count(rf"div\.rn\.{wide}", text) == 2 * per_element
+        assert count(rf"sqrt\.rn\.{wide}", text) == per_element
+
+
+@pytest.mark.parametrize("arch", CUDA)
+def test_float32_operands_that_are_not_aligned_are_accessed_one_by_one(arch):
+    text = ptx(arch, make_form("sgd", *SGD, aligned=False))
+    assert vectors(text) == (0, 0)
+
+
+@pytest.mark.parametrize("variant", ["sgd_mixed", "adamw"])
+def test_other_layouts_and_64_bit_numbers_of_elements_compile(variant):
+    rule, dtypes, options = VARIANTS[variant]
+    for wide in (False, True):
+        text = ptx(90, make_form(rule, *dtypes, **options, flat=False, aligned=False, wide=wide), scale="*fp32")
+        assert count(r"\.approx|\.ftz|div\.full", text) == 0
+        assert (count(r"div\.[su]64|rem\.[su]64", text) > 0) == wide
+
+
+@pytest.mark.parametrize("scale", ["*fp32", "*fp64"])
+def test_gradients_are_divided_and_written_in_16_bytes(scale):
+    plain, scaled = (ptx(90, make_form("sgd", *SGD), scale=s) for s in (None, scale))
+    assert vectors(scaled)[1] == vectors(plain)[1] + per_thread("float32")
+    assert count(r"div\.rn\.f32", plain) == 0
+    assert count(r"div\.rn\.f32", scaled) > 0
+
+
+@pytest.mark.parametrize("arch", CUDA)
+def test_the_kernel_that_counts_steps_compiles_without_fused_operations(arch):
+    import triton
+    from loco_ext.triton_kernels.optim_step_kernels import prepare_kernel
+    from triton.compiler import ASTSource
+
+    types = {"rows": "*i64", "hyper": "*fp64", "found_inf": "*fp32", "scalars": "*fp64"}
+    source = ASTSource(prepare_kernel, types, {}, {})
+    text = triton.compile(source, target=gpu("cuda", arch), options={"num_warps": 1, "enable_fp_fusion": False}).asm[
+        "ptx"
+    ]
+    assert count(r"\bfma|\.approx|\.ftz|div\.full", text) == 0
+    assert count(r"div\.rn\.f64", text) > 0
+    assert count(r"sqrt\.rn\.f64", text) > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kernels_compile_for_amd(variant):
+    from loco_ext.triton_kernels.optim_step_tables import BLOCK
+
+    rule, dtypes, options = VARIANTS[variant]
+    text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
+    assert count(r"(?:global|buffer)_load_dwordx4", text) > 0
+    assert count(r"(?:global|buffer)_store_dwordx4", text) > 0
+    if rule == "sgd":  # in other rules, quotients and roots use multiply-adds, too
+        multiply_adds = count(r"\bv_(?:pk_)?(?:fma|fmac|fma_mix|mad|mac)_f(?:32|64)", text) + count(
+            r"\bv_pk_fma_f32", text
+        )
+        assert multiply_adds == FUSED[variant] * (BLOCK // THREADS) * 2
+    elif "float64" not in dtypes:
+        assert count(r"v_div_fixup_f32", text) == 2 * (BLOCK // THREADS) * 2
+
+
+class Recorder:
+    """Stand-in for a kernel that records its grid and arguments instead of running."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*positional, **named):
+            names = self.kernel.arg_names
+            self.launches.append((grid, dict(zip(names, positional, strict=False)) | named))
+            assert set(names) <= set(self.launches[-1][1])
+
+        return launch
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_the_launcher_asks_for_what_is_tested_here(rule, monkeypatch):
+    from loco_ext.triton_kernels import optim_step
+
+    recorders = {name: Recorder(getattr(optim_step, name)) for name in ("step_kernel", "prepare_kernel")}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(optim_step, name, recorder)
+    case = make_case(rule, [(3, 3), (5000,), (0,)], seed=2**40, rounding_step=7)
+    (optim_step.optim_step_sgd if rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
+    assert [grid for grid, _named in recorders["prepare_kernel"].launches] == [(3,)] * (rule == "adam")
+    ((grid, named),) = recorders["step_kernel"].launches
+    assert grid == (4,)
+    assert named["num_warps"] * 32 == THREADS
+    assert named["FORM"].aligned
+    assert [named[name] for name in ("seed_low", "seed_high", "rounding_step")] == [0, 2**8, 7]
+    for recorder in recorders.values():
+        for _grid, named in recorder.launches:
+            assert named["enable_fp_fusion"] is False
+            assert not any(isinstance(value, float) for value in named.values())  # Triton would pass it as float32

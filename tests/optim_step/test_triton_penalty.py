@@ -1,0 +1,149 @@
+"""Tests of the Triton step of parameters with a penalty, in Triton's interpreter: the step and the prox after it match
+the reference. Learning rates, step counts and found_inf are tensors whose values the host must not read."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+from loco_ext import geometry, ops
+from tests.optim_step.cases import Case, assert_untouched, make_case
+from tests.optim_step.test_layouts import LAYOUTS
+from tests.optim_step.test_step import FLOATS, LOCO_2D
+from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SHAPES = [(2, 20, 3, 3), (7,), (1, 2, 3, 3)]
+RULES = {
+    "sgd": ("sgd", {"states": 0}),
+    "momentum": ("sgd", {"nesterov": True, "maps": [LOCO_2D], "map_index": [0, -1, 0]}),
+    "adam": ("adam", {"amsgrad": True, "states": 3}),
+    "adamw": ("adam", {"decoupled": True, "maps": [LOCO_2D], "map_index": [0, -1, 0]}),
+}
+MODES = {"l2": {}, "linf": {"linf": True}, "squared": {"squared": 0.2}}
+
+
+class Unread(torch.Tensor):
+    """A number that the host must not read."""
+
+    def item(self):
+        raise AssertionError("a number of the device was read")
+
+    __float__ = __bool__ = __int__ = __index__ = tolist = item
+
+
+def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
+    rings = geometry.ring_index((3, 3)).flatten().tolist()
+    count = max(rings) + 1
+    t = torch.linspace(12.0, 20.0, count, dtype=torch.float64) * (3 if linf else 1)
+    return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf)
+
+
+def coupled(linf: bool = False) -> ops.StepPenalty:
+    """Return a coupled penalty with one group per kernel: the whole kernel."""
+    zero = torch.zeros(1, dtype=torch.float64)
+    return ops.StepPenalty([0] * 9, zero, torch.full_like(zero, 0.3), linf, coupled=True)
+
+
+def penalised(rule: str, mode: str = "l2", **options) -> Case:
+    name, given = RULES[rule]
+    end = penalty(**MODES[mode])
+    return make_case(name, SHAPES, **{**given, **options, "penalties": [end, None, end]})
+
+
+def assert_is_reference(actual: Case, case: Case) -> None:
+    expected = case.copy().step("reference")
+    for name, tensors in expected.lists.items():
+        for i, (a, b) in enumerate(zip(actual.lists[name], tensors, strict=True)):
+            scale = case.lists[name][i].double().abs().max()
+            if name == "params" and i != 1:
+                assert_within_ulps(a, b, max(8, ULPS_OF_ROOTS[a.dtype]) if a.element_size() > 2 else 1, scale=scale)
+                assert torch.equal(a == 0, b == 0)
+                assert not torch.equal(a, case.params[i])
+            elif case.params[i].dtype == torch.float64:
+                assert_within_ulps(a, b, scale=scale.clamp(min=4))
+            else:
+                assert same_bits(a, b), f"{name}[{i}]"
+
+
+@pytest.mark.parametrize(
+    ("rule", "mode", "dtype"),
+    [
+        *itertools.product(("momentum", "adamw"), ["l2"], FLOATS),
+        *itertools.product(RULES, ["linf"], FLOATS[:1]),
+        *itertools.product(("sgd", "adam"), ["l2"], FLOATS[:1]),
+    ],
+    ids=str,
+)
+def test_the_step_ends_with_the_references_prox(interpreter, rule, mode, dtype):
+    case = penalised(rule, mode, dtypes=[dtype] * 3)
+    assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.slow  # two nested searches are slow
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_the_step_ends_with_the_references_search(interpreter, rule):
+    case = penalised(rule, "squared")
+    assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("linf", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["momentum", pytest.param("adam", marks=pytest.mark.slow)])
+def test_kernels_are_shrunk_together_without_a_look_at_numbers_of_the_device(interpreter, rule, linf):
+    case = make_case(RULES[rule][0], [(3, 2, 3, 3)], dtypes=[torch.float32] * 3, lrs=[torch.tensor(0.03)], lr_index=[0])
+    case.options["penalties"] = [coupled(linf)]
+    unread = case.copy()
+    unread.options["lrs"] = [lr.as_subclass(Unread) for lr in case.options["lrs"]]
+    if "steps" in unread.lists:
+        unread.lists["steps"] = [step.as_subclass(Unread) for step in unread.lists["steps"]]
+    done, expected = interpreter.step(unread), case.copy().step("reference")
+    scale = case.params[0].abs().max()
+    assert_within_ulps(done.params[0], expected.params[0], ULPS_OF_ROOTS[torch.float32], scale=scale)
+    assert not torch.equal(done.params[0], case.params[0])
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed"])
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_any_layout_gives_the_same(interpreter, rule, layout):
+    case = penalised(rule)
+    case = case.laid_out(params=lambda t: LAYOUTS[layout](t) if t.dim() == 4 else t)
+    assert_is_reference(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_of_the_device_are_not_read(interpreter, rule, dtype):
+    case = penalised(rule, dtypes=[dtype] * 3, lrs=[torch.tensor(0.03)], lr_index=[0])
+    case.options |= {"found_inf": torch.zeros(()), "grad_scale": torch.tensor(2.0)}
+    unread = case.copy()
+    for name in ("found_inf", "grad_scale"):
+        unread.options[name] = unread.options[name].as_subclass(Unread)
+    unread.options["lrs"] = [lr.as_subclass(Unread) for lr in case.options["lrs"]]
+    if "steps" in unread.lists:
+        unread.lists["steps"] = [step.as_subclass(Unread) for step in unread.lists["steps"]]
+    done = interpreter.step(unread)
+    if "steps" in done.lists:
+        done.lists["steps"] = [step.as_subclass(torch.Tensor) for step in done.lists["steps"]]
+    assert_is_reference(done, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_changes_where_infinity_was_found(interpreter, rule, dtype):
+    case = penalised(rule, dtypes=[dtype] * 3, found_inf=torch.ones(()))
+    assert_untouched(interpreter.step(case), case)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_a_learning_rate_of_0_shrinks_nothing(interpreter, rule):
+    case = penalised(rule, lrs=[torch.tensor(0.0)], lr_index=[0])
+    done = interpreter.step(case)
+    assert all(torch.equal(p, q) for p, q in zip(done.params, case.params, strict=True))
+
+
+def test_random_rounding_before_the_prox_is_refused(interpreter):
+    case = penalised("sgd", dtypes=[torch.bfloat16] * 3, seed=7)
+    with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
+        interpreter.step(case)

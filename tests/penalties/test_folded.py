@@ -1,0 +1,446 @@
+"""Penalties on kernels with the following batch norm folded into them: values, steps, minima."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import loco_ext
+from loco_ext import geometry, optim, sparsity
+from tests.optim.stepping import CLASSES, set_gradients
+from tests.tolerances import STATIONARY, same_bits
+
+RINGS, KERNELS = sparsity.RingPenalty(0.12), sparsity.KernelPenalty(0.3)
+INNER = {
+    "rings": RINGS,
+    "full rings": sparsity.RingPenalty(0.3, kind="full", weighting="normalized"),
+    "largest": sparsity.KernelPenalty(0.1, norm="linf"),
+    "squared rings": sparsity.RingPenalty(0.05, power=2),
+    "kernels": KERNELS,
+    "squared": sparsity.KernelPenalty(0.05, power=2),
+}
+CASES = {
+    "SGD": ("SGD", {"lr": 0.1}),
+    "momentum": ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "dampening": ("SGD", {"lr": 0.1, "momentum": 0.8, "dampening": 0.5}),
+    "Adam": ("Adam", {"lr": 0.02}),
+    "amsgrad": ("Adam", {"lr": 0.02, "amsgrad": True}),
+    "AdamW": ("AdamW", {"lr": 0.02, "weight_decay": 0.0}),
+}
+
+
+def make_norm(channels, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    norm = nn.BatchNorm2d(channels, eps=0.1)
+    norm.weight.data = torch.randn(channels, generator=generator)
+    norm.running_var = torch.rand(channels, generator=generator) + 0.05
+    return norm
+
+
+def make_layers(seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return nn.Conv2d(2, 6, 3, bias=False).to(dtype), make_norm(6).to(dtype)
+
+
+def make_optimizer(name, conv, norm, inner=RINGS, **options):
+    penalty = [sparsity.FoldedPenalty(inner, norm)]
+    groups = [{"params": [conv.weight], "penalty": penalty}, {"params": list(norm.parameters())}]
+    return getattr(optim, name)(groups, **{"lr": 0.1, **options})
+
+
+def columns(factors):
+    return factors.view(-1, 1, 1, 1)
+
+
+def folded(conv, norm):
+    return (conv.weight * columns(norm.weight / (norm.running_var + norm.eps).sqrt())).detach()
+
+
+# ---- the minimum of loss and penalty
+
+
+class Problem:
+    """Regression on a teacher with small outer weights; inputs are exactly white and give one output pixel each."""
+
+    def __init__(self, samples=600, channels=3):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(samples, channels * 9, generator=generator, dtype=torch.float64)
+        u, _, v = torch.linalg.svd(x - x.mean(0), full_matrices=False)
+        self.x = (u @ v * samples**0.5).view(samples, channels, 3, 3)
+        decay = torch.tensor([0.02, 0.3, 1.0], dtype=torch.float64)[geometry.ring_index((3, 3))]
+        teacher = torch.randn(5, channels, 3, 3, generator=generator, dtype=torch.float64) * decay
+        norms = torch.tensor([1.0, 1.0, 0.8, 0.5, 0.1], dtype=torch.float64)
+        self.teacher = teacher * columns(norms / teacher.flatten(1).norm(dim=1))
+        self.y = nn.functional.conv2d(self.x, self.teacher)
+
+    def student(self):
+        torch.manual_seed(1)
+        conv, norm = nn.Conv2d(3, 5, 3, bias=False).double(), nn.BatchNorm2d(5).double()
+        conv.weight.data += 0.3 * self.teacher
+        norm.weight.data[1] = -0.2  # the teacher's sign is reached through zero, or with the opposite kernel
+        conv.weight.data[1] *= -1
+        return conv, norm
+
+    def loss(self, conv, norm):
+        return (norm(conv(self.x)) - self.y).square().sum(1).mean() / 2
+
+    def train(self, conv, norm, optimizer, steps, begin=0):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for step in range(begin, steps):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * min(1.0, 30 ** (1 - 2 * step / steps))
+            optimizer.zero_grad()
+            self.loss(conv, norm).backward()
+            optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return Problem()
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, "rings") for case in ("SGD", "momentum", "Adam")),
+        *((case, "kernels") for case in ("momentum", "AdamW")),
+        *(pytest.param(case, "rings", marks=pytest.mark.slow) for case in ("dampening", "amsgrad", "AdamW")),
+        *(pytest.param(case, name, marks=pytest.mark.slow) for case in ("SGD", "Adam") for name in INNER),
+    ],
+)
+def test_every_optimizer_reaches_the_minimum_of_loss_and_penalty(problem, case, name):
+    """For white inputs the loss is ``||z - teacher||^2 / 2`` of the folded kernels z, so the minimum is a prox."""
+    conv, norm = problem.student()
+    kind, options = CASES[case]
+    problem.train(conv, norm, make_optimizer(kind, conv, norm, INNER[name], **options), 400)
+    expected, found = INNER[name].prox(problem.teacher, 1.0), folded(conv, norm)
+    strong = problem.teacher.flatten(1).norm(dim=1) > 0.2  # other kernels are slow, or stay where gamma has become zero
+    assert (found - expected)[strong].abs().max() < STATIONARY
+    assert torch.equal(found[strong] == 0, expected[strong] == 0)
+    if name in ("rings", "kernels"):
+        assert norm.weight[4] == 0
+        assert not expected[4].any()
+    if name == "rings":
+        assert (expected[strong] == 0).any()
+        assert torch.equal(conv.weight[strong] == 0, expected[strong] == 0)  # rings are zeroed in the weight
+
+
+def test_the_product_comes_down_on_images_as_far_as_a_prox_of_gamma_takes_it():
+    """Steps reach the minimum for the problem of the draft's eqs. 30 and 31.
+
+    The product without a penalty is about 1; at the minimum with a strength of 0.6 it is 0.4 of that. The overlapping
+    windows of the images are white except for sampling noise.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(64, 2, 10, 10)
+    teacher = torch.randn(3, 2, 3, 3)
+    y = nn.functional.conv2d(x, teacher / columns(teacher.flatten(1).norm(dim=1)))
+    conv, norm = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)
+    conv.weight.data = conv.weight.data / 2 + teacher / 4
+    penalty = sparsity.folded_penalties(nn.Sequential(conv, norm), sparsity.KernelPenalty(0.6))
+    optimizer = optim.SGD(optim.parameter_groups(nn.Sequential(conv, norm), 0.0, penalty=penalty), lr=0.1)
+    for _ in range(80):
+        optimizer.zero_grad()
+        ((norm(conv(x)) - y).square().sum(1).mean() / 2).backward()
+        optimizer.step()
+    products = folded(conv, norm).flatten(1).norm(dim=1)
+    assert ((products > 0.38) & (products < 0.42)).all()
+
+
+def test_a_kernel_that_the_loss_asks_for_comes_back(problem):
+    conv, norm = problem.student()
+    norm.weight.data.zero_()
+    conv.weight.data = problem.teacher + 0.1 * conv.weight.data
+    optimizer = make_optimizer("SGD", conv, norm, sparsity.KernelPenalty(0.3), lr=0.1, momentum=0.5)
+    problem.train(conv, norm, optimizer, 200)
+    assert (norm.weight[:4] != 0).all()
+    assert norm.weight[4] == 0
+
+
+# ---- values and proxes
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_values_are_those_of_the_folded_kernels(name):
+    """Their gradient is that of a penalty on ``gamma k / (rms ||k||)``, on which alone the network's output depends."""
+    (conv, norm), inner = make_layers(), INNER[name]
+    sigma = (norm.running_var + norm.eps).sqrt()
+    rms = sigma / conv.weight.detach().flatten(1).norm(dim=1)
+    penalty = sparsity.FoldedPenalty(inner, norm)
+    value = penalty.value(conv.weight)
+    lengths = conv.weight.flatten(1).norm(dim=1)
+    expected = inner.value(conv.weight * columns(norm.weight / (rms * lengths)))
+    torch.testing.assert_close(value, expected)
+    for found, wanted in zip(
+        *(torch.autograd.grad(v, [conv.weight, norm.weight]) for v in (value, expected)), strict=True
+    ):
+        torch.testing.assert_close(found, wanted)
+    tau = 0.5 * value.item()
+    z = folded(conv, norm)
+    assert torch.equal(penalty.threshold(conv.weight, tau) == 0, inner.threshold(z, tau) == 0)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_the_prox_keeps_the_norm_of_kernels_and_goes_down_the_gradient(name):
+    (conv, norm), penalty = make_layers(), None
+    penalty = sparsity.FoldedPenalty(INNER[name], norm)
+    before = conv.weight.detach().clone(), norm.weight.detach().clone()
+    step = 1e-6
+    weight, gamma = penalty.prox(conv.weight, step)
+    assert same_bits(conv.weight.detach(), before[0])
+    torch.testing.assert_close(weight.flatten(1).norm(dim=1), before[0].flatten(1).norm(dim=1))
+    gradients = torch.autograd.grad(penalty.value(conv.weight), [conv.weight, norm.weight])
+    for shrunk, old, gradient in zip((weight, gamma), before, gradients, strict=True):
+        torch.testing.assert_close((old - shrunk) / step, gradient, rtol=1e-4, atol=1e-4)
+    large, none = penalty.prox(conv.weight, 1e6)
+    torch.testing.assert_close(large.flatten(1).norm(dim=1), before[0].flatten(1).norm(dim=1))
+    assert penalty.penalty.power == 2 or not none.any()
+
+
+def test_a_zero_or_a_variance_that_is_no_number_leaves_the_kernel_alone():
+    conv, norm = make_layers()
+    norm.weight.data[1], norm.running_var[2], norm.weight.data[3] = 0, torch.nan, torch.nan
+    weight, gamma = sparsity.FoldedPenalty(RINGS, norm).prox(conv.weight, 5.0)
+    assert same_bits(weight[1:4], conv.weight.detach()[1:4])
+    assert same_bits(gamma[1:4], norm.weight.detach()[1:4])
+    assert not torch.equal(weight[0], conv.weight[0])
+
+
+# ---- steps
+
+
+def steps_by_hand(name, conv, norm, inner, step, **options):
+    """Make torch's step, then the prox without a metric, with the scales from before the step."""
+    groups = [{"params": [conv.weight]}, {"params": list(norm.parameters()), "lr": 0.3}]
+    optimizer = getattr(torch.optim, name)(groups, lr=0.1, **options)
+    set_gradients([conv.weight, *norm.parameters()], step)
+    before = copy.deepcopy(norm)
+    optimizer.step()
+    with torch.no_grad():
+        conv.weight.copy_(sparsity.FoldedPenalty(inner, before).prox(conv.weight, 0.1)[0])
+        # The penalty multiplies gamma by these slopes; each product is then a kernel of one weight.
+        unit = type(inner)(1.0)
+        slopes = torch.stack([unit.value(kernel[None]) for kernel in conv.weight])
+        slopes /= (norm.running_var + norm.eps).sqrt()
+        of_products = sparsity.KernelPenalty(inner.strength, power=inner.power)
+        products = (slopes * norm.weight).view(-1, 1, 1)
+        shrunk = of_products.prox(products, 1.0, 1 / (0.3 * slopes.square().view(-1, 1, 1)))
+        norm.weight.copy_(shrunk.flatten() / slopes)
+
+
+@pytest.mark.parametrize("path", ["native", "reference", "foreach"])
+@pytest.mark.parametrize("name", ["rings", "kernels", "squared"])
+def test_a_step_is_torchs_and_then_the_prox_of_both_factors(name, path):
+    (conv, norm), (other, other_norm) = make_layers(), make_layers()
+    optimizer = make_optimizer("SGD", conv, norm, INNER[name], foreach=path == "foreach" or None)
+    optimizer.param_groups[1]["lr"] = 0.3
+    with loco_ext.backend("reference" if path == "reference" else "native"):
+        for step in range(2):
+            set_gradients([conv.weight, *norm.parameters()], step)
+            gradients = [p.grad.clone() for p in (conv.weight, norm.weight)]
+            optimizer.step()
+            assert all(torch.equal(p.grad, g) for p, g in zip((conv.weight, norm.weight), gradients, strict=True))
+            steps_by_hand("SGD", other, other_norm, INNER[name], step)
+    for p, q in zip((conv.weight, *norm.parameters()), (other.weight, *other_norm.parameters()), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_groups_and_paths_of_all_kinds_agree(name):
+    results = []
+    for options in ({}, {"foreach": True}, {"fused": False}, {"grad_scale": torch.tensor(8.0)}, {"maximize": True}):
+        conv, norm = make_layers()
+        scale = options.pop("grad_scale", None)
+        optimizer = make_optimizer(name, conv, norm, **options)
+        for step in range(3):
+            set_gradients([conv.weight, *norm.parameters()], step)
+            for p in (conv.weight, *norm.parameters()):
+                p.grad *= -1 if options.get("maximize") else 1 if scale is None else scale
+            if scale is not None:
+                optimizer.grad_scale, optimizer.found_inf = scale, torch.zeros(())
+            optimizer.step()
+        results.append((conv.weight.detach(), norm.weight.detach(), conv.weight.grad.abs()))
+    for other in results[1:]:
+        for p, q in zip(results[0], other, strict=True):
+            torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_factor_shrinks_when_it_has_a_gradient_and_nothing_does_in_a_skipped_step(name):
+    conv, norm = make_layers()
+    optimizer = make_optimizer(name, conv, norm)
+    kept = conv.weight.detach().clone(), norm.weight.detach().clone()
+    set_gradients([conv.weight, *norm.parameters()], 0)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(same_bits(p.detach(), q) for p, q in zip((conv.weight, norm.weight), kept, strict=True))
+    del optimizer.found_inf
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all(same_bits(p.detach(), q) for p, q in zip((conv.weight, norm.weight), kept, strict=True))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    norm.weight.grad = None
+    optimizer.step()
+    assert same_bits(norm.weight.detach(), kept[1])
+    conv.weight.grad, norm.weight.grad, before = None, torch.zeros(6).double(), conv.weight.detach().clone()
+    optimizer.step()
+    assert same_bits(conv.weight.detach(), before)
+    assert (norm.weight != kept[1]).all()
+
+
+@pytest.mark.parametrize("kind", ["none", "other optimizer", "frozen", "replaced"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_norm_that_the_optimizer_does_not_step_is_a_typed_error(name, kind):
+    conv, norm = make_layers()
+    optimizer = make_optimizer(name, conv, norm)
+    message = "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters"
+    if kind == "frozen":
+        norm.requires_grad_(False)
+        message = "penalty: expected a batch norm whose weight requires a gradient"
+    elif kind == "replaced":
+        norm.weight = nn.Parameter(norm.weight.detach().clone())
+    else:
+        optimizer.param_groups.pop()
+    if kind == "other optimizer":
+        getattr(optim, name)(norm.parameters(), lr=0.1)
+    conv.weight.grad = torch.ones_like(conv.weight)
+    before = conv.weight.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert same_bits(conv.weight.detach(), before)
+    assert torch.equal(conv.weight.grad, torch.ones_like(before))
+
+
+def test_random_rounding_is_refused_and_narrow_types_are_shrunk():
+    conv, norm = make_layers(dtype=torch.bfloat16)
+    optimizer = make_optimizer("SGD", conv, norm, sparsity.RingPenalty(20.0))
+    set_gradients([conv.weight, *norm.parameters()], 0)
+    optimizer.step()
+    assert (conv.weight == 0).any()
+    assert norm.weight.dtype == torch.bfloat16
+    assert (norm.weight == 0).any()
+    optimizer = make_optimizer("SGD", conv, norm, stochastic_rounding=3)
+    set_gradients([conv.weight, *norm.parameters()], 0)
+    with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_checkpoints_and_copies_go_on_to_the_same_bits(name):
+    whole = make_layers()
+    optimizer = make_optimizer(name, *whole)
+
+    def step(layers, chosen, number):
+        set_gradients([layers[0].weight, *layers[1].parameters()], number)
+        chosen.step()
+
+    step(whole, optimizer, 0)
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), whole[0].state_dict(), whole[1].state_dict()], file)
+    file.seek(0)
+    state, *weights = torch.load(file, weights_only=True)
+    resumed = make_layers(seed=1)
+    for layer, loaded in zip(resumed, weights, strict=True):
+        layer.load_state_dict(loaded)
+    other = make_optimizer(name, *resumed, sparsity.RingPenalty(1.0))
+    other.load_state_dict(state)
+    copies = [copy.deepcopy((whole, optimizer)), pickle.loads(pickle.dumps((whole, optimizer))), (resumed, other)]
+    for number in (1, 2):
+        step(whole, optimizer, number)
+        for copied in copies:
+            step(*copied, number)
+    for (conv, norm), _ in copies:
+        assert same_bits(conv.weight.detach(), whole[0].weight.detach())
+        assert same_bits(norm.weight.detach(), whole[1].weight.detach())
+
+
+# ---- errors and models
+
+
+@pytest.mark.parametrize(
+    ("make_bad", "error", "message"),
+    [
+        (lambda: sparsity.FoldedPenalty(1.0, nn.BatchNorm2d(3)), TypeError, "penalty: expected a RingPenalty or"),
+        (lambda: sparsity.FoldedPenalty(RINGS, nn.LayerNorm(3)), TypeError, "batch_norm: .*got LayerNorm"),
+        (
+            lambda: sparsity.FoldedPenalty(RINGS, nn.BatchNorm2d(3, track_running_stats=False)),
+            ValueError,
+            "batch_norm: expected one with track_running_stats=True",
+        ),
+        (
+            lambda: sparsity.FoldedPenalty(RINGS, nn.BatchNorm2d(3, affine=False)),
+            ValueError,
+            "batch_norm: expected one with affine=True",
+        ),
+        (
+            lambda: make_optimizer("SGD", nn.Conv2d(1, 2, 3), make_norm(6)),
+            ValueError,
+            "penalty of parameter 0: weight: expected 6 kernels as batch_norm, got 2",
+        ),
+    ],
+)
+def test_what_cannot_be_folded_is_a_typed_error(make_bad, error, message):
+    with pytest.raises(error, match=message):
+        make_bad()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.other_norm = nn.BatchNorm2d(4)
+        self.third = nn.Conv2d(4, 4, 1)
+        self.plain_norm = nn.BatchNorm2d(4, track_running_stats=False)
+        self.fourth = nn.Conv2d(4, 4, 1)
+        self.fixed_norm = nn.BatchNorm2d(4, affine=False)
+        self.fifth = nn.Conv2d(4, 4, 1)
+        self.shared_norm = nn.BatchNorm2d(4)
+        self.up = nn.ConvTranspose2d(4, 4, 3)
+        self.unused = nn.Conv2d(1, 1, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        y = self.second(x)  # y is also read without its norm
+        z = self.plain_norm(self.third(self.other_norm(y) + y))
+        z = self.shared_norm(self.fifth(self.fixed_norm(self.fourth(z))))
+        return self.shared_norm(self.up(z))
+
+
+def test_convolutions_are_folded_where_only_a_norm_takes_their_output():
+    model, penalty = Block(), sparsity.RingPenalty(1e-3)
+    found = sparsity.folded_penalties(model, penalty)
+    others = dict.fromkeys(("second", "third", "fourth", "fifth"), penalty)
+    assert found == {"first": sparsity.FoldedPenalty(penalty, model.norm), **others}
+    groups = optim.parameter_groups(model, 0.1, penalty=found)
+    assert groups[0]["penalty"] == [found["first"], *[penalty] * 4, None, None]
+    optim.SGD(groups, lr=0.1)
+    model.second.weight = model.first.weight
+    assert sparsity.folded_penalties(model, penalty)["first"] is penalty
+
+
+def test_dead_kernels_become_zeros_that_change_no_output():
+    model = Block().eval()
+    model.norm.weight.data[:3], model.shared_norm.weight.data[:] = 0, 0
+    x = torch.randn(2, 3, 5, 5)
+    before, fifth = model(x), model.fifth.weight.detach().clone()
+    assert sparsity.zero_dead_kernels(model) == 3
+    assert torch.equal(model(x), before)
+    assert sparsity.kernel_sizes(model.first.weight).tolist() == [0, 0, 0, 3]
+    assert torch.equal(model.fifth.weight, fifth)
+
+
+def test_a_model_that_cannot_be_traced_is_an_error():
+    class Decides(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    for use in (lambda model: sparsity.folded_penalties(model, RINGS), sparsity.zero_dead_kernels):
+        with pytest.raises(ValueError, match=r"model: expected one that torch\.fx can trace, got TraceError"):
+            use(Decides())

@@ -1,0 +1,250 @@
+"""Tests of a group's penalty: the fused step, the reference and torch's path agree; checkpoints, groups, errors."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import loco_ext
+from loco_ext import optim, sparsity
+from tests.optim.stepping import CLASSES, clones, set_gradients, train
+from tests.tolerances import assert_within_ulps, same_bits
+
+# Runs every test with the CPU's kernels and with the GPU's.
+pytestmark = pytest.mark.usefixtures("native")
+
+SHAPES = [(6, 20, 3, 3), (4, 3, 5, 5), (8, 1, 3, 3), (7,), (5, 33, 3), (3, 2, 3, 3, 3)]
+KINDS = {
+    "plain": ("SGD", {"lr": 0.1}),
+    "momentum": ("SGD", {"lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "locality": (0.5, 2.0)}),
+    "dampening": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "Adam": ("Adam", {"lr": 0.02, "amsgrad": True}),
+    "AdamW": ("AdamW", {"lr": 0.02, "weight_decay": 0.1, "locality": (0.5, 2.0)}),
+}
+PENALTIES = {
+    "rings": sparsity.RingPenalty(20.0),
+    "full rings": sparsity.RingPenalty(100.0, kind="full", weighting="normalized"),
+    "largest": sparsity.RingPenalty(8.0, norm="linf"),
+    "squared": sparsity.RingPenalty(3.0, power=2),
+    "kernels": sparsity.KernelPenalty(15.0, weighting="scaled"),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = {
+    "contiguous": lambda p: p,
+    "channels_last": lambda p: p.movedim(1, -1).contiguous().movedim(-1, 1) if p.dim() > 2 else p,
+    "sliced": lambda p: torch.cat([p, p], -1)[..., : p.shape[-1]],
+    "transposed": lambda p: p.transpose(0, -1).contiguous().transpose(0, -1),
+}
+
+
+def make_params(dtype=torch.float32, layout="contiguous", shapes=SHAPES):
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(LAYOUTS[layout](value.to(dtype))) for value in values]
+
+
+def make(kind, params, penalty, **options):
+    name, arguments = KINDS[kind]
+    return getattr(optim, name)(params, **{**arguments, "penalty": penalty, **options})
+
+
+def stepped(kind, penalty, backend, dtype=torch.float32, layout="contiguous", steps=1, **options):
+    params = make_params(dtype, layout)
+    optimizer = make(kind, params, penalty, **options)
+    with loco_ext.backend(backend):
+        train(optimizer, steps)
+    return params
+
+
+def kinds_and_penalties():
+    """Yield all pairs; the reference's slow searches run only once outside the slow tests."""
+    for kind, penalty in itertools.product(KINDS, PENALTIES):
+        again = (kind, penalty) == ("AdamW", "squared")
+        yield pytest.param(kind, PENALTIES[penalty], id=f"{kind}-{penalty}", marks=pytest.mark.slow if again else [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "penalty"), [*kinds_and_penalties()])
+def test_the_fused_step_is_that_of_the_reference(kind, penalty, dtype):
+    if "Adam" in kind and penalty.power == 2 and dtype != torch.float32:
+        pytest.skip("the reference takes seconds for two nested searches")
+    ours = stepped(kind, penalty, "native", dtype)
+    theirs = stepped(kind, penalty, "reference", dtype)
+    # Shrinking a weight to almost zero leaves few digits, so results are compared relative to the weights before it.
+    scales = [p.detach().abs().amax().item() for p in make_params(dtype)]
+    for p, q, scale in zip(ours, theirs, scales, strict=True):
+        assert_within_ulps(p.detach(), q.detach(), scale=scale)
+        assert torch.equal(p == 0, q == 0)
+    if penalty.norm == "l2" and penalty.power == 1 and KINDS[kind][0] == "SGD":
+        assert sum((p == 0).sum() for p in ours) > 0
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["momentum", "Adam"])
+def test_any_layout_gives_the_same(kind, dtype, layout):
+    for penalty in (PENALTIES["rings"], PENALTIES["largest"]):
+        expected = stepped(kind, penalty, "native", dtype, steps=2)
+        params = stepped(kind, penalty, "native", dtype, layout, steps=2)
+        scales = [p.detach().abs().amax().item() for p in make_params(dtype)]
+        for p, q, scale in zip(params, expected, scales, strict=True):
+            assert_within_ulps(p.detach(), q.detach(), scale=scale)
+            assert p.stride() == LAYOUTS[layout](torch.empty(p.shape)).stride()
+
+
+@pytest.mark.parametrize("native", ["cpu"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_threads_changes_no_bit(kind):
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        params = [nn.Parameter(p.detach().repeat(64, *[1] * (p.dim() - 1))) for p in make_params()]
+        train(make(kind, params, PENALTIES["rings"]), 2)
+        results.append(params)
+    for other in results[1:]:
+        assert all(same_bits(p.detach(), q.detach()) for p, q in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "Adam", "AdamW"])
+def test_torchs_own_path_ends_with_the_same_prox(kind):
+    ours = stepped(kind, PENALTIES["rings"], "native", torch.float64, steps=3)
+    theirs = stepped(kind, PENALTIES["rings"], "native", torch.float64, steps=3, foreach=True)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+        assert torch.equal(p == 0, q == 0)
+
+
+def test_random_rounding_is_of_what_the_prox_leaves():
+    params = {backend: make_params(torch.bfloat16) for backend in ("native", "reference")}
+    for backend, values in params.items():
+        optimizer = make("momentum", values, PENALTIES["rings"], stochastic_rounding=7)
+        with loco_ext.backend(backend):
+            train(optimizer, 1)
+    for p, q, start in zip(*params.values(), make_params(torch.bfloat16), strict=True):
+        assert_within_ulps(p.detach(), q.detach(), scale=start.detach().abs().amax().item())
+    nearest = stepped("momentum", PENALTIES["rings"], "native", torch.bfloat16)
+    assert any(not torch.equal(p, q) for p, q in zip(params["native"], nearest, strict=True))
+
+
+def test_small_shrinkage_of_half_precision_is_rounded_once():
+    """In bfloat16, a prox applied after the step was rounded would lose a small shrinkage, or that of the step."""
+    params = make_params(torch.bfloat16, shapes=[(2, 4, 3, 3)])
+    exact = [nn.Parameter(p.detach().float()) for p in params]
+    set_gradients(params, 0)
+    exact[0].grad = params[0].grad.float()
+    for values in (params, exact):
+        make("plain", values, PENALTIES["rings"]).step()
+    assert torch.equal(params[0].detach(), exact[0].detach().bfloat16())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_found_inf_leaves_everything_alone(name):
+    params = make_params()
+    before = clones(params)
+    optimizer = getattr(optim, name)(params, lr=0.1, penalty=PENALTIES["rings"])
+    set_gradients(params, 0)
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.tensor(2.0)
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_learning_rate_of_0_shrinks_nothing(name):
+    params = make_params()
+    before = clones(params)
+    set_gradients(params, 0)
+    getattr(optim, name)(params, lr=0.0, penalty=PENALTIES["rings"]).step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_what_has_no_gradient_is_not_shrunk():
+    params = make_params()
+    before = clones(params)
+    set_gradients(params, 0, frozen=(0,))
+    make("momentum", params, PENALTIES["kernels"]).step()
+    assert torch.equal(params[0], before[0])
+    assert not torch.equal(params[1], before[1])
+
+
+def test_a_list_names_each_parameters_own_penalty():
+    params = make_params()
+    entries = [PENALTIES["rings"], None, PENALTIES["kernels"], None, None, None]
+    plain, listed = make_params(), params
+    train(make("plain", plain, None), 1)
+    train(make("plain", listed, entries), 1)
+    changed = [not torch.equal(p, q) for p, q in zip(plain, listed, strict=True)]
+    assert changed == [True, False, True, False, False, False]
+
+
+def test_groups_give_convolutions_their_penalty():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.ConvTranspose2d(8, 4, 3), nn.Linear(4, 2)
+    )
+    penalty = sparsity.RingPenalty(1e-3)
+    groups = optim.parameter_groups(model, 5e-4, (0.5, 2.0), penalty)
+    assert groups[0]["penalty"] == [penalty, penalty, None]
+    assert [group["penalty"] for group in groups[1:]] == [None, None]
+    optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("penalty", [PENALTIES["rings"], [PENALTIES["kernels"], None, *[PENALTIES["squared"]] * 4]])
+def test_checkpoints_hold_penalties_and_need_no_code_to_load(penalty):
+    params = make_params()
+    penalty = [*penalty[:3], None, *penalty[4:]] if isinstance(penalty, list) else penalty
+    optimizer = make("Adam", params, penalty)
+    train(optimizer, 1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    others = clones(params)
+    other = make("Adam", others, None)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.param_groups[0]["penalty"] == penalty
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.param_groups[0]["penalty"] == penalty
+    train(optimizer, 1, start=1)
+    train(other, 1, start=1)
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(params, others, strict=True))
+
+
+def test_a_checkpoint_of_torch_leaves_the_penalty_alone():
+    params = make_params()
+    optimizer = make("plain", params, PENALTIES["rings"])
+    optimizer.load_state_dict(torch.optim.SGD(params, lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["penalty"] == PENALTIES["rings"]
+
+
+def test_a_penalty_may_change_between_steps():
+    params, expected = make_params(), make_params()
+    optimizer = make("plain", params, PENALTIES["rings"])
+    train(optimizer, 2)
+    optimizer.param_groups[0]["penalty"] = None
+    train(optimizer, 1, start=2)
+    other = make("plain", expected, PENALTIES["rings"])
+    train(other, 2)
+    train(make("plain", expected, None), 1, start=2)
+    assert all(same_bits(p.detach(), q.detach()) for p, q in zip(params, expected, strict=True))
+
+
+CONV, VECTOR, EVEN = (4, 2, 3, 3), (4,), (4, 2, 2, 2)
+BAD = {
+    "no penalty": ([CONV], {"penalty": 1e-4}, TypeError, r"penalty: expected None, a RingPenalty .* got 0.0001"),
+    "no penalty in a list": ([CONV], {"penalty": ["x"]}, TypeError, r"penalty\[0\]: expected None, a RingPenalty"),
+    "short list": ([CONV, CONV], {"penalty": [None]}, ValueError, "penalty: expected a list of 2 entries"),
+    "nothing to shrink": ([VECTOR], {}, ValueError, r"penalty: expected a group with convolution weights .*\(4,\)"),
+    "named vector": ([VECTOR], {"penalty": [PENALTIES["rings"]]}, ValueError, "penalty of parameter 0: weight: exp"),
+    "even kernel": ([EVEN], {"penalty": PENALTIES["full rings"]}, ValueError, "parameter 0: kernel_size: expected odd"),
+    "momentum of 1": ([CONV], {"momentum": 1.0}, ValueError, "momentum: expected less than 1 with a penalty, got 1.0"),
+    "differentiable": ([CONV], {"differentiable": True}, ValueError, "penalty: expected None with differentiable"),
+}
+
+
+@pytest.mark.parametrize(("shapes", "options", "error", "message"), BAD.values(), ids=BAD)
+def test_a_bad_penalty_is_a_typed_error(shapes, options, error, message):
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    with pytest.raises(error, match=message):
+        optim.SGD(params, lr=0.1, **{"penalty": PENALTIES["rings"], **options})

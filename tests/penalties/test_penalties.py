@@ -1,0 +1,328 @@
+"""Tests of penalties on rings and kernels: values by formula, gradients by differences, the prox by its definition."""
+
+import itertools
+
+import cvxpy
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+import loco_ext
+from loco_ext.sparsity import KernelPenalty, RingPenalty, kernel_sizes
+from tests.ring_prox.cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
+from tests.ring_prox.solvers import clarabel
+from tests.tolerances import (
+    BY_INTERIOR_POINTS,
+    BY_PROXIMAL_GRADIENT,
+    assert_near_by_kernel,
+    assert_within_ulps,
+    same_bits,
+)
+
+NORMS = ("l2", "linf")
+KINDS = (("half", "top_left"), ("half", "bottom_right"), ("full", "auto"))
+OPTIONS = [
+    {"weighting": weighting, "norm": norm, "power": power}
+    for weighting, norm, power in itertools.product(WEIGHTINGS, NORMS, (1, 2))
+]
+ALL_OPTIONS = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+
+
+@pytest.fixture(params=BACKENDS)
+def _backend(request):
+    with loco_ext.backend(request.param):
+        yield
+
+
+def value_of_rings(weight, rings, strength, weighting, norm, power):
+    """Return the value of a ring penalty by eqs. 21-22, 25, 29 and 33, with torch.linalg."""
+    w = group_weights(rings, weight.shape[1], weighting)
+    return strength * ((w * group_norms(weight, rings, norm)).sum(1) ** power).sum()
+
+
+def value_of_kernels(weight, strength, weighting, norm, power):
+    """Return the value of a kernel penalty by eqs. 12-13 and 32."""
+    w = weight[0].numel() ** WEIGHTINGS[weighting]
+    order = torch.inf if norm == "linf" else 2
+    return strength * (w * torch.linalg.vector_norm(weight.double().flatten(1), order, dim=1)).sum() ** power
+
+
+def both_penalties(strength, options):
+    return RingPenalty(strength, **options), KernelPenalty(strength, **options)
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@ALL_OPTIONS
+def test_values_are_those_of_the_formulas(options, dtype):
+    for kernel_size, channels in (((5, 5), 3), ((3, 3), 1), ((1, 1), 8), ((7,), 2), ((3, 1, 5), 2)):
+        weight = torch.randn(6, channels, *kernel_size).to(dtype)
+        for kind, first in KINDS:
+            value = RingPenalty(0.3, kind, first=first, **options).value(weight)
+            expected = value_of_rings(weight, Rings(kernel_size, kind, first), 0.3, **options)
+            assert value.dtype == torch.float64
+            assert value.shape == ()
+            torch.testing.assert_close(value, expected, rtol=1e-6 if dtype != torch.float64 else 1e-13, atol=0)
+        value = KernelPenalty(0.3, **options).value(weight)
+        expected = value_of_kernels(weight, 0.3, **options)
+        torch.testing.assert_close(value, expected, rtol=1e-6 if dtype != torch.float64 else 1e-13, atol=0)
+
+
+@pytest.mark.usefixtures("_backend")
+@ALL_OPTIONS
+def test_gradients_are_those_of_finite_differences(options):
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    for penalty in both_penalties(0.3, options):
+        assert torch.autograd.gradcheck(penalty.value, weight)
+
+
+@pytest.mark.usefixtures("_backend")
+@ALL_OPTIONS
+def test_gradients_are_0_where_a_norm_is_0(options):
+    weight = torch.randn(3, 2, 3, 3)
+    weight[0] = 0
+    weight[1, :, 0] = weight[1, :, :, 0] = 0
+    weight.requires_grad_()
+    for penalty in both_penalties(0.3, options):
+        (gradient,) = torch.autograd.grad(penalty.value(weight), weight)
+        assert torch.count_nonzero(gradient[0]) == 0
+        assert gradient.isfinite().all()
+        assert torch.count_nonzero(gradient[2]) > 0
+
+
+def test_weights_count_all_weights_of_a_group():
+    weight = torch.zeros(2, 5, 3, 3)
+    sizes = [5 * 5.0, 8 * 5.0, 9 * 5.0]
+    for weighting, power in WEIGHTINGS.items():
+        expected = torch.tensor(sizes, dtype=torch.float64) ** power
+        assert_within_ulps(RingPenalty(1.0, weighting=weighting).group_weights(weight), expected)
+        assert_within_ulps(KernelPenalty(1.0, weighting).group_weights(weight), expected[2:])
+
+
+def objective(penalty, weight, x, step, metric):
+    d = 1.0 if metric is None else metric.double()
+    return ((d * (x.double() - weight.double()).square()).sum() / 2 + step * penalty.value(x)).item()
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("with_metric", [False, True])
+@ALL_OPTIONS
+def test_the_prox_is_lower_than_all_around_it(options, with_metric):
+    """A convex function that decreases in no direction from a point has its minimum there."""
+    weight = torch.randn(4, 2, 3, 3, dtype=torch.float64) * torch.logspace(-1, 0.5, 4).view(4, 1, 1, 1)
+    metric = torch.rand_like(weight) + 0.5 if with_metric else None
+    slow = loco_ext.ops.backends.choose("ring_prox", weight.device) == "reference" and with_metric
+    strengths = {"plain": 0.3, "normalized": 1.5, "scaled": 0.05}
+    for penalty in both_penalties(strengths[options["weighting"]], options)[slow and options["power"] == 2 :]:
+        x = penalty.prox(weight, 0.4, metric)
+        least = objective(penalty, weight, x, 0.4, metric)
+        assert least < objective(penalty, weight, weight, 0.4, metric)
+        assert least < objective(penalty, weight, torch.zeros_like(weight), 0.4, metric)
+        for size in (1e-1, 1e-3, 1e-5):
+            for direction in torch.randn(20, *weight.shape, dtype=torch.float64):
+                for part in (direction, direction * (x != 0), direction * x, direction[:, :1, :1, :1] * x):
+                    moved = objective(penalty, weight, x + size * part, 0.4, metric)
+                    assert moved >= least - 1e-13 * abs(least)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("make", [RingPenalty, KernelPenalty])
+def test_the_prox_is_where_scipy_ends_with_autograds_gradient(make, power):
+    """The penalty moves the weights but takes none to 0, where it has no gradient."""
+    weight = torch.randn(2, 2, 3, 3, dtype=torch.float64)
+    metric = torch.rand_like(weight) + 0.5
+    penalty = make(0.05, power=power)
+
+    def value_and_gradient(flat):
+        x = torch.tensor(flat).view_as(weight).requires_grad_()
+        value = (metric * (x - weight).square()).sum() / 2 + 0.7 * penalty.value(x)
+        return value.item(), torch.autograd.grad(value, x)[0].flatten().numpy()
+
+    options = {"gtol": 1e-12, "ftol": 0.0, "maxiter": 2000, "maxcor": 40}
+    found = minimize(value_and_gradient, weight.flatten().numpy(), jac=True, method="L-BFGS-B", options=options)
+    x = penalty.prox(weight, 0.7, metric)
+    assert (x != 0).all()
+    assert_near_by_kernel(x, torch.from_numpy(found.x).view_as(x), weight, BY_INTERIOR_POINTS)
+
+
+@pytest.mark.parametrize("with_metric", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_squared_kernel_penalties_find_the_minimum_over_the_whole_layer(norm, with_metric):
+    """Eq. 32 couples the kernels of a layer: CVXPY solves for all of them at once."""
+    weight = torch.randn(5, 2, 2, 2, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1, 2, 3]).view(5, 1, 1, 1)
+    metric = torch.rand_like(weight) + 0.5 if with_metric else None
+    u = weight.flatten(1).numpy()
+    d = np.ones_like(u) if metric is None else metric.flatten(1).numpy()
+    x = cvxpy.Variable(u.shape)
+    total = sum(cvxpy.norm(x[o], 2 if norm == "l2" else "inf") for o in range(5))
+    fit = cvxpy.sum_squares(cvxpy.multiply(np.sqrt(d / 2), x - u))
+    for strength in (0.01, 0.3, 10.0):
+        clarabel(cvxpy.Problem(cvxpy.Minimize(fit + 0.5 * strength * cvxpy.square(total))))
+        expected = torch.from_numpy(x.value).view_as(weight)
+        found = KernelPenalty(strength, norm=norm, power=2).prox(weight, 0.5, metric)
+        assert ((found - expected).abs().max() / weight.abs().max()) <= BY_INTERIOR_POINTS
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_squared_kernel_penalties_shrink_by_the_threshold_that_stands_for_itself(norm):
+    """Whichever kernels remain (eq. 32), one threshold ``t = 2 s w * sum of w ||x||`` applies to all of them."""
+    weight = torch.randn(6, 2, 3, dtype=torch.float64) * torch.logspace(-1, 1, 6).view(6, 1, 1)
+    for strength in (1e-9, 1e-3, 0.1, 10.0, 1e4, 1e8):
+        penalty = KernelPenalty(strength, "normalized", norm, power=2)
+        x = penalty.prox(weight, 0.5)
+        threshold = 2 * 0.5 * strength * 6**-0.5 * (6**-0.5 * group_norms(x, Rings((3,), "full", "auto"), norm)[:, -1])
+        by_one = KernelPenalty(threshold.sum().item(), norm=norm).prox(weight, 1.0)
+        assert x.abs().max() > 0
+        if strength <= 10.0:
+            assert_near_by_kernel(x, by_one, weight, BY_PROXIMAL_GRADIENT)
+        else:  # x is about the weights / strength, and the threshold strength * x
+            total = 2 * 0.5 * strength / 6 * group_norms(x, Rings((3,), "full", "auto"), norm)[:, -1].sum()
+            dual = weight.flatten(1).norm(dim=1) if norm == "l2" else weight.flatten(1).abs().sum(1)
+            torch.testing.assert_close(total, dual.max(), rtol=1e-2, atol=0)
+
+
+def test_a_metric_of_ones_changes_nothing():
+    weight = torch.randn(6, 3, 3, 3, dtype=torch.float64)
+    for options in OPTIONS:
+        for penalty in both_penalties(0.1, options):
+            plain, with_ones = penalty.prox(weight, 0.7), penalty.prox(weight, 0.7, torch.ones_like(weight))
+            assert_near_by_kernel(with_ones, plain, weight, BY_PROXIMAL_GRADIENT)
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("norm", NORMS)
+def test_squares_never_take_a_whole_kernel_of_rings_or_a_whole_layer_of_kernels(norm):
+    weight = torch.randn(6, 2, 5, 5, dtype=torch.float64) * torch.logspace(-2, 1, 6).view(6, 1, 1, 1)
+    for strength in (1.0, 1e2, 1e5):
+        of_rings = RingPenalty(strength, norm=norm, power=2).prox(weight, 1.0)
+        assert (kernel_sizes(of_rings) > 0).all()
+        of_kernels = KernelPenalty(strength, norm=norm, power=2).prox(weight, 1.0)
+        assert (kernel_sizes(of_kernels) > 0).any()
+        assert (kernel_sizes(of_kernels) == 0).any()
+    weight[:, :, 0] *= 1e-3  # most of the outermost ring
+    weight[:, :, :, 0] *= 1e-3
+    assert kernel_sizes(RingPenalty(0.1, norm=norm, power=2).prox(weight, 1.0)).tolist() == [4] * 6
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_plain_powers_take_kernels_and_rings_to_zero(norm):
+    weight = torch.randn(6, 2, 5, 5) * torch.logspace(-2, 1, 6).view(6, 1, 1, 1)
+    for penalty in (RingPenalty(1.0, norm=norm), KernelPenalty(1.0, norm=norm)):
+        assert (kernel_sizes(penalty.prox(weight, 1.0)) == 0).any()
+        assert torch.count_nonzero(penalty.prox(weight, 1e9)) == 0
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@ALL_OPTIONS
+def test_strength_0_and_step_0_change_no_bit(options, dtype):
+    weight = torch.randn(4, 2, 3).to(dtype)
+    weight[0] = -0.0
+    weight[1, 0] = torch.finfo(dtype).smallest_normal / 4
+    slow = loco_ext.ops.backends.choose("ring_prox", weight.device) == "reference" and dtype != torch.float32
+    for metric in (None,) if slow else (None, torch.rand_like(weight) + 0.5):
+        for strength, step in ((0.0, 1.0), (1.0, 0.0), (0, 0)):
+            for penalty in both_penalties(strength, options):
+                assert same_bits(penalty.prox(weight, step, metric), weight)
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("with_metric", [False, True])
+@ALL_OPTIONS
+def test_weights_that_are_not_finite_stay_and_raise_nothing(options, with_metric, number):
+    weight = torch.randn(4, 2, 3, dtype=torch.float64)
+    weight[2, 1, 1] = number
+    metric = torch.rand_like(weight) + 0.5 if with_metric else None
+    for penalty in both_penalties(0.1, options):
+        x = penalty.prox(weight, 0.5, metric)
+        assert same_bits(x[2, 1, 1], weight[2, 1, 1])
+        assert x[[0, 1, 3]].isfinite().all()
+
+
+def test_a_layer_without_kernels_is_left():
+    weight = torch.zeros(0, 2, 3, 3)
+    for options in OPTIONS:
+        for metric in (None, torch.ones_like(weight)):
+            for penalty in both_penalties(0.1, options):
+                assert penalty.value(weight).item() == 0
+                assert penalty.prox(weight, 0.5, metric).shape == weight.shape
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_thresholds_take_every_group_that_is_not_above_them(norm, dtype):
+    """Eqs. 15 and 23 are checked for one kernel and one group at a time."""
+    order = torch.inf if norm == "linf" else 2
+    for kernel_size, (kind, first) in itertools.product(((5, 5), (1, 3), (1, 1), (3, 1, 5)), KINDS):
+        weight = (torch.randn(7, 3, *kernel_size) * torch.logspace(-2, 0, 7).view(7, *[1] * (1 + len(kernel_size)))).to(
+            dtype
+        )
+        index = torch.tensor(Rings(kernel_size, kind, first).of_taps).view(kernel_size)
+        penalties = (
+            (RingPenalty(0.7, kind, "scaled", norm, first=first), range(index.max() + 1)),
+            (KernelPenalty(0.7, "normalized", norm), (index.max(),)),
+        )
+        for (penalty, groups), tau in itertools.product(penalties, (0.0, 0.05, 0.5, 100.0)):
+            expected = weight.clone()
+            for kernel, whole in zip(expected, weight, strict=True):
+                for n in groups:
+                    if torch.linalg.vector_norm(whole[:, index <= n].double(), order) <= tau:
+                        kernel[:, index <= n] = 0
+            before = weight.clone()
+            assert same_bits(penalty.threshold(weight, tau), expected)
+            assert same_bits(weight, before)
+
+
+def test_thresholds_may_be_met_exactly_and_leave_what_is_no_number():
+    weight = torch.tensor([[[3.0, 5.0, 4.0]], [[3.0, torch.nan, 4.0]], [[torch.nan, 1.0, 1.0]], [[0.0, 1e-30, -0.0]]])
+    penalty = RingPenalty(1.0, "full")
+    found = penalty.threshold(weight, 5)
+    assert found[:2].isnan().nonzero().tolist() == [[1, 0, 1]]
+    assert found[:2, 0, [0, 2]].count_nonzero() == 0
+    assert found[0, 0, 1] == 5
+    assert same_bits(found[2], weight[2])
+    assert found[3].count_nonzero() == 0
+    assert penalty.threshold(weight, 4.999)[:2, 0, [0, 2]].count_nonzero() == 4
+    assert penalty.threshold(torch.zeros(0, 2, 3, 3), 1.0).shape == (0, 2, 3, 3)
+    parameter = torch.nn.Parameter(torch.ones(1, 1, 3))
+    assert not penalty.threshold(parameter, 1.0).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("tau", "error"), [(-1.0, ValueError), (torch.inf, ValueError), (torch.nan, ValueError), ("1", TypeError)]
+)
+def test_a_bad_tau_is_a_typed_error(tau, error):
+    for penalty in (RingPenalty(1.0), KernelPenalty(1.0)):
+        with pytest.raises(error, match=r"tau: expected a .*number.* got"):
+            penalty.threshold(torch.ones(1, 1, 3, 3), tau)
+    with pytest.raises(ValueError, match="weight: expected a convolution's weight"):
+        RingPenalty(1.0).threshold(torch.ones(3), 1.0)
+
+
+def test_penalties_tell_how_they_were_made():
+    for penalty in (RingPenalty(1e-3, "full", "scaled", "linf", 2, first="top_left"), KernelPenalty(2, "normalized")):
+        assert repr(eval(repr(penalty))) == repr(penalty)
+    assert repr(KernelPenalty(2)) == "KernelPenalty(strength=2, weighting='plain', norm='l2', power=1)"
+
+
+def test_thresholds_that_are_kept_serve_every_kind_of_call() -> None:
+    weight, penalty = torch.randn(3, 2, 3, 3), RingPenalty(0.3, weighting="scaled")
+    with torch.inference_mode():
+        first = penalty.prox(weight, 0.7)
+    compiled = torch.compile(lambda w: penalty.prox(w, 0.7), backend="aot_eager")
+    for again in (penalty.prox(weight, 0.7), penalty.prox(torch.nn.Parameter(weight), 0.7), compiled(weight)):
+        assert torch.equal(again, first)
+
+    class Doubled(RingPenalty):
+        def group_weights(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * super().group_weights(weight)
+
+    assert torch.equal(Doubled(0.15, weighting="scaled").prox(weight, 0.7), first)
+    penalty.group_weights(weight).zero_()
+    assert torch.equal(penalty.prox(weight, 0.7), first)
+    others = [penalty.prox(weight, 0.7 + 1e-5 * i) for i in range(1100)]  # more than the cache holds
+    assert torch.equal(others[0], first)
+    assert not torch.equal(others[-1], first)

@@ -1,0 +1,344 @@
+"""The CUDA norms and prox of rings executed on the CPU.
+
+The operators run against the reference; random calls run under sanitizers against the CPU's kernels, where every
+tensor has an allocation of exactly its size."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loco_ext import backend, geometry, ops
+from loco_ext.reference import ring_prox as reference
+from tests.cuda_on_cpu import build, operators
+from tests.tolerances import ULPS, assert_within_ulps, same_bits
+
+SOURCES = [
+    *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "kernel.cpp", "rows.cpp")),
+    "common/cuda_upload.cu",
+]
+CHECK = build.HERE / "check_ring_prox.cpp"
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Shapes are C_out, channels, taps; a kernel of more than 40 KB does not fit into shared memory.
+SIZES = {
+    "one_tap": (3, 5),
+    "one_weight": (4, 1, 1, 1),
+    "3x3": (4, 7, 3, 3),
+    "wide": (3, 20, 1, 15),
+    "many_warps": (2, 480, 3, 3),
+    "3d": (2, 3, 3, 3, 3),
+    "too_large": (2, 1150, 3, 3),
+}
+# All dtypes share their code except for loads and stores, which two sizes cover.
+CASES = [(dtype, size) for dtype in DTYPES for size in SIZES if dtype == torch.float32 or size in ("3x3", "too_large")]
+# Values are (with a metric, linf).
+MODES = {"l2": (False, False), "metric": (True, False), "linf": (False, True), "linf_metric": (True, True)}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
+    operators.use(monkeypatch, compiled)
+    with backend("native"):
+        yield
+
+
+def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
+    index = geometry.ring_index(shape[2:]).flatten().tolist() if len(shape) > 2 else [0]
+    return index, max(index) + 1
+
+
+def laid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return the same values with channels side by side, with gaps in every dimension, or as they are."""
+    if layout == "channels_last":
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout == "strided":
+        wide = tensor.new_zeros([2 * size for size in tensor.shape])
+        view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
+        view.copy_(tensor)
+        return view
+    return tensor
+
+
+def thresholds_for(weight: torch.Tensor, count: int, rows: bool, linf: bool, share: float = 1.0) -> torch.Tensor:
+    """Return thresholds at which some groups vanish and some do not, float64; where there are several, one is 0."""
+    kernel = weight.detach().double().flatten(1)
+    size = kernel.abs().sum(1).mean() if linf else kernel.norm(dim=1).mean()
+    t = torch.rand((len(weight), count) if rows else (count,), dtype=torch.float64) * share * size / count
+    t[..., count // 2] *= count == 1
+    return t
+
+
+def expected_prox(weight, rings, t, q, d, linf):
+    return reference.ring_prox(weight.double(), rings, t, q, None if d is None else d.double(), linf)
+
+
+def assert_close(actual, expected, weight):
+    largest = weight.double().abs().flatten(1).amax(1).view(-1, *[1] * (weight.dim() - 1))
+    # In float64, sums may differ by a random walk of their rounding errors.
+    walk = weight[0].numel() ** 0.5 if actual.dtype == torch.float64 else 0
+    assert_within_ulps(actual, expected, ulps=max(ULPS[actual.dtype], walk), scale=largest.expand_as(expected))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dtype", "size"), CASES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_prox_agrees_with_the_reference(dtype, size, mode):
+    has_metric, linf = MODES[mode]
+    weight = torch.randn(SIZES[size], dtype=torch.float64).to(dtype)
+    metric = (torch.rand(SIZES[size], dtype=torch.float64) + 0.25).to(dtype) if has_metric else None
+    rings, count = rings_of(weight.shape)
+    # The squared part needs many solves; large kernels would take minutes here.
+    powers = [1] if has_metric and weight[0].numel() > 256 else [1, 2]
+    for rows, power in itertools.product([False, True], powers):
+        t = thresholds_for(weight, count, rows, linf)
+        q = thresholds_for(weight, count, rows, linf, 0.3) if power == 2 else None
+        out = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
+        assert out.dtype == dtype
+        assert_close(out, expected_prox(weight, rings, t, q, metric, linf), weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["channels_last", "strided"])
+@pytest.mark.parametrize("size", ["3x3", "wide", "too_large"])
+@pytest.mark.usefixtures("cuda")
+def test_prox_of_any_layout(size, layout, mode):
+    has_metric, linf = MODES[mode]
+    plain = torch.randn(SIZES[size])
+    rings, count = rings_of(plain.shape)
+    t = thresholds_for(plain, count, True, linf)
+    metrics = [laid(torch.rand(plain.shape) + 0.25, other) for other in ("contiguous", "strided")]
+    for metric in metrics if has_metric else [None]:
+        weight = laid(plain, layout)
+        out = ops.ring_prox(weight, rings, t, None, metric, linf=linf)
+        assert out.stride() == torch.empty_like(weight).stride()
+        assert_close(out, expected_prox(plain, rings, t, None, metric, linf), plain)
+        assert same_bits(laid(plain, layout), weight)
+
+
+@pytest.mark.parametrize("other", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_a_metric_may_be_of_another_dtype(dtype, other):
+    weight, metric = torch.randn(3, 9, 3, 3).to(dtype), (torch.rand(3, 9, 3, 3) + 0.5).to(other)
+    rings, count = rings_of(weight.shape)
+    t = thresholds_for(weight, count, False, False)
+    assert_close(
+        ops.ring_prox(weight, rings, t, None, metric), expected_prox(weight, rings, t, None, metric, False), weight
+    )
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_kernels_that_begin_off_a_boundary(dtype, shift):
+    memory = torch.randn(shift + 3 * 11 * 9).to(dtype)
+    weight = memory[shift:].view(3, 11, 3, 3)
+    rings, count = rings_of(weight.shape)
+    t = thresholds_for(weight, count, False, False)
+    assert_close(ops.ring_prox(weight, rings, t), expected_prox(weight, rings, t, None, None, False), weight)
+    assert_within_ulps(ops.ring_norms(weight, rings, count), reference.ring_norms(weight.double(), rings, count))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_norms_agree_with_the_reference(dtype, size, layout):
+    weight = laid(torch.randn(SIZES[size], dtype=torch.float64).to(dtype), layout)
+    rings, count = rings_of(weight.shape)
+    norms = ops.ring_norms(weight, rings, count)
+    assert norms.dtype == reference.norm_dtype(dtype)
+    assert_within_ulps(norms, reference.ring_norms(weight.double(), rings, count))
+
+
+def special(dtype: torch.dtype) -> torch.Tensor:
+    """Return kernels with a NaN, an infinity, zeros in a ring, only zeros, subnormal, tiny and huge weights."""
+    weight = torch.randn(8, 6, 3, 3, dtype=torch.float64)
+    weight[0, 2, 1, 1] = torch.nan
+    weight[1, 3, 0, 0] = -torch.inf
+    weight[2, :, 0] = 0
+    weight[3] = 0
+    weight[4] *= 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    weight[5] *= 4 * torch.finfo(dtype).tiny
+    weight[6] *= torch.finfo(dtype).max / 8
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
+    has_metric, linf = MODES[mode]
+    weight = special(dtype)
+    metric = torch.rand(weight.shape, dtype=torch.float64).add(0.25).to(dtype) if has_metric else None
+    rings, count = rings_of(weight.shape)
+    finite = weight.double().nan_to_num(0, 0, 0)
+    norms = finite.flatten(1).norm(dim=1, keepdim=True).nan_to_num(posinf=1e300)
+    for share in (0.0, 0.05, 0.5, 20.0):
+        t = (torch.rand(8, count, dtype=torch.float64) * share * norms).clamp(max=1e307)
+        q = torch.rand(8, count, dtype=torch.float64) * share if power == 2 else None
+        ours = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
+        cpus = torch.ops.loco_ext.ring_prox(weight, rings, t, q, metric, linf)
+        for same in (torch.isnan, torch.isinf, torch.signbit, lambda x: x == 0):
+            assert torch.equal(same(ours), same(cpus))
+        assert_close(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0), finite)
+    ours, cpus = ops.ring_norms(weight, rings, count), torch.ops.loco_ext.ring_norms(weight, rings, count)
+    assert torch.equal(ours.isnan(), cpus.isnan())
+    assert torch.equal(ours.isinf(), cpus.isinf())
+    assert_within_ulps(ours.nan_to_num(0, 0, 0), cpus.nan_to_num(0, 0, 0))
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.usefixtures("cuda")
+def test_infinite_metrics_let_weights_stay(dtype, linf):
+    weight = torch.randn(4, 6, 3, 3, dtype=dtype)
+    weight[3, 5] = 0
+    metric = torch.rand(weight.shape, dtype=dtype).add_(0.25)
+    stays = torch.rand(weight.shape) < torch.tensor([0.05, 0.3, 1.0, 0.5]).view(4, 1, 1, 1)
+    metric[stays] = torch.inf
+    rings, count = rings_of(weight.shape)
+    for share in (0.05, 0.5, 20.0):
+        t = thresholds_for(weight, count, True, linf, share)
+        for q in (None, t / 2):
+            ours = ops.ring_prox(weight, rings, t, q, metric, linf=linf)
+            assert torch.equal(ours[stays], weight[stays])
+            assert_close(ours, torch.ops.loco_ext.ring_prox(weight, rings, t, q, metric, linf), weight)
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize("shape", [(0, 3, 3, 3), (0, 1)])
+@pytest.mark.usefixtures("cuda")
+def test_no_kernels(shape, linf):
+    rings, count = rings_of(shape)
+    t = torch.ones(count, dtype=torch.float64)
+    assert ops.ring_prox(torch.empty(shape), rings, t, linf=linf).shape == shape
+    assert ops.ring_norms(torch.empty(shape), rings, count).shape == (0, count)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_many_rings_some_without_taps():
+    weight = torch.randn(3, 4, 100)
+    rings = [k % 50 for k in range(100)]
+    t = torch.rand(64, dtype=torch.float64) / 8
+    for linf in (False, True):
+        assert_close(
+            ops.ring_prox(weight, rings, t, linf=linf), expected_prox(weight, rings, t, None, None, linf), weight
+        )
+    assert_within_ulps(ops.ring_norms(weight, rings, 64), reference.ring_norms(weight.double(), rings, 64))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_wrong_arguments_are_refused_before_anything_runs():
+    prox, norms = torch.ops.loco_ext_on_cpu.ring_prox, torch.ops.loco_ext_on_cpu.ring_norms
+    weight, t = torch.randn(2, 3, 3, 3), torch.ones(3, dtype=torch.float64)
+    rings, _ = rings_of(weight.shape)
+    wrong = [
+        ("rings: expected one entry", lambda: prox(weight, rings[1:], t, None, None, False)),
+        ("rings: expected entries from 0 to 1", lambda: prox(weight, rings, t[:2], None, None, False)),
+        ("thresholds: expected a contiguous float64", lambda: prox(weight, rings, t.float(), None, None, False)),
+        ("thresholds: expected 2 rows, got 3", lambda: prox(weight, rings, t.expand(3, 3).clone(), None, None, False)),
+        ("squared: expected", lambda: prox(weight, rings, t, t[:2], None, False)),
+        ("metric: expected weight's shape", lambda: prox(weight, rings, t, None, weight[:1], False)),
+        ("rings: expected 1 to 64", lambda: norms(weight, rings, 65)),
+        ("weight: expected kernels of at least one", lambda: norms(weight[:, :0], rings, 3)),
+    ]
+    for message, call in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def compile_check(out: Path, csrc: Path = build.CSRC, **options: Any) -> Path:
+    return build.compile_program([*(csrc / name for name in SOURCES), CHECK], out, csrc=csrc, **options)
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("sanitized", marks=pytest.mark.slow)])
+def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
+    return compile_check(compiled / f"check_ring_prox_{request.param}", sanitize=request.param == "sanitized")
+
+
+def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
+    outputs = set()
+    for order in build.ORDERS:
+        done = build.run_program(check, 0, 20, order=order)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1, outputs
+    assert outputs.pop().startswith("20 calls, ")
+
+
+@pytest.mark.slow
+def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
+    done = build.run_program(check, 100_000, 200 if check.name.endswith("sanitized") else 1_000, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# For each name, the file, the right text in it, and the text that makes the mistake if MISTAKE is true.
+MISTAKES = {
+    "tail": ("ring_prox/gpu_rings.h", "tail + k - head;", "tail + k - head + MISTAKE;"),
+    # The next sum overwrites the parts of the last one.
+    "turn": ("ring_prox/gpu_solve.h", "turn_ ^= 1;", "turn_ ^= !MISTAKE;"),
+    "kernel": (
+        "ring_prox/gpu_kernel.h",
+        "weights.kernel_stride * element_size",
+        "(MISTAKE ? 1 : weights.kernel_stride) * element_size",
+    ),
+    "scale": (
+        "ring_prox/gpu_solve.h",
+        "exponent > 1020 ? -1020 : -exponent",
+        "exponent > 1020 ? -1020 : MISTAKE ? exponent : -exponent",
+    ),
+    "staged": (
+        "ring_prox/gpu_kernel.h",
+        "ordered_.metrics);\n      __syncthreads();",
+        "ordered_.metrics);\n      if (!MISTAKE) __syncthreads();",
+    ),
+    "order": (
+        "ring_prox/gpu_table.cpp",
+        "shape.ring_of_tap[a] < shape.ring_of_tap[b]",
+        "MISTAKE ? a < b : shape.ring_of_tap[a] < shape.ring_of_tap[b]",
+    ),
+    "ring": ("ring_prox/gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring - (MISTAKE && ring > 0);"),
+    "caps": (
+        "ring_prox/gpu_solve.h",
+        "__syncthreads();  // caps have been written",
+        "if (!MISTAKE) __syncthreads();  // caps have been written",
+    ),
+    "factors": (
+        "ring_prox/gpu_solve.h",
+        "penalty, factors);\n    }\n    __syncthreads();",
+        "penalty, factors);\n    }\n    if (!MISTAKE) __syncthreads();",
+    ),
+    "first": (
+        "ring_prox/gpu_solve.h",
+        "const bool alone = ring < first ||",
+        "const bool alone = (!MISTAKE && ring < first) ||",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "right"), [mistake[:2] for mistake in MISTAKES.values()], ids=MISTAKES)
+def test_planted_mistakes_fit_the_sources(name: str, right: str) -> None:
+    build.planted((build.CSRC / name).read_text(), right, "")
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the check program with all mistakes planted."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    return compile_check(folder / "check", build.with_mistakes(folder, MISTAKES.values()), flags=["-O1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=MISTAKES)
+def test_planted_mistakes_are_found(mistaken: Path, number: int) -> None:
+    assert build.is_found(mistaken, number, 60, ("forward", "eager"))
+
+
+@pytest.mark.slow
+def test_nothing_is_found_where_no_mistake_is_made(mistaken: Path) -> None:
+    assert not build.is_found(mistaken, None, 60, ("forward", "eager"))

@@ -1,0 +1,98 @@
+"""Tests of ring norms, compared with torch.linalg, and of their derivatives."""
+
+import pytest
+import torch
+
+import loco_ext
+from loco_ext import ops, sparsity
+from tests.ring_prox.cases import BACKENDS, FLOATS, Rings
+from tests.tolerances import assert_within_ulps
+
+ALL_RINGS = [
+    Rings((1, 1), "half", "auto"),
+    Rings((4,), "half", "auto"),
+    Rings((5, 5), "half", "bottom_right"),
+    Rings((9, 9), "full", "auto"),
+    Rings((3, 2, 4), "half", "top_left"),
+]
+
+
+@pytest.fixture(params=BACKENDS, autouse=True)
+def _backend(request):
+    with loco_ext.backend(request.param):
+        yield
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rings", ALL_RINGS, ids=str)
+def test_norms_are_those_of_each_rings_weights(rings, dtype):
+    index = torch.tensor(rings.of_taps)
+    for channels in (1, 5, 33):
+        weight = torch.randn(7, channels, *rings.kernel_size, dtype=torch.float64).to(dtype)
+        for laid_out in (
+            weight,
+            weight.transpose(0, 1).contiguous().transpose(0, 1),
+            weight.repeat_interleave(2, 0)[::2],
+        ):
+            norms = sparsity.ring_norms(laid_out, rings.kind, first=rings.first)
+            parts = [weight.double().flatten(2)[:, :, index == r].flatten(1) for r in range(rings.count)]
+            expected = torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts], 1)
+            assert norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert_within_ulps(norms, expected)
+
+
+def test_channels_last_weights_have_the_same_norms():
+    weight = torch.randn(6, 33, 5, 3)
+    last = weight.contiguous(memory_format=torch.channels_last)
+    assert_within_ulps(sparsity.ring_norms(last), sparsity.ring_norms(weight))
+    assert_within_ulps(sparsity.ring_norms(last[:, 1:]), sparsity.ring_norms(weight[:, 1:].contiguous()))
+
+
+def test_derivatives_are_those_of_finite_differences():
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(sparsity.ring_norms, weight)
+    assert torch.autograd.gradgradcheck(sparsity.ring_norms, weight)
+    last = weight.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: sparsity.ring_norms(w[:, 1:], "full"), last)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_are_the_weights_over_their_norm(dtype):
+    weight = torch.randn(3, 2, 3, 3).to(dtype).requires_grad_()
+    factors = torch.randn(3, 3)
+    norms = sparsity.ring_norms(weight)
+    (norms * factors.to(norms.dtype)).sum().backward()
+    in_float64 = weight.detach().double().requires_grad_()
+    index = torch.tensor(Rings((3, 3), "half", "auto").of_taps)
+    parts = [in_float64.flatten(2)[:, :, index == r].flatten(1).norm(dim=1) for r in range(3)]
+    (torch.stack(parts, 1) * factors.double()).sum().backward()
+    assert weight.grad.dtype == dtype
+    assert_within_ulps(weight.grad, in_float64.grad)
+
+
+def test_the_gradient_of_a_ring_of_zeros_is_zero():
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float64)
+    weight[0] = 0
+    weight[1, :, 0] = weight[1, :, :, 0] = 0
+    weight.requires_grad_()
+    (gradient,) = torch.autograd.grad(sparsity.ring_norms(weight).sum(), weight, create_graph=True)
+    assert torch.count_nonzero(gradient[0]) == 0
+    assert torch.count_nonzero(gradient[1, :, 0]) == 0
+    assert (gradient[1, :, 1:, 1:] != 0).all()
+    (second,) = torch.autograd.grad(gradient.square().sum(), weight)
+    assert second.isfinite().all()
+
+
+def test_a_layer_without_kernels_has_no_norms():
+    weight = torch.zeros(0, 2, 3, 3, requires_grad=True)
+    norms = sparsity.ring_norms(weight)
+    assert norms.shape == (0, 3)
+    norms.sum().backward()
+    assert weight.grad.shape == weight.shape
+
+
+def test_the_operator_takes_any_division_of_the_taps():
+    weight = torch.randn(4, 3, 2, 2, dtype=torch.float64)
+    norms = ops.ring_norms(weight, [3, 1, 1, 3], 5)
+    assert torch.count_nonzero(norms[:, [0, 2, 4]]) == 0
+    assert_within_ulps(norms[:, 1], weight.flatten(2)[:, :, 1:3].flatten(1).norm(dim=1))

@@ -1,0 +1,252 @@
+"""Tests of the prox against its reference: dtypes, kernel sizes, layouts, threads; input tensors are left unchanged."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import loco_ext
+from loco_ext import ops, sparsity
+from tests.optim_step.test_layouts import GUARD
+from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case, mode_id, ring_prox_of_taps
+from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
+FLAT_MODES = [mode for mode in MODES if not (mode["metric"] and mode["power"] != "plain")]  # their reference is fast
+# Rings and channels: 1-d, 2-d, 3-d, rectangular, one tap, one channel, sums of no multiple of 16 terms, over 64 taps.
+SIZES = {
+    "1x1": (Rings((1, 1), "half", "auto"), 37),
+    "1x1_depthwise": (Rings((1, 1), "half", "auto"), 1),
+    "1d": (Rings((7,), "half", "auto"), 5),
+    "3x3": (Rings((3, 3), "half", "auto"), 33),
+    "3x3_depthwise": (Rings((3, 3), "half", "bottom_right"), 1),
+    "4x4": (Rings((4, 4), "half", "auto"), 16),
+    "5x5_full": (Rings((5, 5), "full", "auto"), 7),
+    "1x7": (Rings((1, 7), "half", "auto"), 20),
+    "7x2": (Rings((7, 2), "half", "auto"), 3),
+    "3d": (Rings((3, 2, 4), "half", "top_left"), 9),
+    "3d_full": (Rings((3, 3, 5), "full", "auto"), 2),
+    "9x9_and_16_channels_more": (Rings((9, 9), "full", "auto"), 17),
+    "11x11": (Rings((11, 11), "half", "auto"), 3),
+}
+
+
+def assert_near(actual: Tensor, expected: Tensor, weight: Tensor) -> None:
+    """Assert that results agree to some ulp of each kernel's largest weight and are 0 in the same places."""
+    assert actual.dtype == expected.dtype == weight.dtype
+    assert actual.shape == weight.shape
+    scale = largest_of_kernels(weight).expand_as(weight)
+    assert_within_ulps(actual, expected, ULPS_OF_ROOTS[weight.dtype], scale)
+    assert torch.equal(actual == 0, expected == 0)
+
+
+def assert_native_is_reference(case) -> None:
+    assert_near(case.prox("native"), case.prox("reference"), case.weight)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", FLAT_MODES, ids=mode_id)
+def test_kernels_find_what_the_reference_finds(mode, size, dtype):
+    rings, channels = SIZES[size]
+    case = make_case(rings, 11, channels, **mode).to(dtype)
+    assert_native_is_reference(case)
+
+
+@pytest.mark.parametrize("weakness", [1e-1, 1e-2, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("size", ["1x1", "3x3", "5x5_full"])
+def test_weak_thresholds_in_a_metric_move_weights_by_what_they_should(size, dtype, weakness):
+    rings, channels = SIZES[size]
+    case = make_case(rings, 24, channels, metric=True)
+    case = replace(case, thresholds=weakness * case.thresholds).to(dtype)
+    wide = case.to(torch.float64)
+    moved, expected = wide.weight - case.prox("native").double(), wide.weight - wide.prox("reference")
+    rounding = torch.finfo(dtype).eps * wide.weight.abs()
+    allowed = {torch.float64: 1e-10, torch.float32: 1e-6}[dtype]
+    assert ((moved - expected).abs() <= allowed * expected.abs() + 2 * rounding).all()
+    assert (expected[wide.weight != 0] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in FLAT_MODES], ids=mode_id)
+def test_kernels_find_what_the_reference_finds_with_squares_in_a_metric(mode, dtype):
+    assert_native_is_reference(make_case(Rings((3, 2), "half", "auto"), 24, 17, **mode).to(dtype))
+
+
+@ALL_MODES
+def test_the_operator_takes_each_taps_ring(mode):
+    case = make_case(Rings((5, 3), "full", "auto"), 6, **mode)
+    assert same_bits(ring_prox_of_taps(case, "native"), case.prox("native"))
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.parametrize("power", ["plain", "squared"])
+@pytest.mark.parametrize("metric", [False, True])
+def test_rings_may_be_any_division_of_the_taps(metric, power, linf):
+    """Rings may have no taps, taps may be in any order, and the tap axes may be missing."""
+
+    def both(weight, rings, thresholds):
+        found = []
+        for backend in ("native", "reference"):
+            with loco_ext.backend(backend):
+                d = weight.abs() + 0.5 if metric else None
+                squared = thresholds / 4 if power == "squared" else None
+                found.append(ops.ring_prox(weight, rings, thresholds, squared, d, linf=linf))
+        return found
+
+    weight = torch.randn(5, 3, 9, dtype=torch.float64)
+    thresholds = torch.linspace(0.0, 0.3, 6, dtype=torch.float64)
+    assert_near(*both(weight, [5, 1, 3, 3, 4, 4, 1, 1, 5], thresholds), weight)
+    flat = torch.randn(5, 70)
+    assert_near(*both(flat, [0], thresholds[3:4]), flat)
+
+
+def test_there_may_be_64_rings():
+    weight = torch.randn(5, 3, 9, dtype=torch.float64)
+    thresholds = torch.linspace(0.0, 0.3, 64, dtype=torch.float64)
+    for rings in ([63, 0, 5, 5, 9, 62, 1, 0, 63], [7] * 9):
+        found = []
+        for backend in ("native", "reference"):
+            with loco_ext.backend(backend):
+                found.append(ops.ring_prox(weight, rings, thresholds))
+        assert_near(*found, weight)
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """Return the values as every other kernel, channel and tap of a larger tensor filled with GUARD."""
+    place = torch.full([2 * size + 1 for size in tensor.shape], GUARD, dtype=tensor.dtype)
+    return place[tuple(slice(1, None, 2) for _ in tensor.shape)].copy_(tensor)
+
+
+def reversed_axes(tensor: Tensor) -> Tensor:
+    axes = list(reversed(range(tensor.dim())))
+    return tensor.permute(axes).contiguous().permute(axes)
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.contiguous(memory_format=formats[tensor.dim()])
+
+
+def some_channels_last(tensor: Tensor) -> Tensor:
+    return channels_last(torch.cat([tensor, tensor + 1], 1))[:, : tensor.shape[1]]
+
+
+LAYOUTS = {
+    "channels_last": channels_last,
+    "part_of_channels_last": some_channels_last,
+    "with_gaps": with_gaps,
+    "reversed_axes": reversed_axes,
+    "kernels_and_channels_swapped": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "rows_and_columns_swapped": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "in_the_middle_of_memory": lambda t: torch.cat([t, t, t])[len(t) : 2 * len(t)],
+}
+LAID_OUT = [Rings((3, 5), "half", "auto"), Rings((3, 2, 4), "half", "auto")]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rings", LAID_OUT, ids=["2d", "3d"])
+def test_a_weight_may_lie_in_any_layout(rings, layout, dtype):
+    for mode in MODES:
+        case = make_case(rings, 5, 18, **mode).to(dtype)
+        moved = replace(case, weight=LAYOUTS[layout](case.weight))
+        if case.metric is not None:
+            moved = replace(moved, metric=LAYOUTS["reversed_axes"](case.metric))
+        before = moved.weight.clone()
+        result = moved.prox("native")
+        assert same_bits(moved.weight, before)
+        assert_near(result, case.prox("native"), case.weight)
+        assert result.stride() == torch.empty_like(moved.weight).stride()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_weight_may_be_expanded(backend):
+    for mode in FLAT_MODES:
+        case = make_case(Rings((3, 3), "half", "auto"), 4, 6, **mode)
+        for view in (case.weight[:, :1], case.weight[:1], case.weight[:, :, :1]):
+            expanded = replace(case, weight=view.expand_as(case.weight))
+            copied = replace(expanded, weight=expanded.weight.contiguous())
+            assert_near(expanded.prox(backend), copied.prox(backend), copied.weight)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_the_metric_may_have_another_dtype_and_layout(norm, dtype):
+    case = make_case(Rings((3, 3), "half", "auto"), 6, 9, norm=norm, metric=True)
+    case = replace(case, weight=case.weight.float(), metric=case.metric.to(dtype))
+    expected = replace(case, metric=case.metric.float()).prox("native")
+    for layout in ("channels_last", "with_gaps"):
+        moved = replace(case, metric=LAYOUTS[layout](case.metric))
+        assert_near(moved.prox("native"), expected, case.weight)
+        assert_native_is_reference(moved)
+
+
+@ALL_MODES
+def test_thresholds_may_be_a_row_for_each_kernel_in_any_layout(mode):
+    case = make_case(Rings((4, 4), "half", "auto"), 6, 5, **mode)
+    rows = case.thresholds.expand(6, -1) * torch.linspace(0, 2, 6, dtype=torch.float64)[:, None]
+    squared = None if case.squared is None else case.squared.t().contiguous().t()
+    by_rows = replace(case, thresholds=rows.t().contiguous().t(), squared=squared)
+    one_by_one = []
+    for o in range(6):
+        metric = None if case.metric is None else case.metric[o : o + 1]
+        q = None if squared is None else squared[o]
+        alone = replace(case, weight=case.weight[o : o + 1], thresholds=rows[o], squared=q, metric=metric)
+        one_by_one.append(alone.prox("native"))
+    assert same_bits(by_rows.prox("native"), torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@ALL_MODES
+def test_the_number_of_threads_changes_no_bit(mode, dtype):
+    """There are enough weights for every thread to get some."""
+    case = make_case(Rings((5, 5), "half", "auto"), 48, 31, **mode).to(dtype)
+    norms = []
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(case.prox("native"))
+        norms.append(sparsity.ring_norms(case.weight))
+    assert same_bits(*results)
+    assert same_bits(*norms)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_layer_without_kernels_gives_none(backend):
+    for mode in MODES:
+        case = make_case(Rings((3, 3), "half", "auto"), 1, 2, **mode)
+        empty = replace(case, weight=case.weight[:0], metric=None if case.metric is None else case.metric[:0])
+        if case.squared is not None:
+            empty = replace(empty, thresholds=case.thresholds[:0], squared=case.squared[:0])
+        assert empty.prox(backend).shape == (0, 2, 3, 3)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@ALL_MODES
+def test_nothing_that_is_given_is_written_nor_part_of_the_result(mode, backend):
+    case = make_case(Rings((3, 3), "half", "auto"), 4, **mode)
+    given = [t for t in (case.weight, case.thresholds, case.squared, case.metric) if t is not None]
+    before = [t.clone() for t in given]
+    case.prox(backend).fill_(GUARD)
+    assert all(same_bits(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_the_result_of_a_parameter_needs_no_gradient():
+    weight = torch.nn.Parameter(torch.randn(4, 2, 3, 3))
+    assert not sparsity.ring_prox(weight, [0.1, 0.1, 0.1]).requires_grad
+
+
+def test_rounding_takes_no_level_below_0():
+    """The thresholds take away all but the last bits of a group."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(4000, 3, 3, dtype=torch.float64, generator=generator)
+    weight[:, 0] *= 1e-17
+    rows = weight.flatten(1).sum(1, keepdim=True) * (1 - 2.0**-53 * torch.randint(0, 4, (4000, 1), generator=generator))
+    for metric in (None, torch.ones_like(weight)):
+        x = sparsity.ring_prox(weight, rows * torch.tensor([0.0, 0.0, 1.0]), norm="linf", metric=metric)
+        assert (x <= weight).all()
+        assert (x >= 0).all()
+        assert (x <= 1e-14).all()

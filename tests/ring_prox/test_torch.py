@@ -1,0 +1,104 @@
+"""Tests of how the ring operators work with torch: opcheck and torch.compile."""
+
+import pytest
+import torch
+
+import loco_ext
+from loco_ext import sparsity
+from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case, mode_id
+from tests.tolerances import assert_within_ulps, same_bits
+
+RINGS = Rings((3, 3), "half", "auto")
+METRIC = torch.rand(4, 3, 3, 3) + 0.5
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    with loco_ext.backend("native"):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_the_prox_passes_opcheck(mode, dtype):
+    case = make_case(RINGS, 4, **mode).to(dtype)
+    for weight in (case.weight, case.weight.contiguous(memory_format=torch.channels_last)):
+        arguments = (weight, RINGS.of_taps, case.thresholds, case.squared, case.metric, case.norm == "linf")
+        results = torch.library.opcheck(torch.ops.loco_ext.ring_prox.default, arguments)
+        assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_norms_pass_opcheck(dtype):
+    weight = torch.randn(4, 3, 3, 3).to(dtype)
+    results = torch.library.opcheck(torch.ops.loco_ext.ring_norms.default, (weight, RINGS.of_taps, 3))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+COMPILED = {
+    "ring_prox": lambda w: sparsity.ring_prox(w * 2, [0.5, 0.1, 0.2]) + 1,
+    "ring_prox_of_tensors": lambda w: sparsity.ring_prox(w, torch.tensor([0.5, 0.1, 0.2], dtype=torch.float64)),
+    "ring_prox_linf": lambda w: sparsity.ring_prox(w, [0.5, 0.1], "full", "linf", squared=[0.1, 0.2]),
+    "ring_prox_metric": lambda w: sparsity.ring_prox(w, [0.5, 0.1, 0.2], metric=METRIC * 2),
+    "ring_norms": lambda w: sparsity.ring_norms(w).square(),
+    "kernel_sizes": lambda w: sparsity.kernel_sizes(sparsity.ring_prox(w, [0.9, 0.1, 0.2])),
+    "kkt_residual": lambda w: sparsity.kkt_residual(w, w / 2, [0.5, 0.1, 0.2]),
+    "ring_penalty": lambda w: sparsity.RingPenalty(0.1).value(w),
+    "ring_penalty_linf": lambda w: sparsity.RingPenalty(0.1, "full", "scaled", "linf", 2).value(w),
+    "kernel_penalty": lambda w: sparsity.KernelPenalty(0.1, power=2).value(w),
+    "ring_penalty_prox": lambda w: sparsity.RingPenalty(0.1, weighting="scaled").prox(w, 0.5),
+    "kernel_penalty_prox": lambda w: sparsity.KernelPenalty(0.1).prox(w, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_functions_compile_into_one_graph(name):
+    function = COMPILED[name]
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    expected, found = function(weight), torch.compile(function, fullgraph=True, backend="aot_eager")(weight)
+    assert same_bits(found, expected) if expected.is_floating_point() else torch.equal(found, expected)
+    if expected.requires_grad:
+        gradients = [torch.autograd.grad(value.sum(), weight)[0] for value in (expected, found)]
+        assert torch.count_nonzero(gradients[0]) > 0
+        assert_within_ulps(gradients[1], gradients[0])
+
+
+@pytest.mark.slow  # inductor runs a compiler
+@pytest.mark.parametrize("name", COMPILED)
+def test_functions_compile_with_inductor(name):
+    function = COMPILED[name]
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    expected, found = function(weight), torch.compile(function, fullgraph=True)(weight)
+    torch.testing.assert_close(found, expected)
+    if expected.requires_grad:
+        gradients = [torch.autograd.grad(value.sum(), weight)[0] for value in (expected, found)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_a_compiled_training_step_with_a_penalty_is_the_eager_one():
+    def step(weight, x, y):
+        out = torch.nn.functional.conv2d(x, weight, padding=1)
+        loss = (out - y).square().mean() + sparsity.RingPenalty(0.1).value(weight)
+        (gradient,) = torch.autograd.grad(loss, weight)
+        return loss, sparsity.RingPenalty(0.3).prox(weight.detach() - 0.1 * gradient, 0.1)
+
+    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
+    x, y = torch.randn(2, 3, 6, 6), torch.randn(2, 4, 6, 6)
+    eager, compiled = step(weight, x, y), torch.compile(step, backend="aot_eager")(weight, x, y)
+    for a, b in zip(compiled, eager, strict=True):
+        assert_within_ulps(a, b, scale=weight.abs().max())
+
+
+def test_the_operators_tell_the_shape_and_dtype_of_what_they_would_give():
+    rings = RINGS.of_taps
+    with torch._subclasses.FakeTensorMode():
+        weight = torch.randn(4, 3, 3, 3, dtype=torch.bfloat16)
+        thresholds = torch.zeros(3, dtype=torch.float64)
+        found = torch.ops.loco_ext.ring_prox(weight, rings, thresholds, None, None, False)
+        norms = torch.ops.loco_ext.ring_norms(weight, rings, 3)
+    assert found.shape == weight.shape
+    assert found.dtype == torch.bfloat16
+    assert norms.shape == (4, 3)
+    assert norms.dtype == torch.float32

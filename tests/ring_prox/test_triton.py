@@ -1,0 +1,413 @@
+"""Tests of ring_prox's Triton kernels against the reference, in Triton's interpreter.
+
+The interpreter must be chosen before triton is imported, so it runs in a process of its own. There, weights are
+surrounded by NaN and results by numbers that must stay unchanged.
+"""
+
+import importlib.util
+import io
+import itertools
+import mmap
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from loco_ext.triton_kernels.uploads import Uploads
+from torch import Tensor
+
+import loco_ext
+from loco_ext import geometry, ops
+from loco_ext.reference import ring_prox as reference
+from tests.tolerances import assert_within_ulps, same_bits
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+FLOATS = [F64, F32, BF16, F16]
+GUARD = 77.0
+
+
+@dataclass
+class Call:
+    """The arguments of ring_prox."""
+
+    weight: Tensor
+    rings: Sequence[int]
+    thresholds: Tensor
+    squared: Tensor | None = None
+    metric: Tensor | None = None
+    linf: bool = False
+    settings: dict = field(default_factory=dict)  # attributes to set in the launcher's module
+
+    def arguments(self) -> tuple:
+        return self.weight, self.rings, self.thresholds, self.squared, self.metric, self.linf
+
+
+# ---- in the interpreter's process
+
+
+def prepare() -> None:
+    np.seterr(all="ignore")
+    torch.set_num_threads(1)
+
+
+class Guarded:
+    """Stand-in for a torch function that surrounds its output with GUARD."""
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        self.make, self.made = make, []
+
+    def __call__(self, *arguments, **options) -> Tensor:
+        plain = self.make(*arguments, **options)
+        if plain.numel() == 0:
+            return plain
+        span = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
+        memory = torch.full((span + 8192,), GUARD, dtype=plain.dtype)
+        self.made.append((memory, span))
+        return memory.as_strided(plain.shape, plain.stride(), 4096)
+
+    def check(self) -> None:
+        for memory, span in self.made:
+            assert (memory[:4096] == GUARD).all(), "memory before the result was written"
+            assert (memory[4096 + span :] == GUARD).all(), "memory behind the result was written"
+
+
+def run(data: bytes) -> bytes:
+    """Return the pickled calls' results, with those of ring_norms where there is no metric and no linf."""
+    from loco_ext.triton_kernels import ring_prox
+
+    results = []
+    for call in torch.load(io.BytesIO(data), weights_only=False):
+        with pytest.MonkeyPatch.context() as patch:
+            guards = {name: Guarded(getattr(torch, name)) for name in ("empty", "empty_like")}
+            for name, value in call.settings.items():
+                patch.setattr(ring_prox, name, value)
+            patch.setattr(ring_prox, "_UPLOADS", Uploads())
+            before = call.weight.clone()
+            for name, guard in guards.items():
+                patch.setattr(torch, name, guard)
+            norms = None
+            if call.metric is None and not call.linf:
+                norms = ring_prox.ring_norms(call.weight, call.rings, call.thresholds.shape[-1])
+            result = ring_prox.ring_prox(*call.arguments())
+        assert same_bits(call.weight, before)
+        for guard in guards.values():
+            guard.check()
+        results.append((result, norms))
+    out = io.BytesIO()
+    torch.save(results, out)
+    return out.getvalue()
+
+
+def far() -> tuple[Tensor, Tensor]:
+    """Return weights whose kernels and channels span more than 2^31 elements, and their result."""
+    from loco_ext.triton_kernels import ring_prox
+
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    strides = (2**31 + 3, 2**30 - 1, 2**29 + 1)
+    size = sum(strides[i] * n for i, n in enumerate((1, 4, 2))) + 1
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * size, flags=flags), dtype=BF16)
+    weight = memory.as_strided((2, 5, 3), strides)
+    weight.copy_(torch.randn(2, 5, 3))
+    result = ring_prox.ring_prox(weight, [0, 1, 0], torch.tensor([0.5, 0.7], dtype=F64), None, weight.abs(), False)
+    return weight.float().numpy(), result.float().numpy()
+
+
+# ---- in this process
+
+
+@dataclass
+class Interpreter:
+    pool: ProcessPoolExecutor
+
+    def results(self, calls: list[Call]) -> list[tuple[Tensor, Tensor | None]]:
+        out = io.BytesIO()
+        torch.save(calls, out)
+        return torch.load(io.BytesIO(self.pool.submit(run, out.getvalue()).result()), weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(prepare).result()
+    with pool:
+        yield Interpreter(pool)
+
+
+def assert_same(actual: Tensor, expected: Tensor, scale: Tensor, ulps: float | None = None) -> None:
+    """Assert equality, except for rounding, with zeros, infinities and NaN in the same places."""
+    special = (expected == 0) | ~expected.isfinite()
+    assert torch.equal(special, (actual == 0) | ~actual.isfinite()), "other weights vanish"
+    assert same_bits(actual[special], expected[special])
+    assert_within_ulps(actual[~special], expected[~special], ulps, scale[~special])
+
+
+def assert_is_reference(interpreter: Interpreter, *calls: Call) -> None:
+    for call, (result, norms) in zip(calls, interpreter.results(list(calls)), strict=True):
+        expected = reference.ring_prox(*call.arguments())
+        assert result.dtype == call.weight.dtype
+        assert result.stride() == torch.empty_like(call.weight).stride()
+        assert_same(result, expected, call.weight.abs())
+        if norms is not None:
+            of = reference.ring_norms(call.weight, call.rings, call.thresholds.shape[-1])
+            assert norms.dtype == of.dtype
+            assert_same(norms, of, of)
+
+
+def lie(tensor: Tensor, order: Sequence[int] | None = None, step: int = 1) -> Tensor:
+    """Return a copy amid NaN: axes in ``order`` from slowest to fastest, on every ``step``-th element of each."""
+    order = list(range(tensor.dim())) if order is None else order
+    sizes = [tensor.shape[d] * step for d in order]
+    memory = torch.full((torch.Size(sizes).numel() + 16,), torch.nan, dtype=tensor.dtype)
+    view = memory[8:-8].view(sizes)[tuple(slice(None, None, step) for _ in order)]
+    return view.permute([order.index(d) for d in range(tensor.dim())]).copy_(tensor)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lie,
+    "channels_last": lambda t: lie(t, [0, *range(2, t.dim()), 1]),
+    "kernels_fastest": lambda t: lie(t, list(range(t.dim()))[::-1]),
+    "channels_slowest": lambda t: lie(t, [1, 0, *range(2, t.dim())]),
+    "gaps": lambda t: lie(t, step=2),
+    "channels_last_gaps": lambda t: lie(t, [0, *range(2, t.dim()), 1], 3),
+    "negated": lambda t: lie(torch.complex(t.double(), -t.double())).conj().imag if t.dtype == F64 else lie(t),
+}
+
+
+def make(
+    shape: Sequence[int],
+    dtype: torch.dtype = F32,
+    linf: bool = False,
+    squared: bool = False,
+    metric: torch.dtype | None = None,
+    rings: Sequence[int] | None = None,
+    strength: float = 0.5,
+    rows: bool = True,
+) -> Call:
+    """Return a call for which some rings vanish and others do not."""
+    rings = geometry.ring_index(shape[2:]).flatten().tolist() if rings is None else rings
+    count = max(rings) + 1
+    channels = shape[1] * len(rings) / count  # weights of a ring, on average
+    t = (
+        torch.rand((shape[0], count) if rows else (count,), dtype=F64)
+        * strength
+        * (channels if linf else channels**0.5)
+    )
+    return Call(
+        weight=lie(torch.randn(shape).to(dtype)),
+        rings=rings,
+        thresholds=t,
+        squared=t.flip(-1) * (0.01 if linf else 0.05) if squared else None,
+        metric=None if metric is None else lie((torch.rand(shape) + 0.2).to(metric)),
+        linf=linf,
+    )
+
+
+MODES = list(itertools.product([False, True], [False, True], [False, True]))  # linf, metric, squared
+SMALL = {"BLOCKS": (4, 8)}  # several blocks per ring, the last not whole
+
+
+@pytest.mark.parametrize(
+    ("linf", "metric", "squared", "dtype"),
+    [
+        pytest.param(*mode, dtype, marks=pytest.mark.slow if mode[2] and (dtype != F64 or mode[1]) else [])
+        for mode, dtype in itertools.product(MODES, FLOATS)
+    ],
+    ids=str,
+)
+def test_every_mode_is_the_reference(interpreter, linf, metric, squared, dtype):
+    kernels = 1 if squared else 2
+    call = make((kernels, 3, 3, 3), dtype, linf, squared, dtype if metric else None)
+    assert_is_reference(interpreter, call)
+    assert not same_bits(reference.ring_prox(*call.arguments()), call.weight)
+
+
+def test_metrics_of_other_dtypes_are_read_as_they_are(interpreter):
+    calls = [make((1, 3, 3), dtype, metric=metric) for dtype, metric in itertools.permutations(FLOATS, 2)]
+    assert_is_reference(interpreter, *calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_read_and_written_where_it_lies(interpreter, layout):
+    others = itertools.cycle(LAYOUTS.values())
+    calls = []
+    for dtype, linf, metric in [(F64, False, None), (F32, False, F32), (BF16, True, F16), (F16, False, None)]:
+        call = make((2, 5, 2, 2), dtype, linf, metric=metric)
+        call.weight = LAYOUTS[layout](call.weight)
+        if metric is not None:
+            next(others)
+            call.metric = next(others)(call.metric)
+        calls.append(call)
+    calls += [replace(call, settings=SMALL) for call in calls[:2]]
+    assert_is_reference(interpreter, *calls)
+
+
+def test_weights_that_lie_on_each_other_are_read_one_by_one(interpreter):
+    call = make((2, 1, 3, 1))
+    assert_is_reference(interpreter, replace(call, weight=call.weight.expand(2, 6, 3, 1)))
+
+
+SIZES = {
+    "no_taps": (3, 40),
+    "one_weight": (3, 1, 1, 1),
+    "pointwise": (2, 33, 1, 1),
+    "depthwise": (3, 1, 3, 3),
+    "depthwise_7x7": (1, 1, 7, 7),
+    "1d": (2, 7, 5),
+    "even": (2, 3, 4, 4),
+    "flat": (2, 3, 1, 6),
+    "3d": (1, 2, 3, 2, 3),
+    "two_blocks": (1, 700, 3),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_any_size_is_the_reference(interpreter, size):
+    shape = SIZES[size]
+    rings = [0] if len(shape) == 2 else None
+    modes = [(F32, False, None), (F64, False, F64), (F32, True, None)]
+    assert_is_reference(interpreter, *(make(shape, *mode[:2], metric=mode[2], rings=rings) for mode in modes))
+
+
+@pytest.mark.parametrize("channels", [1, 7, 8, 9])
+def test_blocks_that_are_not_whole_end_where_the_ring_does(interpreter, channels):
+    calls = [make((1, channels, 3), F32, linf, metric=None if linf else F32) for linf in (False, True)]
+    last = [replace(call, weight=LAYOUTS["channels_last"](call.weight)) for call in calls]
+    assert_is_reference(interpreter, *(replace(call, settings=SMALL) for call in (*calls, *last)))
+
+
+def test_rings_may_have_any_taps_and_none(interpreter):
+    ringses = [[2, 0, 4, 2, 0, 4], [5, 5, 5, 5, 5, 5], [0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]]
+    calls = [make((1, 2, 2, 3), F64, linf, rings=rings) for rings in ringses for linf in (False, True)]
+    calls += [make((1, 2, 2, 3), F32, metric=F32, rings=rings) for rings in ringses]
+    calls.append(make((1, 2, 3), F32, linf=True, squared=True, rings=[1, 1, 4]))
+    assert_is_reference(interpreter, *calls, make((1, 2, 3, 1, 2, 2), rings=[*range(6), *range(6)]))
+
+
+def test_as_many_rings_as_there_may_be(interpreter):
+    rings = torch.randperm(64).tolist()
+    calls = [make((1, 2, 64), F32, strength=0.1, rings=rings), make((1, 1, 64), F32, linf=True, rings=rings)]
+    calls[1].thresholds[:, :-1] = 0
+    assert_is_reference(interpreter, *calls)
+
+
+def test_thresholds_of_all_kernels_or_of_each(interpreter):
+    calls = [make((3, 2, 3), rows=False), make((3, 2, 3), metric=F32, rows=False)]
+    calls += [make((1, 2, 3), squared=True, rows=False), make((2, 1, 3), squared=True)]
+    assert_is_reference(interpreter, *calls)
+
+
+def with_thresholds(call: Call, *values: float) -> Call:
+    return replace(call, thresholds=torch.tensor(values, dtype=F64))
+
+
+@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
+@pytest.mark.parametrize(("linf", "metric"), list(itertools.product([False, True], repeat=2)))
+def test_thresholds_of_0_change_nothing_and_large_ones_leave_nothing(interpreter, linf, metric, dtype):
+    call = make((2, 2, 3, 3), dtype, linf, metric=dtype if metric else None)
+    nothing = with_thresholds(call, 0, 0, 0)
+    for result, _norms in interpreter.results([nothing, replace(nothing, squared=nothing.thresholds)]):
+        assert same_bits(result, call.weight)
+    calls = [with_thresholds(call, *values) for values in [(1e3, 0, 0), (0, 1e3, 0), (0, 0, 1e3), (1e3, 1e3, 1e3)]]
+    assert_is_reference(interpreter, *calls)
+    assert (interpreter.results([calls[2]])[0][0] == 0).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(("linf", "metric"), list(itertools.product([False, True], repeat=2)))
+def test_nan_and_infinity_stay_in_their_kernels(interpreter, linf, metric, value):
+    calls = []
+    for dtype, place in [(F64, 0), (F16, 4), (F64, 4), (F32, 8)]:
+        call = make((2, 1, 3, 3), dtype, linf, metric=F32 if metric else None, strength=0.3)
+        call.weight[1, 0].view(-1)[place] = value
+        calls += [call, with_thresholds(call, 0.1, 0, 0)]
+    assert_is_reference(interpreter, *calls)
+
+
+@pytest.mark.parametrize("linf", [False, True])
+def test_weights_with_an_infinite_metric_stay(interpreter, linf):
+    for dtype in (F64, F32):
+        call = make((3, 2, 5), dtype, linf, metric=dtype, strength=0.5, rings=[0, 1, 0, 1, 1])
+        call.metric[0, 0, 2] = torch.inf
+        call.metric[1] = torch.inf
+        call.metric[2, :, ::2] = torch.inf
+        stays = call.metric.isinf()
+        expected = reference.ring_prox(*call.arguments())
+        assert torch.equal(expected[stays], call.weight[stays])
+        assert not torch.equal(expected[0], call.weight[0])
+        assert_is_reference(interpreter, call)
+
+
+def test_nan_spreads_in_its_kernel_where_thresholds_are_squared(interpreter):
+    calls = []
+    for linf, metric, place in itertools.product([False, True], [False, True], [0, 2]):
+        calls.append(make((1, 2, 3), F32, linf, True, F32 if metric else None))
+        calls[-1].weight[0, 1, place] = torch.nan
+    for result, _norms in interpreter.results(calls):
+        assert result.isnan().all()
+
+
+def test_infinity_leaves_groups_without_squared_thresholds_alone(interpreter):
+    call = with_thresholds(make((1, 2, 3), F32, rings=[0, 1, 2]), 0.1, 0, 0)
+    call.weight[0, 0, 2] = torch.inf
+    squared = torch.tensor([0, 0, 0.1], dtype=F64)
+    ((result, _norms),) = interpreter.results([replace(call, squared=squared)])
+    assert_same(result, reference.ring_prox(*call.arguments()), call.weight.abs())
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-310, 1e-200, 1e150, 1e200, 1e307])
+def test_squares_need_not_fit_into_float64(interpreter, size):
+    calls = []
+    for metric in (None, F64):
+        call = make((2, 2, 3), F64, metric=metric)
+        call.weight[1, :, 0] = 0
+        calls.append(replace(call, weight=call.weight * size, thresholds=call.thresholds * size))
+    assert_is_reference(interpreter, *calls)
+
+
+def test_kernels_and_rings_of_zeros_stay(interpreter):
+    calls = [
+        make((2, 2, 3), dtype, linf, metric=F32 if metric else None)
+        for dtype, linf, metric in itertools.product([F64, F32], [False, True], [False, True])
+    ]
+    for call in calls:
+        call.weight[0] = 0
+    rings = with_thresholds(make((1, 2, 3), F32, metric=F32, rings=[0, 1, 2]), 0, 0.1, 0.1)
+    rings.weight[:, :, 0] = 0
+    assert_is_reference(interpreter, *calls, rings)
+
+
+def test_weights_numbered_in_64_bits(interpreter):
+    calls = [make((2, 7, 3), F32, linf, metric=F32) for linf in (False, True)]
+    calls.append(replace(calls[0], weight=LAYOUTS["channels_last"](calls[0].weight)))
+    assert_is_reference(interpreter, *(replace(call, settings={"NARROW": 0, **SMALL}) for call in calls))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits")
+def test_weights_that_lie_farther_apart_than_2_to_the_31(interpreter):
+    weight, result = (torch.from_numpy(array) for array in interpreter.pool.submit(far).result())
+    t = torch.tensor([0.5, 0.7], dtype=F64)
+    expected = reference.ring_prox(weight.to(BF16), [0, 1, 0], t, None, weight.to(BF16).abs(), False)
+    assert_within_ulps(result.to(BF16), expected, scale=weight.abs())
+
+
+def test_without_kernels_there_is_nothing_to_do(interpreter):
+    ((result, norms),) = interpreter.results([make((0, 2, 3))])
+    assert result.shape == (0, 2, 3)
+    assert norms.shape == (0, 3)
+
+
+def test_tensors_on_the_cpu_are_refused():
+    call = make((2, 2, 3))
+    with loco_ext.backend("triton"):
+        with pytest.raises(RuntimeError, match="ring_prox has no triton kernel for cpu"):
+            ops.ring_prox(call.weight, call.rings, call.thresholds)
+        with pytest.raises(RuntimeError, match="ring_prox has no triton kernel for cpu"):
+            ops.ring_norms(call.weight, call.rings, 3)

@@ -1,0 +1,226 @@
+"""Tests of the code that ring_prox's Triton kernels compile to, for GPUs that this machine need not have.
+
+The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
+"""
+
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loco_ext.triton_kernels.uploads import Uploads
+from torch import Tensor
+
+from loco_ext import geometry
+from tests.optim_step.test_triton_compile import CUDA, count, gpu, vectors
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
+]
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@dataclass
+class Driver:
+    """Stand-in for a GPU's driver."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+@dataclass
+class Warmed:
+    """Stand-in for a kernel that compiles it instead of running it."""
+
+    kernel: Any
+    launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.launches.append((grid, options, self.kernel.warmup(*arguments, grid=grid, **options)))
+
+        return launch
+
+
+@dataclass
+class Compiler:
+    """Harness that calls the launcher and compiles the launched kernel for a target instead of running it."""
+
+    patch: pytest.MonkeyPatch
+
+    def launch(self, backend: str, arch: int | str, weight: Tensor, operator: str, *arguments: Any):
+        """Return the grid, the options and the compiled kernel."""
+        import triton
+        from loco_ext.triton_kernels import ring_prox
+
+        with self.patch.context() as patch:
+            patch.setattr(triton.runtime.driver, "_active", Driver(gpu(backend, arch)))
+            patch.setattr(torch.version, "hip", "7.0" if backend == "hip" else None)
+            patch.setattr(ring_prox, "_UPLOADS", Uploads())
+            kernels = {name: Warmed(getattr(ring_prox, name)) for name in ("norms_kernel", "prox_kernel")}
+            for name, kernel in kernels.items():
+                patch.setattr(ring_prox, name, kernel)
+            getattr(ring_prox, operator)(weight, rings_of(weight), *arguments)
+        (launched,) = [launch for kernel in kernels.values() for launch in kernel.launches]
+        return launched
+
+    def prox(
+        self,
+        backend: str,
+        arch: int | str,
+        weight: Tensor,
+        metric: Tensor | None = None,
+        linf: bool = False,
+        squared: bool = False,
+    ):
+        t = torch.ones(max(rings_of(weight)) + 1, dtype=F64)
+        return self.launch(backend, arch, weight, "ring_prox", t, t if squared else None, metric, linf)
+
+    def norms(self, backend: str, arch: int | str, weight: Tensor):
+        return self.launch(backend, arch, weight, "ring_norms", max(rings_of(weight)) + 1)
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> Compiler:
+    return Compiler(monkeypatch)
+
+
+def rings_of(weight: Tensor) -> list[int]:
+    return geometry.ring_index(weight.shape[2:]).flatten().tolist() if weight.dim() > 2 else [0]
+
+
+def operands(mode: str, channels_last: bool, shape: tuple[int, ...] = (8, 512, 3, 3)) -> tuple:
+    dtype, metric, linf, squared = MODES[mode]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    weight, d = (None if t is None else torch.ones(shape, dtype=t).to(memory_format=layout) for t in (dtype, metric))
+    return weight, d, linf, squared
+
+
+def resources(cubin: bytes, path: Path) -> dict[str, int]:
+    """Return the number of registers and the bytes of stack, which holds spilled registers."""
+    import triton
+
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
+
+
+MODES = {  # weight, metric, linf, squared
+    "l2": (F32, None, False, False),
+    "l2_squared": (F32, None, False, True),
+    "double": (F64, F64, False, True),
+    "metric": (F32, F32, False, False),
+    "metric_squared": (BF16, F32, False, True),
+    "linf": (F16, None, True, False),
+    "linf_squared": (F32, BF16, True, True),
+}
+NOT_IEEE = r"\bfma\.rn|\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full"
+STORES = {F64: r"st\.global\S*\.v2\.b64", F32: r"st\.global\S*\.v4\.b32", BF16: r"st\.global\S*\.v2\.b32"}
+STORES[F16] = STORES[BF16]
+
+
+@pytest.mark.parametrize(
+    ("mode", "arch"),
+    [
+        pytest.param(mode, arch, marks=pytest.mark.slow if arch != 90 and mode != "metric_squared" else [])
+        for mode, arch in itertools.product(MODES, CUDA)
+    ],
+)
+def test_cuda_kernels_round_as_ieee_asks_and_keep_their_numbers_in_registers(compiler, mode, arch, tmp_path):
+    for channels_last in (False, True):
+        grid, options, kernel = compiler.prox("cuda", arch, *operands(mode, channels_last))
+        assert grid == (8,)
+        assert options["enable_fp_fusion"] is False
+        text = kernel.asm["ptx"]
+        assert count(NOT_IEEE, text) == 0
+        assert count(r"sqrt\.rn\.f64", text) > 0 or options["FORM"].linf
+        assert count(r"div\.rn\.f64", text) > 0
+        used = resources(kernel.asm["cubin"], tmp_path / "kernel.cubin")
+        assert used["REG"] <= 128  # so that two programs of 256 threads fit
+        assert used["STACK"] <= 32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_channels_that_lie_side_by_side_are_accessed_in_vectors(compiler, mode):
+    weight, metric, linf, squared = operands(mode, True)
+    text = compiler.prox("cuda", 90, weight, metric, linf, squared)[2].asm["ptx"]
+    one_by_one = compiler.prox("cuda", 90, *operands(mode, False))[2].asm["ptx"]
+    assert count(STORES[weight.dtype], text) > 0
+    assert count(STORES[weight.dtype], one_by_one) == 0
+    assert vectors(one_by_one) == (0, 0)
+    if weight.dtype in (F32, F64):
+        assert vectors(text)[0] > 0
+    if mode == "l2":  # each thread's four weights are read for their squares and for the result
+        assert vectors(text) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "vectors_too"),
+    [((8, 512), True), ((8, 512, 1, 1), True), ((8, 500, 1, 1), False), ((8, 3), False), ((7, 1, 3, 3), False)],
+)
+def test_other_shapes_compile(compiler, shape, vectors_too):
+    weight = torch.ones(shape)
+    for metric, squared in ((None, False), (weight.double(), True)):
+        text = compiler.prox("cuda", 90, weight, metric, False, squared)[2].asm["ptx"]
+        assert (vectors(text)[1] > 0) == vectors_too
+    compiler.prox("cuda", 90, weight, weight.half(), True, True)
+
+
+def test_weights_that_are_not_aligned_are_accessed_one_by_one(compiler):
+    aligned = torch.ones(8, 512)
+    moved = torch.ones(8 * 512 + 1)[1:].view(8, 512)
+    shifted = torch.ones(8, 3, 3, 528)[..., :512].permute(0, 3, 1, 2)
+    odd = torch.ones(8, 3, 3, 513)[..., :512].permute(0, 3, 1, 2)
+    loads = [vectors(compiler.prox("cuda", 90, weight)[2].asm["ptx"])[0] for weight in (aligned, moved, shifted, odd)]
+    assert [bool(number) for number in loads] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("arch", CUDA)
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+def test_norms_compile(compiler, dtype, arch):
+    grid, options, kernel = compiler.norms("cuda", arch, torch.ones(8, 512, 3, 3, dtype=dtype))
+    assert grid == (8,)
+    assert options["enable_fp_fusion"] is False
+    assert count(NOT_IEEE, kernel.asm["ptx"]) == 0
+    assert count(r"sqrt\.rn\.f64", kernel.asm["ptx"]) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_compile_for_amd(compiler, mode):
+    for channels_last in (False, True):
+        _grid, options, kernel = compiler.prox("hip", "gfx942", *operands(mode, channels_last))
+        assert options["num_warps"] == 4
+        assert re.findall(r"vgpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"]) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "warps"),
+    [((64, 1, 3, 3), 32, 1), ((64, 16, 3, 3), 128, 1), ((64, 64, 3, 3), 512, 4), ((64, 4096, 3, 3), 1024, 8)],
+)
+def test_a_program_is_as_large_as_its_rings(compiler, shape, block, warps):
+    _grid, options, _kernel = compiler.prox("cuda", 90, torch.empty(shape))
+    assert (options["FORM"].block, options["num_warps"]) == (block, warps)
