@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.ring_prox import ring_prox
+from loco_ext.ops.step_args import StepArgs
 from loco_ext.reference.optim_step import arithmetic_dtype, prox_step
 
 
@@ -27,61 +28,59 @@ def stepped_in_place(param: Tensor, penalty: StepPenalty | LayerPenalty | None) 
     return penalty is None or (isinstance(penalty, StepPenalty) and lies_by_kernels(param))
 
 
-def step_on_copies(named: dict[str, Any], step: Callable[[list[Tensor]], None]) -> None:
+def step_on_copies(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     """Call ``step`` with contiguous copies in place of penalised parameters whose filters have another layout."""
-    params, penalties = named["params"], named["penalties"]
-    odd = [i for i, penalty in enumerate(penalties) if not stepped_in_place(params[i], penalty)]
-    copies = list(params)
+    params = list(args.params)
+    odd = [i for i, param in enumerate(params) if not stepped_in_place(param, args.penalties[i])]
     for i in odd:
-        copies[i] = params[i].detach().clone(memory_format=torch.contiguous_format)
-    step(copies)
+        params[i] = params[i].detach().clone(memory_format=torch.contiguous_format)
+    step(replace(args, params=params))
     for i in odd:
-        params[i].copy_(copies[i])
+        args.params[i].copy_(params[i])
 
 
-def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor:
-    """Return the prox of ``w``, a penalised parameter after its step; ``named``: the step's arguments by name."""
-    size, metric = prox_step(name, named, index, w.dtype)
+def shrink(args: StepArgs, index: int, w: Tensor) -> Tensor:
+    """Return the prox of ``w``, a penalised parameter after its step."""
+    size, metric = prox_step(args, index, w.dtype)
     if size == 0:
         return w
-    penalty = named["penalties"][index]
+    penalty = args.penalties[index]
     if isinstance(penalty, LayerPenalty):
         return penalty.prox(w, size, metric)
+    assert penalty is not None
     thresholds, squared = penalty.scaled(size)
     return ring_prox(w, penalty.rings, thresholds, squared, metric, linf=penalty.linf, coupled=penalty.coupled)
 
 
-def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:
+def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     """Step by kernels that do not support these penalties, then apply the prox to each penalised parameter.
 
     Args:
-        name: the operator's name.
-        named: its arguments by name.
-        step: makes the step without these penalties; its dict replaces the lists of the same names.
+        args: the arguments of the step.
+        step: makes the step without these penalties.
 
     Raises:
         NotImplementedError: parameters would be rounded stochastically before the prox.
     """
-    penalties = named["penalties"]
-    chosen = [i for i, penalty in enumerate(penalties) if penalty is not None]
-    if named["seed"] is not None and any(named["params"][i].dtype == torch.bfloat16 for i in chosen):
+    chosen = [i for i, penalty in enumerate(args.penalties) if penalty is not None]
+    if args.seed is not None and any(args.params[i].dtype == torch.bfloat16 for i in chosen):
         raise NotImplementedError(
             "stochastic_rounding: expected None for bfloat16 parameters with a penalty whose prox is no part of the "
             "step's kernels"
         )
-    # Whatever the prox reads is kept in the compute dtype, so that it is rounded once, afterwards.
-    names = ["params", *(key for key in ("exp_avg_sqs", "max_exp_avg_sqs") if named.get(key))]
-    held = {key: list(named[key]) for key in names}
-    for key in names:
+    # Whatever the prox reads is kept in the compute dtype, so that it is rounded once, afterwards: the parameters and
+    # the second moments.
+    wide = replace(args, params=list(args.params), states=[list(tensors) for tensors in args.states])
+    copied = [(wide.params, args.params), *zip(wide.states[1:], args.states[1:], strict=True)]
+    for tensors, _ in copied:
         for i in chosen:
-            held[key][i] = held[key][i].to(arithmetic_dtype(named["params"][i]))
-    step(held)
-    found_inf = named["found_inf"]
+            tensors[i] = tensors[i].to(arithmetic_dtype(args.params[i]))  # type: ignore[index]
+    step(wide)
     for i in chosen:
-        shrunk = shrink(name, {**named, **held}, i, held["params"][i])
-        if found_inf is not None:
-            shrunk = torch.where(found_inf.to(shrunk.device) == 0, shrunk, named["params"][i].to(shrunk.dtype))
-        named["params"][i].copy_(shrunk)
-        for key in names[1:]:
-            if held[key][i] is not named[key][i]:
-                named[key][i].copy_(held[key][i])
+        shrunk = shrink(wide, i, wide.params[i])
+        if args.found_inf is not None:
+            shrunk = torch.where(args.found_inf.to(shrunk.device) == 0, shrunk, args.params[i].to(shrunk.dtype))
+        args.params[i].copy_(shrunk)
+        for tensors, own in copied[1:]:
+            if tensors[i] is not own[i]:
+                own[i].copy_(tensors[i])

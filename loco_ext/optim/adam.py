@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer, as_hyper, uses_kernels
+from loco_ext.ops.step_args import ADAM, Flags
+from loco_ext.optim.base import LocalityOptimizer, uses_kernels
 from loco_ext.optim.capture import check_states
 from loco_ext.optim.hyper import check_hyper
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan, Rule
+from loco_ext.optim.plan import Batch, Group, Plan
 from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.reference.optim_step import arithmetic_dtype
 from loco_ext.sparsity import Penalty
@@ -26,7 +26,7 @@ def _moments(amsgrad: bool) -> tuple[str, ...]:
 class _FusedAdam(LocalityOptimizer):
     """The fused step shared by Adam and AdamW."""
 
-    _operator = "optim_step_adam"
+    _rule = ADAM
 
     def _denominator(self, group: Group, param: Tensor) -> Tensor:
         state, (_, beta2) = self.state[param], group["betas"]
@@ -34,12 +34,17 @@ class _FusedAdam(LocalityOptimizer):
         correction = (1 - beta2 ** state["step"].double()).sqrt().to(second)
         return second.sqrt() / correction + group["eps"]
 
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        lists = {name + "s": [state[name]] for name in _moments(group["amsgrad"])}
-        return {**lists, "steps": [state["step"]], "amsgrad": group["amsgrad"]}
+    def _states_of(self, group: Group, param: Tensor) -> list[Tensor]:
+        return [self.state[param][name] for name in _moments(group["amsgrad"])]
 
-    def _kind(self, group: Group) -> tuple[bool, bool]:
-        return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])
+    def _flags(self, group: Group) -> Flags:
+        decoupled = bool(group["decoupled_weight_decay"])
+        return Flags(
+            bool(group["maximize"]), group["norm"] == "l1", amsgrad=bool(group["amsgrad"]), decoupled=decoupled
+        )
+
+    def _state_count(self, group: Group) -> int:
+        return len(_moments(group["amsgrad"]))
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         beta1, beta2 = group["betas"]
@@ -82,23 +87,6 @@ class _FusedAdam(LocalityOptimizer):
             made["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
         batch.created.extend((param, key, value) for key, value in made.items())
         return {**state, **made}
-
-    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        amsgrad, decoupled = rule.kind
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs = batch.states
-        ops.optim_step_adam(
-            batch.params,
-            batch.grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            batch.steps,
-            as_hyper(batch.rows),
-            amsgrad=amsgrad,
-            decoupled=decoupled,
-            found_inf=self._found_inf(batch, found_inf),
-            **self._shared_arguments(rule, batch),
-        )
 
     def _step_with_torch(self, group: Group, plan: Plan) -> None:
         params: list[Tensor] = []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.base import LocalityOptimizer, device_lr, uses_torch
 from loco_ext.optim.capture import check_capture
-from loco_ext.optim.plan import Batch, Group, Plan, Rule
+from loco_ext.optim.plan import Batch, BatchKey, Group, Plan
 
 
 class StepsInBackward:
@@ -126,15 +126,15 @@ class _BackwardStep:
         _check_group(group)
         whole = _whole(optimizer, group, plan, index)
         self._last_pass = number
-        _step(optimizer, optimizer._rule(group, str(values.device)), whole, parts)
+        _step(optimizer, optimizer._key(group, str(values.device)), whole, parts)
 
 
-def _step(optimizer: LocalityOptimizer, rule: Rule, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
-    check_capture(rule, whole)
+def _step(optimizer: LocalityOptimizer, key: BatchKey, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
+    check_capture(key, whole)
     counted = whole.steps
     for blocks, gradient in parts:
         part = _part(whole, blocks, gradient)
-        optimizer._launch_in_backend(rule, part)
+        optimizer._launch_in_backend(key, part)
         counted = part.steps
         del part, gradient  # frees them before the next part's are computed
     for count, new in zip(whole.steps, counted, strict=True):

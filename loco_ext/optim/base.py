@@ -1,6 +1,6 @@
 """The code shared by SGD, Adam and AdamW: group options, checkpoints, and gathering parameters for the fused step.
 
-A step collects the parameters of all groups into batches of one rule each (usually one batch) and makes one operator
+A step collects the parameters of all groups into batches of one key each (usually one batch) and makes one operator
 call per batch. Groups with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the
 decay map has been applied.
 """
@@ -16,14 +16,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.shrink import shrink
+from loco_ext.ops.step_args import Flags, Rule, StepArgs
 from loco_ext.optim.capture import check_capture
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.hyper import check_hyper, is_zero
 from loco_ext.optim.loading import check_states
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.penalty import as_plain, from_plain
-from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
+from loco_ext.optim.plan import Batch, BatchKey, Group, Plan, make_plan, resolve_negated_grads, select
 from loco_ext.optim.warning import warn_caller
 
 # The group keys that this package adds, with their defaults. rounding_step counts the steps of stochastic rounding.
@@ -213,50 +215,47 @@ class LocalityOptimizer(Optimizer):
     def _step_plans(self, plans: list[Plan]) -> None:
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
-        for rule, batch in batches.items():
+        for key, batch in batches.items():
             batch.localize()
-            check_capture(rule, batch)
+            check_capture(key, batch)
         if self._nothing_may_change(batches):
             return
         if len(batches) + len(by_torch) > 1:
             # All batches are checked before the first is stepped; with found_inf set, a step only makes its checks.
-            for rule, batch in batches.items():
-                self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
+            for key, batch in batches.items():
+                self._launch_in_backend(key, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
             self._step_with_torch(group, plan)
             self._shrink(group, plan)
-        for rule, batch in batches.items():
-            self._launch_in_backend(rule, batch)
-            for param, key, tensor in batch.created:
-                self.state[param][key] = tensor
+        for key, batch in batches.items():
+            self._launch_in_backend(key, batch)
+            for param, name, tensor in batch.created:
+                self.state[param][name] = tensor
 
-    def _collect(self, plans: list[Plan]) -> dict[Rule, Batch]:
-        """Return the parameters of all groups that the fused step serves, batched by rule."""
-        batches: dict[Rule, Batch] = {}
+    def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
+        """Return the parameters of all groups that the fused step serves, batched by key."""
+        batches: dict[BatchKey, Batch] = {}
         ordinal = 0
         for group, plan in zip(self.param_groups, plans, strict=True):
             for selection in [] if uses_torch(group) else select(plan):
-                rule = self._rule(group, selection.device)
-                batch = batches.setdefault(rule, Batch())
+                key = self._key(group, selection.device)
+                batch = batches.setdefault(key, Batch())
                 lr = device_lr(group, selection.params[0].device)
-                batch.add(selection, plan, self._row(group, lr), lr, None if rule.seed is None else ordinal)
+                batch.add(selection, plan, self._row(group, lr), lr, None if key.seed is None else ordinal)
                 self._add_states(group, selection.params, batch)
             ordinal += len(plan.params)
         return batches
 
-    def _nothing_may_change(self, batches: dict[Rule, Batch]) -> bool:
+    def _nothing_may_change(self, batches: dict[BatchKey, Batch]) -> bool:
         """Return whether found_inf is set; read it from a GPU only if uninitialised buffers would be written."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None or not any(any(batch.first) for batch in batches.values()):
             return False
         return found_inf.item() != 0
 
-    def _launch_in_backend(self, rule: Rule, batch: Batch, found_inf: Tensor | None = None) -> None:
-        if not rule.reference:
-            self._launch(rule, batch, found_inf)
-            return
-        with ops.backend("reference"):
-            self._launch(rule, batch, found_inf)
+    def _launch_in_backend(self, key: BatchKey, batch: Batch, found_inf: Tensor | None = None) -> None:
+        with ops.backend("reference") if key.reference else nullcontext():
+            self._launch(key, batch, found_inf)
 
     def _current_plans(self) -> list[Plan]:
         plans = self._plans
@@ -272,41 +271,61 @@ class LocalityOptimizer(Optimizer):
     def _new_state(self, param: Tensor, group: Group) -> Tensor:
         return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
 
-    def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
-        """Return the keyword arguments that all operators of the family take."""
-        return {
-            "group_index": batch.group_index,
-            "maps": batch.maps,
-            "map_index": batch.map_index,
-            "penalties": batch.penalties,
-            "maximize": rule.maximize,
-            "l1": rule.l1,
-            "grad_scale": batch.on_device(getattr(self, "grad_scale", None)),
-            "ordinals": batch.ordinals,
-            "seed": rule.seed,
-            "rounding_step": rule.rounding_step,
-            **batch.lr_arguments(),
-        }
+    def _launch(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> None:
+        """Make the operator call; with ``found_inf``, which replaces GradScaler's, it checks and changes nothing."""
+        lrs = [lr for lr in batch.lrs if lr is not None]
+        places = iter(range(len(lrs)))
+        run_step(
+            StepArgs(
+                self._rule,
+                key.flags,
+                batch.params,
+                batch.grads,
+                batch.states[: key.states],
+                batch.steps,
+                as_hyper(batch.rows),
+                batch.first,
+                batch.group_index if len(batch.rows) > 1 else (),
+                lrs,
+                [-1 if lr is None else next(places) for lr in batch.lrs] if lrs else (),
+                batch.maps,
+                batch.map_index if batch.maps else (),
+                batch.penalties,
+                batch.on_device(getattr(self, "grad_scale", None)),
+                batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf,
+                batch.ordinals,
+                key.seed,
+                key.rounding_step,
+            )
+        )
 
-    def _found_inf(self, batch: Batch, found_inf: Tensor | None) -> Tensor | None:
-        """Return the operator's found_inf: the given tensor, or the one that GradScaler has set."""
-        return batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf
+    def _key(self, group: Group, device: str) -> BatchKey:
+        """Return the key of the batch that steps a group's parameters on one device."""
+        return BatchKey(
+            device,
+            group["fused"] is False,
+            self._state_count(group),
+            self._flags(group),
+            group["stochastic_rounding"],
+            group["rounding_step"],
+        )
 
-    def _rule(self, group: Group, device: str) -> Rule:
-        return rule_of(group, device, self._kind(group))
+    _rule: Rule
 
-    def _kind(self, group: Group) -> tuple[bool, bool]:
-        """Return the flags by which the class tells its rules apart."""
+    def _flags(self, group: Group) -> Flags:
+        """Return the operator's flags for a group."""
         raise NotImplementedError
 
-    _operator: str  # the name of its operator in loco_ext.ops
+    def _state_count(self, group: Group) -> int:
+        """Return how many states each parameter of the group has."""
+        raise NotImplementedError
 
     def _denominator(self, group: Group, param: Tensor) -> Tensor | None:
         """Return the divisor of the parameter's last step, ``lr * metric`` of a prox, or None if there was none."""
         raise NotImplementedError
 
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the operator arguments that decide about the prox of one parameter."""
+    def _states_of(self, group: Group, param: Tensor) -> list[Tensor]:
+        """Return the parameter's states, in the operator's order."""
         raise NotImplementedError
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
@@ -315,10 +334,6 @@ class LocalityOptimizer(Optimizer):
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         """Add the states of the group's parameters to the batch; missing ones are created for this step."""
-        raise NotImplementedError
-
-    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        """Make the operator call; with found_inf set it checks and changes nothing."""
         raise NotImplementedError
 
     def _step_with_torch(self, group: Group, plan: Plan) -> None:
@@ -332,11 +347,11 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            arguments = {
-                **{"hyper": as_hyper([self._row(group, None)]), "lrs": (), "lr_index": ()},
-                **{"group_index": [0], "penalties": [penalty], **self._prox_arguments(group, self.state[param])},
-            }
-            param.copy_(shrink(self._operator, arguments, 0, param))
+            states = [[state] for state in self._states_of(group, param)]
+            steps = [self.state[param]["step"]] if self._rule.counts_steps else ()
+            hyper = as_hyper([self._row(group, None)])
+            args = StepArgs(self._rule, self._flags(group), [param], [], states, steps, hyper, penalties=[penalty])
+            param.copy_(shrink(args, 0, param))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loco_ext.optim.plan import Batch, Rule
+from loco_ext.optim.plan import Batch, BatchKey
 
 
 def is_captured(param: Tensor) -> bool:
@@ -23,14 +23,14 @@ def check_states(param: Tensor) -> None:
         raise RuntimeError("step: expected the optimizer to have made a step before a CUDA graph captures one")
 
 
-def check_capture(rule: Rule, batch: Batch) -> None:
+def check_capture(key: BatchKey, batch: Batch) -> None:
     """Raise if a CUDA graph is being captured that would not replay this step as intended.
 
     Raises:
-        RuntimeError: see :func:`check_states`; or the rule rounds stochastically, as every replay would draw the same
+        RuntimeError: see :func:`check_states`; or the step rounds stochastically, as every replay would draw the same
             numbers.
     """
     if batch.created:
         check_states(batch.params[0])
-    if rule.seed is not None and is_captured(batch.params[0]):
+    if key.seed is not None and is_captured(batch.params[0]):
         raise RuntimeError("stochastic_rounding: expected None while a CUDA graph is captured, as replays round alike")

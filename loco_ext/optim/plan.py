@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.penalties import LayerPenalty, OfStep
+from loco_ext.ops.step_args import Flags
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.penalty import Folded, step_penalties
 from loco_ext.optim.sharding import local_tensors
@@ -193,14 +194,6 @@ class Batch:
         if ordinal is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
 
-    def lr_arguments(self) -> dict[str, Any]:
-        """Return the arguments for learning rates that are tensors on the device; empty if there are none."""
-        tensors = [lr for lr in self.lrs if lr is not None]
-        if not tensors:
-            return {}
-        places = iter(range(len(tensors)))
-        return {"lrs": tensors, "lr_index": [-1 if lr is None else next(places) for lr in self.lrs]}
-
     def on_device(self, scalar: Tensor | None) -> Tensor | None:
         """Return the scalar on the parameters' device."""
         return None if scalar is None else scalar.to(self.params[0].device)
@@ -213,26 +206,12 @@ class Batch:
             local_tensors(self.params, self.grads, [*self.states, self.steps], maps, penalties)
 
 
-class Rule(NamedTuple):
-    """The properties that groups must share to be stepped by one operator call."""
+class BatchKey(NamedTuple):
+    """What groups must share to be stepped by one operator call."""
 
     device: str
     reference: bool
-    kind: tuple[bool, bool]  # the flags by which the optimizer class tells its rules apart
-    maximize: bool
-    l1: bool
+    states: int  # states of each parameter
+    flags: Flags
     seed: int | None
     rounding_step: int
-
-
-def rule_of(group: Group, device: str, kind: tuple[bool, bool]) -> Rule:
-    """Return the rule that steps a group's parameters on one device."""
-    return Rule(
-        device,
-        group["fused"] is False,
-        kind,
-        bool(group["maximize"]),
-        group["norm"] == "l1",
-        group["stochastic_rounding"],
-        group["rounding_step"],
-    )

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
-from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer, as_hyper
+from loco_ext.ops import step_args
+from loco_ext.ops.step_args import Flags
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.hyper import check_hyper
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan, Rule
+from loco_ext.optim.plan import Batch, Group, Plan
 from loco_ext.optim.torch_path import split_by_decay
-from loco_ext.reference.optim_step import SGD_COLUMNS
 from loco_ext.sparsity import Penalty
 
 
@@ -101,19 +101,22 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         )
         self._finish_init()
 
-    _operator = "optim_step_sgd"
+    _rule = step_args.SGD
 
     def _denominator(self, group: Group, param: Tensor) -> None:
         return None
 
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        return {"momentum_buffers": [state["momentum_buffer"]] if group["momentum"] != 0 else []}
+    def _states_of(self, group: Group, param: Tensor) -> list[Tensor]:
+        return [self.state[param]["momentum_buffer"]] if group["momentum"] != 0 else []
 
-    def _kind(self, group: Group) -> tuple[bool, bool]:
-        return group["momentum"] != 0, bool(group["nesterov"])
+    def _flags(self, group: Group) -> Flags:
+        return Flags(bool(group["maximize"]), group["norm"] == "l1", nesterov=bool(group["nesterov"]))
+
+    def _state_count(self, group: Group) -> int:
+        return int(group["momentum"] != 0)
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
-        return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in SGD_COLUMNS[1:])]
+        return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in self._rule.columns[1:])]
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         if group["momentum"] != 0:
@@ -130,19 +133,6 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             buffers[i] = self._new_state(params[i], group)
             batch.created.append((params[i], "momentum_buffer", buffers[i]))
         batch.states[0] += buffers
-
-    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        _, nesterov = rule.kind
-        ops.optim_step_sgd(
-            batch.params,
-            batch.grads,
-            batch.states[0],
-            as_hyper(batch.rows),
-            first=batch.first,
-            nesterov=nesterov,
-            found_inf=self._found_inf(batch, found_inf),
-            **self._shared_arguments(rule, batch),
-        )
 
     def _step_with_torch(self, group: Group, plan: Plan) -> None:
         params: list[Tensor] = []
