@@ -12,10 +12,10 @@ from rich.text import Text
 from torch import Tensor
 
 from loco_ext.analysis import report
-from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
-from loco_ext.analysis.kernels import kernels
+from loco_ext.analysis.conv_weights import conv_weights
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
 from loco_ext.folders import owned
+from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 from loco_ext.output import json_text, one_line, replacing
 
 _LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
@@ -53,7 +53,7 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
     found = {}
     for name, model in models.items():
         try:
-            found[name] = kernels(model)
+            found[name] = conv_weights(model)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
     statistics = {name: locality_statistics(model, weighting=weighting) for name, model in models.items()}

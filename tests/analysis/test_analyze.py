@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from loco_ext.analysis import estimate_locality, locality_statistics
-from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.analysis.command import short_names
 from loco_ext.analysis.report import PARTS, tap_figure
 from loco_ext.cli import main
+from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 
 def make_model(seed=0):

@@ -232,14 +232,14 @@ BAD = [
     ((MAP, (4, 6)), ValueError, "window: expected .* at most the map's 4 x 5"),
     ((MAP, 0), ValueError, "window: expected .* got 0"),
     ((MAP, (-3, 3)), ValueError, "window: expected .* got "),
-    ((MAP, 2.0), TypeError, "window: expected an int or a pair of ints, got 2.0"),
-    ((MAP, True), TypeError, "window: expected an int or a pair of ints, got True"),
-    ((MAP, (3,)), TypeError, "window: expected an int or a pair of ints"),
-    ((MAP, "33"), TypeError, "window: expected an int or a pair of ints"),
-    ((MAP, (2, 3.0)), TypeError, "window: expected an int or a pair of ints"),
+    ((MAP, 2.0), TypeError, "window: expected an int, or one for each of 2 axes, got 2.0"),
+    ((MAP, True), TypeError, "window: expected an int, or one for each of 2 axes, got True"),
+    ((MAP, (3,)), ValueError, "window: expected an int, or one for each of 2 axes"),
+    ((MAP, "33"), TypeError, "window: expected an int, or one for each of 2 axes"),
+    ((MAP, (2, 3.0)), TypeError, "window: expected an int, or one for each of 2 axes"),
     ((MAP, 3, -1), ValueError, "q: expected a finite number of at least 0, got -1"),
     ((MAP, 3, math.inf), ValueError, "q: expected a finite number of at least 0, got inf"),
-    ((MAP, 3, "2"), TypeError, "q: expected a real number, got '2'"),
+    ((MAP, 3, "2"), TypeError, "q: expected a number, got '2'"),
 ]
 
 
