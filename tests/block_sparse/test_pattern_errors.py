@@ -120,7 +120,11 @@ def test_indices_are_tensors_and_fit_their_convolution():
             ValueError,
             r"padding: 'same' is for stride 1 alone, got stride \(1, 2\)",
         ),
-        ({"padding_mode": "constant"}, ValueError, "padding_mode: expected one of 'zeros', 'circular', 'reflect', 'replicate'"),
+        (
+            {"padding_mode": "constant"},
+            ValueError,
+            "padding_mode: expected one of 'zeros', 'circular', 'reflect', 'replicate'",
+        ),
         ({"padding_mode": "reflect", "padding": 8}, ValueError, r"padding: expected at most \(7, 8\) for reflect"),
         ({"padding_mode": "circular", "padding": 9}, ValueError, r"padding: expected at most \(8, 9\) for circular"),
     ],
