@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bench import harness, machine, tables
 from loco_ext import sparsity
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 
 _TORCHVISION = (
     "resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 vgg16_bn mobilenet_v2 mobilenet_v3_large mnasnet1_0 "

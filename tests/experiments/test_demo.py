@@ -14,7 +14,7 @@ import torch
 from loco_ext import sparsity
 from loco_ext.analysis import locality_statistics
 from loco_ext.cli import main
-from loco_ext.experiments import data, demo, report
+from loco_ext.experiments import data, demo, demo_networks
 from loco_ext.experiments.data import digits
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
@@ -239,7 +239,7 @@ def test_info(capsys):
 def test_a_network_without_3x3_convolutions_has_no_means():
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 5), torch.nn.Linear(3, 3))
     with pytest.raises(ValueError, match="model: expected a 3x3 convolution in it, got 1 convolutions of other sizes"):
-        report.mean_abs_weights(model)
+        demo_networks.mean_abs_weights(model)
 
 
 def test_digits():
