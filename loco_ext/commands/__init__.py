@@ -87,7 +87,7 @@ class SettingsOptions(NamedTuple):
             option.show_default = _defaults(values) or False
             kind = str if option.parser else kind  # typer would ask for several values of a tuple
             default = None if values else inspect.Parameter.empty
-            annotation: Any = Annotated[Optional[kind] if values else kind, option]  # type: ignore[valid-type]  # noqa: UP045
+            annotation: Any = Annotated[Optional[kind] if values else kind, option]  # noqa: UP045
             yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

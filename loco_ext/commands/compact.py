@@ -24,7 +24,7 @@ def run(
         Literal["measured", "multiply_adds"], typer.Option(help="What decides how a layer is computed.")
     ] = "measured",
     fold_norms: Annotated[
-        bool, typer.Option(help="Fold batch normalisations into the convolutions before them.")
+        bool, typer.Option(help="Fold batch normalisations into the convolutions before them.", show_default="yes")
     ] = True,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write model.onnx too.")] = False,
     device: Device = "cpu",
