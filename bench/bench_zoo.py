@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                 times[key] += [time.thread_time() - begun] if turn else []
     return {
         "network": name,
-        "candidates": {key: {"median": statistics.median(values)} for key, values in times.items()},
+        "candidates": {key: asdict(harness.summarise([values])) for key, values in times.items()},
         "speedup": statistics.median(a / b for a, b in zip(times["network"], times["compacted"], strict=True)),
         "speedup_reported": (report.latency_before or 1.0) / (report.latency_after or 1.0),
         "compaction_seconds": seconds,
