@@ -37,9 +37,9 @@ from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.options import Option
 from loco_ext.output import json_text, replacing
+from loco_ext.penalties import GroupPenalty
+from loco_ext.penalties.strengths import convolutions
 from loco_ext.sparsity.frontier import PATHS, Frontier
-from loco_ext.sparsity.penalties import GroupPenalty
-from loco_ext.sparsity.strengths import convolutions
 
 METHODS = ("prox", "subgradient", "width")
 BATCH_NORMS = ("folded", "scaled", "live")

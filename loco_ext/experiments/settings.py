@@ -11,9 +11,9 @@ from loco_ext.errors import UserError
 from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
 from loco_ext.options import Option
+from loco_ext.penalties import GroupPenalty
+from loco_ext.penalties.filters import WEIGHTINGS
 from loco_ext.sparsity import KernelPenalty, RingPenalty
-from loco_ext.sparsity.penalties import GroupPenalty
-from loco_ext.sparsity.weightings import WEIGHTINGS
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("steps", "cosine")

@@ -15,8 +15,8 @@ from loco_ext.optim.hyper import check_hyper
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.plan import Batch, Group, Plan, Rule
 from loco_ext.optim.torch_path import split_by_decay
+from loco_ext.penalties import Penalty
 from loco_ext.reference.optim_step import arithmetic_dtype
-from loco_ext.sparsity import Penalty
 
 
 def _moments(amsgrad: bool) -> tuple[str, ...]:

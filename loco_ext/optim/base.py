@@ -22,7 +22,7 @@ from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.hyper import check_hyper, is_zero
 from loco_ext.optim.loading import check_states
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
-from loco_ext.optim.penalty import as_plain, from_plain
+from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
 from loco_ext.optim.warning import warn_caller
 
@@ -342,7 +342,7 @@ class LocalityOptimizer(Optimizer):
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
         state = super().state_dict()
         for group in state["param_groups"]:
-            group["penalty"] = as_plain(group["penalty"])
+            group["penalty"] = to_plain(group["penalty"])
         return state
 
     @torch._disable_dynamo

@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops.penalties import LayerPenalty, OfStep
 from loco_ext.optim.locality import check_locality, decay_maps
-from loco_ext.optim.penalty import Folded, step_penalties
+from loco_ext.optim.penalty import step_penalties
 from loco_ext.optim.sharding import local_tensors
+from loco_ext.penalties.folded import FoldedFactors
 
 Group = dict[str, Any]
 
@@ -66,7 +67,7 @@ class Plan:
     maps: list[Tensor]  # without duplicates
     map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
     penalties: list[OfStep | None]  # for each parameter, without FoldedPenalty; empty if no parameter has one
-    folded: list[Folded]  # the parameters with a FoldedPenalty
+    folded: list[tuple[Tensor, FoldedFactors]]  # the parameters with a FoldedPenalty
     plain: bool  # no parameter is of a tensor subclass such as DTensor
     fake_mode: object
 
