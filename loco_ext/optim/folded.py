@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from loco_ext.optim.plan import Group, Plan
+from loco_ext.optim.options import Group
+from loco_ext.optim.plan import Plan
 from loco_ext.penalties.folded import FoldedFactors, lengths_of
 from loco_ext.reference.optim_step import arithmetic_dtype
 

@@ -58,4 +58,4 @@ def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, is_cu
         )
         expected = pytest.raises(RuntimeError, match=reason)
     with expected:
-        check_capture(rule, batch)
+        Batch.check_capture(batch, rule)
