@@ -11,12 +11,12 @@ from torch.optim.adam import adam as torch_adam
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, check_hyper, own_options, uses_kernels, with_options
+from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, uses_kernels, with_options
 from loco_ext.optim.plan import Batch, Plan, Rule, check_not_captured
 from loco_ext.optim.states import new_state
 from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.penalties import Penalty
-from loco_ext.reference.optim_step import arithmetic_dtype
+from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 
 
 def _moments(amsgrad: bool) -> tuple[str, ...]:
@@ -26,17 +26,11 @@ def _moments(amsgrad: bool) -> tuple[str, ...]:
 class _FusedAdam(LocalityOptimizer):
     """The fused step shared by Adam and AdamW."""
 
-    _operator = "optim_step_adam"
-
-    def _denominator(self, group: Group, param: Tensor) -> Tensor:
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor]:
         state, (_, beta2) = self.state[param], group["betas"]
         second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].to(arithmetic_dtype(param))
         correction = (1 - beta2 ** state["step"].double()).sqrt().to(second)
-        return second.sqrt() / correction + group["eps"]
-
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        lists = {name + "s": [state[name]] for name in _moments(group["amsgrad"])}
-        return {**lists, "steps": [state["step"]], "amsgrad": group["amsgrad"]}
+        return lr_for(param, group), correctly_rounded_sqrt(second) / correction + group["eps"]
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])

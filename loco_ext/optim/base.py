@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
-from loco_ext.ops.shrink import shrink
+from loco_ext.ops.shrink import prox_of
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, uses_torch
@@ -24,6 +24,7 @@ from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
 from loco_ext.optim.states import check_states, restore_states
 from loco_ext.optim.warning import warn_caller
+from loco_ext.reference.optim_step import arithmetic_dtype
 
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
@@ -237,14 +238,11 @@ class LocalityOptimizer(Optimizer):
         """Return the flags by which the class tells its rules apart."""
         raise NotImplementedError
 
-    _operator: str  # the name of its operator in loco_ext.ops
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
+        """Return the size of the prox that belongs to the parameter's last step, and its metric times that size.
 
-    def _denominator(self, group: Group, param: Tensor) -> Tensor | None:
-        """Return the divisor of the parameter's last step, ``lr * metric`` of a prox, or None if there was none."""
-        raise NotImplementedError
-
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the operator arguments that decide about the prox of one parameter."""
+        The size is a number, or a tensor where the learning rate is one. The metric is None if it is that of ones.
+        """
         raise NotImplementedError
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
@@ -270,11 +268,11 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            arguments = {
-                **{"hyper": as_hyper([self._row(group, None)]), "lrs": (), "lr_index": ()},
-                **{"group_index": [0], "penalties": [penalty], **self._prox_arguments(group, self.state[param])},
-            }
-            param.copy_(shrink(self._operator, arguments, 0, param))
+            size, divisor = self._prox_size(group, param)
+            if size != 0:
+                size, metric = (float(size), None) if divisor is None else (1.0, divisor / float(size))
+                wide = param.to(arithmetic_dtype(param))
+                param.copy_(prox_of(penalty, wide, size, metric))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

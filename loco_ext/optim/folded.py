@@ -27,7 +27,7 @@ class _Optimizer(Protocol):
     param_groups: list[Group]
     state: Any
 
-    def _denominator(self, group: Group, param: Tensor) -> Tensor | None: ...
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]: ...
 
 
 @contextmanager
@@ -118,12 +118,12 @@ class _FoldedStep:
         weight, gamma = self.weight.detach(), self.gamma.detach()
         wide = weight.to(arithmetic_dtype(weight))
         if self.turns:
-            size, metric = self._size(self.group, self.weight)
+            size, metric = self.optimizer._prox_size(self.group, self.weight)
             lengths = lengths_of(wide) if metric is None else self.lengths
             wide = self.factors.rotate(wide, self.scales, size, lengths, metric)
             weight.copy_(_unless(found_inf, wide, weight))
         if self.gamma.grad is not None:
-            size, metric = self._size(self.gamma_group, self.gamma)
+            size, metric = self.optimizer._prox_size(self.gamma_group, self.gamma)
             size = size if metric is None else size / metric.double()
             shortened = self.factors.shorten(gamma, wide, size)
             gamma.copy_(_unless(found_inf, shortened, gamma))
@@ -132,14 +132,6 @@ class _FoldedStep:
         stepped = [(self.group, self.weight), (self.gamma_group, self.gamma)]
         state = self.optimizer.state
         return all("betas" not in group or p.grad is None or state.get(p) for group, p in stepped)
-
-    def _size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
-        """Return the step size, and the step's divisor or None."""
-        lr = group["lr"]
-        lr = lr.to(param.device, torch.float64) if isinstance(lr, Tensor) else lr
-        momentum = group.get("momentum", 0)
-        undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
-        return lr * undamped, self.optimizer._denominator(group, param)
 
 
 def _unless(found_inf: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

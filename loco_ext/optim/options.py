@@ -64,6 +64,12 @@ def device_lr(group: Group, device: torch.device) -> Tensor | None:
     return lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu and device.type != "cpu" else None
 
 
+def lr_for(param: Tensor, group: Group) -> float | Tensor:
+    """Return the group's learning rate; a tensor, as float64 on the parameter's device, without waiting for it."""
+    lr = group["lr"]
+    return lr.to(param.device, torch.float64) if isinstance(lr, Tensor) else lr
+
+
 def check_own(group: Group) -> None:
     """Raise TypeError or ValueError if an option that this package adds is unusable, whatever the parameters are."""
     if group["norm"] not in ("l2", "l1"):

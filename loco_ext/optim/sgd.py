@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.options import Group, check_hyper, own_options, with_options
+from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, with_options
 from loco_ext.optim.plan import Batch, Plan, Rule
 from loco_ext.optim.states import new_state
 from loco_ext.optim.torch_path import split_by_decay
@@ -96,13 +96,10 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         )
         self._finish_init(own)
 
-    _operator = "optim_step_sgd"
-
-    def _denominator(self, group: Group, param: Tensor) -> None:
-        return None
-
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        return {"momentum_buffers": [state["momentum_buffer"]] if group["momentum"] != 0 else []}
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, None]:
+        momentum = group["momentum"]
+        undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
+        return lr_for(param, group) * undamped, None
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return group["momentum"] != 0, bool(group["nesterov"])

@@ -123,6 +123,15 @@ def test_the_step_leaves_grad_mode_and_returns_nothing_without_a_closure(name):
 
 
 @pytest.mark.parametrize("name", CLASSES)
+def test_parameters_unfrozen_later_start_their_own_states(name):
+    """Each step has other parameters frozen; momentum starts at the first gradient, Adam counts steps per parameter."""
+    options = {**RICH[name], **({"dampening": 0.5} if name == "SGD" else {})}
+    ours, theirs = pair(name, make_params(), **options)
+    for step, frozen in enumerate([(3, 5), (3,), (), (0, 6), ()]):
+        follow(ours, theirs, seed=step, frozen=frozen)
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_empty_groups_and_tensors_are_stepped(name):
     ours, theirs = pair(name, [{"params": []}, {"params": make_params([(0,), (3, 0, 3, 3)])}], **RICH[name])
     follow(ours, theirs)
