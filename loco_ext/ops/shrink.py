@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loco_ext.ops.penalties import LayerPenalty, StepPenalty
+from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
 from loco_ext.ops.ring_prox import ring_prox
 from loco_ext.ops.step_args import StepArgs
 from loco_ext.reference.optim_step import arithmetic_dtype, prox_step
@@ -42,12 +42,15 @@ def step_on_copies(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
 def shrink(args: StepArgs, index: int, w: Tensor) -> Tensor:
     """Return the prox of ``w``, a penalised parameter after its step."""
     size, metric = prox_step(args, index, w.dtype)
-    if size == 0:
-        return w
     penalty = args.penalties[index]
+    assert penalty is not None
+    return w if size == 0 else prox_of(penalty, w, size, metric)
+
+
+def prox_of(penalty: OfStep, w: Tensor, size: float, metric: Tensor | None) -> Tensor:
+    """Return the penalty's prox of the weights ``w`` for a step of this size in the metric; None: ones."""
     if isinstance(penalty, LayerPenalty):
         return penalty.prox(w, size, metric)
-    assert penalty is not None
     thresholds, squared = penalty.scaled(size)
     return ring_prox(w, penalty.rings, thresholds, squared, metric, linf=penalty.linf, coupled=penalty.coupled)
 

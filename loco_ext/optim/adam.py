@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from loco_ext.ops.step_args import ADAM, Flags
-from loco_ext.optim.base import LocalityOptimizer, uses_kernels
-from loco_ext.optim.capture import check_states
-from loco_ext.optim.hyper import check_hyper
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan
+from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, uses_kernels, with_options
+from loco_ext.optim.plan import Batch, Plan, check_not_captured
+from loco_ext.optim.states import new_state
 from loco_ext.optim.torch_path import split_by_decay
-from loco_ext.reference.optim_step import arithmetic_dtype
-from loco_ext.sparsity import Penalty
+from loco_ext.penalties import Penalty
+from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 
 
 def _moments(amsgrad: bool) -> tuple[str, ...]:
@@ -28,20 +28,15 @@ class _FusedAdam(LocalityOptimizer):
 
     _rule = ADAM
 
-    def _denominator(self, group: Group, param: Tensor) -> Tensor:
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor]:
         state, (_, beta2) = self.state[param], group["betas"]
         second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].to(arithmetic_dtype(param))
         correction = (1 - beta2 ** state["step"].double()).sqrt().to(second)
-        return second.sqrt() / correction + group["eps"]
-
-    def _states_of(self, group: Group, param: Tensor) -> list[Tensor]:
-        return [self.state[param][name] for name in _moments(group["amsgrad"])]
+        return lr_for(param, group), correctly_rounded_sqrt(second) / correction + group["eps"]
 
     def _flags(self, group: Group) -> Flags:
-        decoupled = bool(group["decoupled_weight_decay"])
-        return Flags(
-            bool(group["maximize"]), group["norm"] == "l1", amsgrad=bool(group["amsgrad"]), decoupled=decoupled
-        )
+        maximize, l1, amsgrad = bool(group["maximize"]), group["norm"] == "l1", bool(group["amsgrad"])
+        return Flags(maximize, l1, amsgrad=amsgrad, decoupled=bool(group["decoupled_weight_decay"]))
 
     def _state_count(self, group: Group) -> int:
         return len(_moments(group["amsgrad"]))
@@ -69,7 +64,7 @@ class _FusedAdam(LocalityOptimizer):
 
     def _bring_steps(self, params: list[Tensor], batch: Batch) -> None:
         """Move the group's step counts, the batch's last entries, to the GPU: a checkpoint may hold them on the CPU."""
-        check_states(params[0])
+        check_not_captured(params[0])
         base = len(batch.steps) - len(params)
         for i, param in enumerate(params, start=base):
             batch.steps[i] = batch.steps[i].to(param.device)
@@ -79,7 +74,7 @@ class _FusedAdam(LocalityOptimizer):
     def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the parameter's state, completed; new tensors are kept only if the step succeeds."""
         state = self.state.get(param, {})
-        made = {key: self._new_state(param, group) for key in keys if key not in state}
+        made = {key: new_state(param, group) for key in keys if key not in state}
         if "step" not in state:
             on_device = group["capturable"] or group["fused"] or uses_kernels(group, param)
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]
@@ -167,15 +162,9 @@ class Adam(_FusedAdam, torch.optim.Adam):
         stochastic_rounding: int | None = None,
     ) -> None:
         check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._own_arguments(
-            locality=locality,
-            penalty=penalty,
-            norm=norm,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-        )
+        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
         super().__init__(
-            params,
+            with_options(params, own),
             lr,
             betas,
             eps,
@@ -188,7 +177,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._finish_init()
+        self._finish_init(own)
 
 
 class AdamW(_FusedAdam, torch.optim.AdamW):
@@ -236,15 +225,9 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         stochastic_rounding: int | None = None,
     ) -> None:
         check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._own_arguments(
-            locality=locality,
-            penalty=penalty,
-            norm=norm,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-        )
+        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
         super().__init__(
-            params,
+            with_options(params, own),
             lr,
             betas,
             eps,
@@ -256,4 +239,4 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._finish_init()
+        self._finish_init(own)

@@ -70,7 +70,7 @@ def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words:
     if args.flags.amsgrad:
         v = torch.maximum(max_exp_avg_sqs[0][i].to(w.dtype), v)
         words.store(max_exp_avg_sqs[0][i], v, 3)
-    denominator = _sqrt(v) / (1 - beta2**step) ** 0.5 + eps
+    denominator = correctly_rounded_sqrt(v) / (1 - beta2**step) ** 0.5 + eps
     w = w + -(lr / (1 - beta1**step)) * m / denominator
     return w, float(lr != 0), lambda: denominator / lr
 
@@ -87,7 +87,7 @@ def prox_step(args: StepArgs, index: int, dtype: torch.dtype) -> tuple[float, Te
     _, _, beta2, eps = row
     second = args.state("max_exp_avg_sqs" if args.flags.amsgrad else "exp_avg_sqs")[index].to(dtype)
     correction = (1 - beta2 ** args.steps[index].double()).sqrt().to(second)
-    return float(lr != 0), (_sqrt(second) / correction + eps) / lr if lr != 0 else None
+    return float(lr != 0), (correctly_rounded_sqrt(second) / correction + eps) / lr if lr != 0 else None
 
 
 def _undamped(momentum: float, dampening: float) -> float:
@@ -126,7 +126,7 @@ def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def _sqrt(v: Tensor) -> Tensor:
+def correctly_rounded_sqrt(v: Tensor) -> Tensor:
     """Return the correctly rounded square root, as the kernels do; torch's in float32 may be off by an ulp."""
     return v.double().sqrt().float() if _can_double(v) else v.sqrt()
 

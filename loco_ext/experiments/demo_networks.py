@@ -1,0 +1,131 @@
+"""Report on trained networks: the magnitude of their weights by tap, as numbers, a table and a figure."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from rich.console import Console
+from torch import Tensor, nn
+
+from loco_ext import geometry
+from loco_ext.analysis import LocalityStatistics, locality_statistics
+from loco_ext.analysis.tables import statistics_table
+from loco_ext.experiments.figures import write
+from loco_ext.experiments.tables import print_table
+
+CLASSES = ("centre", "edge", "corner")  # distance classes of a 3x3 kernel, nearest first
+
+
+@dataclass(frozen=True)
+class Network:
+    """Measurements of a trained network. Mean absolute weights are over all its 3x3 convolutions."""
+
+    name: str
+    optimizer: str
+    locality: tuple[float, float]  # gamma and eta; (1, 1) is ordinary weight decay
+    accuracy: float  # on the test samples after the last epoch, in [0, 1]
+    accuracy_by_epoch: list[float]
+    mean_abs_weight: dict[str, float]  # by class: centre, edge, corner
+    mean_abs_weight_by_tap: list[list[float]]  # [3][3]
+    statistics: LocalityStatistics  # LOCO-REG, Table 4
+
+
+def describe(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    locality: tuple[float, float],
+    accuracies: list[float],
+) -> Network:
+    """Measure a network that ``optimizer`` has trained; ``accuracies`` has one entry per epoch."""
+    taps = mean_abs_weights(model)
+    index, distances = geometry.distance_classes((3, 3))
+    means = [taps[index == number].mean().item() for number in range(len(distances))]
+    return Network(
+        name=name,
+        optimizer=f"{type(optimizer).__module__.removesuffix('.sgd')}.{type(optimizer).__name__}",
+        locality=locality,
+        accuracy=accuracies[-1],
+        accuracy_by_epoch=accuracies,
+        mean_abs_weight=dict(zip(CLASSES, means, strict=True)),
+        mean_abs_weight_by_tap=taps.tolist(),
+        statistics=locality_statistics(model),
+    )
+
+
+@torch.no_grad()
+def mean_abs_weights(model: nn.Module) -> Tensor:
+    """Return the mean absolute weight of every tap over all filters of all 3x3 convolutions, float64 [3, 3] on the CPU.
+
+    Raises:
+        ValueError: ``model`` has no 3x3 convolution.
+    """
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    filters = [
+        convolution.weight.cpu().double().flatten(0, 1)  # [filters, 3, 3]
+        for convolution in convolutions
+        if convolution.kernel_size == (3, 3)
+    ]
+    if not filters:
+        raise ValueError(
+            f"model: expected a 3x3 convolution in it, got {len(convolutions)} convolutions of other sizes"
+        )
+    return torch.cat(filters).abs().mean(0)
+
+
+def print_networks(networks: list[Network]) -> None:
+    """Print test accuracy, mean absolute weight by distance, and LOCO-REG's Table 4 statistics of each network."""
+    rows = []
+    for network in networks:
+        means = network.mean_abs_weight
+        ratio = f"{means['centre'] / means['corner']:.2f}"
+        rows.append([_label(network), f"{network.accuracy:.1%}", *(f"{means[name]:.4f}" for name in CLASSES), ratio])
+    headers = ["decay (gamma, eta)", "accuracy", *CLASSES, "centre / corner"]
+    print_table(headers, rows, "Test accuracy and mean |weight| of the 3x3 convolutions")
+    Console().print(statistics_table({_label(network): network.statistics for network in networks}))
+
+
+def save_figure(networks: list[Network], path: Path) -> None:
+    """Write a PNG: mean absolute weight by tap of every network, on one colour scale, and the test accuracies."""
+    figure = Figure(figsize=(3.2 * len(networks) + 5, 3.6), layout="constrained")
+    maps, right = figure.subfigures(1, 2, squeeze=False, width_ratios=[3.2 * len(networks), 5])[0]
+    maps.suptitle("Mean |weight| of the 3x3 convolutions, by tap and decay (gamma, eta)")
+    highest = max(max(map(max, network.mean_abs_weight_by_tap)) for network in networks)
+    for axes, network in zip(maps.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
+        _draw_taps(axes, network, highest)
+    right.suptitle("Test accuracy")
+    _draw_accuracies(right.subplots(), networks)
+    write(figure, path)
+
+
+def _draw_taps(axes: Axes, network: Network, highest: float) -> None:
+    axes.imshow(network.mean_abs_weight_by_tap, vmin=0, vmax=highest, cmap="Blues")
+    for row, means in enumerate(network.mean_abs_weight_by_tap):
+        for column, mean in enumerate(means):
+            color = "white" if mean > 0.6 * highest else "black"
+            axes.text(column, row, f"{mean:.4f}", ha="center", va="center", color=color)
+    axes.set(xlabel=_label(network), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def _draw_accuracies(axes: Axes, networks: list[Network]) -> None:
+    for network in networks:
+        epochs = range(1, len(network.accuracy_by_epoch) + 1)
+        label = f"{network.name}, in the end {network.accuracy:.1%}"
+        axes.plot(epochs, network.accuracy_by_epoch, marker=".", label=label)
+    # The first epochs start near chance; they are out of view so that the last ones can be told apart.
+    largest_error = max(1 - network.accuracy for network in networks)
+    axes.set(xlabel="epoch", ylim=(max(0.0, 1 - 6 * largest_error - 0.01), 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _label(network: Network) -> str:
+    gamma, eta = network.locality
+    return f"{network.name} ({gamma:g}, {eta:g})"

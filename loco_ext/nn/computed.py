@@ -1,0 +1,149 @@
+"""Weights that a module computes from other parameters: by parametrizations, or by the hooks of torch.nn.utils."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+HOW_TO_MAKE_PLAIN = "remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove makes it one"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The way in which a module computes a weight.
+
+    Attributes:
+        by: name of what computes it, for messages.
+        kernels: the parameter whose kernels are those of the weight, tap by tap, up to one factor for each kernel or
+            for all of them, or up to masked taps; None if no such parameter is known.
+        masked: whether the weight is ``kernels`` with some elements set to zero.
+    """
+
+    by: str
+    kernels: nn.Parameter | None
+    masked: bool = False
+
+
+def computed(module: nn.Module, name: str = "weight") -> Computed | None:
+    """Return how the module computes the tensor of this name; None if it is stored or does not exist."""
+    parameters: dict[str, Any] = module._parameters
+    if name in parameters:
+        return None
+    if parametrize.is_parametrized(module, name):
+        return _parametrized(module.parametrizations[name])  # type: ignore[index, arg-type]
+    hook = _hooks(module).get(name)
+    if isinstance(hook, prune.BasePruningMethod):
+        return Computed("pruning", parameters.get(f"{name}_orig"), masked=True)
+    if isinstance(hook, SpectralNorm):
+        return Computed("SpectralNorm", parameters.get(f"{name}_orig"))
+    if isinstance(hook, WeightNorm):
+        return Computed("WeightNorm", parameters.get(f"{name}_v") if _keeps_taps(hook) else None)
+    stored = name in module._buffers or getattr(module, name, None) is None
+    return None if stored else Computed("code of its own", None)
+
+
+@torch.no_grad()
+def weight_of(module: _ConvNd) -> Tensor:
+    """Return a convolution's weight as computed in eval mode; hooks only keep the weight of the last forward."""
+    hook = _hooks(module).get("weight")
+    if isinstance(hook, prune.BasePruningMethod):
+        return hook.apply_mask(module)
+    if isinstance(hook, SpectralNorm):
+        return hook.compute_weight(module, do_power_iteration=False)
+    if isinstance(hook, WeightNorm):
+        return hook.compute_weight(module)
+    if not parametrize.is_parametrized(module, "weight"):
+        return module.weight
+    parts: Any = module.parametrizations
+    modes = {part: part.training for part in parts.modules()}
+    try:
+        parts.eval()
+        return module.weight
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Return whether the module is a convolution that is not transposed: filters lie along the first axis."""
+    return isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise TypeError or ValueError unless this is a model whose Conv modules all have parameters as weights."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if is_convolution(module):
+            check_plain_weight(name, module)
+
+
+def check_plain_weight(name: str, module: nn.Module) -> None:
+    """Raise ValueError unless the weight of a model's convolution is a parameter."""
+    if (how := computed(module)) is not None:
+        raise ValueError(
+            f"model: expected convolutions whose weights are parameters, got {name!r}, whose weight {how.by} computes; "
+            f"{HOW_TO_MAKE_PLAIN}"
+        )
+
+
+def make_weights_plain(model: nn.Module) -> None:
+    """Replace each tensor that a module computes by a parameter with its value, in place, for a model in eval mode.
+
+    No parametrizations and no hooks of weight_norm, spectral_norm and prune remain. The class of a parametrized module
+    is shared by its copies and is not changed, whereas torch's remove_parametrizations would change it.
+    """
+    for module in list(model.modules()):
+        for name, hook in reversed(_hooks(module).items()):  # a later hook may produce the input of an earlier one
+            if isinstance(hook, prune.BasePruningMethod):
+                prune.remove(module, name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(module, name)
+            else:
+                remove_weight_norm(module, name)
+        if parametrize.is_parametrized(module):
+            _remove_parametrizations(module)
+
+
+@torch.no_grad()
+def _remove_parametrizations(module: nn.Module) -> None:
+    lists: Any = module.parametrizations
+    values: dict[str, Tensor] = {name: getattr(module, name).detach().clone() for name in lists}
+    module.__class__ = parametrize.type_before_parametrizations(module)
+    del module.parametrizations
+    for name, value in values.items():
+        originals = list(lists[name].parameters(recurse=False))
+        if originals:
+            module.register_parameter(name, nn.Parameter(value, any(p.requires_grad for p in originals)))
+        else:
+            module.register_buffer(name, value)
+
+
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    """Return the hooks of prune, spectral_norm and weight_norm, by the name of the tensor that each computes."""
+    hooks = module._forward_pre_hooks.values()
+    named = {hook._tensor_name: hook for hook in hooks if isinstance(hook, prune.BasePruningMethod)}
+    return {**{hook.name: hook for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}, **named}
+
+
+def _parametrized(parts: parametrize.ParametrizationList) -> Computed:
+    by = ", ".join(type(part).__name__.removeprefix("_") for part in parts)
+    first, *others = parts
+    known = isinstance(first, _SpectralNorm) or (isinstance(first, _WeightNorm) and _keeps_taps(first))
+    kernels = None
+    if known and all(isinstance(part, _SpectralNorm) for part in others):
+        kernels = parts._parameters.get("original1" if isinstance(first, _WeightNorm) else "original")
+    return Computed(by, kernels)
+
+
+def _keeps_taps(norm: Any) -> bool:
+    """Return whether a weight norm has one factor for all taps of a kernel: its dim is one of channels, or -1, all."""
+    return norm.dim < 2

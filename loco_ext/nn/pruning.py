@@ -1,0 +1,52 @@
+"""Choice of the blocks that remain when a layer is pruned."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from loco_ext.argument_checks import check_count
+from loco_ext.geometry import BlockPattern
+
+
+def blocks_to_keep(
+    weight: Tensor, pattern: BlockPattern, keep: Tensor | None, threshold: float | None, radius: int | None
+) -> Tensor:
+    """Return which blocks to keep, bool ``[nnz]``, according to the one of the three arguments that is not None.
+
+    Raises:
+        TypeError: not exactly one of them is given, or it has a wrong type.
+        ValueError: the number is negative or NaN.
+    """
+    given = [
+        name for name, value in (("keep", keep), ("threshold", threshold), ("radius", radius)) if value is not None
+    ]
+    if len(given) != 1:
+        raise TypeError(f"prune: expected exactly one of keep, threshold and radius, got {', '.join(given) or 'none'}")
+    if keep is not None:
+        return keep
+    if threshold is not None:
+        return _above(weight, threshold)
+    return _within(pattern, check_count("radius", radius))
+
+
+def _above(weight: Tensor, threshold: float) -> Tensor:
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
+        raise TypeError(f"threshold: expected a number, got {threshold!r}")
+    if math.isnan(threshold) or threshold < 0:
+        raise ValueError(f"threshold: expected at least 0, got {threshold}")
+    norms = torch.linalg.vector_norm(weight.detach(), dim=(1, 2, 3), dtype=torch.float64)
+    return ~(norms <= threshold)  # a block with NaN is kept
+
+
+def _within(pattern: BlockPattern, radius: int) -> Tensor:
+    conv = pattern.to("cpu").conv
+    assert conv is not None
+    whole = BlockPattern.from_conv(
+        conv.input_size, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
+    )
+    united, places, wanted = pattern.union(whole.grow(radius)[0])
+    return torch.zeros(united.nnz, dtype=torch.bool, device="cpu").index_fill_(0, wanted, True)[places]

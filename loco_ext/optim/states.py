@@ -1,0 +1,101 @@
+"""States of parameters: new ones, and those that a state dict brings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from loco_ext.optim.options import Group
+
+_MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def state_dtype(param: Tensor, group: Group) -> torch.dtype:
+    """Return the dtype of states: the parameter's, or float32 for bfloat16 and float16 if the group asks for it."""
+    return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
+
+
+@torch.inference_mode(False)  # later steps may run outside inference mode, so no state may be an inference tensor
+def new_state(param: Tensor, group: Group) -> Tensor:
+    """Return zeros for a state of the parameter, with its strides."""
+    return torch.zeros_like(param, dtype=state_dtype(param, group), memory_format=torch.preserve_format)
+
+
+def restore_states(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Give loaded states their dtype and strides back: torch casts to the parameter's dtype and ignores strides."""
+    for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            states = optimizer.state[param]
+            for name, value in loaded["state"].get(key, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if name == "step":
+                    states[name] = _as_step(states[name])
+                elif value.shape == param.shape:
+                    dtype, now = state_dtype(param, group), states[name]
+                    if now.dtype != dtype or now.stride() != param.stride():
+                        states[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
+
+
+def _as_step(count: Tensor) -> Tensor:
+    """Return a step count of any dtype in a dtype that the operators take: float32 or float64."""
+    return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
+
+
+def check_states(groups: list[Group], loaded: Mapping[str, Any]) -> None:
+    """Raise if a state does not fit its parameter; groups that do not fit are left to torch.
+
+    NaN and infinities are accepted, as in torch.optim: a diverged training saves them.
+
+    Args:
+        groups: the optimizer's ``param_groups``.
+        loaded: the state dict that ``load_state_dict`` was given.
+
+    Raises:
+        TypeError, ValueError: naming the state, the expectation and the value received.
+    """
+    states = loaded["state"]
+    if not isinstance(states, Mapping):
+        raise TypeError(f"state: expected a dict with the states of each parameter, got {type(states).__name__}")
+    for group, saved in zip(groups, loaded["param_groups"], strict=False):
+        for param, key in zip(group["params"], saved["params"], strict=False):
+            state = states.get(key, {})
+            if not isinstance(state, Mapping):
+                raise TypeError(f"state[{key!r}]: expected a dict of states by name, got {type(state).__name__}")
+            for name, value in state.items():
+                if name == "step":
+                    _check_step(f"state[{key!r}]['step']", value)
+                elif name in _MOMENTS and not (value is None and name == "momentum_buffer"):
+                    _check_moment(f"state[{key!r}][{name!r}]", value, param)
+
+
+def _check_step(name: str, step: Any) -> None:
+    expected = f"{name}: expected a finite number of at least 0"
+    if not isinstance(step, Tensor | Real):
+        raise TypeError(f"{expected}, got {type(step).__name__}")
+    if isinstance(step, Tensor):
+        if step.numel() != 1 or step.is_complex() or step.is_meta:
+            raise ValueError(f"{expected}, got a tensor of {step.dtype}, shape {tuple(step.shape)} on {step.device}")
+        if type(step) is not Tensor:  # the value of a DTensor or a fake tensor may be elsewhere, or not exist
+            return
+    count = float(step)
+    if not (math.isfinite(count) and count >= 0):
+        raise ValueError(f"{expected}, got {count}")
+
+
+def _check_moment(name: str, value: Any, param: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if not is_lazy(param) and value.shape != param.shape:
+        raise ValueError(f"{name}: expected its parameter's shape {tuple(param.shape)}, got {tuple(value.shape)}")
+    if value.layout != torch.strided or value.is_floating_point() != param.is_floating_point():
+        raise ValueError(f"{name}: expected dense floating-point numbers, got {value.dtype} in {value.layout}")
+    if value.is_meta and not param.is_meta:
+        raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")

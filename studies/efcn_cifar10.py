@@ -1,0 +1,140 @@
+"""From convolution to full connection on CIFAR-10: the eFCN paper's experiment, shortened, and networks in between.
+
+    python -m studies.efcn_cifar10 --data DIR      takes some hours on one core; writes studies/results/
+
+The VanillaCNN is trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100, on all 50,000 training
+images. The studies are "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10,
+where a curvature takes a few Hessian-vector products; "full" also has the fully connected network from scratch. All
+start from the same training of the CNN, that of the first study.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.nn.functional import cross_entropy
+
+from bench import harness, machine
+from loco_ext.experiments import efcn, efcn_figures
+from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.train import make_model, make_optimizer
+from loco_ext.nn import to_efcn
+from studies import summaries, tables
+from studies.options import Data, Device, Out, Runs
+
+EPOCHS, BRANCH_EPOCHS = 30, 10
+SWITCH_TIMES, FEW_SWITCH_TIMES = (0, 3, 10, 30), (0, 10)
+LANDSCAPE_SAMPLES, POWER_ITERATIONS = 1000, 50
+FEW_POWER_ITERATIONS = 10
+RADIUS = "2"
+RELAXATIONS: dict[str, str | int] = {"lcn": "sharing", RADIUS: int(RADIUS), "full": "all"}
+EFFORT = harness.Effort(min_rounds=8, min_seconds=0.0, warmup=1, builds=2)
+FIGURES = ("dynamics", "landscape", "deviations")
+
+
+def studies() -> dict[str, EfcnSettings]:
+    """Return the settings by name; the switch times of the first one include those of all others."""
+
+    def study(relax: str, **options: Any) -> EfcnSettings:
+        values = {"switch_times": SWITCH_TIMES, "branch_epochs": BRANCH_EPOCHS, "fcn_epochs": 0, "epochs": EPOCHS}
+        values |= {"landscape_samples": LANDSCAPE_SAMPLES, "power_iterations": POWER_ITERATIONS}
+        values |= {"interpolation_points": 0}  # studies.efcn_paths_cifar10 measures the interpolations
+        return efcn_preset("paper", relaxations=(relax,), **values | options)
+
+    few = {"switch_times": FEW_SWITCH_TIMES, "power_iterations": FEW_POWER_ITERATIONS}
+    return {
+        "lcn": study("lcn"),
+        "grown": study(RADIUS, **few),
+        "full": study("full", fcn_epochs=BRANCH_EPOCHS, **few),
+    }
+
+
+def share_cnn(first: Path, out: Path) -> None:
+    """Copy the first study's training of the CNN to where another study looks for its own."""
+    if not (first / "efcn.json").exists() or (out / CNN).exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / f".{CNN}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(first / CNN, unfinished)
+    unfinished.rename(out / CNN)
+
+
+def step_seconds(settings: EfcnSettings, dataset: Dataset) -> dict[str, float]:
+    """Return the seconds of a training step of each kind of network, on one thread, all timed in one run."""
+    training = settings.training
+    images, labels = (part[: training.batch_size] for part in dataset.train)
+    images = Normalization(dataset.train)(images)
+
+    def build() -> dict[str, Callable[[], object]]:
+        model = make_model(training, dataset)
+        models = {CNN: model} | {name: to_efcn(model, images[:1], how) for name, how in RELAXATIONS.items()}
+        return {name: step_of(model, make_optimizer(training, model)) for name, model in models.items()}
+
+    def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        def step() -> None:
+            optimizer.zero_grad()
+            cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+        return step
+
+    with harness.num_threads(1):
+        timings = harness.compare(build, EFFORT, "training steps")
+    return {name: timing.median for name, timing in timings.items()}
+
+
+def merged(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Merge the networks of all studies into one record; the CNN trained on is that of the first study."""
+    first, *others = records.values()
+    branches = [branch for record in others for branch in record["branches"] if branch["relax"] != CNN]
+    fcns = [record["fcn"] for record in records.values() if record["fcn"]]
+    return {"cnn": first["cnn"], "branches": first["branches"] + branches, "fcn": fcns[0] if fcns else None}
+
+
+def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path, out: Path) -> None:
+    """Write the report, print its tables; draw some figures beside it, and all in a folder beside the runs."""
+    networks = merged(records)
+    first = next(iter(records.values()))
+    report = {
+        "benchmark": "efcn_cifar10",
+        "machine": machine.describe(),
+        "settings": {name: record["settings"] for name, record in records.items()},
+        "training_samples": first["training_samples"],
+        "test_samples": first["test_samples"],
+        "step_seconds": steps,
+        "networks": summaries.efcn(networks),
+    }
+    tables.publish(report, out)
+    figures = runs / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    efcn_figures.save(networks, figures)
+    for name in FIGURES:
+        shutil.copy(figures / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
+
+
+def main(
+    data: Data,
+    runs: Runs = Path("runs/efcn_cifar10"),
+    out: Out = tables.RESULTS / "efcn_cifar10-vanilla.json",
+    only: Annotated[str | None, typer.Option(help="Run this study alone, and write no report.")] = None,
+    without: Annotated[list[str], typer.Option(help="Leave this study out.")] = [],  # noqa: B006
+    device: Device = "cpu",
+) -> None:
+    """Run the studies, write the JSON file and figures beside it, print the tables."""
+    dataset, records = load("cifar10", data), {}
+    for name, settings in studies().items():
+        if name not in without and only in (None, name):
+            share_cnn(runs / next(iter(studies())), runs / name)
+            records[name] = efcn.measure(settings, dataset, runs / name, device, resume=True)
+    if only is None:
+        save(records, step_seconds(studies()["lcn"], dataset), runs, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
