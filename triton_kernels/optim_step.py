@@ -74,7 +74,8 @@ def make_table(args: StepArgs) -> Table:
     device, data = args.params[0].device, host.numpy()
     (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
     works = iter(layout[6:])
-    return Table(memory, *layout[:6], list(zip(works, works, works, strict=True)))
+    hyper, lrs, entries, nests, maps, chunks = layout[:6]
+    return Table(memory, hyper, lrs, entries, nests, maps, chunks, list(zip(works, works, works, strict=True)))
 
 
 def prepare(table: Table, args: StepArgs) -> Tensor:

@@ -292,8 +292,10 @@ def _step_block(
         store(s2_at, s2, mask, S2, r3, STOCHASTIC)
 
 
-_NUMBERS = ("hyper_at", "lrs_at", "entries_at", "nests_at", "maps_at", "chunks_at")
-_NUMBERS += ("seed_low", "seed_high", "rounding_step")
+_NUMBERS = (
+    *("hyper_at", "lrs_at", "entries_at", "nests_at", "maps_at", "chunks_at"),
+    *("seed_low", "seed_high", "rounding_step"),
+)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

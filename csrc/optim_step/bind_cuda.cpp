@@ -29,7 +29,7 @@ Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, Te
   return memory;
 }
 
-DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name, const Place& place) {
+DeviceScalar scalar_or_none(const std::optional<Tensor>& tensor, const char* name, const Place& place) {
   return tensor ? device_scalar(scalar_view(*tensor, name, 0, place)) : DeviceScalar{nullptr, 0};
 }
 
@@ -41,8 +41,8 @@ struct Cuda {
     STD_TORCH_CHECK(place.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
                     place_text(place));
     CudaCall call;
-    call.grad_scale = device_scalar(args.grad_scale, "grad_scale", place);
-    call.found_inf = device_scalar(args.found_inf, "found_inf", place);
+    call.grad_scale = scalar_or_none(args.grad_scale, "grad_scale", place);
+    call.found_inf = scalar_or_none(args.found_inf, "found_inf", place);
     call.options = args.options;
     call.rounding = args.rounding();
     const torch::stable::accelerator::DeviceGuard guard(place.index);

@@ -225,7 +225,8 @@ def _run_kernels(chosen: str, args: StepArgs, given: StepArgs) -> None:
         if chosen == "triton":
             importlib.import_module("loco_ext.triton_kernels.optim_step").optim_step(args)
         else:
-            handles = [0 if p is None else p.number_for(w) for w, p in zip(args.params, args.penalties, strict=False)]
+            pairs = zip(args.params, args.penalties, strict=False)
+            handles = [p.number_for(w) if isinstance(p, StepPenalty) else 0 for w, p in pairs]
             backends.operators().optim_step(*args.for_operator(handles))
     except RuntimeError:
         # The compiled checks refused before anything was written; raise a typed error instead if there is one.

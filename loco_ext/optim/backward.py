@@ -139,8 +139,8 @@ def _step(optimizer: LocalityOptimizer, key: BatchKey, whole: Batch, parts: Iter
         del part, gradient  # frees them before the next part's are computed
     for count, new in zip(whole.steps, counted, strict=True):
         count.copy_(new)
-    for param, key, tensor in whole.created:
-        optimizer.state[param][key] = tensor
+    for param, name, tensor in whole.created:
+        optimizer.state[param][name] = tensor
     torch.autograd.graph.increment_version(whole.params)
 
 
