@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loco_ext.ops.coupled import power_of_two
+from loco_ext.ops.joint import power_of_two
 from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.reference.ring_prox import ring_prox as reference_prox
 from loco_ext.sparsity.prox import check_metric, check_norm, rings_of, thresholds_of

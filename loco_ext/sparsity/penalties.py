@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from loco_ext import ops
 from loco_ext.geometry.marks import pattern_of
 from loco_ext.ops import transforms
-from loco_ext.ops.coupled import factor_of_norms
+from loco_ext.ops.joint import factor_of_norms
 from loco_ext.ops.penalties import OfStep
 from loco_ext.ops.ring_prox import group_norms
 from loco_ext.sparsity.prox import check_convolution, check_metric, check_norm, check_number, rings_of

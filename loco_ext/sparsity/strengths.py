@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from loco_ext.ops.coupled import power_of_two
+from loco_ext.ops.joint import power_of_two
 from loco_ext.sparsity.computed import check_plain, weight_of
 from loco_ext.sparsity.penalties import GroupPenalty
 from loco_ext.sparsity.prox import check_convolution

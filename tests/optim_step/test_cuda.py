@@ -16,7 +16,6 @@ SOURCES = [
         for name in (
             "cuda.cu",
             "cuda_prox.cu",
-            "cuda_coupled.cu",
             "gpu_table.cpp",
             "cpu.cpp",
             "blocks.cpp",
@@ -103,26 +102,6 @@ MISTAKES = {
     ),
     "prox_squared": ("optim_step/gpu_prox.h", "std::sqrt(step) * q", "(MISTAKE ? step : std::sqrt(step)) * q"),
     "prox_rounding": ("optim_step/gpu_prox.h", "random[n] = words[0];", "random[n] = words[MISTAKE];"),
-    "layers_apart": (
-        "optim_step/gpu_prox.h",
-        "kHeldUnit + kernel * bytes",
-        "kHeldUnit + (MISTAKE ? 0 : kernel) * bytes",
-    ),
-    "layer_sum": (
-        "optim_step/cuda_coupled.cu",
-        "chunks[blockIdx.x].index + threadIdx.x",
-        "(MISTAKE ? 0 : chunks[blockIdx.x].index) + threadIdx.x",
-    ),
-    "layer_factor": (
-        "optim_step/cuda_coupled.cu",
-        "q.searches[block.layer].factor.best()",
-        "q.searches[MISTAKE ? 0 : block.layer].factor.best()",
-    ),
-    "layer_found_inf": (
-        "optim_step/cuda_coupled.cu",
-        "(p.found_inf)) return;\n  const BlockKernel<Rule, T> block(p, q);\n  update",
-        "(p.found_inf) && !MISTAKE) return;\n  const BlockKernel<Rule, T> block(p, q);\n  update",
-    ),
     "prox_memory": (
         "optim_step/gpu_table.cpp",
         "std::max(work.bytes, of_entry.bytes)",
