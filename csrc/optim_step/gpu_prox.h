@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/mistake.h"
 #include "optim_step/gpu_task.h"
 #include "ring_prox/gpu_rings.h"
 #include "ring_prox/gpu_solve.h"
@@ -123,7 +124,7 @@ LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, co
         if constexpr (stochastic) {
           uint32_t words[1 + kStates];
           task.draw(task.begin + offset + done + n, words);
-          random[n] = words[0];
+          random[n] = words[LOCO_MISTAKE(step_prox_rounding)];
         }
       }
       kept.push(values, stochastic ? random : nullptr);
@@ -167,7 +168,8 @@ LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, con
     // step and prox.squared are read inside the loop: reading them before it takes two more registers.
     const double step = task.prox_step();
     plain[n] = step * q.thresholds[prox.plain + n];
-    if (prox.squared >= 0) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
+    if (prox.squared >= 0)
+      squared[n] = (LOCO_MISTAKE(step_prox_squared) ? step : std::sqrt(step)) * q.thresholds[prox.squared + n];
   }
   return {plain, prox.squared >= 0 ? squared : nullptr};
 }

@@ -6,6 +6,8 @@
 #include <limits>
 #include <tuple>
 
+#include "common/mistake.h"
+
 namespace loco::optim_step {
 namespace {
 
@@ -275,7 +277,7 @@ class Builder {
       s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
       ++work.count;
       work.kernels += of_entry.kernels;
-      work.bytes = std::max(work.bytes, of_entry.bytes);
+      work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
     }
   }
 

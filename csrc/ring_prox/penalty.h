@@ -1,5 +1,5 @@
-// A penalty on the Euclidean norms of a weight's nested rings, on each filter by itself, as the optimizer step takes it:
-// its thresholds are for a step size of 1.
+// A penalty on the Euclidean norms of a weight's nested rings, on each filter by itself, as the optimizer step takes
+// it: its thresholds are for a step size of 1.
 #pragma once
 
 #include <vector>
