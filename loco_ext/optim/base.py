@@ -269,10 +269,7 @@ class LocalityOptimizer(Optimizer):
             if penalty is None or param.grad is None:
                 continue
             size, divisor = self._prox_size(group, param)
-            if size != 0:
-                size, metric = (float(size), None) if divisor is None else (1.0, divisor / float(size))
-                wide = param.to(arithmetic_dtype(param))
-                param.copy_(prox_of(penalty, wide, size, metric))
+            param.copy_(prox_of(penalty, param.to(arithmetic_dtype(param)), size, divisor))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
