@@ -1,7 +1,5 @@
 """Tests that the optimizer step's Triton kernels give the reference's bits, in Triton's interpreter."""
 
-import importlib.util
-import io
 import itertools
 import math
 from dataclasses import replace
@@ -11,11 +9,12 @@ import pytest
 import torch
 
 from tests.optim_step.cases import Case, assert_same, assert_untouched, make_case
-from tests.optim_step.interpreter import assert_is_reference, saved, scalars
+from tests.optim_step.interpreter import assert_is_reference, scalars
 from tests.optim_step.test_step import ADAM_DECAYS, ANY_MAP, DECAYS, FLOATS, LOCO_2D, MAPS, MOMENTUM, SHAPES, hyper_with
 from tests.tolerances import same_bits
+from tests.triton_runs import loaded, needs_triton, saved
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 
 def sgd_case(momentum: str, decay: str, nesterov: bool, maximize: bool, dtype: torch.dtype) -> Case:
@@ -158,7 +157,7 @@ def test_what_changes_between_steps_takes_effect(interpreter):
     jobs = [(case, []), (again, []), (again, squared), (other, []), (again, back)]
     expected = saved(jobs)
     stepped = interpreter.steps(*jobs)
-    jobs = torch.load(io.BytesIO(expected), weights_only=False)
+    jobs = loaded(expected)
     for each, before in jobs:
         for tensor, values in before:
             tensor.copy_(values)

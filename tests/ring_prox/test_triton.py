@@ -4,11 +4,7 @@ The interpreter must be chosen before triton is imported, so it runs in a proces
 surrounded by NaN and results by numbers that must stay unchanged.
 """
 
-import importlib.util
-import io
 import itertools
-import mmap
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,12 +20,12 @@ import loco_ext
 from loco_ext import geometry, ops
 from loco_ext.reference import ring_prox as reference
 from tests.tolerances import assert_within_ulps, same_bits
+from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved, start_interpreter
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 FLOATS = [F64, F32, BF16, F16]
-GUARD = 77.0
 
 
 @dataclass
@@ -56,33 +52,12 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
-class Guarded:
-    """Stand-in for a torch function that surrounds its output with GUARD."""
-
-    def __init__(self, make: Callable[..., Tensor]) -> None:
-        self.make, self.made = make, []
-
-    def __call__(self, *arguments, **options) -> Tensor:
-        plain = self.make(*arguments, **options)
-        if plain.numel() == 0:
-            return plain
-        span = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
-        memory = torch.full((span + 8192,), GUARD, dtype=plain.dtype)
-        self.made.append((memory, span))
-        return memory.as_strided(plain.shape, plain.stride(), 4096)
-
-    def check(self) -> None:
-        for memory, span in self.made:
-            assert (memory[:4096] == GUARD).all(), "memory before the result was written"
-            assert (memory[4096 + span :] == GUARD).all(), "memory behind the result was written"
-
-
 def run(data: bytes) -> bytes:
     """Return the pickled calls' results, with those of ring_norms where there is no metric and no linf."""
     from loco_ext.triton_kernels import ring_prox
 
     results = []
-    for call in torch.load(io.BytesIO(data), weights_only=False):
+    for call in loaded(data):
         with pytest.MonkeyPatch.context() as patch:
             guards = {name: Guarded(getattr(torch, name)) for name in ("empty", "empty_like")}
             for name, value in call.settings.items():
@@ -99,20 +74,16 @@ def run(data: bytes) -> bytes:
         for guard in guards.values():
             guard.check()
         results.append((result, norms))
-    out = io.BytesIO()
-    torch.save(results, out)
-    return out.getvalue()
+    return saved(results)
 
 
 def far() -> tuple[Tensor, Tensor]:
     """Return weights whose kernels and channels span more than 2^31 elements, and their result."""
     from loco_ext.triton_kernels import ring_prox
 
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
     strides = (2**31 + 3, 2**30 - 1, 2**29 + 1)
     size = sum(strides[i] * n for i, n in enumerate((1, 4, 2))) + 1
-    memory = torch.frombuffer(mmap.mmap(-1, 2 * size, flags=flags), dtype=BF16)
-    weight = memory.as_strided((2, 5, 3), strides)
+    weight = reserved(size, BF16).as_strided((2, 5, 3), strides)
     weight.copy_(torch.randn(2, 5, 3))
     result = ring_prox.ring_prox(weight, [0, 1, 0], torch.tensor([0.5, 0.7], dtype=F64), None, weight.abs(), False)
     return weight.float().numpy(), result.float().numpy()
@@ -126,18 +97,12 @@ class Interpreter:
     pool: ProcessPoolExecutor
 
     def results(self, calls: list[Call]) -> list[tuple[Tensor, Tensor | None]]:
-        out = io.BytesIO()
-        torch.save(calls, out)
-        return torch.load(io.BytesIO(self.pool.submit(run, out.getvalue()).result()), weights_only=False)
+        return loaded(self.pool.submit(run, saved(calls)).result())
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Interpreter]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        pool.submit(prepare).result()
-    with pool:
+    with start_interpreter(prepare) as pool:
         yield Interpreter(pool)
 
 
