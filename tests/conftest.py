@@ -45,6 +45,14 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield
 
 
+@pytest.fixture
+def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
+    """Force the GPU's compiled kernels, compiled for the CPU."""
+    operators.use(monkeypatch, compiled)
+    with loco_ext.backend("native"):
+        yield
+
+
 @pytest.fixture(params=["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too."""

@@ -4,15 +4,14 @@ The operators run against the reference; random calls run under sanitizers again
 tensor has an allocation of exactly its size."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from loco_ext import backend, geometry, ops
+from loco_ext import geometry, ops
 from loco_ext.reference import ring_prox as reference
-from tests.cuda_on_cpu import build, operators
+from tests.cuda_on_cpu import build
 from tests.tolerances import ULPS, assert_within_ulps, same_bits
 
 SOURCES = [
@@ -38,13 +37,6 @@ CASES = [
     *itertools.product(DTYPES[1:], ["3x3"], MODES),
     *((dtype, "too_large", mode) for dtype, mode in zip(DTYPES[1:], MODES, strict=False)),
 ]
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
-    operators.use(monkeypatch, compiled)
-    with backend("native"):
-        yield
 
 
 def rings_of(shape: tuple[int, ...]) -> tuple[list[int], int]:
@@ -85,7 +77,7 @@ def assert_close(actual, expected, weight):
 
 
 @pytest.mark.parametrize(("dtype", "size", "mode"), CASES, ids=str)
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_prox_agrees_with_the_reference(dtype, size, mode):
     has_metric, linf = MODES[mode]
     weight = torch.randn(SIZES[size], dtype=torch.float64).to(dtype)
@@ -104,7 +96,7 @@ def test_prox_agrees_with_the_reference(dtype, size, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("size", "layout"), [("wide", "channels_last"), ("3x3", "strided"), ("too_large", "strided")])
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_prox_of_any_layout(size, layout, mode):
     has_metric, linf = MODES[mode]
     plain = torch.randn(SIZES[size])
@@ -121,7 +113,7 @@ def test_prox_of_any_layout(size, layout, mode):
 
 @pytest.mark.parametrize("other", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_a_metric_may_be_of_another_dtype(dtype, other):
     weight, metric = torch.randn(3, 9, 3, 3).to(dtype), (torch.rand(3, 9, 3, 3) + 0.5).to(other)
     rings, count = rings_of(weight.shape)
@@ -133,7 +125,7 @@ def test_a_metric_may_be_of_another_dtype(dtype, other):
 
 @pytest.mark.parametrize("shift", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_kernels_that_begin_off_a_boundary(dtype, shift):
     memory = torch.randn(shift + 3 * 11 * 9).to(dtype)
     weight = memory[shift:].view(3, 11, 3, 3)
@@ -151,7 +143,7 @@ def test_kernels_that_begin_off_a_boundary(dtype, shift):
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_norms_agree_with_the_reference(dtype, size, layout):
     weight = laid(torch.randn(SIZES[size], dtype=torch.float64).to(dtype), layout)
     rings, count = rings_of(weight.shape)
@@ -177,7 +169,7 @@ def special(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "power"), [*itertools.product(DTYPES[:2], [1, 2]), *((dtype, 1) for dtype in DTYPES[2:])], ids=str
 )
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
     has_metric, linf = MODES[mode]
     weight = special(dtype)
@@ -201,7 +193,7 @@ def test_special_values_come_out_as_on_the_cpu(dtype, power, mode):
 
 @pytest.mark.parametrize("linf", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_infinite_metrics_let_weights_stay(dtype, linf):
     weight = torch.randn(4, 6, 3, 3, dtype=dtype)
     weight[3, 5] = 0
@@ -219,7 +211,7 @@ def test_infinite_metrics_let_weights_stay(dtype, linf):
 
 @pytest.mark.parametrize("linf", [False, True])
 @pytest.mark.parametrize("shape", [(0, 3, 3, 3), (0, 1)])
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_no_kernels(shape, linf):
     rings, count = rings_of(shape)
     t = torch.ones(count, dtype=torch.float64)
@@ -227,7 +219,7 @@ def test_no_kernels(shape, linf):
     assert ops.ring_norms(torch.empty(shape), rings, count).shape == (0, count)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_many_rings_some_without_taps():
     weight = torch.randn(3, 4, 100)
     rings = [k % 50 for k in range(100)]
@@ -239,7 +231,7 @@ def test_many_rings_some_without_taps():
     assert_within_ulps(ops.ring_norms(weight, rings, 64), reference.ring_norms(weight.double(), rings, 64))
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_wrong_arguments_are_refused_before_anything_runs():
     prox, norms = torch.ops.loco_ext_on_cpu.ring_prox, torch.ops.loco_ext_on_cpu.ring_norms
     weight, t = torch.randn(2, 3, 3, 3), torch.ones(3, dtype=torch.float64)
