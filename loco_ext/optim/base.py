@@ -139,11 +139,11 @@ class LocalityOptimizer(Optimizer):
         return loss
 
     def _check_stepped(self, found_inf: Tensor | None) -> None:
-        """Raise if backward has stepped values by a gradient that was scaled or incomplete."""
+        """Raise if backward has stepped weights by a gradient that was scaled or incomplete."""
         if found_inf is not None:
             raise RuntimeError("step_in_backward: expected gradients without a GradScaler's factor, got a step of one")
-        if any(values.grad is not None for values in self._stepped_in_backward):
-            raise RuntimeError("step_in_backward: expected values that the loss depends on by their layer alone")
+        if any(weight.grad is not None for weight in self._stepped_in_backward):
+            raise RuntimeError("step_in_backward: expected weights that the loss depends on by their layer alone")
 
     def _step_groups(self) -> None:
         plans = self._current_plans()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loco_ext import geometry
 from loco_ext.geometry import BlockPattern
-from loco_ext.geometry.marks import pattern_of
+from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops import transforms
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.ops.ring_prox import group_norms
