@@ -7,8 +7,10 @@ decay map has been applied.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, 
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
 from loco_ext.optim.states import check_states, restore_states
+from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
 from loco_ext.reference.optim_step import arithmetic_dtype
 
@@ -170,7 +173,7 @@ class LocalityOptimizer(Optimizer):
             for rule, batch in batches.items():
                 self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
-            self._step_with_torch(group, plan)
+            step_with_torch(self, group, plan, partial(inspect.unwrap(super().step), self))
             self._shrink(group, plan)
         for rule, batch in batches.items():
             self._launch_in_backend(rule, batch)
@@ -255,10 +258,6 @@ class LocalityOptimizer(Optimizer):
 
     def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
         """Make the operator call; with found_inf set it checks and changes nothing."""
-        raise NotImplementedError
-
-    def _step_with_torch(self, group: Group, plan: Plan) -> None:
-        """Step the group by torch's own functions."""
         raise NotImplementedError
 
     def _shrink(self, group: Group, plan: Plan) -> None:
