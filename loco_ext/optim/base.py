@@ -267,11 +267,7 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            size, divisor = self._prox_size(group, param)
-            if size != 0:
-                size, metric = (float(size), None) if divisor is None else (1.0, divisor / float(size))
-                wide = param.to(arithmetic_dtype(param))
-                param.copy_(prox_of(penalty, wide, size, metric))
+            param.copy_(prox_of(penalty, param.to(arithmetic_dtype(param)), *self._prox_size(group, param)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

@@ -74,19 +74,3 @@ def test_many_small_parameters_are_few_launches(compiled, name):
     optimizer.step()
     table, counts = 1, name != "SGD"
     assert library.launches() - before == table + counts + 1 + 1
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.usefixtures("cuda")
-def test_kernels_that_are_shrunk_together_are_as_many_launches_whatever_the_search_takes(compiled, name):
-    """All layers of a width share one update, a fixed number of search rounds (without host syncs), and one prox."""
-    library, counts = operators.library(compiled), []
-    for strength, layers in ((1e-6, 1), (10.0, 5)):
-        params = [nn.Parameter(torch.randn(4, channels, 3, 3)) for channels in range(1, layers + 1)]
-        optimizer = getattr(optim, name)(params, lr=0.01, penalty=sparsity.KernelPenalty(strength, power=2))
-        train(optimizer, 2)
-        before = library.launches()
-        optimizer.step()
-        counts.append(library.launches() - before)
-    table, steps = 1, name != "SGD"
-    assert counts[0] == counts[1] == table + steps + 1 + 2 * 64 + 1
