@@ -40,15 +40,13 @@ def _lies_by_filters(param: Tensor) -> bool:
 
 def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor:
     """Return the prox of ``w``, a penalised parameter after its step; ``named``: the step's arguments by name."""
-    return prox_of(named["penalties"][index], w, *_size_and_divisor(name, named, index, w.dtype))
+    size, divisor = _size_and_divisor(name, named, index, w.dtype)
+    return prox_of(named["penalties"][index], w, size, divisor)
 
 
-def prox_of(penalty: StepPenalty | LayerPenalty, w: Tensor, size: float | Tensor, divisor: Tensor | None) -> Tensor:
-    """Return the penalty's prox of the weights ``w``, for a step of this size in the metric ``divisor / size``.
-
-    ``divisor`` None: in the metric of ones. On a GPU, ``size`` may be a tensor there, float64 of shape ().
-    """
-    if isinstance(size, float | int) and size == 0:
+def prox_of(penalty: StepPenalty | LayerPenalty, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
+    """Return the prox of ``w`` for a step of this size; ``divisor``: the metric times the size (None: ones)."""
+    if not isinstance(size, Tensor) and size == 0:
         return w
     if isinstance(penalty, LayerPenalty):
         size = float(size)

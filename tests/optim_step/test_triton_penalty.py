@@ -1,7 +1,6 @@
 """Tests of the Triton step of parameters with a penalty, in Triton's interpreter: the step and the prox after it match
 the reference. Learning rates, step counts and found_inf are tensors whose values the host must not read."""
 
-import importlib.util
 import itertools
 
 import pytest
@@ -12,8 +11,9 @@ from tests.optim_step.cases import Case, assert_untouched, make_case
 from tests.optim_step.test_layouts import LAYOUTS
 from tests.optim_step.test_step import FLOATS, LOCO_2D
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
+from tests.triton_runs import needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 SHAPES = [(2, 20, 3, 3), (7,), (1, 2, 3, 3)]
 RULES = {
