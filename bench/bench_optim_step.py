@@ -2,7 +2,6 @@
 
     python -m bench.bench_optim_step                                measures all, writes bench/results/, prints tables
     python -m bench.bench_optim_step --quick --networks resnet18    a first impression; writes nothing without --out
-    python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
 
 The candidates of a network and rule run interleaved, on the same parameters, gradients and states: the addresses of
 tensors change times by several percent, and sharing them changes all candidates alike; in addition, all are rebuilt
@@ -19,12 +18,11 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import loco_ext
@@ -294,22 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = run(arguments)
     tables.publish(report, arguments.out)
     return 0
-
-
-@pytest.fixture(autouse=True)
-def native() -> Iterator[None]:
-    """Make a missing library fail the benchmark instead of timing the reference."""
-    with loco_ext.backend("native"):
-        yield
-
-
-@pytest.mark.parametrize("candidate", CANDIDATES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("network", [name for name in shapes.NETWORKS if name != "large"])
-def test_optim_step(benchmark: Callable[[Step], object], network: str, rule: str, candidate: str) -> None:
-    step = CANDIDATES[candidate](RULES[rule], make_parameters(network))
-    step()
-    benchmark(step)
 
 
 if __name__ == "__main__":
