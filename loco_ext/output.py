@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -67,6 +67,19 @@ def status(logger: str) -> Iterator[None]:
         finally:
             log.removeHandler(handler)
             log.setLevel(level)
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    """Print a table of cells; the first column is aligned on the left, the others on the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number else "left")
+    for cells in rows:
+        table.add_row(*cells)
+    Console().print(table)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def run(
 
     Suggests (gamma, eta) for every layer (Table 6), over all checkpoints given.
     """
-    from loco_ext.analysis import command as analyzing
+    from loco_ext.commands import checkpoint_analysis as analyzing
 
     try:
         analysis = analyzing.analyze(checkpoints, weighting=weighting, eta_rule=eta_rule, stat=stat, c=c)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from loco_ext.analysis.checkpoint import CheckpointError
 from loco_ext.commands import Data, Device, Out, Result, Resume, SettingsOptions, command, writing_to
 from loco_ext.errors import UserError
 from loco_ext.experiments import curves, data, processes
@@ -16,6 +15,7 @@ from loco_ext.experiments.models import digest, load_weights
 from loco_ext.experiments.settings import PRESETS, PRESETS_MEAN, Settings, from_preset
 from loco_ext.experiments.tensorboard import TensorBoard
 from loco_ext.experiments.train import make_model
+from loco_ext.foreign_checkpoints import CheckpointError
 from loco_ext.output import json_text
 
 EPILOG = (
