@@ -137,6 +137,12 @@ def json_text(record: Any, indent: int | None = None) -> str:
     return json.dumps(_finite(record), indent=indent, allow_nan=False)
 
 
+def write_json(path: Path, record: Any, indent: int | None = 2) -> None:
+    """Replace a file by the JSON of plain data."""
+    with replacing(path) as temporary:
+        temporary.write_text(json_text(record, indent) + "\n")
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -313,8 +313,8 @@ def test_a_frontier_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     assert main(["frontier", *TINY, *options]) == 2
     assert main(["frontier", *TINY, *options, "--resume", "--lr", "0.3"]) == 2
     said = capsys.readouterr().err
-    assert "holds a frontier already" in said
-    assert "of another frontier" in said
+    assert "holds an experiment already" in said
+    assert "of another experiment" in said
     assert (tmp_path / "frontier.json").read_bytes() == before
 
 
