@@ -11,6 +11,7 @@ from bench import (
     bench_block_sparse,
     bench_block_sparse_gpu,
     bench_compact,
+    bench_optim_step,
     bench_optim_step_gpu,
     bench_ring_prox,
     bench_ring_prox_gpu,
@@ -68,7 +69,9 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (bench_block_sparse, bench_block_sparse_gpu):
         patch(each, LAYERS=LAYERS, BATCHES=dict.fromkeys(LAYERS, (6,)) | {bench_block_sparse_gpu.REFERENCE: (250,)})
     patch(bench_block_sparse, PEER_CASES=(("groups", 6),), extra_memory=lambda *_: 0.002)
-    monkeypatch.setitem(bench_block_sparse_gpu.OPTIONS, "layers", LAYERS)
+    for each in (bench_block_sparse, bench_block_sparse_gpu):
+        monkeypatch.setitem(each.COMMAND.options, "layers", LAYERS)
+    monkeypatch.setitem(bench_optim_step.COMMAND.options, "networks", shapes.NETWORKS)
 
 
 def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
