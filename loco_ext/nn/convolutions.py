@@ -14,6 +14,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from loco_ext.fx.modules import has_forward_hooks
+from loco_ext.fx.trace import first_line, trace
+
 _FUNCTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
 
 
@@ -44,7 +47,8 @@ def find_convolutions(
         _check(name, module)
     _check_sharing(model, chosen)
     root = copy.deepcopy(model).eval()
-    graph = _trace(root)
+    whole = nn.Sequential(root) if isinstance(root, _ConvNd) else root  # torch.fx would trace inside a single layer
+    graph = trace(whole, lambda module: isinstance(module, _ConvNd) or has_forward_hooks(module))
     if layers is None:
         _check_functions(graph)
     _check_weights(graph, root, chosen)
@@ -113,25 +117,6 @@ def _check_sharing(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
                 raise ValueError(f"model: expected parameters of one module each, got {' is '.join(names)}")
 
 
-class _Tracer(fx.Tracer):
-    """Tracer that treats convolutions and modules with hooks as leaves: hooks would be called with proxies."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        hooked = bool(m._forward_hooks or m._forward_pre_hooks)
-        return isinstance(m, _ConvNd) or hooked or super().is_leaf_module(m, module_qualified_name)
-
-
-def _trace(root: nn.Module) -> fx.GraphModule:
-    """Return the graph, which uses the model's own modules; a single layer is first wrapped in a container."""
-    whole = nn.Sequential(root) if isinstance(root, _ConvNd) else root
-    try:
-        return fx.GraphModule(whole, _Tracer().trace(whole))
-    except Exception as error:  # the model's own code may raise anything when it is given proxies
-        raise ValueError(
-            f"model: expected one that torch.fx can trace, got in {type(root).__name__} {_first_line(error)}"
-        ) from error
-
-
 class _Calls(TorchFunctionMode):
     """Mode that records the names of convolutions called as functions."""
 
@@ -177,9 +162,8 @@ def _record(graph: fx.GraphModule, inputs: tuple[Any, ...], names: dict[int, str
         with torch.no_grad():
             recorder.run(*[x.clone() if isinstance(x, Tensor) else x for x in inputs])
     except Exception as error:  # the model's own code may raise anything
-        text = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"example_inputs: expected what the model runs on, got {type(error).__name__}: {text}"
+            f"example_inputs: expected what the model runs on, got {type(error).__name__}: {first_line(error)}"
         ) from error
     return recorder
 
@@ -204,10 +188,6 @@ def _check_functions(graph: fx.GraphModule) -> None:
             raise ValueError(
                 f"model: expected convolutions that are modules, got {node.target.__name__} called by {_text(owner)}"
             )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _text(name: str) -> str:

@@ -11,18 +11,11 @@ from torch import Tensor, nn
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
-from tests.compaction.cases import Residual, compacted, conv, random_network, same, sizes_of, strike
+from tests.compaction.cases import Network, Residual, Two, compacted, conv, random_case, same, sizes_of, strike
 
 
 def check_random(seed: int, dims: int) -> None:
-    torch.manual_seed(seed)
-    model = random_network(seed, dims)
-    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11, 10)[:dims], (9, 13, 9)[:dims])]
-    try:
-        for x in inputs:
-            model(x)
-    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
-        pytest.skip("no image of this size")
+    model, inputs, _ = random_case(seed, dims)
     before = copy.deepcopy(model.state_dict())
     for fold_norms, fixed_size in ((True, False), (False, False), (False, True)):
         network, report = compacted(model, inputs[0], fold_norms=fold_norms, fixed_size=fixed_size)
@@ -194,18 +187,12 @@ def test_identity_kernels_are_counted() -> None:
     assert report.layers[0].identity_kernels == 1
 
 
-class Flattening(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.linear = nn.Conv2d(1, 6, 3), nn.Linear(6 * 4 * 5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.convolution(x)
-        return self.linear(x.view(x.size(0), -1))
-
-
 def test_features_of_channels_that_are_gone_leave_the_linear_layer() -> None:
-    model = Flattening().double()
+    def function(net: Network, x: Tensor) -> Tensor:
+        x = net.convolution(x)
+        return net.linear(x.view(x.size(0), -1))
+
+    model = Network(function, convolution=nn.Conv2d(1, 6, 3), linear=nn.Linear(6 * 4 * 5, 3)).double()
     with torch.no_grad():
         model.convolution.weight[2:4] = 0
         model.linear.weight[:, 20:40] = 0
@@ -314,16 +301,11 @@ def test_wrappers_are_taken_off() -> None:
 
 
 def test_a_model_of_nested_outputs_and_several_inputs() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Conv2d(2, 4, 3), nn.Conv2d(3, 4, 3)
+    def function(net: Network, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        x, y = net.one(x), net.other(y)
+        return {"both": (x + y, x)}
 
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            x, y = self.one(x), self.other(y)
-            return {"both": (x + y, x)}
-
-    model = strike(Two(), 5).double().eval()
+    model = strike(Two(function, one=nn.Conv2d(2, 4, 3), other=nn.Conv2d(3, 4, 3)), 5).double().eval()
     inputs = torch.randn(2, 2, 6, 6).double(), torch.randn(2, 3, 6, 6).double()
     network, _ = compacted(model, inputs)
     for result, expected in zip(network(*inputs)["both"], model(*inputs)["both"], strict=True):
@@ -341,16 +323,12 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.function = nn.Conv2d(4, 4, 3, padding=1)
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.layer(x)
+        return torch.cat([x + y, y], 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.function(x)
-            return torch.cat([x + y, y], 1)
-
-    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), Twice(), Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
+    twice = Network(function, layer=nn.Conv2d(4, 4, 3, padding=1))
+    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), twice, Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
     x = torch.randn(2, 3, 5, 5).double()
     network, _ = compacted(model, x)
     same(network, model, x)

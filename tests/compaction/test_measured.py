@@ -13,7 +13,7 @@ from torch import nn
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction import cost
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, filled, join, partitions, styles
-from tests.compaction.cases import random_network
+from tests.compaction.cases import random_case
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 
@@ -41,13 +41,7 @@ def test_any_choice_gives_the_same_outputs(monkeypatch: pytest.MonkeyPatch, seed
     monkeypatch.setitem(compact.COSTS, "measured", any_way)
     monkeypatch.setattr(cost, "VECTOR", 4)
     monkeypatch.setattr(cost, "latencies", smaller_is_faster)
-    torch.manual_seed(seed)
-    model = random_network(seed, dims)
-    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11, 10)[:dims], (9, 13, 9)[:dims])]
-    try:
-        expected = [model(x) for x in inputs]
-    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
-        pytest.skip("no image of this size")
+    model, inputs, expected = random_case(seed, dims)
     network, report = sparsity.compact(model, inputs[0], fold_norms=seed % 2 == 0)
     assert "model" not in report.notes
     for x, y in zip(inputs, expected, strict=True):

@@ -267,6 +267,7 @@ TOO_LARGE = {
     ),
     "a pair of tensors": chain(("torch.max", "x", 1), ("operator.mul", "a0", 10**9)),
     "a pair of a pool": chain(("torch.nn.functional.max_pool2d_with_indices", "x", 2), ("operator.mul", "a0", 10**9)),
+    "a pair of torch's pool": chain(("torch.adaptive_max_pool1d", "x", 2), ("operator.mul", "a0", 10**9)),
     "a wide number": chain(("operator.mod", "%999999999d", 1)),
     "lists in a list": chain(("operator.add", [[0]], []), ("operator.getitem", "a0", 0), ("operator.mul", "a1", 9**9)),
     "an item of a list": chain(("operator.getitem", ["%999999999d"], 0)),

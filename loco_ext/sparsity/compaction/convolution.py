@@ -1,6 +1,6 @@
 """A convolution with smaller kernels: the taps that are left, and the graph that gives the same outputs.
 
-A kernel's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
+A filter's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
 each axis. Kernels with the same box become one convolution. Its padding shrinks by the cropped taps; it may differ
 between the sides of an axis, and may be negative.
 """
@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from loco_ext.fx.modules import put, unused
+from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
-from loco_ext.sparsity.compaction.places import put, unused
-from loco_ext.sparsity.compaction.take import take_channels
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
-MIXED = "mixed"  # style that computes all kernels of a layer at once with :func:`loco_ext.ops.mixed_conv2d`
-Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds the boxes of all of them
+MIXED = "mixed"  # style that computes all filters of a layer at once with :func:`loco_ext.ops.mixed_conv2d`
+Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
 # oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
 # channels than elements in a vector (uxlfoundation/oneDNN#6035).
 VECTOR = 16
@@ -54,11 +54,11 @@ class Convolution:
 
 
 def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: int, channels_last: bool) -> Convolution:
-    """Return the module's convolution with these kernels, which may be fewer and have fewer channels each.
+    """Return the module's convolution with these filters, which may be fewer and have fewer channels each.
 
     Args:
         channels: number of input channels, over all groups.
-        channels_last: memory format of the module's result, which strides do not show if image and kernel have size 1.
+        channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
     """
     return Convolution(
         weight=weight,
@@ -77,7 +77,7 @@ def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: i
 class Bucket:
     """Kernels that are computed together, with the taps of ``box``."""
 
-    kernels: tuple[int, ...]
+    filters: tuple[int, ...]
     box: Box
     style: str = "pad"  # "pad" the input unevenly, "crop" the output of an evenly padded convolution, or MIXED
 
@@ -93,7 +93,7 @@ def paddings(module: Any) -> Pads:
 
 
 def boxes(weight: Tensor) -> list[Box | None]:
-    """Return the box of each kernel; None if all its weights are zero."""
+    """Return the box of each filter; None if all its weights are zero."""
     live = (weight.detach() != 0).any(1).cpu()  # [C_out, *kernel_size]
     spans = []
     for axis in range(live.dim() - 1):
@@ -132,7 +132,7 @@ def even(box: Box, convolution: Convolution) -> Box:
 
 
 def pads_of(box: Box, convolution: Convolution) -> Pads:
-    """Return the padding that the cropped kernels need."""
+    """Return the padding that the cropped filters need."""
     return tuple(
         (lower - a * step, upper - (size - b) * step)
         for (a, b), size, (lower, upper), step in zip(
@@ -147,17 +147,17 @@ def is_even(pads: Pads) -> bool:
 
 
 def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Part]:
-    """Return the kernels of each size in ascending order; all together if the convolution is grouped.
+    """Return the filters of each size in ascending order; all together if the convolution is grouped.
 
     Kernels without a non-zero weight join the smallest size, or have one tap of their own if ``dead_apart``. If there
     are more than ``most`` sizes, the rarest are joined with the next.
     """
-    kernels: dict[Box, list[int]] = {}
+    filters: dict[Box, list[int]] = {}
     dead: list[int] = []
-    for kernel, box in enumerate(boxes(convolution.weight)):
-        (dead if box is None else kernels.setdefault(box, [])).append(kernel)
+    for number, box in enumerate(boxes(convolution.weight)):
+        (dead if box is None else filters.setdefault(box, [])).append(number)
     middle: Box = tuple((size // 2, size // 2 + 1) for size in convolution.weight.shape[2:])
-    ranked = sorted(kernels.items(), key=lambda item: (taps(item[0]), item[0]))
+    ranked = sorted(filters.items(), key=lambda item: (taps(item[0]), item[0]))
     parts: list[Part] = [(tuple(some), box) for box, some in ranked]
     if dead and (not parts or (dead_apart and taps(parts[0][1]) > 1)):
         parts.insert(0, (tuple(dead), middle))
@@ -172,8 +172,8 @@ def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool 
 
 
 def join(parts: Sequence[Part]) -> Part:
-    """Return all kernels of the parts, with the box that holds them."""
-    return tuple(sorted(k for kernels, _ in parts for k in kernels)), union([box for _, box in parts])
+    """Return all filters of the parts, with the box that holds them."""
+    return tuple(sorted(k for filters, _ in parts for k in filters)), union([box for _, box in parts])
 
 
 def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -184,22 +184,22 @@ def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def filled(parts: Sequence[Part], multiple: int) -> list[Part]:
-    """Return the parts with kernels moved to larger sizes until these have a multiple of so many kernels."""
+    """Return the parts with filters moved to larger sizes until these have a multiple of so many filters."""
     result: list[Part] = []
     rest = list(parts)
     while rest:
-        kernels, box = rest.pop()
-        while rest and len(kernels) % multiple:
-            (some, smaller), missing = rest.pop(), -len(kernels) % multiple
-            kernels, box = join([(kernels, box), (some[:missing], smaller)])
+        filters, box = rest.pop()
+        while rest and len(filters) % multiple:
+            (some, smaller), missing = rest.pop(), -len(filters) % multiple
+            filters, box = join([(filters, box), (some[:missing], smaller)])
             if some[missing:]:
                 rest.append((some[missing:], smaller))
-        result.insert(0, (kernels, box))
+        result.insert(0, (filters, box))
     return result
 
 
 def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:
-    """Return the ways to compute kernels with the taps of a box: one if its padding is even, else up to three."""
+    """Return the ways to compute filters with the taps of a box: one if its padding is even, else up to three."""
     if is_even(pads_of(box, convolution)):
         return [(box, "pad")]
     ways = [(box, "pad")]
@@ -233,7 +233,7 @@ def emit(
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
-    """Return whether the bucket's kernels have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
+    """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
     strided = any(step > 1 for step in convolution.stride)
     return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
 
@@ -272,7 +272,7 @@ def _emit_each(
 
 
 def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
-    """Return a network of only these buckets; its channels are in the kernels' order unless they are ``free``."""
+    """Return a network of only these buckets; its channels are in the filters' order unless they are ``free``."""
     owner, graph = nn.Module(), fx.Graph()
     source, order = graph.placeholder("x"), None
     back = None if free else restoring(buckets, convolution.weight.device)
@@ -284,12 +284,12 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
 
 
 def in_turn(buckets: Sequence[Bucket]) -> list[int]:
-    """Return the kernels in the order of the computed channels."""
-    return [kernel for bucket in buckets for kernel in bucket.kernels]
+    """Return the filters in the order of the computed channels."""
+    return [k for bucket in buckets for k in bucket.filters]
 
 
 def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
-    """Return the indices that restore the order of the buckets' kernels; None if they are in order."""
+    """Return the indices that restore the order of the buckets' filters; None if they are in order."""
     back = torch.tensor(in_turn(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
@@ -319,14 +319,14 @@ def _emit_mixed(
 
 
 def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
-    kernels = list(bucket.kernels)
-    place: Any = (kernels, slice(None), *(slice(a, b) for a, b in bucket.box))
+    filters = list(bucket.filters)
+    place: Any = (filters, slice(None), *(slice(a, b) for a, b in bucket.box))
     weight = convolution.weight[place].detach()
     kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
     module = nn.utils.skip_init(
         kind,
         weight.shape[1] * convolution.groups,
-        len(kernels),
+        len(filters),
         tuple(weight.shape[2:]),
         stride=convolution.stride,
         padding=tuple(padding),
@@ -341,7 +341,7 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
     memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
     module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
     if convolution.bias is not None:
-        module.bias = nn.Parameter(convolution.bias[kernels].detach().clone(), requires_grad=convolution.trained)
+        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=convolution.trained)
     return module
 
 
