@@ -11,6 +11,7 @@
 // first boundary, after the last whole vector, and in all other entries are processed one at a time. For a rule that
 // counts steps, `prepare` runs before these launches with one thread per entry.
 #include "common/launch.h"
+#include "common/mistake.h"
 #include "optim_step/cuda.h"
 #include "optim_step/cuda_prox.h"
 #include "optim_step/gpu_task.h"
@@ -28,7 +29,7 @@ constexpr uint32_t kTable = 2048;  // most coefficients of a cyclic map that a b
 template <class Rule>
 __global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ Parameters<Rule> p, int64_t count) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= count || is_set(p.found_inf)) return;
+  if (i >= count || (!LOCO_MISTAKE(step_found_inf) && is_set(p.found_inf))) return;
   const Entry& entry = p.entries[i];
   double step;
   if (entry.counter_is_double) {
@@ -50,7 +51,7 @@ LOCO_DEVICE int64_t begin_of(const Parameters<Rule>& p, const Chunk& chunk) {
 template <class Rule>
 LOCO_DEVICE uint32_t count_of(const Parameters<Rule>& p, const Chunk& chunk) {
   const Entry& entry = p.entries[chunk.entry];
-  const int64_t end = entry.head + (chunk.index + 1) * kChunk;
+  const int64_t end = entry.head + (chunk.index + 1) * kChunk + LOCO_MISTAKE(step_chunk);
   return static_cast<uint32_t>((end < entry.numel ? end : entry.numel) - begin_of(p, chunk));
 }
 
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, stochastic || sizeof(typename Types:
     }
   }
   // There are fewer than 8 elements before the vectors, and fewer than 8 after them; each is stepped by one thread.
-  const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head;
+  const uint32_t end = threadIdx.x < head ? threadIdx.x : tail + threadIdx.x - head + LOCO_MISTAKE(step_tail);
   if (end < head || (end >= tail && end < count)) step_and_store(task, end);
 }
 

@@ -16,6 +16,7 @@
 #include <limits>
 
 #include "common/launch.h"
+#include "common/mistake.h"
 #include "optim_step/cuda_coupled.h"
 
 namespace loco::optim_step {
@@ -51,7 +52,7 @@ template <class Rule, typename T>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     update_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
   __shared__ T coefficients[kCoefficients];
-  if (is_set(p.found_inf)) return;
+  if (is_set(p.found_inf) && !LOCO_MISTAKE(step_layer_found_inf)) return;
   const BlockKernel<Rule, T> block(p, q);
   update_kernel(block.task, block.held.ordered(block.rings), coefficients);
   if (int64_t{blockIdx.x} == block.chunk.index && threadIdx.x == 0) q.searches[block.layer] = Search{{}, false};
@@ -120,7 +121,8 @@ __global__ void __launch_bounds__(kMostThreads)
   if (is_set(found_inf) || search.found) return;
   const int64_t end = blockIdx.x + 1 < q.chunks ? chunks[blockIdx.x + 1].index : q.kernels;
   double sum[1] = {0};
-  for (int64_t k = chunks[blockIdx.x].index + threadIdx.x; k < end; k += blockDim.x) sum[0] += q.shares[k];
+  const int64_t first = LOCO_MISTAKE(step_layer_sum) ? 0 : chunks[blockIdx.x].index;
+  for (int64_t k = first + threadIdx.x; k < end; k += blockDim.x) sum[0] += q.shares[k];
   const Nothing nothing;
   Sums<double, Nothing>(nothing, 0, scratch).reduce(sum, ring_prox::Add());
   if (threadIdx.x == 0) search.found = search.factor.take(sum[0], tolerance);
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
   const bool linf = block.prox.linf;
   const ring_prox::Thresholds thresholds = scaled_thresholds(q, block.prox, block.task, plain, squared);
   __syncthreads();
-  const double factor = q.searches[block.layer].factor.best();
+  const double factor = q.searches[LOCO_MISTAKE(step_layer_factor) ? 0 : block.layer].factor.best();
   if (threadIdx.x == 0) ring_prox::merge(thresholds, block.rings.count, factor, 1, merged);
   __syncthreads();
   const Ordered<T, false> kernel = block.held.ordered(block.rings);

@@ -17,6 +17,7 @@
 #include <algorithm>
 
 #include "common/launch.h"
+#include "common/mistake.h"
 #include "optim_step/cuda_coupled.h"
 #include "optim_step/cuda_prox.h"
 #include "optim_step/gpu_prox.h"
@@ -35,19 +36,19 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
   __shared__ double plain[kMaxRings], squared[kMaxRings];
   __shared__ T coefficients[kCoefficients];
   LOCO_SHARED(memory);
-  if (is_set(p.found_inf)) return;
+  if (!LOCO_MISTAKE(step_prox_found_inf) && is_set(p.found_inf)) return;
   for (int64_t k = blockIdx.x; k < q.kernels; k += gridDim.x) {
     const Chunk* const chunks = p.chunks + q.first_chunk;
     const Chunk chunk = chunks[q.find(chunks, k)];
     const Prox& prox = q.proxes[p.entries[chunk.entry].prox];
     const Rings rings = q.rings(prox);
-    const Task<Rule, T> task(p, chunk.entry, (k - chunk.index) * rings.numel());
+    const Task<Rule, T> task(p, chunk.entry, (k - (LOCO_MISTAKE(step_prox_kernel) ? 0 : chunk.index)) * rings.numel());
     T* const weights = reinterpret_cast<T*>(on_chip ? memory : q.slots + blockIdx.x * q.slot_bytes);
     const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
     __syncthreads();  // all threads have written the previous filter
     update_kernel(task, kernel, coefficients);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
-    __syncthreads();
+    if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
     solver.solve(prox.linf, sums, thresholds);
     write_kernel(task, rings, [&](const Walk& walk) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/mistake.h"
 #include "optim_step/gpu_task.h"
 #include "ring_prox/gpu_rings.h"
 #include "ring_prox/gpu_solve.h"
@@ -134,7 +135,7 @@ LOCO_DEVICE void write_vectors(const Task<Rule, T>& task, const Rings& rings, co
         if constexpr (stochastic) {
           uint32_t words[1 + kStates];
           task.draw(task.begin + offset + done + n, words);
-          random[n] = words[0];
+          random[n] = words[LOCO_MISTAKE(step_prox_rounding)];
         }
       }
       kept.push(values, stochastic ? random : nullptr);
@@ -178,7 +179,8 @@ LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, con
     // step and prox.squared are read inside the loop: reading them before it takes two more registers.
     const double step = task.prox_step();
     plain[n] = step * q.thresholds[prox.plain + n];
-    if (prox.squared >= 0) squared[n] = std::sqrt(step) * q.thresholds[prox.squared + n];
+    if (prox.squared >= 0)
+      squared[n] = (LOCO_MISTAKE(step_prox_squared) ? step : std::sqrt(step)) * q.thresholds[prox.squared + n];
   }
   return {plain, prox.squared >= 0 ? squared : nullptr};
 }
@@ -192,7 +194,8 @@ struct HeldKernel {
   LOCO_DEVICE HeldKernel(const ProxParameters& q, const Entry& entry, const Rings& rings, int64_t kernel) {
     constexpr bool is_double = sizeof(T) == 8;
     const int64_t bytes = bytes_of_held_kernel(rings.numel(), rings.count, is_double, Rule::has_metric);
-    unsigned char* const memory = q.held + entry.held * kHeldUnit + kernel * bytes;
+    unsigned char* const memory =
+        q.held + entry.held * kHeldUnit + (LOCO_MISTAKE(step_layers_apart) ? 0 : kernel) * bytes;
     weights = reinterpret_cast<T*>(memory);
     squares = reinterpret_cast<double*>(memory + bytes_of_kernel(rings.numel(), is_double, Rule::has_metric));
   }

@@ -6,6 +6,8 @@
 #include <limits>
 #include <tuple>
 
+#include "common/mistake.h"
+
 namespace loco::optim_step {
 namespace {
 
@@ -284,7 +286,7 @@ class Builder {
       s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
       ++work.count;
       work.kernels += of_entry.kernels;
-      work.bytes = std::max(work.bytes, of_entry.bytes);
+      work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
       if (!work.coupled) continue;
       s_.entries[entry].held = static_cast<uint32_t>(held / kHeldUnit);
       held += of_entry.kernels * of_entry.bytes;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/gpu_memory.h"
+#include "common/mistake.h"
 #include "optim_step/cuda.h"
 #include "optim_step/gpu_operand.h"
 
@@ -87,7 +88,8 @@ struct Task {
 
   // Returns the step size of the prox that may end the step.
   LOCO_DEVICE double prox_step() const {
-    return Rule::prox_step(row_of(p, entry), lr_of(p, entry), entry.state[0] != nullptr);
+    return Rule::prox_step(row_of(p, entry), lr_of(p, entry),
+                           (entry.state[0] != nullptr) != LOCO_MISTAKE(step_prox_step));
   }
 
   // Returns whether parameters and states of bfloat16 are rounded stochastically.
@@ -168,7 +170,7 @@ struct Cycle {
     phase = period ? static_cast<uint32_t>(task.begin / run % period) : 0;
     if (period == 0 || this->table == nullptr) return;
     for (uint32_t k = threadIdx.x; k < period; k += blockDim.x) table[k] = task.coefficient(k);
-    __syncthreads();
+    if (!LOCO_MISTAKE(step_barrier)) __syncthreads();
   }
 
   // Reads the coefficients of N elements from begin + offset on.
@@ -181,7 +183,7 @@ struct Cycle {
     }
     const uint32_t at = rest + offset;
     uint32_t within = run == 1 ? 0 : at % run;
-    uint32_t place = (phase + (run == 1 ? at : at / run)) % period;
+    uint32_t place = ((LOCO_MISTAKE(step_phase) ? 0 : phase) + (run == 1 ? at : at / run)) % period;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       c[k] = table ? table[place] : task.coefficient(place);

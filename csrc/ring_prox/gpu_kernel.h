@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/gpu_memory.h"
+#include "common/mistake.h"
 #include "ring_prox/gpu_rings.h"
 #include "ring_prox/math.h"
 
@@ -48,7 +49,7 @@ class Kernel {
     if constexpr (staged) {
       stage(p.weight, kWeight, ordered_.weights);
       if (p.metric.data) stage(p.metric, kMetric, ordered_.metrics);
-      __syncthreads();
+      if (!LOCO_MISTAKE(ring_staged)) __syncthreads();
     }
   }
 
@@ -111,7 +112,8 @@ class Kernel {
 
   // Return the first weight of the block's filter.
   static LOCO_DEVICE void* of_block(const Weights& weights) {
-    return static_cast<char*>(weights.data) + blockIdx.x * weights.kernel_stride * element_size(weights.dtype);
+    return static_cast<char*>(weights.data) +
+           blockIdx.x * (LOCO_MISTAKE(ring_kernel) ? 1 : weights.kernel_stride) * element_size(weights.dtype);
   }
 
   LOCO_DEVICE int64_t offset(const Weights& weights, OperandOf which, uint32_t tap, uint32_t channel) const {

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "common/gpu_memory.h"
+#include "common/mistake.h"
 #include "ring_prox/gpu_table.h"
 #include "ring_prox/math.h"
 
@@ -97,7 +98,7 @@ struct Span {
   LOCO_DEVICE explicit Span(uint32_t count) : head(count), vectors(0), tail(count), count(count) {}
 
   LOCO_DEVICE uint32_t ends() const { return head + count - tail; }
-  LOCO_DEVICE uint32_t end(uint32_t k) const { return k < head ? k : tail + k - head; }
+  LOCO_DEVICE uint32_t end(uint32_t k) const { return k < head ? k : tail + k - head + LOCO_MISTAKE(ring_tail); }
 };
 
 }  // namespace loco::ring_prox

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/mistake.h"
 #include "common/platform.h"
 #include "ring_prox/gpu_table.h"
 #include "ring_prox/math.h"
@@ -53,7 +54,7 @@ class Sums {
   // Reduce all threads' values by op in a fixed order; every thread receives the result.
   template <int count, class Op>
   LOCO_DEVICE void reduce(double (&values)[count], const Op& op) {
-    turn_ ^= 1;
+    turn_ ^= !LOCO_MISTAKE(ring_turn);
 #pragma unroll
     for (int k = 0; k < count; ++k) {
 #pragma unroll
@@ -122,7 +123,10 @@ class Sums {
     if (!(size > 0) || size == kInfinity) return 1;
     int exponent;
     std::frexp(size, &exponent);
-    scale_ = std::ldexp(1.0, exponent < -1020 ? 1020 : exponent > 1020 ? -1020 : -exponent);
+    scale_ = std::ldexp(1.0, exponent < -1020           ? 1020
+                             : exponent > 1020          ? -1020
+                             : LOCO_MISTAKE(ring_scale) ? exponent
+                                                        : -exponent);
     sum_squares(to);
     return scale_;
   }
@@ -212,7 +216,7 @@ struct L2 {
       const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
       use(solve, penalty, factors);
     }
-    __syncthreads();
+    if (!LOCO_MISTAKE(ring_factors)) __syncthreads();
   }
 
   template <typename T>
@@ -280,7 +284,7 @@ struct L2InMetric {
 
   template <typename T>
   LOCO_DEVICE T shrunk(T u, T d, int ring) const {
-    const bool alone = ring < first || coefficients[ring] == 0;
+    const bool alone = (!LOCO_MISTAKE(ring_first) && ring < first) || coefficients[ring] == 0;
     return alone ? u * static_cast<T>(ring >= first) : static_cast<T>(damped(u, d, coefficients[ring]));
   }
 };
@@ -293,7 +297,7 @@ struct Linf {
     const int rings = sums.rings();
     const double scale = sums.scale_of_products();
     const auto above = [&](int n, OfLeader, double level) {
-      __syncthreads();  // caps have been written
+      if (!LOCO_MISTAKE(ring_caps)) __syncthreads();  // caps have been written
       double values[3] = {0, 0, 0};
       for (int r = 0; r <= n; ++r) {
         const double cap = r == n ? kInfinity : caps[r];

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/mistake.h"
+
 namespace loco::ring_prox {
 namespace {
 
@@ -29,8 +31,9 @@ unsigned threads_for(const Shape& shape) {
 RingOrder ring_order(const Shape& shape) {
   std::vector<int> order(shape.taps), rank(shape.taps);
   for (int k = 0; k < shape.taps; ++k) order[k] = k;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return shape.ring_of_tap[a] < shape.ring_of_tap[b]; });
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    return LOCO_MISTAKE(ring_order) ? a < b : shape.ring_of_tap[a] < shape.ring_of_tap[b];
+  });
   for (int k = 0; k < shape.taps; ++k) rank[order[k]] = k;
 
   const auto channels = static_cast<uint32_t>(shape.channels);
@@ -44,7 +47,7 @@ RingOrder ring_order(const Shape& shape) {
     Tap& tap = result.taps[k];
     tap.begin = shape.channels_fastest ? rank[k] * channels : begins[ring] + (rank[k] - first);
     tap.step = shape.channels_fastest ? 1 : of_ring;
-    tap.ring = ring;
+    tap.ring = ring - (LOCO_MISTAKE(ring_ring) && ring > 0);
     tap.ordered = order[k];
   }
   return result;

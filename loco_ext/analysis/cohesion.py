@@ -6,12 +6,11 @@ Source: Schneider, "Locality-Promoting Representation Learning" (2022), section 
 import math
 from collections.abc import Sequence
 from functools import reduce
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from loco_ext.analysis.checks import check_choice, check_number
+from loco_ext.argument_checks import check_choice, check_count, check_ints, check_number
 
 Window = int | Sequence[int]
 
@@ -79,11 +78,7 @@ def localize(map: Tensor, count: int, window: Window = 3, strategy: str = "cohes
     height, width = _check_window(window, map)
     check_number("q", q)
     check_choice("strategy", strategy, ("cohesion", "sum"))
-    if isinstance(count, bool) or not isinstance(count, Integral):
-        raise TypeError(f"count: expected an int, got {count!r}")
-    if count < 1:
-        raise ValueError(f"count: expected at least 1, got {count}")
-
+    check_count("count", count, smallest=1)
     masses = map.detach().to(device="cpu", dtype=torch.float64)
     scores = _cohesion(masses, height, width, q) if strategy == "cohesion" else _box_sums(masses, height, width)
     corners: list[tuple[int, int]] = []
@@ -136,16 +131,9 @@ def _check_map(map: Tensor) -> None:
 
 
 def _check_window(window: Window, map: Tensor) -> tuple[int, int]:
-    sizes = (window, window) if isinstance(window, Integral) else window
-    if (
-        not isinstance(sizes, Sequence)
-        or len(sizes) != 2
-        or any(isinstance(size, bool) or not isinstance(size, Integral) for size in sizes)
-    ):
-        raise TypeError(f"window: expected an int or a pair of ints, got {window!r}")
-    height, width = int(sizes[0]), int(sizes[1])
+    height, width = check_ints("window", window, 2)
     rows, columns = map.shape[-2:]
-    if not (1 <= height <= rows and 1 <= width <= columns) or height * width == 1:
+    if height > rows or width > columns or height * width == 1:
         raise ValueError(
             f"window: expected more than one position and at most the map's {rows} x {columns}, got {window!r}"
         )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from loco_ext.analysis.checks import check_choice, check_number
-from loco_ext.analysis.landscape import Batches, Loss, check_data, check_model
+from loco_ext.analysis.landscape import Batches, Loss, check_data
+from loco_ext.argument_checks import check_choice, check_count, check_module, check_number
 from loco_ext.geometry import BlockPattern
 
 METHODS = ("linear", "string", "outputs")
@@ -69,10 +68,10 @@ def interpolate(
         >>> [(alpha, model.weight.item()) for alpha, model in analysis.interpolate(first, second, points=3)]
         [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0)]
     """
-    check_model("first", first)
-    check_model("second", second)
+    check_module("first", first)
+    check_module("second", second)
     check_choice("method", method, METHODS)
-    _check_count("points", points, 2)
+    check_count("points", points, 2)
     alphas = [place / (points - 1) for place in range(points)]
     if method == "outputs":
         ends = copy.deepcopy(first), copy.deepcopy(second)
@@ -83,7 +82,7 @@ def interpolate(
     if loss is None or data is None:
         raise TypeError(f"{'loss' if loss is None else 'data'}: expected one for the method 'string', got None")
     check_data(data)
-    _check_count("steps", steps, 0)
+    check_count("steps", steps, 0)
     check_number("learning_rate", learning_rate)
     check_number("stiffness", stiffness)
     if stiffness >= 0.5:
@@ -149,13 +148,6 @@ def _draw(point: State, before: State, after: State, stiffness: float) -> None:
     for name, x in point.items():
         if _is_mixed(x):
             x.add_(before[name] + after[name] - 2 * x, alpha=stiffness)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def _check_alike(first: nn.Module, second: nn.Module) -> None:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loco_ext.analysis.checks import check_number
-from loco_ext.geometry.checks import check_count, is_int
+from loco_ext.argument_checks import check_count, check_module, check_number, is_int
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -144,15 +143,9 @@ def check_data(data: Batches) -> None:
         raise ValueError("data: expected at least one sample, got none")
 
 
-def check_model(name: str, model: nn.Module) -> None:
-    """Raise TypeError unless ``model`` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name}: expected a module, got {type(model).__name__}")
-
-
 def _check(model: nn.Module, data: Batches) -> list[nn.Parameter]:
     """Check the arguments and return the parameters that require a gradient."""
-    check_model("model", model)
+    check_module("model", model)
     check_data(data)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:

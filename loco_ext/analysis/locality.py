@@ -16,8 +16,8 @@ import torch
 from scipy.special import stdtr
 from torch import Tensor, nn
 
-from loco_ext.analysis.checks import check_choice, check_number
-from loco_ext.analysis.kernels import Inputs, Model, kernels
+from loco_ext.analysis.conv_weights import Inputs, Model, conv_weights
+from loco_ext.argument_checks import check_choice, check_number
 from loco_ext.geometry import distance_classes
 
 
@@ -88,7 +88,7 @@ def locality_statistics(
 
     Args:
         model: a module or a mapping of names to tensors, such as a state dict; see
-            :func:`loco_ext.analysis.kernels.kernels` for what counts as a convolution.
+            :func:`loco_ext.analysis.conv_weights.conv_weights` for what counts as a convolution.
         weighting: "matrices" averages over all matrices, as eq. 7.1 does. "layers" takes the mean of the layers' means.
             "halves" averages over all matrices of a half, and takes the mean of the two halves for "all", as every row
             of Table 4 does.
@@ -100,7 +100,7 @@ def locality_statistics(
         t-test; a mean of means combines standard errors, with Welch-Satterthwaite degrees of freedom.
 
     Raises:
-        TypeError, ValueError: as :func:`loco_ext.analysis.kernels.kernels`; ``weighting`` is unknown.
+        TypeError, ValueError: as :func:`loco_ext.analysis.conv_weights.conv_weights`; ``weighting`` is unknown.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
     >>> with torch.no_grad():
@@ -113,7 +113,7 @@ def locality_statistics(
     check_choice("weighting", weighting, ("halves", "layers", "matrices"))
     by_row: dict[tuple[tuple[int, ...], tuple[float, float]], list[Tensor]] = {}
     skipped: dict[str, None] = {}
-    for name, weight in kernels(model, example_inputs).items():
+    for name, weight in conv_weights(model, example_inputs).items():
         means = _class_means(weight, "signed")
         kernel_size = tuple(weight.shape[2:])
         rounding = math.prod(kernel_size) * sys.float_info.epsilon
@@ -166,7 +166,7 @@ def estimate_locality(
 
     Args:
         models: one module or mapping, such as a state dict, or a sequence of them; see
-            :func:`loco_ext.analysis.kernels.kernels` for what counts as a convolution.
+            :func:`loco_ext.analysis.conv_weights.conv_weights` for what counts as a convolution.
         c: scale of the ratio's deviation from 1, at least 0.
         eta_rule: "local", or "paper" for the printed rule, in which the factor of a class is that of the previous class
             divided by ``a(r(previous class, class))``.
@@ -181,7 +181,7 @@ def estimate_locality(
     Raises:
         TypeError: ``models`` or ``c`` has another type.
         ValueError: there are no models, their layers differ, ``eta_rule`` or ``stat`` is unknown, ``c`` is negative or
-            infinite, or as :func:`loco_ext.analysis.kernels.kernels`.
+            infinite, or as :func:`loco_ext.analysis.conv_weights.conv_weights`.
 
     >>> weight = torch.ones(8, 8, 3, 3)
     >>> weight[..., 1, 1] = 1.25
@@ -201,7 +201,7 @@ def estimate_locality(
     shapes: list[dict[str, tuple[int, ...]]] = []
     by_model: list[dict[str, _ClassMeans]] = []
     for model in models:
-        found = kernels(model)
+        found = conv_weights(model)
         shapes.append({name: tuple(weight.shape) for name, weight in found.items()})
         by_model.append({name: _ClassMeans.of(weight, stat) for name, weight in found.items()})
     _check_same_layers(shapes)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from loco_ext.analysis.checks import check_choice
-from loco_ext.analysis.landscape import check_model
+from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.geometry import BlockPattern
 
 
@@ -37,7 +36,7 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
         ...     layer(torch.randn(1, 1, 4, 4)).abs().sum().item()
         0.0
     """
-    check_model("model", model)
+    check_module("model", model)
     check_choice("kept", kept, ("local", "off-local"))
     layers: list[Any] = [
         module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)
@@ -46,18 +45,18 @@ def only_blocks(model: nn.Module, kept: str) -> Iterator[None]:
         raise ValueError("model: expected locally connected layers in it, got none")
     masked = []
     for layer in layers:
-        pattern, values = layer.pattern.to("cpu"), layer.values.detach()
+        pattern, values = layer.pattern.to("cpu"), layer.weight.detach()
         local = pattern.local_mask().to(values.device)
         places = (~local if kept == "local" else local).nonzero().flatten()
         masked.append((layer, pattern, places, values[places]))
     try:
         for layer, _, places, _ in masked:
-            layer.values.detach().index_fill_(0, places, 0)
+            layer.weight.detach().index_fill_(0, places, 0)
         yield
     finally:
         resized = False
         for layer, pattern, places, blocks in masked:
-            values = layer.values.detach()  # the dtype or device may have changed inside
+            values = layer.weight.detach()  # the dtype or device may have changed inside
             if layer.pattern.to("cpu") is pattern:
                 values.index_copy_(0, places.to(values.device), blocks.to(values))
             else:

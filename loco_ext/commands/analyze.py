@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure the locality of checkpoints, write the analysis to ``--out`` and print it."""
-    from loco_ext.analysis import command
+    from loco_ext.commands import checkpoint_analysis as command
 
     try:
         analysis = command.analyze(

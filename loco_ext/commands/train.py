@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import nn
 
 from loco_ext import options
-from loco_ext.analysis.checkpoint import CheckpointError
 from loco_ext.commands import add_data, add_device, add_out, add_resume, given, tell, writing_to
 from loco_ext.errors import UserError
 from loco_ext.experiments import curves, data, processes
@@ -16,6 +15,7 @@ from loco_ext.experiments.models import digest, load_weights
 from loco_ext.experiments.settings import PRESETS, PRESETS_MEAN, Settings, from_preset
 from loco_ext.experiments.tensorboard import TensorBoard
 from loco_ext.experiments.train import make_model
+from loco_ext.foreign_checkpoints import CheckpointError
 from loco_ext.output import json_text
 
 DESCRIPTION = (

@@ -37,7 +37,7 @@ def _matrix(layer: LocallyConnected2d) -> Tensor:
     """Return the weight matrix from the first input to the first output channel, [n_out, n_in]."""
     pattern = layer.pattern.to("cpu")
     matrix = torch.zeros(pattern.n_out, pattern.n_in)
-    matrix[pattern.row_indices, pattern.col_indices] = layer.values.detach()[:, 0, 0, 0].cpu().float()
+    matrix[pattern.row_indices, pattern.col_indices] = layer.weight.detach()[:, 0, 0, 0].cpu().float()
     return matrix
 
 

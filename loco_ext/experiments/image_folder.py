@@ -8,7 +8,7 @@ from PIL import Image, ImageOps
 
 from loco_ext.experiments.files import DataError
 from loco_ext.experiments.samples import Samples
-from loco_ext.nn.memory import free_memory
+from loco_ext.nn.free_memory import free_memory
 from loco_ext.output import progress_bar
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
 from loco_ext.experiments.own_model import own_model
+from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 
 def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequential:
@@ -244,7 +244,7 @@ def find_model(name: str) -> Model:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load the weights of a file into ``model``, see :func:`loco_ext.analysis.checkpoint.read_checkpoint`.
+    """Load the weights of a file into ``model``, see :func:`loco_ext.foreign_checkpoints.read_checkpoint`.
 
     Raises:
         CheckpointError: the file cannot be read, or its names or shapes are those of another network.

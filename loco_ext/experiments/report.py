@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
-from loco_ext.analysis.report import statistics_table
+from loco_ext.analysis.tables import statistics_table
 from loco_ext.output import replacing
 
 CLASSES = ("centre", "edge", "corner")  # distance classes of a 3x3 kernel, nearest first

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loco_ext.geometry.checks import LARGEST_COUNT, check_count, check_indices, check_rows
-from loco_ext.geometry.conv import ConvGeometry, Ints, Padding
+from loco_ext.argument_checks import check_count
+from loco_ext.geometry.conv import LARGEST_COUNT, ConvGeometry, Ints, Padding
+from loco_ext.geometry.pattern_checks import check_indices, check_rows
 
 try:
     from loco_ext import _C as host
 except ImportError:
-    from loco_ext.geometry import plain as host  # type: ignore[no-redef]
+    from loco_ext.geometry import pattern_fallback as host  # type: ignore[no-redef]
 
 
 class Transposed(NamedTuple):

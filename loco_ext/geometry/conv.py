@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loco_ext.geometry.checks import LARGEST_COUNT, check_count, is_int
+from loco_ext.argument_checks import check_choice, check_count, check_ints, is_int
 
 Ints = int | Sequence[int]
 Padding = str | int | Sequence[int | Sequence[int]]
 
 PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
-LARGEST_SIZE = 2**31 - 1
+LARGEST_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True, init=False)
@@ -69,13 +69,12 @@ class ConvGeometry:
         dilation: Ints = 1,
         padding_mode: str = "zeros",
     ) -> None:
-        sizes = _check_input_size(input_size)
+        sizes = check_ints("input_size", input_size)
         axes = len(sizes)
-        kernel = _check_ints("kernel_size", kernel_size, axes)
-        strides = _check_ints("stride", stride, axes)
-        dilations = _check_ints("dilation", dilation, axes)
-        if padding_mode not in PADDING_MODES:
-            raise ValueError(f"padding_mode: expected one of {', '.join(PADDING_MODES)}, got {padding_mode!r}")
+        kernel = check_ints("kernel_size", kernel_size, axes)
+        strides = check_ints("stride", stride, axes)
+        dilations = check_ints("dilation", dilation, axes)
+        check_choice("padding_mode", padding_mode, PADDING_MODES)
         extents = [step * (taps - 1) + 1 for step, taps in zip(dilations, kernel, strict=True)]
         pads = _check_padding(padding, extents, strides)
         _check_padding_fits(padding_mode, pads, sizes)
@@ -206,28 +205,6 @@ def values_bytes(
     return int(blocks) * (int(in_channels) // int(groups)) * int(out_channels) * dtype.itemsize
 
 
-def _check_input_size(value: object) -> tuple[int, ...]:
-    sizes = (value,) if is_int(value) else value
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-        raise TypeError(f"input_size: expected an int or one to three ints, got {value!r}")
-    if not 1 <= len(sizes) <= 3:
-        raise ValueError(f"input_size: expected an int or one to three ints, got {value!r}")
-    return _check_ints("input_size", sizes, len(sizes))
-
-
-def _check_ints(name: str, value: object, axes: int, smallest: int = 1) -> tuple[int, ...]:
-    """Return one int for each axis, expanded from one for all axes; raise if that is not possible."""
-    expected = f"{name}: expected an int" + (f", or one for each of {axes} axes" if axes > 1 else "")
-    values = (value,) * axes if is_int(value) else value
-    if not isinstance(values, Sequence) or isinstance(values, str) or not all(map(is_int, values)):
-        raise TypeError(f"{expected}, got {value!r}")
-    if len(values) != axes:
-        raise ValueError(f"{expected}, got {value!r}")
-    if any(not smallest <= item <= LARGEST_SIZE for item in values):
-        raise ValueError(f"{name}: expected at least {smallest} and at most {LARGEST_SIZE}, got {value!r}")
-    return tuple(int(item) for item in values)
-
-
 def _check_padding(value: object, extents: list[int], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return the padding before and after along each axis; raise if ``value`` is unusable."""
     axes = len(extents)
@@ -245,7 +222,7 @@ def _check_padding(value: object, extents: list[int], strides: tuple[int, ...]) 
         raise ValueError(f"padding: expected an int, or an int or a pair for each of {axes} axes, got {value!r}")
     pairs = []
     for entry in entries:
-        before, after = _check_ints("padding", entry, 2, smallest=0)
+        before, after = check_ints("padding", entry, 2, smallest=0)
         pairs.append((before, after))
     return tuple(pairs)
 

@@ -10,10 +10,11 @@ Sources: LOCO-REG is Schneider, "Locality-Promoting Representation Learning" (20
 import itertools
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+
+from loco_ext.argument_checks import check_choice, check_ints, check_number
 
 KernelSize = int | Sequence[int]
 
@@ -137,7 +138,7 @@ def ring_index(kernel_size: KernelSize, kind: str = "half", first: str = "auto")
     >>> ring_index((3, 3), kind="full").tolist()
     [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
     """
-    shape = _check_kernel_size(kernel_size)
+    shape = check_ints("kernel_size", kernel_size)
     return torch.tensor(ring_list(shape, kind, first), dtype=torch.int64, device="cpu").view(shape)
 
 
@@ -152,9 +153,9 @@ def ring_list(kernel_size: KernelSize, kind: str = "half", first: str = "auto") 
     >>> ring_list((3, 3))
     [0, 0, 0, 0, 2, 1, 0, 1, 1]
     """
-    shape = _check_kernel_size(kernel_size)
-    _check_choice("kind", kind, ("half", "full"))
-    _check_choice("first", first, ("auto", "top_left", "bottom_right"))
+    shape = check_ints("kernel_size", kernel_size)
+    check_choice("kind", kind, ("half", "full"))
+    check_choice("first", first, ("auto", "top_left", "bottom_right"))
     any_even = any(size % 2 == 0 for size in shape)
     if kind == "full" and any_even:
         raise ValueError(f"kernel_size: expected odd sizes for full rings, got {shape}")
@@ -179,7 +180,7 @@ def _peeled(size: int, rings: int, kind: str, top_left_first: bool) -> list[int]
 
 def _doubled_squares(kernel_size: KernelSize, center: str | None) -> Tensor:
     """Return squared distances in half taps: integers, so that classes are exact even if the centre is between taps."""
-    shape = _check_kernel_size(kernel_size)
+    shape = check_ints("kernel_size", kernel_size)
     check_center(center, shape)
     total = torch.zeros(shape, dtype=torch.int64, device="cpu")
     for axis, size in enumerate(shape):
@@ -190,7 +191,7 @@ def _doubled_squares(kernel_size: KernelSize, center: str | None) -> Tensor:
 
 def check_center(center: str | None, kernel_size: tuple[int, ...]) -> None:
     """Raise if the centre tap is to be the centre of a kernel that has none, or ``center`` is unknown."""
-    _check_choice("center", center, (None, "midpoint"))
+    check_choice("center", center, (None, "midpoint"))
     if center is None and any(size % 2 == 0 for size in kernel_size):
         raise ValueError(
             'kernel_size: expected odd sizes, for an even one has no centre tap, unless center="midpoint"; got '
@@ -198,31 +199,7 @@ def check_center(center: str | None, kernel_size: tuple[int, ...]) -> None:
         )
 
 
-def _check_kernel_size(kernel_size: KernelSize) -> tuple[int, ...]:
-    sizes = (kernel_size,) if isinstance(kernel_size, Integral) else kernel_size
-    if (
-        not isinstance(sizes, Sequence)
-        or isinstance(sizes, str | bytes)
-        or any(isinstance(size, bool) or not isinstance(size, Integral) for size in sizes)
-    ):
-        raise TypeError(f"kernel_size: expected an int or a sequence of one to three ints, got {kernel_size!r}")
-    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
-        raise ValueError(f"kernel_size: expected one to three ints, each at least 1, got {kernel_size!r}")
-    return tuple(int(size) for size in sizes)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 def _check_factors(factors: Sequence[float]) -> list[float]:
-    if (
-        not isinstance(factors, Sequence)
-        or isinstance(factors, str | bytes)
-        or any(isinstance(factor, bool) or not isinstance(factor, Real) for factor in factors)
-    ):
+    if not isinstance(factors, Sequence) or isinstance(factors, str | bytes):
         raise TypeError(f"factors: expected a sequence of real numbers, got {factors!r}")
-    if any(not (math.isfinite(factor) and factor >= 0) for factor in factors):
-        raise ValueError(f"factors: expected finite numbers, at least 0, got {factors!r}")
-    return [float(factor) for factor in factors]
+    return [check_number("factors", factor) for factor in factors]

@@ -39,8 +39,8 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
         device=weight.device,
         input_size=input_size,
     )
-    layer.values.copy_(embed(weight_by_tap(weight, conv.groups), layer.pattern))
-    layer.values.requires_grad_("weight" not in conv._parameters or weight.requires_grad)  # a computed weight trains
+    layer.weight.copy_(embed(weight_by_tap(weight, conv.groups), layer.pattern))
+    layer.weight.requires_grad_("weight" not in conv._parameters or weight.requires_grad)  # a computed weight trains
     if conv.bias is not None:
         layer.bias.copy_(conv.bias.expand_as(layer.bias)).requires_grad_(conv.bias.requires_grad)
     return layer.train(conv.training)
@@ -49,17 +49,17 @@ def from_conv(layer_class: type[Layer], conv: nn.Module, input_size: Ints) -> La
 @torch.no_grad()
 def to_conv(layer: LocallyConnectedNd) -> nn.Module:
     """Implement :meth:`LocallyConnected2d.to_conv`."""
-    values, bias, geometry = layer.values, layer.bias, layer.pattern.conv
+    weight, bias, geometry = layer.weight, layer.bias, layer.pattern.conv
     assert geometry is not None
     even = all(before == after for before, after in geometry.padding) or layer.padding == "same"
     conv = getattr(nn, f"Conv{layer.axes}d")(
         *(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding if even else 0),
         *(layer.dilation, layer.groups, bias is not None, layer.padding_mode if even else "zeros"),
-        dtype=values.dtype,
-        device=values.device,
+        dtype=weight.dtype,
+        device=weight.device,
     )
-    conv.weight.copy_(kernel_weight(project(values, layer.pattern), layer.kernel_size))
-    conv.weight.requires_grad_(values.requires_grad)
+    conv.weight.copy_(kernel_weight(project(weight, layer.pattern), layer.kernel_size))
+    conv.weight.requires_grad_(weight.requires_grad)
     if bias is not None:
         conv.bias.copy_(bias.mean(0, dtype=torch.float64)).requires_grad_(bias.requires_grad)
     if even:
@@ -72,19 +72,19 @@ def to_conv(layer: LocallyConnectedNd) -> nn.Module:
 @torch.no_grad()
 def to_dense(layer: LocallyConnectedNd) -> nn.Linear:
     """Implement :meth:`LocallyConnected2d.to_dense`."""
-    values, bias, pattern = layer.values, layer.bias, layer.pattern.to(layer.values.device)
-    _, groups, depth, width = values.shape
+    weight, bias, pattern = layer.weight, layer.bias, layer.pattern.to(layer.weight.device)
+    _, groups, depth, width = weight.shape
     linear = nn.utils.skip_init(
         nn.Linear,
         *(layer.in_channels * pattern.n_in, layer.out_channels * pattern.n_out, bias is not None),
-        dtype=values.dtype,
-        device=values.device,
+        dtype=weight.dtype,
+        device=weight.device,
     )
     matrix = linear.weight.zero_().view(groups, width, pattern.n_out, groups, depth, pattern.n_in)
     for group in range(groups):
         part = matrix[group, :, :, group].permute(1, 3, 2, 0)  # [n_out, n_in, depth, width]
-        part[pattern.row_indices, pattern.col_indices] = values[:, group]
-    linear.weight.requires_grad_(values.requires_grad)
+        part[pattern.row_indices, pattern.col_indices] = weight[:, group]
+    linear.weight.requires_grad_(weight.requires_grad)
     if bias is not None:
         linear.bias.copy_(bias.t().flatten()).requires_grad_(bias.requires_grad)
     return linear.train(layer.training)

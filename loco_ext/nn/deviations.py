@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from loco_ext.argument_checks import check_module
 from loco_ext.geometry import BlockPattern
 from loco_ext.nn.embedding import embed, project
 
@@ -59,21 +60,20 @@ def deviation(model: nn.Module) -> Deviation:
         >>> round(shares.delta_locality, 1), round(shares.delta_sharing, 1)
         (0.9, 1.0)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    check_module("model", model)
     total = sum(_square(parameter) for parameter in model.parameters())
     layers = [module for module in model.modules() if isinstance(getattr(module, "pattern", None), BlockPattern)]
-    squares = [_squares(layer.values, layer.bias, layer.pattern) for layer in layers]  # type: ignore[arg-type]
+    squares = [_squares(layer.weight, layer.bias, layer.pattern) for layer in layers]  # type: ignore[arg-type]
     off_local, unshared = (math.fsum(column) for column in zip(*squares, strict=True)) if squares else (0.0, 0.0)
     return Deviation(*(math.sqrt(part / total) if total else 0.0 for part in (off_local, unshared)))
 
 
 @torch.no_grad()
-def _squares(values: Tensor, bias: Tensor | None, pattern: BlockPattern) -> tuple[float, float]:
+def _squares(weight: Tensor, bias: Tensor | None, pattern: BlockPattern) -> tuple[float, float]:
     """Return the squares of the norm of blocks outside of receptive fields and of the distance to a convolution."""
-    by_block = torch.linalg.vector_norm(values, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
-    exact = torch.promote_types(values.dtype, torch.float32)
-    unshared = _square(embed(project(values, pattern).to(exact), pattern).sub_(values))
+    by_block = torch.linalg.vector_norm(weight, dim=(1, 2, 3), dtype=torch.float64).square().cpu()
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    unshared = _square(embed(project(weight, pattern).to(exact), pattern).sub_(weight))
     if bias is not None:
         unshared += _square(bias.double() - bias.mean(0, dtype=torch.float64))
     return by_block[~pattern.local_mask()].sum().item(), unshared

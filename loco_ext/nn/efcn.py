@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from loco_ext.argument_checks import check_choice, check_count, check_module
 from loco_ext.geometry import ConvGeometry, values_bytes
-from loco_ext.nn.convolutions import Call, find_convolutions
+from loco_ext.nn.find_convolutions import find_convolutions
+from loco_ext.nn.free_memory import free_memory
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d, LocallyConnectedNd
-from loco_ext.nn.memory import free_memory
 
 _LAYERS: dict[type[nn.Module], Any] = {
     nn.Conv1d: LocallyConnected1d,
@@ -35,10 +36,9 @@ def to_efcn(
     The new layers, :class:`LocallyConnected2d` and so on, can be trained, grown and converted back one by one.
 
     Args:
-        model: a model that torch.fx can trace, whose chosen convolutions are ``nn.Conv1d``, ``nn.Conv2d`` or
-            ``nn.Conv3d``. It is not changed.
-        example_inputs: a batch, or a sequence of the model's positional arguments. Only their spatial sizes matter; the
-            batch size may be 1.
+        model: a model whose chosen convolutions are ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``. It is not changed:
+            a copy is run once to learn the sizes of the convolutions' inputs.
+        example_inputs: a batch, or a sequence of the model's positional arguments. The batch size may be 1.
         relax: ``"sharing"`` gives each position weights of its own for the pixels that the convolution reads (LCN);
             ``"all"`` gives it weights for all pixels, the additional ones being zero at first (eFCN); an int extends
             the receptive field by that many pixels on each side, as :meth:`LocallyConnected2d.grow` does.
@@ -50,9 +50,10 @@ def to_efcn(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: torch.fx cannot trace the model, or a name does not exist; a convolution, which the message names,
-            is called with inputs of several sizes or not at all, shares its weight, has hooks or a parametrization, or
-            is a module of another class than those three; a convolution is called outside of such modules.
+        ValueError: the model does not run on the example, or a name does not exist; a convolution, which the message
+            names, is called with inputs of several sizes or not at all, shares its weight or is used otherwise than by
+            calling it, has hooks or a parametrization, or is a module of another class than those three; a convolution
+            is called outside of such modules.
         MemoryError: the layers would exceed the limit; the message has the forecast for each layer.
 
     Source:
@@ -66,47 +67,40 @@ def to_efcn(
         ...                          modules.Linear(8 * 6 * 6, 10))
         >>> x = torch.randn(4, 3, 6, 6)
         >>> efcn = nn.to_efcn(cnn, x)
-        >>> torch.allclose(efcn(x), cnn(x), atol=1e-5), efcn[0].values.shape
+        >>> torch.allclose(efcn(x), cnn(x), atol=1e-5), efcn[0].weight.shape
         (True, torch.Size([256, 1, 3, 8]))
     """
-    _check_arguments(model, relax, memory_limit)
-    calls = find_convolutions(model, example_inputs, layers)
-    for name, call in calls.items():
-        if type(call.module) not in _LAYERS:
+    check_module("model", model)
+    if isinstance(relax, str):
+        check_choice("relax", relax, ("sharing", "all"))
+    else:
+        check_count("relax", relax)
+    if memory_limit is not None:
+        check_count("memory_limit", memory_limit)
+    geometries = {}
+    for name, size in find_convolutions(model, example_inputs, layers).items():
+        conv: Any = model.get_submodule(name)
+        if type(conv) not in _LAYERS:
             raise ValueError(
                 f"layers: expected nn.Conv1d, nn.Conv2d or nn.Conv3d modules, got {name or 'the model'}, "
-                f"a {type(call.module).__name__}"
+                f"a {type(conv).__name__}"
             )
-    geometries = {name: _geometry(call) for name, call in calls.items()}
-    _check_memory(_forecast(calls, geometries, relax), calls, memory_limit)
+        geometries[name] = ConvGeometry(
+            size, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
+        )
+    _check_memory(model, geometries, relax, memory_limit)
     result = copy.deepcopy(model)
     for name, geometry in geometries.items():
         conv = result.get_submodule(name)
-        layer = _relaxed(conv, geometry, relax)
+        layer: LocallyConnectedNd = _LAYERS[type(conv)].from_conv(conv, geometry.input_size)
+        if radius := _radius(geometry, relax):
+            layer.grow(radius)
         if conv is result:
             return layer
         for place, module in list(result.named_modules(remove_duplicate=False)):
             if module is conv:
-                _set_submodule(result, place, layer)
+                result.set_submodule(place, layer)
     return result
-
-
-def _check_arguments(model: object, relax: object, memory_limit: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if isinstance(relax, bool) or not isinstance(relax, str | int):
-        raise TypeError(f'relax: expected "sharing", "all" or an int, got {relax!r}')
-    if relax not in ("sharing", "all") if isinstance(relax, str) else relax < 0:
-        raise ValueError(f'relax: expected "sharing", "all" or an int, at least 0, got {relax!r}')
-    if memory_limit is not None and (isinstance(memory_limit, bool) or not isinstance(memory_limit, int)):
-        raise TypeError(f"memory_limit: expected an int or None, got {memory_limit!r}")
-    if memory_limit is not None and memory_limit < 0:
-        raise ValueError(f"memory_limit: expected at least 0, got {memory_limit}")
-
-
-def _geometry(call: Call) -> ConvGeometry:
-    conv = call.module
-    return ConvGeometry(call.input_size, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode)
 
 
 def _radius(geometry: ConvGeometry, relax: str | int) -> int:
@@ -116,34 +110,20 @@ def _radius(geometry: ConvGeometry, relax: str | int) -> int:
     return 0 if relax == "sharing" else max(geometry.input_size)
 
 
-def _relaxed(conv: nn.Module, geometry: ConvGeometry, relax: str | int) -> nn.Module:
-    layer: LocallyConnectedNd = _LAYERS[type(conv)].from_conv(conv, geometry.input_size)
-    radius = _radius(geometry, relax)
-    return layer.grow(radius) if radius else layer
-
-
-def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
-def _forecast(calls: dict[str, Call], geometries: dict[str, ConvGeometry], relax: str | int) -> dict[str, int]:
-    """Return the bytes of each layer's weights and biases."""
-    layers = {}
+def _check_memory(model: nn.Module, geometries: dict[str, ConvGeometry], relax: str | int, limit: int | None) -> None:
+    """Raise MemoryError if the weights and biases of the new layers would take more bytes than the limit."""
+    forecast, devices = {}, set()
     for name, geometry in geometries.items():
-        conv = calls[name].module
+        conv: Any = model.get_submodule(name)
         blocks = geometry.count_blocks(_radius(geometry, relax))
-        values = values_bytes(blocks, conv.in_channels, conv.out_channels, conv.groups, conv.weight.dtype)
+        weight = values_bytes(blocks, conv.in_channels, conv.out_channels, conv.groups, conv.weight.dtype)
         bias = 0 if conv.bias is None else geometry.n_out * conv.out_channels * conv.bias.element_size()
-        layers[name] = values + bias
-    return layers
-
-
-def _check_memory(forecast: dict[str, int], calls: dict[str, Call], limit: int | None) -> None:
+        forecast[name] = weight + bias
+        devices.add(conv.weight.device)
     total = sum(forecast.values())
     if limit is None:
-        free = [free_memory(device) for device in {call.module.weight.device for call in calls.values()}]
-        limit = min((size // 2 for size in free if size is not None), default=total)
+        free = [size for size in map(free_memory, devices) if size is not None]
+        limit = min(free) // 2 if free else total
     if total <= limit:
         return
     largest = sorted(forecast.items(), key=lambda item: -item[1])

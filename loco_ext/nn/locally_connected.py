@@ -7,7 +7,7 @@ convolution, can grow up to full connection, and can be converted back.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_choice, check_count, check_ints
 from loco_ext.geometry import BlockPattern
-from loco_ext.geometry.checks import check_count, is_int
+from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.geometry.conv import Ints, Padding
-from loco_ext.geometry.marks import mark_blocks
-from loco_ext.nn.choosing import blocks_to_keep
 from loco_ext.nn.conversions import from_conv, to_conv, to_dense
 from loco_ext.nn.deviations import Deviation, deviation
+from loco_ext.nn.pruning import blocks_to_keep
 from loco_ext.nn.resizing import loaded_pattern, replace, resize
 from loco_ext.ops.block_sparse import TracerWarningsIgnored
 from loco_ext.ops.memory_format import suggests_channels_last
@@ -34,7 +34,7 @@ class LocallyConnectedNd(nn.Module):
 
     axes: ClassVar[int]
     pattern: BlockPattern
-    values: nn.Parameter
+    weight: nn.Parameter
     bias: nn.Parameter | None
     _backward_step: Any = None  # see loco_ext.optim.step_in_backward
 
@@ -58,9 +58,7 @@ class LocallyConnectedNd(nn.Module):
         self.groups = check_count("groups", groups, smallest=1)
         self.in_channels = _check_channels("in_channels", in_channels, groups)
         self.out_channels = _check_channels("out_channels", out_channels, groups)
-        size: Any = (input_size,) * self.axes if is_int(input_size) else input_size
-        if isinstance(size, Sequence) and len(size) != self.axes:
-            raise ValueError(f"input_size: expected {self.axes} sizes, one for each axis, got {input_size!r}")
+        size = check_ints("input_size", input_size, self.axes)
         pattern = BlockPattern.from_conv(size, kernel_size, stride, padding, dilation, padding_mode)
         conv: Any = pattern.conv
         self.input_size, self.output_size = conv.input_size, conv.output_size
@@ -68,13 +66,25 @@ class LocallyConnectedNd(nn.Module):
         self.padding = padding if isinstance(padding, str) else _as_ints(conv.padding)
         self.padding_mode = padding_mode
         shape = (pattern.nnz, groups, in_channels // groups, out_channels // groups)
-        self.values = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty((pattern.n_out, out_channels), device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
         self._set_pattern(pattern)
         self.reset_parameters()
+
+    @property
+    def values(self) -> nn.Parameter:
+        """Former name of ``weight``."""
+        _warn_of_former_name()
+        return self.weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "values":
+            _warn_of_former_name()
+            name = "weight"
+        super().__setattr__(name, value)
 
     @property
     def crow_indices(self) -> Tensor:
@@ -100,22 +110,21 @@ class LocallyConnectedNd(nn.Module):
         Raises:
             ValueError: ``like`` is unknown.
         """
+        check_choice("like", like, ("conv", "linear"))
         depth = self.in_channels // self.groups
         if like == "conv":
             bound = 1 / math.sqrt(depth * math.prod(self.kernel_size))
-            block = self.pattern.taps.block.to(self.values.device)
-            draws = self.values.new_empty((len(block), *self.values.shape[1:])).uniform_(-bound, bound)
-            self.values.zero_().index_add_(0, block, draws)
+            block = self.pattern.taps.block.to(self.weight.device)
+            draws = self.weight.new_empty((len(block), *self.weight.shape[1:])).uniform_(-bound, bound)
+            self.weight.zero_().index_add_(0, block, draws)
             if self.bias is not None:
                 self.bias.uniform_(-bound, bound)
-        elif like == "linear":
-            pattern, device = self.pattern.to("cpu"), self.values.device
-            bounds = (pattern.crow_indices.diff().clamp(min=1) * depth).rsqrt().to(device, self.values.dtype)
-            self.values.uniform_(-1, 1).mul_(bounds[pattern.row_indices.to(device)].view(-1, 1, 1, 1))
+        else:
+            pattern, device = self.pattern.to("cpu"), self.weight.device
+            bounds = (pattern.crow_indices.diff().clamp(min=1) * depth).rsqrt().to(device, self.weight.dtype)
+            self.weight.uniform_(-1, 1).mul_(bounds[pattern.row_indices.to(device)].view(-1, 1, 1, 1))
             if self.bias is not None:
                 self.bias.uniform_(-1, 1).mul_(bounds.view(-1, 1))
-        else:
-            raise ValueError(f"like: expected 'conv' or 'linear', got {like!r}")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(N, C_in, *input_size)`` to ``(N, C_out, *output_size)``; both without N if ``x`` has none.
@@ -137,8 +146,8 @@ class LocallyConnectedNd(nn.Module):
         batch, pattern = x if x.dim() == self.axes + 2 else x.unsqueeze(0), self.pattern
         if pattern.crow_indices.device != x.device:
             pattern = pattern.to(x.device)
-        pixels, consume = batch.flatten(2).transpose(1, 2), self._backward_step and self._backward_step.of(self.values)
-        y = ops.block_sparse_matmul(pixels, self.values, pattern, self.bias, consume=consume)
+        pixels, consume = batch.flatten(2).transpose(1, 2), self._backward_step and self._backward_step.of(self.weight)
+        y = ops.block_sparse_matmul(pixels, self.weight, pattern, self.bias, consume=consume)
         y = y.unflatten(1, self.output_size).movedim(-1, 1)
         if not suggests_channels_last(batch):
             y = y.clone(memory_format=torch.contiguous_format)  # contiguous() keeps the strides of size-1 axes
@@ -185,13 +194,13 @@ class LocallyConnectedNd(nn.Module):
         """Add blocks to each output pixel for the input pixels at most ``radius`` around those that it has, in place.
 
         The new blocks are zero and the output is unchanged, bit for bit. A ``radius`` as large as the image connects
-        all pixels. Call it between two training steps: ``values`` stays the same object, with more blocks, and its
+        all pixels. Call it between two training steps: ``weight`` stays the same object, with more blocks, and its
         gradient is cleared. torch.compile recompiles. Whatever depends on its size, such as DistributedDataParallel or
         an averaged model, has to be created again.
 
         Args:
             radius: number of input pixels, at least 0.
-            optimizer: the optimizer that steps ``values``. Its states of ``values`` are zero for the new blocks. If it
+            optimizer: the optimizer that steps ``weight``. Its states of ``weight`` are zero for the new blocks. If it
                 is not given, an optimizer that keeps states fails in its next step.
 
         Returns:
@@ -199,12 +208,12 @@ class LocallyConnectedNd(nn.Module):
 
         Raises:
             TypeError: ``radius`` is not an int; ``optimizer`` is not an optimizer, or has states of other shapes than
-                ``values``; ``values`` is sharded.
-            ValueError: ``radius`` is negative, or the optimizer does not step ``values``.
+                ``weight``; ``weight`` is sharded.
+            ValueError: ``radius`` is negative, or the optimizer does not step ``weight``.
         """
         pattern, places = self.pattern.grow(radius)
-        places, shape = places.to(self.values.device), (pattern.nnz, *self.values.shape[1:])
-        resize(self.values, lambda old: old.new_zeros(shape).index_copy_(0, places, old), optimizer)
+        places, shape = places.to(self.weight.device), (pattern.nnz, *self.weight.shape[1:])
+        resize(self.weight, lambda old: old.new_zeros(shape).index_copy_(0, places, old), optimizer)
         self._set_pattern(pattern)
         return self
 
@@ -232,10 +241,10 @@ class LocallyConnectedNd(nn.Module):
             TypeError: not exactly one of the three is given, one has a wrong type, or as for :meth:`grow`.
             ValueError: a wrong shape, a negative number, or as for :meth:`grow`.
         """
-        mask = blocks_to_keep(self.values, self.pattern, keep, threshold, radius)
+        mask = blocks_to_keep(self.weight, self.pattern, keep, threshold, radius)
         pattern, kept = self.pattern.prune(mask)
-        kept = kept.to(self.values.device)
-        resize(self.values, lambda old: old[kept], optimizer)
+        kept = kept.to(self.weight.device)
+        resize(self.weight, lambda old: old[kept], optimizer)
         self._set_pattern(pattern)
         return self
 
@@ -259,11 +268,11 @@ class LocallyConnectedNd(nn.Module):
         return ", ".join([*parts, f"input_size={self.input_size}", f"blocks={self.pattern.nnz}"])
 
     def _set_pattern(self, pattern: BlockPattern) -> None:
-        """Set the pattern, on the device of the values, with its transpose cached for tracing by torch.compile."""
-        device = self.values.device
+        """Set the pattern, on the device of the weight, with its transpose cached for tracing by torch.compile."""
+        device = self.weight.device
         self.pattern = pattern if device.type == "meta" else pattern.to(device)
         self.pattern.transpose()
-        mark_blocks(self.values, self.pattern)
+        attach_pattern(self.weight, self.pattern)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -271,6 +280,10 @@ class LocallyConnectedNd(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        parameters = state["_parameters"]
+        if "values" in parameters:  # a pickle of an earlier version
+            renamed = {"weight" if name == "values" else name: parameter for name, parameter in parameters.items()}
+            state = {**state, "_parameters": renamed}
         super().__setstate__(state)
         self._set_pattern(self.pattern)
 
@@ -281,7 +294,7 @@ class LocallyConnectedNd(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
@@ -290,16 +303,18 @@ class LocallyConnectedNd(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load a state dict; blocks of a grown or pruned layer of the same geometry replace those of this layer."""
+        if prefix + "values" in state_dict:  # the name in earlier versions
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "values")
         names = [prefix + name for name in _INDICES]
         missing_keys.extend(name for name in names if name not in state_dict)
         try:
-            crow, col, values = map(state_dict.get, (*names, prefix + "values"))
-            pattern = loaded_pattern(self.pattern, self.values.shape[1:], crow, col, values)
+            crow, col, weight = map(state_dict.get, (*names, prefix + "weight"))
+            pattern = loaded_pattern(self.pattern, self.weight.shape[1:], crow, col, weight)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"While loading the blocks of {prefix[:-1] or 'the layer'}: {error}")
             return
         if pattern is not self.pattern:
-            replace(self.values, self.values.detach().new_empty((pattern.nnz, *self.values.shape[1:])))
+            replace(self.weight, self.weight.detach().new_empty((pattern.nnz, *self.weight.shape[1:])))
             self._set_pattern(pattern)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -334,10 +349,10 @@ class LocallyConnected1d(LocallyConnectedNd):
 
 
 class LocallyConnected2d(LocallyConnectedNd):
-    """nn.Conv2d without weight sharing: each output pixel has a kernel of its own (eFCN, section 3).
+    """nn.Conv2d without weight sharing: each output pixel has filters of its own (eFCN, section 3).
 
     Zero padding has no weights. :meth:`grow` relaxes the locality as well, up to full connection, and :meth:`to_conv`
-    goes back to a convolution. The state dict contains the pattern beside ``values``, as ``crow_indices`` and
+    goes back to a convolution. The state dict contains the pattern beside ``weight``, as ``crow_indices`` and
     ``col_indices``: a layer of the same geometry that loads it takes over the blocks, including grown and pruned ones.
 
     Args:
@@ -347,7 +362,7 @@ class LocallyConnected2d(LocallyConnectedNd):
         input_size: height and width of all images that the layer accepts, or an int for both.
 
     Attributes:
-        values: parameter ``[nnz, groups, C_in / groups, C_out / groups]``, one block for each pair of the pattern.
+        weight: parameter ``[nnz, groups, C_in / groups, C_out / groups]``, one block for each pair of the pattern.
         bias: parameter ``[n_out, C_out]``, or None.
         pattern: :class:`loco_ext.geometry.BlockPattern` of the output pixels' blocks for input pixels.
         output_size: height and width of the outputs.
@@ -372,7 +387,7 @@ class LocallyConnected2d(LocallyConnectedNd):
         >>> optimizer = torch.optim.Adam(layer.parameters())
         >>> layer(x).square().sum().backward()
         >>> optimizer.step()
-        >>> layer.grow(6, optimizer).values.shape
+        >>> layer.grow(6, optimizer).weight.shape
         torch.Size([1296, 1, 3, 8])
         >>> layer.to_conv()
         Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
@@ -393,6 +408,10 @@ class LocallyConnected3d(LocallyConnectedNd):
     """
 
     axes = 3
+
+
+def _warn_of_former_name() -> None:
+    warnings.warn("values: the parameter is called weight; this name will go", DeprecationWarning, stacklevel=3)
 
 
 def _check_channels(name: str, channels: int, groups: int) -> int:

@@ -19,8 +19,8 @@ class StepsInBackward:
     def __init__(self, optimizer: LocalityOptimizer, layers: list[LocallyConnectedNd]) -> None:
         self._optimizer, self._layers = optimizer, layers
         for layer in layers:
-            layer._backward_step = _BackwardStep(optimizer, layer.values)
-        optimizer._stepped_in_backward += tuple(layer.values for layer in layers)
+            layer._backward_step = _BackwardStep(optimizer, layer.weight)
+        optimizer._stepped_in_backward += tuple(layer.weight for layer in layers)
         optimizer._refresh()
 
     def remove(self) -> None:
@@ -72,9 +72,9 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
         >>> layer = nn.LocallyConnected2d(3, 8, 3, padding=1, input_size=6).grow(6)
         >>> optimizer = optim.SGD(layer.parameters(), lr=0.1)
         >>> steps = optim.step_in_backward(optimizer, layer)
-        >>> before = layer.values.clone()
+        >>> before = layer.weight.clone()
         >>> layer(torch.randn(2, 3, 6, 6)).square().mean().backward()
-        >>> layer.values.grad is None, torch.equal(layer.values, before)
+        >>> layer.weight.grad is None, torch.equal(layer.weight, before)
         (True, False)
         >>> optimizer.step()  # the bias
     """
@@ -86,13 +86,13 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
     if not layers:
         raise ValueError("model: expected a module with locally connected layers, found none")
     for name, layer in layers.items():
-        if type(layer.values) is not nn.Parameter:
-            raise TypeError(f"{name}.values: expected an ordinary parameter, got {type(layer.values).__name__}")
+        if type(layer.weight) is not nn.Parameter:
+            raise TypeError(f"{name}.weight: expected an ordinary parameter, got {type(layer.weight).__name__}")
         if layer._backward_step is not None:
             raise ValueError(f"{name}: expected a layer whose steps are not in backward already")
-        if layer.values.grad is not None:
-            raise ValueError(f"{name}.values: expected no gradient yet, as it would stay; set it to None")
-        group, _, _ = _place(optimizer, layer.values)
+        if layer.weight.grad is not None:
+            raise ValueError(f"{name}.weight: expected no gradient yet, as it would stay; set it to None")
+        group, _, _ = _place(optimizer, layer.weight)
         _check_group(group)
     return StepsInBackward(optimizer, list(layers.values()))
 

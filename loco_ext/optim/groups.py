@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
-from loco_ext.geometry.marks import mark_blocks
+from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.hyper import check_hyper, is_zero
 from loco_ext.optim.locality import Factors, as_tuples, check_factors
@@ -119,10 +119,10 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     layers: dict[str, _Layer] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LocallyConnectedNd):
-            how = computed(module, "values")
-            values = module.values if how is None else how.kernels if how.masked else None
+            how = computed(module)
+            values = module.weight if how is None else how.kernels if how.masked else None
             if values is not None:
-                mark_blocks(values, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
+                attach_pattern(values, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
             layers[name] = _Layer(values, how, True)
         elif isinstance(module, _ConvNd):
             how = computed(module)

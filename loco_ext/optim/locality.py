@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from loco_ext import geometry
+from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.geometry.block_pattern import BlockPattern
-from loco_ext.geometry.marks import pattern_of
 
 # (gamma, eta), or one factor per distance class, nearest first.
 Factors: TypeAlias = tuple[float, ...]

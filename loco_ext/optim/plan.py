@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
-from loco_ext.geometry.marks import pattern_of
+from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops.penalties import LayerPenalty, OfStep
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.penalty import Folded, step_penalties

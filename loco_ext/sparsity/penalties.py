@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
-from loco_ext.geometry.marks import pattern_of
+from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops import transforms
 from loco_ext.ops.coupled import factor_of_norms
 from loco_ext.ops.penalties import OfStep

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loco_ext import geometry, ops
-from loco_ext.geometry.marks import pattern_of
+from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops.checks import DTYPES
 from loco_ext.ops.ring_prox import check_metric as check_like
 

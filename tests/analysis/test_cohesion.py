@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
 
 from loco_ext.analysis import cohesion, localize
 
@@ -98,6 +99,35 @@ def test_gradients():
     map = torch.rand(2, 5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda m: cohesion(m, (3, 4), q=1.5), map)
     assert torch.autograd.gradgradcheck(lambda m: cohesion(m, 2), map)
+
+
+@pytest.mark.parametrize(("q", "bound"), [(1, 0.634), (2, 27 / 40), (3, 0.612), (4, 0.543)])
+def test_the_bound_of_theorem_1_is_tight(q, bound):
+    """Linear programming finds the least spread of masses from 1 to 1 + spread that reverses the order of two taps.
+
+    The centre has more force than its neighbours, and these have more than the corners, up to that spread. Forces are
+    ``hessian @ masses``, since cohesion is quadratic.
+    """
+    hessian = torch.autograd.functional.hessian(
+        lambda masses: cohesion(masses.view(3, 3), q=q).sum(), torch.ones(9, dtype=torch.float64)
+    ).numpy()
+    taps = list(itertools.product(range(3), range(3)))
+    attraction = [[0.0 if a == b else math.dist(a, b) ** -q for b in taps] for a in taps]
+    np.testing.assert_allclose(hessian, attraction, rtol=1e-13, atol=1e-15)
+    neighbors, corners = (1, 3, 5, 7), (0, 2, 6, 8)
+    spreads = {}
+    for more, less in [*((4, n) for n in neighbors), *itertools.product(neighbors, corners)]:
+        result = linprog(
+            [0.0] * 9 + [1.0],
+            A_ub=np.vstack([np.hstack([np.eye(9), -np.ones((9, 1))]), np.append(hessian[more] - hessian[less], 0)]),
+            b_ub=[1.0] * 9 + [0.0],
+            bounds=[(1, None)] * 9 + [(0, None)],
+        )
+        assert result.status == 0
+        spreads[more, less] = result.fun
+    assert min(spreads.values()) == pytest.approx(bound, abs=1e-9 if q == 2 else 5e-4)
+    if q == 2:  # the paper's worst case: a neighbour has more force than the centre
+        assert min(spreads, key=spreads.get)[0] == 4
 
 
 # The tests below place windows.
@@ -232,14 +262,14 @@ BAD = [
     ((MAP, (4, 6)), ValueError, "window: expected .* at most the map's 4 x 5"),
     ((MAP, 0), ValueError, "window: expected .* got 0"),
     ((MAP, (-3, 3)), ValueError, "window: expected .* got "),
-    ((MAP, 2.0), TypeError, "window: expected an int or a pair of ints, got 2.0"),
-    ((MAP, True), TypeError, "window: expected an int or a pair of ints, got True"),
-    ((MAP, (3,)), TypeError, "window: expected an int or a pair of ints"),
-    ((MAP, "33"), TypeError, "window: expected an int or a pair of ints"),
-    ((MAP, (2, 3.0)), TypeError, "window: expected an int or a pair of ints"),
+    ((MAP, 2.0), TypeError, "window: expected an int, or one for each of 2 axes, got 2.0"),
+    ((MAP, True), TypeError, "window: expected an int, or one for each of 2 axes, got True"),
+    ((MAP, (3,)), ValueError, "window: expected an int, or one for each of 2 axes"),
+    ((MAP, "33"), TypeError, "window: expected an int, or one for each of 2 axes"),
+    ((MAP, (2, 3.0)), TypeError, "window: expected an int, or one for each of 2 axes"),
     ((MAP, 3, -1), ValueError, "q: expected a finite number of at least 0, got -1"),
     ((MAP, 3, math.inf), ValueError, "q: expected a finite number of at least 0, got inf"),
-    ((MAP, 3, "2"), TypeError, "q: expected a real number, got '2'"),
+    ((MAP, 3, "2"), TypeError, "q: expected a number, got '2'"),
 ]
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from loco_ext import optim
 from loco_ext.analysis import estimate_locality
 from loco_ext.geometry import decay_map, distance_classes
-from tests.tolerances import STANDARD_ERRORS
 
 RULES = ["local", "paper"]
 STATS = ["signed", "abs", "rms"]
@@ -126,28 +125,6 @@ def test_the_guard_against_loops(stat):
     assert seen == {"uniform", "each model", "only pooled"}
 
 
-@pytest.mark.filterwarnings("ignore:estimate_locality leaves")
-def test_more_models_leave_fewer_layers_uniform():
-    """The mean of each class of a layer is, in expectation, 4 of one model's standard errors from 0."""
-    matrices, layers = 16, 80
-    profile = (1.0, 0.8, 0.64)
-    standard_error = torch.tensor([mean / 4 for mean in profile], dtype=torch.float64)
-    taps_in_class = torch.tensor([1, 4, 4])
-    deviations = (standard_error * (matrices * taps_in_class).sqrt())[distance_classes((3, 3))[0]]
-
-    def model():
-        weights = [local_weight(matrices, 1, 3, 3, profile=profile, deviation=deviations) for _ in range(layers)]
-        return {f"{i}.weight": weight for i, weight in enumerate(weights)}
-
-    uniform = []
-    for count in (1, 2, 8):
-        factors = estimate_locality([model() for _ in range(count)]).values()
-        uniform.append(np.mean([pair == (1.0, 1.0) for pair in factors]))
-    assert uniform[0] > 0.2  # there are 3 classes, each below 3 standard errors in 16 of 100 cases
-    assert uniform[1] < uniform[0] / 2
-    assert uniform[2] == 0
-
-
 def test_layers_have_their_own_factors():
     model = {f"{i}.weight": local_weight(*shape) for i, shape in enumerate(SHAPES.values())}
     result = estimate_locality(model)
@@ -156,38 +133,11 @@ def test_layers_have_their_own_factors():
         assert result[name.removesuffix(".weight")] == estimate_locality({"weight": weight})[""]
 
 
-PROFILES = [(1.0, 0.9, 0.75), (1.0, 0.7, 0.6), (0.5, 0.6, 0.7), (-1.0, -0.8, -0.7), (1.0, 1.0, 1.0)]
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_a_planted_profile_is_recovered(profile):
-    """Both rules of Table 6 recover it, within the noise of the means."""
-    weight = local_weight(64, 64, 3, 3, profile=profile, deviation=0.1)
-    c, n, co = profile
-    noise = STANDARD_ERRORS * 0.1 / 64 / min(map(abs, profile)) * 3  # of a ratio of means, times 1.5, times up to 2
-    gamma, eta = estimate_locality({"weight": weight})[""]
-    assert gamma == pytest.approx(1 + 1.5 * (n / c - 1), abs=noise)
-    assert 1 / eta == pytest.approx(1 + 1.5 * (co / n - 1), abs=noise)
-    gamma, eta = estimate_locality({"weight": weight}, eta_rule="paper")[""]
-    assert gamma == pytest.approx(1 + 1.5 * (n / c - 1), abs=noise)
-    assert 1 / eta == pytest.approx(1 + 1.5 * (n / co - 1), abs=noise)
-
-
 def test_a_profile_without_noise_is_recovered_exactly():
     weight = local_weight(8, 8, 5, 5, profile=[2.0, 1.0, 0.75, 0.5, 0.5, 0.25], deviation=0.0)
     steps = [1 + 1.5 * (r - 1) for r in (0.75, 2 / 3, 1.0, 0.5)]
     expected = [1 + 1.5 * (0.5 - 1), 1.0, *(1 / np.cumprod(steps))]
     assert estimate_locality({"weight": weight})[""] == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("stat", STATS)
-def test_the_printed_rule_decays_corners_less_under_locality(stat):
-    model = {"weight": local_weight(64, 64, 3, 3, profile=[1.0, 0.9, 0.7], deviation=0.1)}
-    gamma, eta = estimate_locality(model, stat=stat)[""]
-    assert gamma < 1 < eta
-    paper_gamma, paper_eta = estimate_locality(model, eta_rule="paper", stat=stat)[""]
-    assert paper_gamma == gamma
-    assert paper_eta < 1
 
 
 def test_magnitudes_are_seen_where_signed_means_are_not():
@@ -198,15 +148,6 @@ def test_magnitudes_are_seen_where_signed_means_are_not():
         assert estimate_locality({"weight": weight})[""] == (1.0, 1.0)
     for stat in ("abs", "rms"):
         assert estimate_locality({"weight": weight}, stat=stat)[""] == pytest.approx((0.25, 4.0))
-
-
-def test_mean_magnitude_and_root_mean_square_differ():
-    """Neighbours of each matrix are (0, 0, 0, 2): their mean magnitude is 1/2, their root mean square 1."""
-    weight = torch.ones(4, 4, 3, 3)
-    weight[..., [0, 1, 1], [1, 0, 2]] = 0
-    weight[..., 2, 1] = 2
-    assert estimate_locality({"weight": weight}, c=1, stat="abs")[""] == pytest.approx((0.5, 0.5))
-    assert estimate_locality({"weight": weight}, c=1, stat="rms")[""] == pytest.approx((1.0, 1.0))
 
 
 def test_a_is_clamped():
@@ -416,8 +357,8 @@ def test_other_layers():
         ({"c": -0.5}, ValueError, "c: expected a finite number of at least 0, got -0.5"),
         ({"c": math.nan}, ValueError, "c: expected .* got nan"),
         ({"c": math.inf}, ValueError, "c: expected .* got inf"),
-        ({"c": "1"}, TypeError, "c: expected a real number, got '1'"),
-        ({"c": True}, TypeError, "c: expected a real number, got True"),
+        ({"c": "1"}, TypeError, "c: expected a number, got '1'"),
+        ({"c": True}, TypeError, "c: expected a number, got True"),
         ({"eta_rule": "printed"}, ValueError, "eta_rule: expected one of 'local', 'paper', got 'printed'"),
         ({"stat": "mean"}, ValueError, "stat: expected one of 'signed', 'abs', 'rms', got 'mean'"),
     ],

@@ -95,24 +95,6 @@ def test_a_string_is_the_recursion_written_out(points, steps):
     np.testing.assert_allclose(string(points, steps, rate, stiffness, centres), x, rtol=1e-13, atol=1e-14)
 
 
-def test_a_string_that_does_not_descend_stays_straight():
-    x = string(6, 50, 0.0, 0.45, [(3.0, 3.0)])
-    np.testing.assert_allclose(x, np.linspace([0.0, 0.0], [1.0, -2.0], 6), atol=1e-13)
-
-
-def test_a_loose_string_falls_to_the_bottom_and_a_stiff_one_hangs_between():
-    """At rest, the neighbours' pull balances ``rate * (x - centre)``; a linear system gives the expected points."""
-    rate, stiffness, points = 0.1, 0.4, 5
-    np.testing.assert_allclose(string(points, 500, rate, 0.0, [(2.0, 1.0)])[1:-1], [[2.0, 1.0]] * 3, atol=1e-12)
-    # At rest x = y + stiffness * (before + after - 2 * y), where y = x - rate * (x - centre).
-    keep = 1 - 2 * stiffness
-    matrix = np.eye(3) * (1 - keep * (1 - rate)) - stiffness * (np.eye(3, k=1) + np.eye(3, k=-1))
-    right = np.full(3, keep * rate * 2.0)
-    right[-1] += stiffness * 1.0
-    found = string(points, 2000, rate, stiffness, [(2.0, 1.0)])
-    np.testing.assert_allclose(found[1:-1, 0], np.linalg.solve(matrix, right), rtol=1e-12)
-
-
 def test_a_string_lowers_the_loss_between_two_networks_by_default():
     first, second = pair(mlp)
     torch.manual_seed(2)

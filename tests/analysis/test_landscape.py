@@ -210,28 +210,28 @@ def test_masked_blocks_are_zero_inside_of_the_with_alone():
     nn.init.ones_(ones.weight)
     eye = torch.eye(40, dtype=torch.float64)
     read = ones(eye.view(-1, 2, 4, 5)).flatten(1).T > 0  # [outputs, inputs]
-    dense, values = layer.to_dense(), layer.values.detach().clone()
+    dense, values = layer.to_dense(), layer.weight.detach().clone()
     for kept, mask in (("local", read), ("off-local", ~read)):
         with analysis.only_blocks(model, kept):
             torch.testing.assert_close(model(x), x.flatten(1) @ (dense.weight * mask).T + dense.bias)
-        assert torch.equal(layer.values, values)
+        assert torch.equal(layer.weight, values)
     with pytest.raises(RuntimeError, match="stop"), analysis.only_blocks(model, "local"):
         raise RuntimeError("stop")
-    assert torch.equal(layer.values, values)
+    assert torch.equal(layer.weight, values)
 
 
 def test_masked_layers_may_change_their_dtype_but_not_their_blocks():
     layer = loco_nn.LocallyConnected2d(1, 2, 3, padding=1, input_size=(4, 5)).grow(1)
     other = copy.deepcopy(layer)
-    values = layer.values.detach().clone()
+    values = layer.weight.detach().clone()
     with analysis.only_blocks(layer, "off-local"):
         layer.double()
-        assert layer.values.count_nonzero() == 0
-    assert torch.equal(layer.values, values.double())
+        assert layer.weight.count_nonzero() == 0
+    assert torch.equal(layer.weight, values.double())
     model = nn.ModuleList([layer, other])
     with pytest.raises(RuntimeError, match="got one grown"), analysis.only_blocks(model, "off-local"):
         layer.grow(1)
-    assert torch.equal(other.values, values)
+    assert torch.equal(other.weight, values)
 
 
 def test_masking_refuses_what_has_no_blocks():

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from loco_ext.analysis import LocalityStatistics, locality_statistics
-from tests.tolerances import STANDARD_ERRORS
 
 ROOT2, ROOT3, ROOT5, ROOT8 = (math.sqrt(n) for n in (2, 3, 5, 8))
 WEIGHTINGS = ["halves", "layers", "matrices"]
@@ -149,63 +148,6 @@ def test_other_kernel_sizes_change_nothing(weighting):
     mixed = {"stem.weight": stem, "0.weight": small["0.weight"], "between.weight": between} | small
     found = [cell for cell in locality_statistics(mixed, weighting).cells if cell.kernel_size == (3, 3)]
     assert tuple(found) == locality_statistics(small, weighting).cells
-
-
-def cells_by_part(state, weighting="halves", distances=(0.0, 1.0)):
-    return {cell.part: cell for cell in locality_statistics(state, weighting).cells if cell.distances == distances}
-
-
-@pytest.mark.parametrize("count", range(1, 8))
-def test_all_is_the_mean_of_halves_as_in_table_4(count):
-    """The halves differ in size here, so that the mean of all matrices is another number."""
-    state = weights_of(*((4 + 3 * i, 5, 3, 3) for i in range(count)))
-    for i, weight in enumerate(state.values()):
-        weight[..., 1, 1] += i
-    parts = cells_by_part(state)
-    assert parts["lower"].layers == (count + 1) // 2
-    assert ("upper" in parts) == (count > 1)
-    if count > 1:
-        assert parts["upper"].layers == count // 2
-        assert parts["all"].mean == pytest.approx((parts["lower"].mean + parts["upper"].mean) / 2, rel=1e-14)
-        assert abs(parts["all"].mean - cells_by_part(state, "matrices")["all"].mean) > 0.01
-    else:
-        assert dataclasses.replace(parts["all"], part="lower") == parts["lower"]
-
-
-def test_planted_difference_is_found():
-    """With s of mean 0.5 and variance 1 + 1/4 the standardised mean is 0.5 / sqrt(1.25); corners equal neighbours."""
-    state = weights_of((40, 40, 3, 3), (50, 40, 3, 3))
-    for weight in state.values():
-        weight[..., 1, 1] += 0.5
-    for weighting in WEIGHTINGS:
-        for cell in locality_statistics(state, weighting).cells:
-            expected = 0.5 / math.sqrt(1.25) if cell.distances == (0.0, 1.0) else 0.0
-            assert abs(cell.mean - expected) < STANDARD_ERRORS * cell.standard_error
-            if expected:
-                assert cell.p_greater < 1e-10
-                assert cell.p_two_sided == pytest.approx(2 * cell.p_greater)
-
-
-def test_a_negative_difference_is_significant_two_sided_only():
-    state = weights_of((40, 40, 3, 3))
-    state["0.weight"][..., 1, 1] -= 0.5
-    cell = cells_by_part(state)["all"]
-    assert cell.mean < 0
-    assert cell.p_greater > 0.999
-    assert cell.p_two_sided < 1e-10
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_without_locality_p_values_are_uniform(weighting):
-    """There are few matrices, so that the degrees of freedom matter."""
-    p_values = [
-        cell.p_greater
-        for _ in range(300)
-        for cell in locality_statistics(weights_of((2, 3, 3), (7, 1, 3)), weighting).cells
-        if cell.part == "all"
-    ]
-    below = sum(p < 0.05 for p in p_values)
-    assert abs(below - 15) < STANDARD_ERRORS * math.sqrt(300 * 0.05 * 0.95)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

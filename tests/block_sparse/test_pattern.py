@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from loco_ext import _C, geometry
-from loco_ext.geometry import BlockPattern, ConvGeometry, block_pattern, plain
+from loco_ext.geometry import BlockPattern, ConvGeometry, block_pattern, pattern_fallback
 from tests.block_sparse.pattern_cases import MODES, dense, embedding, grown, random_case, read_pixels
 
 SEEDS = range(300)
 
 
-@pytest.fixture(params=["compiled", "plain"])
+@pytest.fixture(params=["compiled", "fallback"])
 def host(request, monkeypatch):
     """Run a test with both implementations; the compiled one must be present."""
     assert block_pattern.host is _C
-    monkeypatch.setattr(block_pattern, "host", _C if request.param == "compiled" else plain)
+    monkeypatch.setattr(block_pattern, "host", _C if request.param == "compiled" else pattern_fallback)
 
 
 def random_pattern(generator, n_out, n_in, conv=None):
@@ -337,8 +337,8 @@ def test_indices_of_any_integer_type(dtype):
 def test_without_the_library_the_results_are_the_same():
     script = (
         "import sys; sys.modules['loco_ext._C'] = None\n"
-        "from loco_ext.geometry import BlockPattern, block_pattern, plain\n"
-        "assert block_pattern.host is plain\n"
+        "from loco_ext.geometry import BlockPattern, block_pattern, pattern_fallback\n"
+        "assert block_pattern.host is pattern_fallback\n"
         "pattern = BlockPattern.from_conv((5, 6), 3, padding=1).grow(1)[0]\n"
         "print(pattern.col_indices.tolist(), pattern.transpose().blocks.tolist())"
     )

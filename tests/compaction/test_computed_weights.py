@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, prune
 
 import loco_ext
 from loco_ext import optim, sparsity
-from loco_ext.analysis.kernels import kernels
+from loco_ext.analysis.conv_weights import conv_weights
 from tests.compaction.computed_weights import WAYS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
@@ -88,7 +88,7 @@ def test_weights_are_read_as_the_parameters_make_them(compute):
     weight_of(nn.Sequential(conv))
     conv.train().load_state_dict(trained)
     layer = loco_ext.nn.LocallyConnected2d.from_conv(conv, 5)
-    found = kernels(conv)[""]
+    found = conv_weights(conv)[""]
     assert all(torch.equal(tensor, trained[name]) for name, tensor in conv.state_dict().items())
     expected = weight_of(nn.Sequential(conv))
     torch.testing.assert_close(found, expected)

@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from hashlib import sha256
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,19 +21,27 @@ CSRC = HERE.parents[1] / "csrc"
 # Orders of blocks and of the threads of a block, for CUDA_ON_CPU_ORDER; numbers are seeds of a shuffle.
 ORDERS = ("forward", "reverse", "eager", "1", "2")
 
+# Objects of programs and of libraries are the same, so that both share them. At -O2, compiling takes longer than all
+# that the tests run.
 FLAGS = [
     "-std=c++17",
     "-pthread",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",  # two libraries in one process must not share a kernel's variables
     "-Wall",
     "-Wextra",
+    "-Wno-unused-parameter",
     "-Wno-unknown-pragmas",  # the sources use #pragma unroll
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-O1",
 ]
-SANITIZE = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-# Two libraries in one process must not share a kernel's variables.
-SHARED = ["-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
+SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+SHARED = ["-shared", "-Wl,-Bsymbolic"]
+# Makes LOCO_MISTAKE (csrc/common/mistake.h) true where the run asks for the mistake.
+MISTAKES = ["-DCUDA_ON_CPU_MISTAKES"]
 
 
 @cache
@@ -99,25 +109,17 @@ def need_nvcc() -> str:
 
 
 def compile_command(
-    sources: Sequence[Path],
-    out: Path,
-    *,
-    sanitize: bool = False,
-    shared: bool = False,
-    include: Sequence[Path] = (),
-    flags: Sequence[str] = (),
-    csrc: Path = CSRC,
+    source: Path, out: Path, *, sanitize: bool = False, include: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command line by which ``compile_program`` calls g++."""
-    folders = [f"-I{folder}" for folder in (csrc, *include)]
+    """Return the command line that compiles a source for the CPU; ``out`` is an object unless flags say otherwise."""
+    folders = [f"-I{folder}" for folder in (CSRC, *include)]
     cuda = [word for folder in cuda_includes() for word in ("-isystem", str(folder))]
     forced = ["-include", str(HERE / "cuda_on_cpu.h")]
-    options = [*FLAGS, *_kind(sanitize, shared), *folders, *cuda, *forced, *flags]
-    return ["g++", *options, "-x", "c++", *map(str, sources), "-o", str(out)]
+    return ["g++", *_codegen(sanitize), *folders, *cuda, *forced, *flags, "-x", "c++", str(source), "-o", str(out)]
 
 
-def _kind(sanitize: bool, shared: bool) -> list[str]:
-    return [*(SANITIZE if sanitize else ["-O2"]), *(SHARED if shared else [])]
+def _codegen(sanitize: bool) -> list[str]:
+    return [*FLAGS, *(SANITIZE if sanitize else [])]
 
 
 def compile_program(
@@ -127,32 +129,33 @@ def compile_program(
     sanitize: bool = False,
     shared: bool = False,
     include: Sequence[Path] = (),
-    flags: Sequence[str] = (),
-    csrc: Path = CSRC,
+    defines: Sequence[str] = (),
+    link: Sequence[str] = (),
 ) -> Path:
     """Compile .cu and .cpp files into an executable or a shared library; return its path. Warnings are errors.
 
-    Objects are cached by the source's preprocessed text, so that a planted mistake recompiles only the few sources it
-    changes. Processes that share a folder of objects share the work.
+    Objects are compiled on all cores and cached by the sources' preprocessed text. Processes and programs that share a
+    folder of objects share the work.
 
     sanitize: compile with AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the program.
-    include: folders of headers besides csrc. csrc: the sources' folder, or a copy of it. flags: further arguments of
-    the compiler.
+    include: folders of headers besides csrc. defines, link: further arguments of the preprocessor and of the linker.
     """
     need_cuda_headers()
-    flags = ["-Werror", *flags]
-    command = partial(compile_command, sanitize=sanitize, shared=shared, include=include, csrc=csrc)
-    objects = {}
-    for source in sources:
-        text = _run(command([source], Path("-"), flags=[*flags, "-E", "-P"]))
-        of = sha256(repr((text, sanitize, shared, flags, _compiler())).encode()).hexdigest()
-        made = objects_folder() / f"{of}.o"
-        objects[made] = command([source], _part(made), flags=[*flags, "-c"])
-    # The first pass compiles what no other process is compiling; the second waits for what others compile.
-    for wait in (False, True):
-        for made, making in objects.items():
-            _make(made, making, wait)
-    _run(["g++", "-pthread", *_kind(sanitize, shared), *map(str, objects), *flags, "-o", str(out)])
+
+    def find(source: Path) -> tuple[Path, list[str]]:
+        """Return the path of the source's object and the command that makes it."""
+        command = partial(compile_command, source, sanitize=sanitize, include=include)
+        text = _run(command(Path("-"), flags=[*defines, "-E", "-P"]))
+        made = objects_folder() / f"{sha256(repr((text, _codegen(sanitize), _compiler())).encode()).hexdigest()}.o"
+        return made, command(_part(made), flags=["-Werror", *defines, "-c"])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = dict(pool.map(find, sources))
+        # The first pass compiles what no other process is compiling; the second waits for what others compile.
+        for wait in (False, True):
+            list(pool.map(_make, objects, objects.values(), repeat(wait)))
+    kind = SHARED if shared else []
+    _run(["g++", "-pthread", *(SANITIZE if sanitize else []), *kind, *map(str, objects), *link, "-o", str(out)])
     return out
 
 
@@ -198,43 +201,23 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def with_mistakes(folder: Path, mistakes: Iterable[tuple[str, str, str]]) -> Path:
-    """Copy csrc into the folder and plant the mistakes; return the copy's path.
-
-    A program compiled from the copy makes the mistake whose number is in CUDA_ON_CPU_MISTAKE.
-
-    mistakes: for each the file's name, the right text in it, and the text that makes the mistake if MISTAKE is true.
-    """
-    copy = Path(shutil.copytree(CSRC, folder / "csrc"))
-    for number, (name, right, wrong) in enumerate(mistakes):
-        switched = wrong.replace("MISTAKE", f"(cuda_on_cpu::mistake == {number})")
-        (copy / name).write_text(planted((copy / name).read_text(), right, switched))
-    return copy
-
-
-def planted(text: str, right: str, wrong: str) -> str:
-    """Return the text with ``right``, which must occur in it exactly once, replaced by ``wrong``."""
-    assert text.count(right) == 1, f"expected once in the source: {right}"
-    return text.replace(right, wrong)
-
-
 def run_program(
     program: Path | str,
     *arguments: object,
     order: str = "forward",
-    mistake: int | None = None,
+    mistake: str = "",
     preload: str = "",
     timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, its threads and blocks in the given order.
 
-    mistake: see ``with_mistakes``. preload: see ``sanitizer_to_preload``.
+    mistake: the one to make, in a program compiled with MISTAKES. preload: see ``sanitizer_to_preload``.
     """
     environment = {
         **os.environ,
         **({"LD_PRELOAD": preload} if preload else {}),
         "CUDA_ON_CPU_ORDER": order,
-        **({} if mistake is None else {"CUDA_ON_CPU_MISTAKE": str(mistake)}),
+        "CUDA_ON_CPU_MISTAKE": mistake,
         # The search for leaks needs rights that containers lack.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -244,7 +227,7 @@ def run_program(
     )
 
 
-def is_found(program: Path, mistake: int | None, count: int, orders: Iterable[str]) -> bool:
+def is_found(program: Path, mistake: str, count: int, orders: Iterable[str]) -> bool:
     """Return whether random calls with a mistake fail in one of the orders, or differ in their output between two."""
     outputs = set()
     for order in orders:

@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdlib>
+#include <cstring>
 
 // After CUDA's headers, which define most of these as nothing for other compilers.
 #undef __shared__
@@ -36,9 +37,12 @@
 #include "runtime.h"
 #include "warp.h"
 
-namespace cuda_on_cpu {
-
-// The number of the planted mistake that this run makes (see build.with_mistakes), or -1.
-inline const int mistake = std::getenv("CUDA_ON_CPU_MISTAKE") ? std::atoi(std::getenv("CUDA_ON_CPU_MISTAKE")) : -1;
-
-}  // namespace cuda_on_cpu
+#if defined(CUDA_ON_CPU_MISTAKES)
+// Whether this run makes the mistake of this name, given in CUDA_ON_CPU_MISTAKE (see csrc/common/mistake.h).
+#define LOCO_MISTAKE(name)                                                \
+  ([] {                                                                   \
+    static const char* const chosen = std::getenv("CUDA_ON_CPU_MISTAKE"); \
+    static const bool made = chosen && !std::strcmp(chosen, #name);       \
+    return made;                                                          \
+  }())
+#endif

@@ -38,15 +38,8 @@ def library(folder: Path) -> ModuleType:
         out,
         shared=True,
         include=[*map(Path, include_paths()), Path(sysconfig.get_paths()["include"])],
-        flags=[
-            *(
-                "-fvisibility=hidden",
-                "-Wno-unused-parameter",
-                "-DUSE_CUDA",
-                "-DTORCH_TARGET_VERSION=0x020b000000000000",
-            ),
-            *(f"-L{torch_libraries}", "-Wl,--no-as-needed", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
-        ],
+        defines=["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"],
+        link=[f"-L{torch_libraries}", "-Wl,--no-as-needed", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"],
     )
     spec = importlib.util.spec_from_file_location("_C_cuda_on_cpu", out)
     assert spec is not None

@@ -110,7 +110,7 @@ def test_a_divergent_barrier_is_reported_under_sanitizers_too(sanitized):
 def test_too_many_parameters_do_not_compile(tmp_path):
     need_cuda_headers()
     flags = ["-fsyntax-only", "-DPLANTED_BIG_PARAMETERS"]
-    done = subprocess.run(compile_command([PLANTED], tmp_path / "x", flags=flags), capture_output=True, text=True)
+    done = subprocess.run(compile_command(PLANTED, tmp_path / "x", flags=flags), capture_output=True, text=True)
     assert done.returncode != 0
     assert "kernel parameters take more than 32764 bytes" in done.stderr
 

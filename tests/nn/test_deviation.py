@@ -23,15 +23,15 @@ def embedding(layer, case):
     for which in range(math.prod(shape)):
         unit = copy.deepcopy(layer)
         with torch.no_grad():
-            unit.values.zero_()
+            unit.weight.zero_()
         weight = torch.zeros(shape, dtype=torch.float64)
         weight.view(-1)[which] = 1
         rows = weight.flatten(2).unflatten(0, (layer.groups, -1)).permute(3, 0, 2, 1)
         for row in block_of_taps(layer, case):
             for tap, block in enumerate(row.tolist()):
                 if block >= 0:
-                    unit.values.data[block] += rows[tap]
-        columns.append(unit.values.detach().flatten())
+                    unit.weight.data[block] += rows[tap]
+        columns.append(unit.weight.detach().flatten())
     return torch.stack(columns, 1)
 
 
@@ -45,9 +45,9 @@ def test_the_way_back_is_the_orthogonal_projection(seed, grown):
         if grown:
             layer.grow(1)
         with torch.no_grad():
-            layer.values.normal_()
+            layer.weight.normal_()
         matrix = embedding(layer, case)
-        blocks = layer.values.detach().flatten()
+        blocks = layer.weight.detach().flatten()
         solution = torch.linalg.lstsq(matrix, blocks.unsqueeze(1), driver="gelsd").solution
         back = layer.to_conv()
         conv = back[1] if isinstance(back, nn.Sequential) else back
@@ -64,8 +64,8 @@ def test_the_way_back_is_the_orthogonal_projection(seed, grown):
         total = max(float(sum(p.detach().square().sum() for p in layer.parameters())), 1e-300)
         shares = layer.deviation()
         assert shares.delta_sharing == pytest.approx(math.sqrt(unshared / total), rel=DOUBLE)
-        local = matrix.any(1).view(layer.values.shape)
-        off_local = layer.values[~local].detach().square().sum() if grown else 0.0
+        local = matrix.any(1).view(layer.weight.shape)
+        off_local = layer.weight[~local].detach().square().sum() if grown else 0.0
         assert shares.delta_locality == pytest.approx(math.sqrt(off_local / total), rel=DOUBLE)
 
 
@@ -74,10 +74,10 @@ def test_pruned_blocks_count_as_zeros():
     keep = torch.rand(layer.pattern.nnz) < 0.7
     whole = copy.deepcopy(layer)
     with torch.no_grad():
-        whole.values[~keep] = 0
+        whole.weight[~keep] = 0
     layer.prune(keep)
     torch.testing.assert_close(layer.to_conv().weight, whole.to_conv().weight)
-    torch.testing.assert_close(layer.grow(1).prune(radius=0).values[: len(whole.values)], whole.values)
+    torch.testing.assert_close(layer.grow(1).prune(radius=0).weight[: len(whole.weight)], whole.weight)
 
 
 def test_deviations_of_models():
@@ -93,7 +93,7 @@ def test_deviations_of_models():
     conv = nn.Conv2d(2, 3, 3)
     assert layer_of(conv).deviation() == (0, 0)
     with torch.no_grad():
-        local.values[0, 0, 0, 0] = math.nan
+        local.weight[0, 0, 0, 0] = math.nan
     assert math.isnan(deviation(model).delta_sharing)
     with pytest.raises(TypeError, match=r"model: expected a module, got list"):
         deviation([local])
@@ -119,7 +119,7 @@ def paper_network(padded: bool):
 def test_a_full_network_as_initialised_is_as_far_from_local_as_published(padded, millions, delta):
     """Section 4.3 and the caption of figure 10 state about .97 and 97 %; the exact value depends on the padding."""
     model = paper_network(padded)
-    assert round(sum(layer.values.numel() for layer in model[:3]) / 1e6, 1) == millions
+    assert round(sum(layer.weight.numel() for layer in model[:3]) / 1e6, 1) == millions
     assert round(deviation(model).delta_locality, 3) == delta
 
 
@@ -127,6 +127,6 @@ def test_memory_of_values_is_as_forecast():
     layer = LocallyConnected2d(6, 4, 3, padding=1, groups=2, input_size=8)
     conv = layer.pattern.conv
     for radius in (0, 1, 8):
-        expected = values_bytes(conv.count_blocks(radius), 6, 4, 2, layer.values.dtype)
+        expected = values_bytes(conv.count_blocks(radius), 6, 4, 2, layer.weight.dtype)
         grown = copy.deepcopy(layer).grow(radius)
-        assert grown.values.numel() * grown.values.element_size() == expected
+        assert grown.weight.numel() * grown.weight.element_size() == expected

@@ -47,7 +47,7 @@ class Both:
 
     def dense(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         batch = x if x.dim() == self.layer.axes + 2 else x.unsqueeze(0)
-        y = dense_matmul(batch.flatten(2).mT, parameters["values"], parameters.get("bias"), self.live)
+        y = dense_matmul(batch.flatten(2).mT, parameters["weight"], parameters.get("bias"), self.live)
         return y.mT.unflatten(2, self.layer.output_size).view(
             *x.shape[: x.dim() - self.layer.axes - 1],
             *(
@@ -70,7 +70,7 @@ TRANSFORMS = {
     "vjp": lambda f, p, x, t: func.vjp(f, p, x)[1](f(p, x)),
     "jvp": lambda f, p, x, t: func.jvp(f, (p, x), (t, x.cos())),
     "jvp of x": lambda f, p, x, t: func.jvp(lambda x: f(p, x), (x,), (x.cos(),)),
-    "jvp of some": lambda f, p, x, t: func.jvp(lambda v: f({**p, "values": v}, x), (p["values"],), (t["values"],)),
+    "jvp of some": lambda f, p, x, t: func.jvp(lambda v: f({**p, "weight": v}, x), (p["weight"],), (t["weight"],)),
     "vmap": lambda f, p, x, t: func.vmap(f, (None, 0))(p, x),
     "vmap of batches": lambda f, p, x, t: func.vmap(f, (None, 1), 2)(p, torch.stack([x, x.cos(), x.sin()], 1)),
     "vmap of nothing": lambda f, p, x, t: func.vmap(f, (None, 0))(p, torch.stack([x[:0], x[:0]])),
@@ -147,7 +147,7 @@ def test_ensembles_of_modules():
     y = func.vmap(lambda p, b, x: func.functional_call(models[0], (p, b), (x,)))(parameters, buffers, x)
     torch.testing.assert_close(y, torch.stack([model(part) for model, part in zip(models, x, strict=True)]))
     y.sum().backward()
-    assert parameters["values"].grad.shape == parameters["values"].shape
+    assert parameters["weight"].grad.shape == parameters["weight"].shape
 
 
 def test_a_product_of_samples_is_one_product():

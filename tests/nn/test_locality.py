@@ -46,12 +46,12 @@ def test_blocks_decay_by_their_distance_after_growth_and_pruning_too(name, path)
         for layer, factors in zip(model[:2], (LOCALITY, (2.0, 1.0)), strict=True):
             if change is not None:
                 change(layer)
-            nn.init.ones_(layer.values)
+            nn.init.ones_(layer.weight)
             map_ = geometry.block_decay_map(layer.pattern, factors)
-            expected = 0.1 * map_.view(-1, 1, 1, 1).expand_as(layer.values)
+            expected = 0.1 * map_.view(-1, 1, 1, 1).expand_as(layer.weight)
             assert map_.std() > 0.1
             for _ in range(2):  # the second step repeats the first
-                torch.testing.assert_close(decays(optimizer, layer.values), expected)
+                torch.testing.assert_close(decays(optimizer, layer.weight), expected)
             assert decays(optimizer, layer.bias).count_nonzero() == 0
 
 
@@ -66,7 +66,7 @@ def test_adam_adds_the_decay_to_the_gradient():
             theirs_p.grad = ours_p.grad.clone()
         for layer in other[:2]:
             map_ = geometry.block_decay_map(layer.pattern, LOCALITY).view(-1, 1, 1, 1)
-            layer.values.grad += 0.1 * map_ * layer.values.detach()
+            layer.weight.grad += 0.1 * map_ * layer.weight.detach()
         weight = other[2].weight
         weight.grad += 0.1 * geometry.decay_map((3, 3), LOCALITY) * weight.detach()
         ours.step()
@@ -80,7 +80,7 @@ def test_a_layer_without_growth_decays_inside_as_its_convolution_does():
     layer = LocallyConnected2d(1, 1, 3, input_size=6, dtype=torch.float64)  # no border, as there is no padding
     conv = nn.Conv2d(1, 1, 3, dtype=torch.float64)
     results = []
-    for module, parameter in ((layer, layer.values), (conv, conv.weight)):
+    for module, parameter in ((layer, layer.weight), (conv, conv.weight)):
         nn.init.ones_(parameter)
         optimizer = optim.SGD(optim.parameter_groups(module, 0.1, LOCALITY), lr=1.0)
         results.append(decays(optimizer, parameter).flatten())
@@ -91,11 +91,11 @@ def test_a_layer_without_growth_decays_inside_as_its_convolution_does():
 def test_bare_parameters_have_their_map_too_and_never_that_of_a_kernel(channels):
     """A block of 3 by 5 channels has the shape of a kernel."""
     layer = LocallyConnected1d(*channels, 3, padding=1, input_size=7, dtype=torch.float64)
-    nn.init.ones_(layer.values)
+    nn.init.ones_(layer.weight)
     map_ = geometry.block_decay_map(layer.pattern, LOCALITY).view(-1, 1, 1, 1)
     for model in (layer, copy.deepcopy(layer)):
         optimizer = optim.SGD(model.parameters(), 1.0, weight_decay=0.1, locality=LOCALITY)
-        torch.testing.assert_close(decays(optimizer, model.values), (0.1 * map_).expand_as(model.values))
+        torch.testing.assert_close(decays(optimizer, model.weight), (0.1 * map_).expand_as(model.weight))
 
 
 def test_a_checkpoint_of_the_optimizer_brings_the_locality_back():
@@ -105,15 +105,15 @@ def test_a_checkpoint_of_the_optimizer_brings_the_locality_back():
     loaded = optim.SGD(optim.parameter_groups(other, 0.3), lr=1.0)
     other[0].grow(1)
     loaded.load_state_dict(saved.state_dict())
-    nn.init.ones_(other[0].values)
+    nn.init.ones_(other[0].weight)
     map_ = geometry.block_decay_map(other[0].pattern, LOCALITY).view(-1, 1, 1, 1)
-    torch.testing.assert_close(decays(loaded, other[0].values), (0.1 * map_).expand_as(other[0].values))
+    torch.testing.assert_close(decays(loaded, other[0].weight), (0.1 * map_).expand_as(other[0].weight))
 
 
 def test_groups_hold_each_parameter_once_where_it_belongs():
     model = make_model()
     groups = optim.parameter_groups(model, 0.1, LOCALITY, per_layer={"1": None})
-    assert [id(p) for p in groups[0]["params"]] == [id(model[0].values), id(model[1].values), id(model[2].weight)]
+    assert [id(p) for p in groups[0]["params"]] == [id(model[0].weight), id(model[1].weight), id(model[2].weight)]
     assert groups[0]["locality"] == [LOCALITY, None, LOCALITY]
     assert [id(p) for p in groups[1]["params"]] == [id(layer.bias) for layer in model]
     assert groups[1]["weight_decay"] == 0
@@ -121,10 +121,10 @@ def test_groups_hold_each_parameter_once_where_it_belongs():
 
 def test_even_kernels_stay_uniform_with_a_warning():
     layer = LocallyConnected1d(1, 1, 4, input_size=7, dtype=torch.float64)
-    nn.init.ones_(layer.values)
+    nn.init.ones_(layer.weight)
     with pytest.warns(UserWarning, match="kernels of an even size have no centre tap"):
         optimizer = optim.SGD(optim.parameter_groups(layer, 0.1, LOCALITY), lr=1.0)
-    torch.testing.assert_close(decays(optimizer, layer.values), torch.full_like(layer.values, 0.1).detach())
+    torch.testing.assert_close(decays(optimizer, layer.weight), torch.full_like(layer.weight, 0.1).detach())
 
 
 def test_factors_for_other_classes_than_the_blocks_have_are_refused():

@@ -49,10 +49,10 @@ def test_gradients_of_blocks_summed_over_positions_are_the_convolutions(seed):
         torch.testing.assert_close(x.grad, other.grad)
 
         blocks, taps = block_of_taps(layer, case), math.prod(case.kernel_size)
-        sums = torch.zeros(taps, *layer.values.shape[1:], dtype=torch.float64)
+        sums = torch.zeros(taps, *layer.weight.shape[1:], dtype=torch.float64)
         for tap in range(taps):
             read = blocks[:, tap]
-            sums[tap] = layer.values.grad[read[read >= 0]].sum(0)
+            sums[tap] = layer.weight.grad[read[read >= 0]].sum(0)
         by_tap = conv.weight.grad.flatten(2).unflatten(0, (conv.groups, -1)).permute(3, 0, 2, 1)
         torch.testing.assert_close(sums, by_tap)
         if conv.bias is not None:
@@ -66,10 +66,10 @@ def test_layers_with_own_weights_everywhere_compute_as_unfolded_images_do(seed):
     for _ in range(20):
         layer, case = random_layer(generator)
         blocks = block_of_taps(layer, case)
-        weights = torch.randn(*blocks.shape, *layer.values.shape[1:], dtype=torch.float64, requires_grad=True)
+        weights = torch.randn(*blocks.shape, *layer.weight.shape[1:], dtype=torch.float64, requires_grad=True)
         live = blocks >= 0
         with torch.no_grad():
-            layer.values.zero_().index_add_(0, blocks[live], weights[live])
+            layer.weight.zero_().index_add_(0, blocks[live], weights[live])
 
         images = torch.randn(3, layer.in_channels, *case.input_size, dtype=torch.float64)
         x, other = images.clone().requires_grad_(), images.clone().requires_grad_()
@@ -84,7 +84,7 @@ def test_layers_with_own_weights_everywhere_compute_as_unfolded_images_do(seed):
         y.backward(grad)
         expected.backward(grad)
         torch.testing.assert_close(x.grad, other.grad)
-        torch.testing.assert_close(layer.values.grad[blocks[live]], weights.grad[live])
+        torch.testing.assert_close(layer.weight.grad[blocks[live]], weights.grad[live])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -97,7 +97,7 @@ def test_dense_layers_do_the_same(seed):
         x = torch.randn(3, layer.in_channels, *case.input_size, dtype=torch.float64)
         y = layer(x)
         torch.testing.assert_close(linear(x.flatten(1)).view(y.shape), y)
-        assert linear.weight.count_nonzero() == layer.values.count_nonzero()
+        assert linear.weight.count_nonzero() == layer.weight.count_nonzero()
 
 
 class Copies(TorchDispatchMode):
@@ -126,7 +126,7 @@ def test_activations_keep_their_format_with_no_copy_or_one_a_pass(case, pixels_l
     with Copies() as forward:
         y = layer(x)
     with Copies() as backward:
-        gradients = torch.autograd.grad(y, (x, layer.values), grad)
+        gradients = torch.autograd.grad(y, (x, layer.weight), grad)
     assert y.is_contiguous(memory_format=memory_format)
     shapes = sorted([(2, 5 * 6 if len(size) == 2 else 60, 3), (2, 4, *size)]) if pixels_last else []
     assert sorted(forward.made) == shapes
@@ -193,7 +193,7 @@ def test_initial_weights_are_distributed_as_a_convolutions():
     bound = 1 / math.sqrt(3 * 15)
     conv = nn.Conv2d(6, 8, (3, 5), groups=2)
     assert conv.weight.abs().max() <= bound
-    for parameter in (layer.values.detach(), layer.bias.detach()):
+    for parameter in (layer.weight.detach(), layer.bias.detach()):
         n = parameter.numel()
         assert 0.99 * bound < parameter.abs().max() <= bound
         assert abs(parameter.mean()) < STANDARD_ERRORS * bound / math.sqrt(3 * n)
@@ -201,28 +201,28 @@ def test_initial_weights_are_distributed_as_a_convolutions():
         assert abs((parameter / bound).square().mean() - 1 / 3) < STANDARD_ERRORS * math.sqrt(4 / 45 / n)
 
     shared = LocallyConnected1d(20, 20, 8, padding=4, padding_mode="circular", input_size=4)  # two taps share a block
-    both = shared.values.detach() * math.sqrt(20 * 8)
+    both = shared.weight.detach() * math.sqrt(20 * 8)
     # Squares of sums of two such numbers have mean 2/3 and variance 28/45.
     assert abs(both.square().mean() - 2 / 3) < STANDARD_ERRORS * math.sqrt(28 / 45 / both.numel())
     assert both.abs().max() > 1.8
 
     grown = LocallyConnected2d(3, 4, 3, input_size=8).grow(1)
     grown.reset_parameters()
-    assert (grown.values.abs().amax((1, 2, 3)) > 0).equal(grown.pattern.local_mask())
+    assert (grown.weight.abs().amax((1, 2, 3)) > 0).equal(grown.pattern.local_mask())
 
 
 def test_initial_weights_as_a_linear_layers():
     layer = LocallyConnected2d(3, 4, 3, padding=1, input_size=6)
     layer.grow(6).reset_parameters(like="linear")
     bound = 1 / math.sqrt(3 * 36)
-    assert 0.99 * bound < layer.values.abs().max() <= bound
+    assert 0.99 * bound < layer.weight.abs().max() <= bound
     assert layer.bias.abs().max() <= bound
     corner = LocallyConnected1d(50, 50, 3, padding=1, input_size=4)
     corner.reset_parameters(like="linear")
-    at_border, inside = corner.values[:2].abs().max() * math.sqrt(100), corner.values[2:5].abs().max() * math.sqrt(150)
+    at_border, inside = corner.weight[:2].abs().max() * math.sqrt(100), corner.weight[2:5].abs().max() * math.sqrt(150)
     assert 0.99 < at_border <= 1
     assert 0.99 < inside <= 1
-    with pytest.raises(ValueError, match=r"like: expected 'conv' or 'linear', got 'dense'"):
+    with pytest.raises(ValueError, match=r"like: expected one of 'conv', 'linear', got 'dense'"):
         layer.reset_parameters(like="dense")
 
 
@@ -251,9 +251,9 @@ def test_what_a_convolution_is_like_is_kept():
     conv.weight.requires_grad_(False)
     layer = LocallyConnected2d.from_conv(conv, 5)
     assert not layer.training
-    assert not layer.values.requires_grad
+    assert not layer.weight.requires_grad
     assert layer.bias.requires_grad
-    assert layer.values.dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.bfloat16
     back = layer.to_conv()
     assert (back.training, back.weight.requires_grad, back.bias.requires_grad) == (False, False, True)
     assert same_bits(back.weight, conv.weight)
@@ -264,7 +264,7 @@ def test_a_computed_weight_becomes_one_that_trains():
     conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 3, 3))
     layer, x = LocallyConnected2d.from_conv(conv, 5), torch.randn(2, 2, 5, 5)
     torch.testing.assert_close(layer(x), conv(x))
-    assert layer.values.requires_grad
+    assert layer.weight.requires_grad
 
 
 ERRORS = {
@@ -272,10 +272,10 @@ ERRORS = {
     "groups": (ValueError, dict(groups=2), r"in_channels: expected a multiple of groups, 2, got 3"),
     "no int": (TypeError, dict(out_channels=2.0), r"out_channels: expected an int, got 2.0"),
     "no groups": (ValueError, dict(groups=0), r"groups: expected at least 1, got 0"),
-    "input_size": (ValueError, dict(input_size=(5, 5, 5)), r"input_size: expected 2 sizes, one for each axis"),
+    "input_size": (ValueError, dict(input_size=(5, 5, 5)), r"input_size: expected an int, or one for each of 2 axes"),
     "small": (ValueError, dict(input_size=(5, 2)), r"kernel_size: expected at most the padded input, \(5, 2\)"),
     "padding": (ValueError, dict(padding="some"), r"padding: expected ints, pairs of them, 'valid' or 'same'"),
-    "mode": (ValueError, dict(padding_mode="zero"), r"padding_mode: expected one of zeros"),
+    "mode": (ValueError, dict(padding_mode="zero"), r"padding_mode: expected one of 'zeros'"),
 }
 
 

@@ -37,12 +37,12 @@ def test_growth_changes_no_bit_of_the_output(seed, dtype):
     for _ in range(20):
         layer, case = random_layer(generator, dtype)
         x = torch.randn(3, layer.in_channels, *case.input_size, dtype=dtype)
-        y, blocks, parameter = layer(x), layer.pattern.nnz, layer.values
-        before = layer.values.detach().clone()
+        y, blocks, parameter = layer(x), layer.pattern.nnz, layer.weight
+        before = layer.weight.detach().clone()
         radius = generator.choice((0, 1, 2, max(case.input_size)))
         assert layer.grow(radius) is layer
-        assert layer.values is parameter
-        assert layer.pattern.nnz == len(layer.values) >= blocks
+        assert layer.weight is parameter
+        assert layer.pattern.nnz == len(layer.weight) >= blocks
         if radius == max(case.input_size):
             assert layer.pattern.nnz == layer.pattern.n_in * layer.pattern.n_out
         assert same_bits(layer(x), y)
@@ -50,7 +50,7 @@ def test_growth_changes_no_bit_of_the_output(seed, dtype):
             assert deviation(layer).delta_locality == 0
         layer.prune(threshold=0.0)
         assert layer.pattern.nnz <= blocks
-        assert same_bits(layer.values[layer.values != 0], before[before != 0])
+        assert same_bits(layer.weight[layer.weight != 0], before[before != 0])
 
 
 @pytest.mark.parametrize("size", [(64, 64, 3, (12, 12)), (16, 3, 5, (9, 7)), (3, 64, 3, (8, 8))])
@@ -80,7 +80,7 @@ def train(model, optimizer, steps, keep=None):
         loss = (model(x) - 1).square().mean()
         loss.backward()
         if keep is not None:
-            model[0].values.grad.mul_(keep.view(-1, 1, 1, 1))
+            model[0].weight.grad.mul_(keep.view(-1, 1, 1, 1))
         optimizer.step()
     return loss  # holding it keeps the graph alive
 
@@ -112,7 +112,7 @@ def test_growth_in_training_is_as_if_the_new_blocks_had_been_there_and_not_been_
             grown[0][0].grow(2, grown[1])
             assert not any(t.count_nonzero() for p in grown[1].param_groups[0]["params"][:1] for t in [p[~local]])
     assert kept.grad_fn is not None
-    assert grown[0][0].values[~local].count_nonzero()
+    assert grown[0][0].weight[~local].count_nonzero()
     assert grown[1].param_groups[0]["lr"] == full[1].param_groups[0]["lr"]
     assert_same_training(grown, full)
 
@@ -127,8 +127,8 @@ def test_pruning_in_training_is_as_if_the_blocks_were_held_at_zero(name):
     pruned[0][0].prune(keep, optimizer=pruned[1])
     assert pruned[0][0].pattern.nnz == keep.sum()
     with torch.no_grad():
-        full[0][0].values[~keep] = 0
-        for state in full[1].state[full[0][0].values].values():
+        full[0][0].weight[~keep] = 0
+        for state in full[1].state[full[0][0].weight].values():
             if isinstance(state, torch.Tensor) and state.dim():
                 state[~keep] = 0
     train(*pruned, range(3, 6))
@@ -149,10 +149,10 @@ def test_a_checkpoint_of_a_grown_layer_goes_on_in_a_fresh_one(name):
     saved = torch.load(file, weights_only=True)
 
     other, other_optimizer = make_training(name)
-    parameter = other[0].values
+    parameter = other[0].weight
     train(other, other_optimizer, range(1))  # makes states of the old shape, which load_state_dict replaces
     other.load_state_dict(saved["model"])
-    assert other[0].values is parameter
+    assert other[0].weight is parameter
     other_optimizer.load_state_dict(saved["optimizer"])
     train(model, optimizer, range(4, 6))
     train(other, other_optimizer, range(4, 6))
@@ -191,9 +191,9 @@ def test_an_optimizer_without_states_need_not_be_told(name):
     model, optimizer = make_training(name)
     train(model, optimizer, range(2))
     model[0].grow(1)
-    before = model[0].values.detach().clone()
+    before = model[0].weight.detach().clone()
     train(model, optimizer, range(2))
-    assert (model[0].values != before).any((1, 2, 3)).all()
+    assert (model[0].weight != before).any((1, 2, 3)).all()
 
 
 def test_a_gradient_of_the_old_blocks_goes():
@@ -201,10 +201,10 @@ def test_a_gradient_of_the_old_blocks_goes():
     for change in (lambda: layer.grow(1), lambda: layer.prune(radius=0)):
         layer(x).sum().backward()
         change()
-        assert layer.values.grad is None
+        assert layer.weight.grad is None
         assert layer.bias.grad is not None
         layer(x).sum().backward()
-        assert layer.values.grad.shape == layer.values.shape
+        assert layer.weight.grad.shape == layer.weight.shape
 
 
 def test_pruning_by_radius_leaves_gaps_as_they_are():
@@ -232,9 +232,9 @@ def test_what_may_not_be_resized_is_refused_and_left_alone():
     adafactor = torch.optim.Adafactor(layer.parameters())
     adafactor.step()
     before = copy.deepcopy(layer)
-    with pytest.raises(TypeError, match=r"optimizer: expected states of the shape of values, .* got row_var of shape"):
+    with pytest.raises(TypeError, match=r"optimizer: expected states of the shape of weight, .* got row_var of shape"):
         layer.grow(1, adafactor)
-    with pytest.raises(ValueError, match="optimizer: expected the one that steps this layer's values"):
+    with pytest.raises(ValueError, match="optimizer: expected the one that steps this layer's weight"):
         layer.grow(1, torch.optim.SGD(before.parameters(), 0.1))
     with pytest.raises(TypeError, match=r"optimizer: expected None or a torch.optim.Optimizer, got list"):
         layer.grow(1, list(layer.parameters()))
@@ -256,8 +256,8 @@ def test_what_may_not_be_resized_is_refused_and_left_alone():
     with pytest.raises(TypeError, match=r"threshold: expected a number, got '1'"):
         layer.prune(threshold="1")
     assert layer.pattern is before.pattern
-    assert same_bits(layer.values, before.values)
-    assert layer.values.grad is not None
+    assert same_bits(layer.weight, before.weight)
+    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -281,7 +281,7 @@ def test_pruning_by_radius_undoes_growth(seed):
 def test_pruning_by_threshold_takes_weak_blocks_and_keeps_what_is_no_number():
     layer = LocallyConnected1d(2, 2, 1, input_size=4)
     with torch.no_grad():
-        layer.values[:] = torch.tensor([0.5, 1.0, 2.0, float("nan")]).view(4, 1, 1, 1)
+        layer.weight[:] = torch.tensor([0.5, 1.0, 2.0, float("nan")]).view(4, 1, 1, 1)
     layer.prune(threshold=2.0)  # norms are 1, 2, 4 and NaN
     assert layer.col_indices.tolist() == [2, 3]
     assert layer.crow_indices.tolist() == [0, 0, 0, 1, 2]
@@ -292,7 +292,7 @@ def test_pruning_by_threshold_takes_weak_blocks_and_keeps_what_is_no_number():
 def test_loading_names_what_does_not_fit():
     layer = LocallyConnected2d(2, 3, 3, input_size=6)
     state = layer.state_dict()
-    assert set(state) == {"values", "bias", "crow_indices", "col_indices"}
+    assert set(state) == {"weight", "bias", "crow_indices", "col_indices"}
     state["col_indices"] += 1  # a copy, not the layer's own
     assert layer.col_indices[0] == 0
     model = nn.Sequential(LocallyConnected2d(2, 3, 3, input_size=6))
@@ -301,7 +301,7 @@ def test_loading_names_what_does_not_fit():
     def load(state, match, strict=True):
         with pytest.raises(RuntimeError, match=match):
             model.load_state_dict({f"0.{name}": tensor for name, tensor in state.items()}, strict=strict)
-        assert same_bits(model[0].values, before[0].values)
+        assert same_bits(model[0].weight, before[0].weight)
         assert model[0].pattern is before[0].pattern
 
     good = LocallyConnected2d(2, 3, 3, input_size=6).grow(1).state_dict()
@@ -312,13 +312,13 @@ def test_loading_names_what_does_not_fit():
     load({**good, "col_indices": good["col_indices"].flip(0)}, "blocks of 0: col_indices: expected each row to ascend")
     load({**good, "col_indices": good["col_indices"] + 30}, "blocks of 0: col_indices: expected input pixels from 0")
     load(
-        {**good, "values": good["values"][1:]}, "blocks of 0: values: expected 324 blocks, as the indices say, of shape"
+        {**good, "weight": good["weight"][1:]}, "blocks of 0: weight: expected 324 blocks, as the indices say, of shape"
     )
     load(
-        {**good, "values": good["values"][:, :, :1]},
-        r"blocks of 0: values: expected 324 blocks, .* of shape \(1, 2, 3\), got",
+        {**good, "weight": good["weight"][:, :, :1]},
+        r"blocks of 0: weight: expected 324 blocks, .* of shape \(1, 2, 3\), got",
     )
-    load({k: v for k, v in good.items() if k != "values"}, "blocks of 0: values: expected 324 blocks, .* got none")
+    load({k: v for k, v in good.items() if k != "weight"}, "blocks of 0: weight: expected 324 blocks, .* got none")
     load({k: v for k, v in good.items() if "indices" not in k}, "Missing key.*0.crow_indices")
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0.weight\"\. $"):
-        model.load_state_dict({f"0.{name}": tensor for name, tensor in {**good, "weight": good["bias"]}.items()})
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0.kernel\"\. $"):
+        model.load_state_dict({f"0.{name}": tensor for name, tensor in {**good, "kernel": good["bias"]}.items()})

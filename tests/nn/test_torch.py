@@ -97,16 +97,38 @@ def test_checkpoints_of_safetensors_and_of_torch_distributed():
         assert fresh.pattern.nnz > layer.pattern.nnz
 
 
+def test_the_former_name_of_the_weight_works():
+    layer = LocallyConnected1d(2, 3, 3, input_size=7).grow(1)
+    with pytest.warns(DeprecationWarning, match="the parameter is called weight"):
+        assert layer.values is layer.weight
+    replacement = nn.Parameter(torch.randn_like(layer.weight))
+    with pytest.warns(DeprecationWarning, match="the parameter is called weight"):
+        layer.values = replacement
+    assert layer.weight is replacement
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+    state = layer.state_dict()
+    old_state = {"values" if name == "weight" else name: tensor for name, tensor in state.items()}
+    fresh = nn.Sequential(LocallyConnected1d(2, 3, 3, input_size=7))
+    fresh.load_state_dict({f"0.{name}": tensor for name, tensor in old_state.items()})
+    old_pickle = copy.copy(layer)
+    vars(old_pickle)["_parameters"] = {"values": layer.weight, "bias": layer.bias}
+    x = torch.randn(4, 2, 7)
+    for other in (fresh, pickle.loads(pickle.dumps(old_pickle))):
+        assert same_bits(other(x), layer(x))
+        assert [name.removeprefix("0.") for name, _ in other.named_parameters()] == ["weight", "bias"]
+
+
 def test_dtypes_and_devices_follow_the_module():
     layer = LocallyConnected3d(2, 3, 2, input_size=3).double()
     x = torch.randn(2, 2, 3, 3, 3, dtype=torch.float64)
     assert layer(x).dtype == torch.float64
     with torch.device("meta"):
         empty = LocallyConnected3d(2, 3, 2, input_size=3, dtype=torch.float64)
-    assert empty.values.is_meta
+    assert empty.weight.is_meta
     empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
     assert same_bits(empty(x), layer(x))
-    assert nn.utils.skip_init(LocallyConnected3d, 2, 3, 2, input_size=3).values.shape == layer.values.shape
+    assert nn.utils.skip_init(LocallyConnected3d, 2, 3, 2, input_size=3).weight.shape == layer.weight.shape
 
 
 def test_other_parameters_can_be_used():
@@ -125,7 +147,7 @@ def test_autocast_and_half_precision(dtype):
     half = copy.deepcopy(layer).to(dtype)
     assert same_bits(y, half(x.to(dtype)))
     y.sum().backward()
-    assert layer.values.grad.dtype == torch.float32
+    assert layer.weight.grad.dtype == torch.float32
     half.grow(1)
     assert half.deviation().delta_locality == 0
 

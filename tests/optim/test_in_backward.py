@@ -74,7 +74,7 @@ def test_weights_and_states_are_those_of_ordinary_steps(name, dtype):
     for in_backward in (True, False):
         model, optimizer, _ = make(name, dtype, in_backward)
         train(model, optimizer, batches(dtype))
-        assert (model[0].values.grad is None) == in_backward
+        assert (model[0].weight.grad is None) == in_backward
         found.append(results(model, optimizer))
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
@@ -99,7 +99,7 @@ def test_under_autocast_the_layers_own_weights_are_stepped():
             train(model, optimizer, batches())
         found.append(results(model, optimizer))
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-    assert not same_bits(found[0][0], make_model()[0].values)
+    assert not same_bits(found[0][0], make_model()[0].weight)
 
 
 def test_schedules_growth_and_removal_between_steps():
@@ -115,10 +115,10 @@ def test_schedules_growth_and_removal_between_steps():
             if turn == 1:
                 model[0].prune(radius=1, optimizer=optimizer)
             if turn == 2 and steps is not None:
-                assert model[0].values.grad is None
+                assert model[0].weight.grad is None
                 steps.remove()
                 steps.remove()
-        assert model[0].values.grad is not None
+        assert model[0].weight.grad is not None
         found.append(results(model, optimizer))
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
@@ -146,8 +146,8 @@ def test_copies_have_gradients():
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         other(batches()[0][0]).sum().backward()
-        assert other[0].values.grad is not None
-        assert same_bits(other[0].values, model[0].values)
+        assert other[0].weight.grad is not None
+        assert same_bits(other[0].weight, model[0].weight)
 
 
 def test_torch_compile_leaves_the_layers_alone():
@@ -181,7 +181,7 @@ def growth_in_backward() -> dict[str, float] | None:
         found = harness.peak_extra_memory(loss.backward)
         if found is None:
             return None
-        extra[name] = found / (4 * layer.values.numel())
+        extra[name] = found / (4 * layer.weight.numel())
     return extra
 
 
@@ -200,10 +200,10 @@ def test_what_is_refused():
         optim.step_in_backward(optim.SGD(model.parameters(), lr=0.1, stochastic_rounding=1), model)
     with pytest.raises(ValueError, match="penalty: expected None"):
         optim.step_in_backward(optim.SGD(optim.parameter_groups(model, 0.1, penalty=RingPenalty(1e-3))), model)
-    model[0].values.grad = torch.zeros_like(model[0].values)
-    with pytest.raises(ValueError, match=r"0.values: expected no gradient yet"):
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    with pytest.raises(ValueError, match=r"0.weight: expected no gradient yet"):
         optim.step_in_backward(sgd, model)
-    model[0].values.grad = None
+    model[0].weight.grad = None
     optim.step_in_backward(sgd, model)
     with pytest.raises(ValueError, match="0: expected a layer whose steps are not in backward already"):
         optim.step_in_backward(sgd, model)
@@ -268,27 +268,27 @@ def test_checkpointed_layers_step_once():
 def test_other_values_in_a_layers_place_have_gradients():
     model, _, _ = make("SGD")
     ((x, _),) = batches(count=1)
-    layer, before = model[0], model[0].values.detach().clone()
+    layer, before = model[0], model[0].weight.detach().clone()
     other = before.clone().requires_grad_()
-    torch.func.functional_call(layer, {"values": other}, (x,)).sum().backward()
+    torch.func.functional_call(layer, {"weight": other}, (x,)).sum().backward()
     assert other.grad is not None
-    assert same_bits(layer.values, before)
-    layer.values = nn.Parameter(before.clone())
+    assert same_bits(layer.weight, before)
+    layer.weight = nn.Parameter(before.clone())
     layer(x).sum().backward()
-    assert layer.values.grad is not None
+    assert layer.weight.grad is not None
 
 
 def test_a_loss_that_uses_the_values_otherwise_is_refused():
     model, optimizer, _ = make("SGD")
     ((x, y),) = batches(count=1)
-    (nn.functional.cross_entropy(model(x), y) + model[2].values.square().sum()).backward()
+    (nn.functional.cross_entropy(model(x), y) + model[2].weight.square().sum()).backward()
     with pytest.raises(RuntimeError, match="expected values that the loss depends on by their layer alone"):
         optimizer.step()
 
 
 def test_a_grad_scaler_is_seen_whatever_steps_the_other_groups():
     model = make_model()
-    values = [model[0].values, model[2].values]
+    values = [model[0].weight, model[2].weight]
     others = [p for p in model.parameters() if all(p is not other for other in values)]
     optimizer = optim.SGD([{"params": values}, {"params": others, "foreach": True}], lr=0.1)
     optim.step_in_backward(optimizer, model)
@@ -303,10 +303,10 @@ def test_states_of_another_size_are_refused_before_anything_is_written():
         model, optimizer, _ = make("nesterov")
         train(model, optimizer, batches(count=1))
         change(model[0])
-        before = model[0].values.detach().clone()
+        before = model[0].weight.detach().clone()
         with pytest.raises(RuntimeError, match="optimizer: expected one that was given to grow and prune"):
             model(batches()[0][0]).sum().backward()
-        assert same_bits(model[0].values, before)
+        assert same_bits(model[0].weight, before)
 
 
 def test_a_layer_without_blocks_steps_its_bias():
@@ -314,7 +314,7 @@ def test_a_layer_without_blocks_steps_its_bias():
     model[0].prune(keep=torch.zeros(model[0].pattern.nnz, dtype=torch.bool), optimizer=optimizer)
     before = model[0].bias.detach().clone()
     train(model, optimizer, batches())
-    assert len(model[0].values) == 0
+    assert len(model[0].weight) == 0
     assert not torch.equal(model[0].bias, before)
 
 
@@ -346,17 +346,17 @@ def test_other_arguments_are_refused():
     with pytest.raises(TypeError, match="model: expected a module, got int"):
         optim.step_in_backward(optimizer, 3)
     with pytest.raises(TypeError, match="consume: expected None or a callable, got int"):
-        ops.block_sparse_matmul(torch.randn(3, 36, 3), model[0].values, model[0].pattern, consume=3)
+        ops.block_sparse_matmul(torch.randn(3, 36, 3), model[0].weight, model[0].pattern, consume=3)
 
 
 def test_consume_is_given_each_block_once():
     layer = make_model()[0]
     x = torch.randn(3, 36, 3)
     taken = []
-    y = ops.block_sparse_matmul(x, layer.values, layer.pattern, consume=lambda parts: taken.extend(parts))
+    y = ops.block_sparse_matmul(x, layer.weight, layer.pattern, consume=lambda parts: taken.extend(parts))
     y.square().sum().backward()
-    assert layer.values.grad is None
+    assert layer.weight.grad is None
     assert len(taken) > 5
     assert [blocks.stop for blocks, _ in taken[:-1]] == [blocks.start for blocks, _ in taken[1:]]
-    ops.block_sparse_matmul(x, layer.values, layer.pattern).square().sum().backward()
-    assert same_bits(torch.cat([gradient for _, gradient in taken]), layer.values.grad)
+    ops.block_sparse_matmul(x, layer.weight, layer.pattern).square().sum().backward()
+    assert same_bits(torch.cat([gradient for _, gradient in taken]), layer.weight.grad)

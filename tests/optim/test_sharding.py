@@ -115,10 +115,10 @@ def test_blocks_may_be_sharded_along_channels_alone(mesh, name):
     plain, shards = (LocallyConnected2d(2, 3, 3, input_size=5, bias=False) for _ in range(2))
     shards.load_state_dict(plain.state_dict())
     for placement in (Shard(0), Shard(-1)):
-        shards.values = nn.Parameter(distribute_tensor(plain.values.detach().clone(), mesh, [placement]))
+        shards.weight = nn.Parameter(distribute_tensor(plain.weight.detach().clone(), mesh, [placement]))
         ours = getattr(optim, name)(optim.parameter_groups(shards, 0.1, LOCALITY), lr=0.1)
-        set_gradients([plain.values], 0)
-        set_sharded_gradients([shards.values], [plain.values], mesh, placement)
+        set_gradients([plain.weight], 0)
+        set_sharded_gradients([shards.weight], [plain.weight], mesh, placement)
         if placement == Shard(0):
             with pytest.raises(NotImplementedError, match=r"expected sharding along channels .* got S"):
                 ours.step()

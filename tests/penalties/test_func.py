@@ -37,7 +37,7 @@ PENALTIES = {
     "kernels, squared": lambda model: (KernelPenalty(0.3, power=2), "0.weight"),
     "folded": lambda model: (FoldedPenalty(RingPenalty(0.3), model[1]), "0.weight"),
     "complexity": lambda model: (complexity_penalties(model[:1], (IMAGES,), 0.3)["0"], "0.weight"),
-    "blocks": lambda model: (RingPenalty(0.3), "2.values"),
+    "blocks": lambda model: (RingPenalty(0.3), "2.weight"),
 }
 ALL = pytest.mark.parametrize("name", PENALTIES)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from loco_ext import geometry, ops, optim, sparsity
-from loco_ext.geometry.marks import mark_blocks
+from loco_ext.geometry.attached_pattern import attach_pattern
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d
 from tests.nn.cases import random_layer
 
@@ -48,13 +48,13 @@ def test_units_without_a_border_shrink_as_their_convolution(name, with_metric):
         metric = torch.rand_like(conv.weight) + 0.5 if with_metric else None
         blocks = by_tap(metric, 2) if with_metric else None
         shrunk = penalty.prox(conv.weight, 1.0, metric)
-        torch.testing.assert_close(penalty.prox(layer.values, 1.0, blocks), by_tap(shrunk, 2))
-        assert torch.equal(penalty.prox(layer.values, 1.0, blocks) == 0, by_tap(shrunk, 2) == 0)
-        torch.testing.assert_close(penalty.value(layer.values), penalty.value(conv.weight))
-        values = [torch.autograd.grad(penalty.value(p), p)[0] for p in (conv.weight, layer.values)]
+        torch.testing.assert_close(penalty.prox(layer.weight, 1.0, blocks), by_tap(shrunk, 2))
+        assert torch.equal(penalty.prox(layer.weight, 1.0, blocks) == 0, by_tap(shrunk, 2) == 0)
+        torch.testing.assert_close(penalty.value(layer.weight), penalty.value(conv.weight))
+        values = [torch.autograd.grad(penalty.value(p), p)[0] for p in (conv.weight, layer.weight)]
         torch.testing.assert_close(values[1], by_tap(values[0], 2))
         tau = conv.weight.abs().max().item() * 3
-        torch.testing.assert_close(penalty.threshold(layer.values, tau), by_tap(penalty.threshold(conv.weight, tau), 2))
+        torch.testing.assert_close(penalty.threshold(layer.weight, tau), by_tap(penalty.threshold(conv.weight, tau), 2))
         zeros += (shrunk == 0).sum()
     assert zeros > 0
 
@@ -67,7 +67,7 @@ def test_what_is_no_number_or_too_large_to_square_stays_in_its_unit(number):
     layer = LocallyConnected1d.from_conv(conv, 5)
     for penalty in (sparsity.RingPenalty(0.3, kind="full"), sparsity.KernelPenalty(0.1)):
         expected = by_tap(penalty.prox(conv.weight, 1.0), 1)
-        torch.testing.assert_close(penalty.prox(layer.values, 1.0), expected, equal_nan=True)
+        torch.testing.assert_close(penalty.prox(layer.weight, 1.0), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("number", [1e-20, 1e-22, 1e-25, 1e-40], ids=str)
@@ -76,15 +76,15 @@ def test_weights_too_small_to_square_vanish(name, number):
     layer = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1)
     outside = ~layer.pattern.local_mask()
     with torch.no_grad():
-        layer.values[outside] = number
+        layer.weight[outside] = number
     penalty = PENALTIES[name](0.05)
-    assert torch.equal(penalty.prox(layer.values, 0.0), layer.values)
+    assert torch.equal(penalty.prox(layer.weight, 0.0), layer.weight)
     if "kernels" not in name:
-        assert penalty.prox(layer.values, 1.0)[outside].count_nonzero() == 0
+        assert penalty.prox(layer.weight, 1.0)[outside].count_nonzero() == 0
     with torch.no_grad():
-        layer.values.fill_(number)
+        layer.weight.fill_(number)
     if "squared" not in name:
-        assert penalty.prox(layer.values, 1.0).count_nonzero() == 0
+        assert penalty.prox(layer.weight, 1.0).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", PENALTIES)
@@ -94,14 +94,14 @@ def test_a_layer_that_has_lost_all_blocks_trains_on(name):
     keep = torch.zeros(layer.pattern.nnz, dtype=torch.bool)
     for _ in range(3):
         optimizer.zero_grad()
-        (layer(torch.ones(1, 2, 4, 5)).sum() + penalty.value(layer.values)).backward()
+        (layer(torch.ones(1, 2, 4, 5)).sum() + penalty.value(layer.weight)).backward()
         before = layer.bias.detach().clone()
         optimizer.step()
         assert not torch.equal(layer.bias, before)
-        if len(layer.values):
+        if len(layer.weight):
             layer.prune(keep, optimizer=optimizer)
-    assert penalty.value(layer.values) == 0
-    assert penalty.prox(layer.values, 1.0).shape == penalty.threshold(layer.values, 1.0).shape == layer.values.shape
+    assert penalty.value(layer.weight) == 0
+    assert penalty.prox(layer.weight, 1.0).shape == penalty.threshold(layer.weight, 1.0).shape == layer.weight.shape
     layer.grow(1, optimizer)
     layer(torch.ones(1, 2, 4, 5)).sum().backward()
     optimizer.step()
@@ -127,9 +127,9 @@ def test_too_many_rings_are_refused_before_anything_changes():
 def test_default_devices_change_nothing(name):
     torch.manual_seed(4)
     layer, penalty = LocallyConnected2d(2, 3, 3, padding=1, input_size=(4, 5)).grow(1), PENALTIES[name](0.05)
-    expected = [penalty.prox(layer.values, 1.0), penalty.threshold(layer.values, 0.3), penalty.value(layer.values)]
+    expected = [penalty.prox(layer.weight, 1.0), penalty.threshold(layer.weight, 0.3), penalty.value(layer.weight)]
     with torch.device("meta"):
-        found = [penalty.prox(layer.values, 1.0), penalty.threshold(layer.values, 0.3), penalty.value(layer.values)]
+        found = [penalty.prox(layer.weight, 1.0), penalty.threshold(layer.weight, 0.3), penalty.value(layer.weight)]
     assert all(map(torch.equal, found, expected))
 
 
@@ -160,15 +160,15 @@ def test_grown_layers_shrink_from_the_outside_in_unit_by_unit(seed):
         outside_in = -boxes(layer)
         _, rings = outside_in.unique(return_inverse=True)  # of the pattern; rings that a unit lacks count twice
         count = int(rings.max()) + 1
-        step = 0.3 * layer.values.detach().abs().max().item()
-        result = sparsity.RingPenalty(1.0, kind="full").prox(layer.values, step)
-        metric = torch.rand_like(layer.values) + 0.5
-        in_metric = sparsity.RingPenalty(1.0, kind="full").prox(layer.values, step, metric)
+        step = 0.3 * layer.weight.detach().abs().max().item()
+        result = sparsity.RingPenalty(1.0, kind="full").prox(layer.weight, step)
+        metric = torch.rand_like(layer.weight) + 0.5
+        in_metric = sparsity.RingPenalty(1.0, kind="full").prox(layer.weight, step, metric)
         rows, thresholds = layer.crow_indices.tolist(), torch.full((count,), step, dtype=torch.float64)
         for first, last in pairwise(rows):
             for group in range(layer.groups):
-                for channel in range(layer.values.shape[3]):
-                    unit = layer.values.detach()[first:last, group, :, channel]
+                for channel in range(layer.weight.shape[3]):
+                    unit = layer.weight.detach()[first:last, group, :, channel]
                     expected = unit.clone()
                     for ring in range(count):
                         inside = rings[first:last] <= ring
@@ -194,8 +194,8 @@ def make_model(dtype=torch.float64):
 
 def copy_of(layer):
     """Return a copy of the layer's blocks that is marked as blocks of its pattern."""
-    values = layer.values.detach().clone()
-    mark_blocks(values, layer.pattern)
+    values = layer.weight.detach().clone()
+    attach_pattern(values, layer.pattern)
     return values
 
 
@@ -206,19 +206,19 @@ def test_steps_of_sgd_end_with_the_prox(momentum, path):
     groups = optim.parameter_groups(model, 0.0, penalty=penalty)
     assert groups[0]["penalty"] == [penalty, penalty]
     optimizer = optim.SGD(groups, lr=0.1, momentum=momentum, **path)
-    buffer = torch.zeros_like(model[0].values)
+    buffer = torch.zeros_like(model[0].weight)
     for step in range(4):
         if step == 2:
             model[0].prune(radius=0, optimizer=optimizer)
-            buffer = optimizer.state[model[0].values].get("momentum_buffer", torch.zeros_like(model[0].values)).clone()
+            buffer = optimizer.state[model[0].weight].get("momentum_buffer", torch.zeros_like(model[0].weight)).clone()
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         values = copy_of(model[0])
-        buffer = momentum * buffer + model[0].values.grad
+        buffer = momentum * buffer + model[0].weight.grad
         values -= 0.1 * buffer
         expected = penalty.prox(values, 0.1 / (1 - momentum))
         optimizer.step()
-        torch.testing.assert_close(model[0].values.detach(), expected)
+        torch.testing.assert_close(model[0].weight.detach(), expected)
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
@@ -232,9 +232,9 @@ def test_steps_of_adam_end_with_the_prox_in_their_metric(name):
         q.grad = p.grad.clone()
     optimizer.step()
     other.step()
-    squares = other.state[plain[0].values]["exp_avg_sq"] / (1 - 0.999)
+    squares = other.state[plain[0].weight]["exp_avg_sq"] / (1 - 0.999)
     expected = penalty.prox(copy_of(plain[0]), 1.0, (squares.sqrt() + 1e-8) / 0.01)
-    torch.testing.assert_close(model[0].values.detach(), expected)
+    torch.testing.assert_close(model[0].weight.detach(), expected)
     assert (expected == 0).any()
 
 
@@ -246,7 +246,7 @@ def test_a_grown_layer_shrinks_back_to_its_convolution(name):
     layer = LocallyConnected1d.from_conv(conv, 8).grow(2)
     local = layer.pattern.local_mask()
     with torch.no_grad():
-        layer.values[~local] = torch.randn_like(layer.values[~local]) / 20
+        layer.weight[~local] = torch.randn_like(layer.weight[~local]) / 20
     options = {"lr": 0.05, "momentum": 0.9} if name == "SGD" else {"lr": 0.01}
     groups = optim.parameter_groups(layer, 0.0, penalty=sparsity.RingPenalty(0.004, kind="full"))
     optimizer = getattr(optim, name)(groups, **options)
@@ -255,9 +255,9 @@ def test_a_grown_layer_shrinks_back_to_its_convolution(name):
         optimizer.zero_grad()
         (layer(x) - conv(x).detach()).square().mean().backward()
         optimizer.step()
-    assert not layer.values[~local].any()
+    assert not layer.weight[~local].any()
     layer.prune(threshold=0.0, optimizer=optimizer)
-    assert len(layer.values) == local.sum()
+    assert len(layer.weight) == local.sum()
     assert layer.deviation().delta_locality == 0
     x = torch.randn(64, 2, 8, dtype=torch.float64)
     assert (layer(x) - conv(x)).std() < conv(x).std() / 4
@@ -277,14 +277,14 @@ def test_blocks_are_no_convolutions_weight():
     folded = sparsity.FoldedPenalty(sparsity.RingPenalty(0.1), nn.BatchNorm1d(7))
     for use in (sparsity.ring_norms, sparsity.kernel_sizes, folded.check):
         with pytest.raises(TypeError, match="got the blocks of a locally connected layer"):
-            use(layer.values)
+            use(layer.weight)
     even = LocallyConnected1d(3, 5, 4, input_size=7)
     with pytest.raises(ValueError, match="expected odd sizes for full rings"):
-        sparsity.RingPenalty(0.1, kind="full").prox(even.values, 1.0)
+        sparsity.RingPenalty(0.1, kind="full").prox(even.weight, 1.0)
     wide = LocallyConnected1d(1, 1, 3, padding=1, input_size=100).grow(100)
     with pytest.raises(ValueError, match=r"rings: expected 1 to 64 of them, got 199"):
-        sparsity.RingPenalty(0.1).prox(wide.values, 1.0)
-    assert math.isfinite(sparsity.KernelPenalty(0.1).value(wide.values).item())
+        sparsity.RingPenalty(0.1).prox(wide.weight, 1.0)
+    assert math.isfinite(sparsity.KernelPenalty(0.1).value(wide.weight).item())
 
 
 def test_rings_of_dilated_kernels_are_those_of_their_taps():

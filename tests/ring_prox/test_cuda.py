@@ -6,7 +6,6 @@ tensor has an allocation of exactly its size."""
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ SOURCES = [
     *(f"ring_prox/{name}" for name in ("cuda.cu", "gpu_table.cpp", "kernel.cpp", "rows.cpp")),
     "common/cuda_upload.cu",
 ]
-CHECK = build.HERE / "check_ring_prox.cpp"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Shapes are C_out, channels, taps; a kernel of more than 40 KB does not fit into shared memory.
 SIZES = {
@@ -252,15 +250,14 @@ def test_wrong_arguments_are_refused_before_anything_runs():
             call()
 
 
-def compile_check(out: Path, csrc: Path = build.CSRC, **options: Any) -> Path:
-    return build.compile_program([*(csrc / name for name in SOURCES), CHECK], out, csrc=csrc, **options)
+@pytest.fixture(scope="module")
+def check(compiled: Path) -> Path:
+    """Compile the check program with all mistakes planted, none of which is made unless requested."""
+    sources = [*(build.CSRC / name for name in SOURCES), build.HERE / "check_ring_prox.cpp"]
+    return build.compile_program(sources, compiled / "check_ring_prox", sanitize=True, defines=build.MISTAKES)
 
 
-@pytest.fixture(scope="module", params=["plain", pytest.param("sanitized", marks=pytest.mark.slow)])
-def check(request: pytest.FixtureRequest, compiled: Path) -> Path:
-    return compile_check(compiled / f"check_ring_prox_{request.param}", sanitize=request.param == "sanitized")
-
-
+@pytest.mark.slow
 def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
     outputs = set()
     for order in build.ORDERS:
@@ -273,72 +270,19 @@ def test_random_calls_give_the_same_bits_in_every_order(check: Path) -> None:
 
 @pytest.mark.slow
 def test_many_random_calls_agree_with_the_cpu(check: Path) -> None:
-    done = build.run_program(check, 100_000, 200 if check.name.endswith("sanitized") else 1_000, timeout=1500)
+    done = build.run_program(check, 100_000, 200, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# For each name, the file, the right text in it, and the text that makes the mistake if MISTAKE is true.
-MISTAKES = {
-    "tail": ("ring_prox/gpu_rings.h", "tail + k - head;", "tail + k - head + MISTAKE;"),
-    # The next sum overwrites the parts of the last one.
-    "turn": ("ring_prox/gpu_solve.h", "turn_ ^= 1;", "turn_ ^= !MISTAKE;"),
-    "kernel": (
-        "ring_prox/gpu_kernel.h",
-        "weights.kernel_stride * element_size",
-        "(MISTAKE ? 1 : weights.kernel_stride) * element_size",
-    ),
-    "scale": (
-        "ring_prox/gpu_solve.h",
-        "exponent > 1020 ? -1020 : -exponent",
-        "exponent > 1020 ? -1020 : MISTAKE ? exponent : -exponent",
-    ),
-    "staged": (
-        "ring_prox/gpu_kernel.h",
-        "ordered_.metrics);\n      __syncthreads();",
-        "ordered_.metrics);\n      if (!MISTAKE) __syncthreads();",
-    ),
-    "order": (
-        "ring_prox/gpu_table.cpp",
-        "shape.ring_of_tap[a] < shape.ring_of_tap[b]",
-        "MISTAKE ? a < b : shape.ring_of_tap[a] < shape.ring_of_tap[b]",
-    ),
-    "ring": ("ring_prox/gpu_table.cpp", "tap.ring = ring;", "tap.ring = ring - (MISTAKE && ring > 0);"),
-    "caps": (
-        "ring_prox/gpu_solve.h",
-        "__syncthreads();  // caps have been written",
-        "if (!MISTAKE) __syncthreads();  // caps have been written",
-    ),
-    "factors": (
-        "ring_prox/gpu_solve.h",
-        "penalty, factors);\n    }\n    __syncthreads();",
-        "penalty, factors);\n    }\n    if (!MISTAKE) __syncthreads();",
-    ),
-    "first": (
-        "ring_prox/gpu_solve.h",
-        "const bool alone = ring < first ||",
-        "const bool alone = (!MISTAKE && ring < first) ||",
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "right"), [mistake[:2] for mistake in MISTAKES.values()], ids=MISTAKES)
-def test_planted_mistakes_fit_the_sources(name: str, right: str) -> None:
-    build.planted((build.CSRC / name).read_text(), right, "")
-
-
-@pytest.fixture(scope="module")
-def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the check program with all mistakes planted."""
-    folder = tmp_path_factory.mktemp("mistaken")
-    return compile_check(folder / "check", build.with_mistakes(folder, MISTAKES.values()), flags=["-O1"])
+MISTAKES = ("tail", "turn", "kernel", "scale", "staged", "order", "ring", "caps", "factors", "first")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=MISTAKES)
-def test_planted_mistakes_are_found(mistaken: Path, number: int) -> None:
-    assert build.is_found(mistaken, number, 60, ("forward", "eager"))
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(check: Path, mistake: str) -> None:
+    assert build.is_found(check, f"ring_{mistake}", 60, ("forward", "eager"))
 
 
 @pytest.mark.slow
-def test_nothing_is_found_where_no_mistake_is_made(mistaken: Path) -> None:
-    assert not build.is_found(mistaken, None, 60, ("forward", "eager"))
+def test_nothing_is_found_where_no_mistake_is_made(check: Path) -> None:
+    assert not build.is_found(check, "", 60, ("forward", "eager"))

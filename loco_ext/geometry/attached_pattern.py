@@ -1,4 +1,4 @@
-"""Marks that tell the blocks of a locally connected layer from a convolution's weight, and carry their pattern."""
+"""The block pattern attached to a locally connected layer's weight, which tells it from a convolution's weight."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.autograd import forward_ad
 from loco_ext.geometry.block_pattern import BlockPattern
 
 
-def mark_blocks(values: Tensor, pattern: BlockPattern) -> None:
-    """Mark the tensor as the blocks of a pattern. Its copies and views are not marked."""
-    values.block_pattern = pattern  # type: ignore[attr-defined]
+def attach_pattern(weight: Tensor, pattern: BlockPattern) -> None:
+    """Attach the pattern whose blocks the tensor has. Its copies and views have none."""
+    weight.block_pattern = pattern  # type: ignore[attr-defined]
 
 
 def pattern_of(parameter: Tensor) -> BlockPattern | None:
-    """Return the pattern that these are the blocks of, also under torch.func and forward-mode AD, or None."""
+    """Return the attached pattern or None, also under torch.func and forward-mode AD."""
     pattern = getattr(parameter, "block_pattern", None)
-    return getattr(_given(parameter), "block_pattern", None) if pattern is None else pattern
+    return getattr(_unwrapped(parameter), "block_pattern", None) if pattern is None else pattern
 
 
-def _given(parameter: Tensor) -> Tensor:
+def _unwrapped(parameter: Tensor) -> Tensor:
     """Return the tensor that was given to the transforms if this one stands for it as a whole, else itself."""
     if torch.compiler.is_compiling() or not isinstance(parameter, Tensor):
         return parameter

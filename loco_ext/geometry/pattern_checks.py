@@ -1,28 +1,11 @@
-"""Checks of counts and indices given by the caller, before anything is computed with them."""
+"""Checks of the indices of a block pattern, before anything is computed with them."""
 
 from __future__ import annotations
-
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
-LARGEST_COUNT = 2**63 - 1
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def is_int(value: object) -> bool:
-    """Return whether the value is an integer; True and False are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: int, smallest: int = 0) -> int:
-    """Return the value as an int; raise if it is not one or is too small."""
-    if not is_int(value):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < smallest:
-        raise ValueError(f"{name}: expected at least {smallest}, got {value}")
-    return int(value)
 
 
 def check_indices(crow: Tensor, col: Tensor, n_in: int) -> tuple[Tensor, Tensor]:

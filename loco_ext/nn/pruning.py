@@ -8,12 +8,12 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_count
 from loco_ext.geometry import BlockPattern
-from loco_ext.geometry.checks import check_count
 
 
 def blocks_to_keep(
-    values: Tensor, pattern: BlockPattern, keep: Tensor | None, threshold: float | None, radius: int | None
+    weight: Tensor, pattern: BlockPattern, keep: Tensor | None, threshold: float | None, radius: int | None
 ) -> Tensor:
     """Return which blocks to keep, bool ``[nnz]``, according to the one of the three arguments that is not None.
 
@@ -29,16 +29,16 @@ def blocks_to_keep(
     if keep is not None:
         return keep
     if threshold is not None:
-        return _above(values, threshold)
-    return _within(pattern, check_count("radius", radius))  # type: ignore[arg-type]
+        return _above(weight, threshold)
+    return _within(pattern, check_count("radius", radius))
 
 
-def _above(values: Tensor, threshold: float) -> Tensor:
+def _above(weight: Tensor, threshold: float) -> Tensor:
     if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise TypeError(f"threshold: expected a number, got {threshold!r}")
     if math.isnan(threshold) or threshold < 0:
         raise ValueError(f"threshold: expected at least 0, got {threshold}")
-    norms = torch.linalg.vector_norm(values.detach(), dim=(1, 2, 3), dtype=torch.float64)
+    norms = torch.linalg.vector_norm(weight.detach(), dim=(1, 2, 3), dtype=torch.float64)
     return ~(norms <= threshold)  # a block with NaN is kept
 
 

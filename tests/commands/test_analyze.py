@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from loco_ext.analysis import estimate_locality, locality_statistics
-from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
-from loco_ext.analysis.command import short_names
-from loco_ext.analysis.report import PARTS, tap_figure
+from loco_ext.analysis.tables import PARTS
 from loco_ext.cli import main
+from loco_ext.commands.checkpoint_analysis import short_names, tap_figure
+from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 
 def make_model(seed=0):
@@ -190,13 +190,12 @@ def test_a_pipe_or_a_device_is_not_waited_for(tmp_path, capsys):
 
 
 def test_no_more_than_300_layers_are_drawn():
-    kernels = {str(i): torch.rand(2, 2, *((3, 5), (1, 3), (3, 3, 3))[i % 3]) for i in range(301)}
-    figure = tap_figure(kernels)
+    weights = {str(i): torch.rand(((3, 5), (1, 3), (3, 3, 3))[i % 3]) for i in range(301)}
+    figure = tap_figure(weights)
     assert figure.get_suptitle() == "Mean |weight| by tap, of the first 300 of 301 layers"
     (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == list(kernels)[:300]
-    for image, weight in zip(axes.images, kernels.values(), strict=False):
-        taps = weight.mean((0, 1))
+    assert [text.get_text() for text in axes.texts] == list(weights)[:300]
+    for image, taps in zip(axes.images, weights.values(), strict=False):
         np.testing.assert_array_equal(image.get_array(), taps if taps.dim() == 2 else torch.cat(list(taps), 1))
         left, right, bottom, top = image.get_extent()
         assert 0 <= left < right <= 6 * 2.1

@@ -1,5 +1,7 @@
 """Implementation of ``loco-ext analyze``: statistics per checkpoint, factors over all of them, and the output files."""
 
+import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from loco_ext.analysis import report
-from loco_ext.analysis.checkpoint import CheckpointError, read_checkpoint
-from loco_ext.analysis.kernels import kernels
+from loco_ext.analysis.conv_weights import conv_weights
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
+from loco_ext.analysis.tables import locality_table, statistics_table
 from loco_ext.folders import owned
+from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 from loco_ext.output import json_text, one_line, replacing
 
+_COLUMNS = 6  # pictures per row of the figure
+_MOST_PICTURES = 300  # pictures in the figure
+_LONGEST_TITLE = 28  # characters of a picture's title
 _LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 
 
@@ -29,7 +36,7 @@ class Analysis:
     statistics: dict[str, LocalityStatistics]
     locality: dict[str, tuple[float, ...]]
     notes: list[str]
-    mean_abs_kernels: dict[str, Tensor]  # by layer, [1, 1, *kernel], mean over all checkpoints
+    mean_abs_weight: dict[str, Tensor]  # by layer, [*kernel_size], mean over all checkpoints
 
     def to_dict(self) -> dict[str, Any]:
         """Return data for JSON; ``loco-ext train --locality`` reads its entry "locality"."""
@@ -37,7 +44,7 @@ class Analysis:
             "options": self.options,
             "statistics": {name: asdict(statistics) for name, statistics in self.statistics.items()},
             "locality": self.locality,
-            "mean_abs_weight": {name: taps[0, 0].tolist() for name, taps in self.mean_abs_kernels.items()},
+            "mean_abs_weight": {name: taps.tolist() for name, taps in self.mean_abs_weight.items()},
             "notes": self.notes,
         }
 
@@ -53,7 +60,7 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
     found = {}
     for name, model in models.items():
         try:
-            found[name] = kernels(model)
+            found[name] = conv_weights(model)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from error
     statistics = {name: locality_statistics(model, weighting=weighting) for name, model in models.items()}
@@ -62,8 +69,8 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
         locality = estimate_locality(list(models.values()), c=c, eta_rule=eta_rule, stat=stat)
     notes = [str(warning.message) for warning in caught]
     notes += [f"{name}: not in the statistics: {', '.join(s.skipped)}" for name, s in statistics.items() if s.skipped]
-    means = {
-        layer: torch.stack([weights[layer].abs().mean((0, 1), keepdim=True) for weights in found.values()]).mean(0)
+    mean_abs_weight = {
+        layer: torch.stack([weights[layer].abs().mean((0, 1)) for weights in found.values()]).mean(0)
         for layer in locality
     }
     return Analysis(
@@ -71,15 +78,16 @@ def analyze(paths: Sequence[Path], *, weighting: str, eta_rule: str, stat: str, 
         statistics=statistics,
         locality=locality,
         notes=notes,
-        mean_abs_kernels=means,
+        mean_abs_weight=mean_abs_weight,
     )
 
 
 def save(analysis: Analysis, out: Path) -> None:
     """Write analysis.json and taps.png to the folder ``out``."""
     with owned(out):
-        with replacing(out / "taps.png") as temporary:
-            report.save_figure(report.tap_figure(analysis.mean_abs_kernels), temporary)
+        with replacing(out / "taps.png") as temporary, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for such a glyph
+            tap_figure(analysis.mean_abs_weight).savefig(temporary, format="png", dpi=150)
         with replacing(out / "analysis.json") as temporary:
             temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
 
@@ -104,9 +112,42 @@ def show(analysis: Analysis) -> None:
     console = Console()
     labels = short_names(list(analysis.statistics))
     named = {labels[name]: statistics for name, statistics in analysis.statistics.items()}
-    console.print(report.statistics_table(named))
-    console.print(
-        report.locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre")
-    )
+    console.print(statistics_table(named))
+    console.print(locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre"))
     for note in analysis.notes:
         console.print(Text(one_line(note, _LONGEST_NOTE)))
+
+
+def tap_figure(mean_abs_weight: dict[str, Tensor]) -> Figure:
+    """Draw the mean absolute weight of every tap, ``[*kernel_size]`` by layer; darker is larger, from 0 to the maximum.
+
+    The slices of a 3-d kernel stand side by side. At most the first 300 layers are drawn.
+    """
+    drawn = dict(itertools.islice(mean_abs_weight.items(), _MOST_PICTURES))
+    columns = min(len(drawn), _COLUMNS)
+    rows = math.ceil(len(drawn) / columns)
+    width, height = 2.1 * columns, 2.3 * rows + 0.6
+    figure = Figure(figsize=(width, height))
+    some = "" if len(drawn) == len(mean_abs_weight) else f", of the first {len(drawn)} of {len(mean_abs_weight)} layers"
+    figure.suptitle("Mean |weight| by tap" + some)
+    # All pictures share one axes object, in inches from its upper left corner, because creating axes is slow.
+    axes = figure.add_axes((0, 0, 1, 1 - 0.5 / height))
+    axes.set_axis_off()
+    for i, (name, taps) in enumerate(drawn.items()):
+        row, column = divmod(i, columns)
+        _draw_taps(axes, 2.1 * column, 2.3 * row, name, taps)
+    axes.set(xlim=(0, width), ylim=(height - 0.5, 0))
+    return figure
+
+
+def _draw_taps(axes: Axes, left: float, top: float, name: str, taps: Tensor) -> None:
+    """Draw a picture of at most 1.9 inches in either direction, below its title."""
+    if taps.dim() == 3:
+        taps = taps.transpose(0, 1).flatten(1)  # [height, depth * width]
+    picture = taps.reshape(-1, taps.shape[-1])
+    height, width = (1.9 * size / max(picture.shape) for size in picture.shape)
+    x, y = left + (2.1 - width) / 2, top + 0.3 + (1.9 - height) / 2
+    box = (x, x + width, y + height, y)
+    axes.imshow(picture.numpy(), extent=box, vmin=0, vmax=picture.max().item() or 1, cmap="Blues")
+    title = one_line(name, _LONGEST_TITLE)
+    axes.text(left + 1.05, top + 0.25, title, size="small", ha="center", parse_math=False)

@@ -17,7 +17,7 @@ Inputs = Tensor | tuple[Tensor, ...]
 LARGEST_KERNEL = 15
 
 
-def kernels(model: Model, example_inputs: Inputs | None = None) -> dict[str, Tensor]:
+def conv_weights(model: Model, example_inputs: Inputs | None = None) -> dict[str, Tensor]:
     """Return the weights of a model's convolutions that have distance classes to compare.
 
     These are weights of more than one spatial tap whose spatial sizes are all odd and at most 15. A weight that several
@@ -40,7 +40,7 @@ def kernels(model: Model, example_inputs: Inputs | None = None) -> dict[str, Ten
         ValueError: there is no such weight, one is lazy and has no shape yet, or one contains NaN or inf.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, (1, 7)))
-    >>> {name: tuple(weight.shape) for name, weight in kernels(model).items()}
+    >>> {name: tuple(weight.shape) for name, weight in conv_weights(model).items()}
     {'0': (8, 3, 3, 3), '3': (4, 8, 1, 7)}
     """
     if isinstance(model, nn.Module):
@@ -106,6 +106,7 @@ def _of_mapping(model: Mapping[str, Any]) -> dict[str, Tensor]:
         for key, value in model.items()
         if key == "weight" or key.endswith(".weight")
         if isinstance(value, Tensor) and 3 <= value.dim() <= 5
+        if key.removesuffix("weight") + "crow_indices" not in model  # the blocks of a locally connected layer
     }
 
 

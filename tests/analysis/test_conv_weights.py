@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from loco_ext.analysis import locality_statistics
-from loco_ext.analysis.kernels import kernels
+from loco_ext.analysis.conv_weights import conv_weights
+from loco_ext.nn import LocallyConnected2d
 
 
 class Backwards(nn.Module):
@@ -29,8 +30,8 @@ INPUTS = (torch.ones(2, 3, 8, 8), torch.ones(1))
 
 def test_order_of_registration_and_of_call():
     model = Backwards()
-    assert list(kernels(model)) == ["second.0", "unused", "first"]
-    found = kernels(model, INPUTS)
+    assert list(conv_weights(model)) == ["second.0", "unused", "first"]
+    found = conv_weights(model, INPUTS)
     assert list(found) == ["first", "second.0"]
     assert found["first"].shape == (3, 4, 3, 3)
     lower = {cell.part: cell.matrices for cell in locality_statistics(model, example_inputs=INPUTS).cells}
@@ -46,9 +47,9 @@ def test_the_model_is_left_as_it_was(fail):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if fail:
         with pytest.raises(RuntimeError, match="on purpose"):
-            kernels(model, INPUTS)
+            conv_weights(model, INPUTS)
     else:
-        kernels(model, INPUTS)
+        conv_weights(model, INPUTS)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -58,14 +59,14 @@ def test_one_tensor_as_input_and_a_layer_called_twice():
     convolution = nn.Conv2d(3, 3, 3, padding=1)
     other = nn.Conv2d(3, 3, 5, padding=2)
     model = nn.Sequential(convolution, other, nn.Conv2d(3, 3, 1), convolution)
-    assert list(kernels(model, torch.ones(1, 3, 8, 8))) == ["0", "1"]
+    assert list(conv_weights(model, torch.ones(1, 3, 8, 8))) == ["0", "1"]
 
 
 @pytest.mark.parametrize("inputs", [None, torch.ones(1, 2, 9, 9)])
 def test_shared_weights_count_once_under_their_first_name(inputs):
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3))
     model[2].weight = model[0].weight
-    assert list(kernels(model, inputs)) == ["0", "1"]
+    assert list(conv_weights(model, inputs)) == ["0", "1"]
 
 
 def test_what_counts_in_a_module():
@@ -83,7 +84,7 @@ def test_what_counts_in_a_module():
             "embedding": nn.Embedding(3, 3),
         }
     )
-    found = kernels(model)
+    found = conv_weights(model)
     assert {name: tuple(weight.shape) for name, weight in found.items()} == {
         "kept1": (4, 2, 15),
         "kept2": (4, 1, 1, 7),
@@ -108,15 +109,17 @@ def test_what_counts_in_a_mapping():
         "empty.weight": torch.randn(0, 3, 3, 3),
         "none.weight": None,
     }
-    assert list(kernels(state)) == ["b.conv", "a", ""]
+    assert list(conv_weights(state)) == ["b.conv", "a", ""]
 
 
 def test_a_module_and_its_state_dict_agree():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.ConvTranspose2d(4, 2, 5), nn.BatchNorm2d(2)))
-    ours, theirs = kernels(model), kernels(model.state_dict())
+    ours, theirs = conv_weights(model), conv_weights(model.state_dict())
     assert list(ours) == list(theirs) == ["0", "1.0"]
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert locality_statistics(model) == locality_statistics(model.state_dict())
+    model.append(LocallyConnected2d(3, 3, 3, input_size=5))
+    assert list(conv_weights(model)) == list(conv_weights(model.state_dict())) == ["0", "1.0"]
 
 
 @pytest.mark.parametrize(
@@ -135,4 +138,4 @@ def test_models_without_such_weights(model):
 
 def test_lazy_weights():
     with pytest.raises(ValueError, match=r"model: expected initialised weights, those of \['1'\] are lazy"):
-        kernels(nn.Sequential(nn.Conv2d(3, 3, 3), nn.LazyConv2d(4, 3)))
+        conv_weights(nn.Sequential(nn.Conv2d(3, 3, 3), nn.LazyConv2d(4, 3)))
