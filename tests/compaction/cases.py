@@ -149,6 +149,11 @@ def random_network(seed: int, dims: int, depth: int = 5) -> nn.Module:
     return strike(nn.Sequential(*layers), seed).double().eval()
 
 
+def seeds(ordinary: range, slow: range) -> list[Any]:
+    """Return seeds for parametrize, of which the second ones belong to the slow tests."""
+    return [*ordinary, *(pytest.param(seed, marks=pytest.mark.slow) for seed in slow)]
+
+
 def random_case(
     seed: int, dims: int, memory_format: torch.memory_format = torch.contiguous_format
 ) -> tuple[nn.Module, list[Tensor], list[Tensor]]:

@@ -169,38 +169,13 @@ def module(content, kind):
     return next(record for record in content["modules"] if record.get("class") == kind)
 
 
-BAD_FUNCTIONS = [
-    "os.system",
-    "builtins.eval",
-    "builtins.exec",
-    "builtins.__import__",
-    "torch.load",
-    "torch.hub.load",
-    "torch.save",
-    "torch.ops.load_library",
-    "operator.attrgetter",
-    "operator.methodcaller",
-    "torch.nn.functional.os",
-    "subprocess.run",
-    "eval",
-    "getattr",
-    "torch.Tensor.numpy",
-    "torch.nn.functional.__builtins__",
-    "torch.classes.load_library",
-    "numpy.load",
-]
-BAD_METHODS = [
-    "apply_",
-    "map_",
-    "register_hook",
-    "backward",
-    "__reduce_ex__",
-    "__class__",
-    "numpy",
-    "tofile",
-    "share_memory_",
-    "format",
-]
+_FUNCTIONS = (
+    "os.system builtins.eval builtins.exec builtins.__import__ torch.load torch.hub.load torch.save "
+    "torch.ops.load_library operator.attrgetter operator.methodcaller torch.nn.functional.os subprocess.run eval "
+    "getattr torch.Tensor.numpy torch.nn.functional.__builtins__ torch.classes.load_library numpy.load"
+)
+_METHODS = "apply_ map_ register_hook backward __reduce_ex__ __class__ numpy tofile share_memory_ format"
+BAD_FUNCTIONS, BAD_METHODS = _FUNCTIONS.split(), _METHODS.split()
 BAD_NAMES = ["x): import os #", "x=print('run')", "x.y", "class", "", " x", "*args", 3, None, ["x"], "x\n"]
 BAD_PATHS = [
     "norm\"); print('run'); (\"",
