@@ -12,7 +12,7 @@ from torch import nn
 
 from loco_ext import sparsity
 from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, filled, join, partitions, styles
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, by_size, partitions
 from tests.compaction.cases import random_case, seeds
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
@@ -21,11 +21,7 @@ compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 def any_way(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return a random one of the ways that :func:`cost.fastest` may choose."""
     choose = random.Random(convolution.weight.numel())
-    parts = choose.choice(list(partitions(by_size(convolution, most=3))))
-    if choose.random() < 0.5:
-        parts = filled(parts, 2)
-    ways = [(kernels, choose.choice(styles(box, convolution))) for kernels, box in parts]
-    return [Bucket(kernels, box, style) for kernels, (box, style) in ways]
+    return [Bucket(*part) for part in choose.choice(list(partitions(by_size(convolution, most=3))))]
 
 
 def smaller_is_faster(calls: Sequence[object], device: torch.device, budget: float) -> list[float]:
@@ -58,16 +54,6 @@ def test_channels_are_filled_up_to_vectors_with_dead_kernels(monkeypatch: pytest
     assert torch.allclose(network(x), model(x), atol=1e-5)
     assert network.get_submodule("2").in_channels == 48
     assert report.multiply_adds_before > report.multiply_adds_executed
-
-
-def test_parts_are_filled_from_smaller_ones() -> None:
-    box = ((0, 1),), ((0, 2),), ((0, 3),)
-    parts = [(tuple(range(5)), box[0]), (tuple(range(5, 11)), box[1]), (tuple(range(11, 14)), box[2])]
-    result = filled(parts, 4)
-    assert [len(kernels) for kernels, _ in result] == [2, 8, 4]
-    assert [some for _, some in result] == list(box)
-    assert sorted(k for kernels, _ in result for k in kernels) == list(range(14))
-    assert join(result) == (tuple(range(14)), box[2])
 
 
 def test_the_clock_of_candidates_leaves_random_states_alone() -> None:

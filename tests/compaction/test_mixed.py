@@ -13,7 +13,7 @@ from torch import nn
 from loco_ext import sparsity
 from loco_ext.ops import backends, mixed_conv2d
 from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.convolution import MIXED, Bucket, Convolution, as_convolution
+from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, as_convolution
 from loco_ext.sparsity.compaction.fusion import Epilogue
 from tests.compaction.cases import Network, random_case, seeds
 
@@ -278,7 +278,7 @@ def test_layers_are_timed_with_what_follows_them(monkeypatch: pytest.MonkeyPatch
     seen: dict[tuple[int, ...], set[Any]] = {}
 
     def times(convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: object, free: bool) -> list[float]:
-        if any(way[0].style == MIXED for way in ways):
+        if any(way[0].mixed for way in ways):
             seen.setdefault(tuple(convolution.weight.shape), set()).add((convolution.then.sum, convolution.then.relu))
         return [1.0 for _ in ways]
 
@@ -297,10 +297,10 @@ def test_what_follows_a_layer_is_in_its_time() -> None:
     module = nn.Conv2d(3, 4, 3, padding=1)
     x = torch.randn(2, 3, 5, 6)
     other, box = torch.randn(2, 4, 5, 6), ((0, 3), (0, 3))
-    for style in ("pad", MIXED):
+    for mixed in (False, True):
         for then in (Epilogue(relu=True), Epilogue(sum=True), Epilogue(sum=True, relu=True)):
             convolution = replace(as_convolution(module, module.weight, module.bias, 3, False), then=then)
-            network = cost._network(convolution, [Bucket((0, 1, 2, 3), box, style)], False)
+            network = cost._network(convolution, [Bucket((0, 1, 2, 3), box, mixed)], False)
             expected = module(x) + other if then.sum else module(x)
             with torch.no_grad():
                 result = network(x, other) if then.sum else network(x)
@@ -310,7 +310,7 @@ def test_what_follows_a_layer_is_in_its_time() -> None:
 @pytest.mark.parametrize("faster", [False, True])
 def test_the_clock_decides(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
     def times(convolution: Convolution, ways: Sequence[Sequence[Bucket]], kind: object, free: bool) -> list[float]:
-        return [(0.5 if faster else 2.0) if way[0].style == MIXED else 1.0 for way in ways]
+        return [(0.5 if faster else 2.0) if way[0].mixed else 1.0 for way in ways]
 
     monkeypatch.setattr(cost, "_times", times)
     monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])

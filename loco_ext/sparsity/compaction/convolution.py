@@ -26,7 +26,6 @@ from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
-MIXED = "mixed"  # style that computes all filters of a layer at once with :func:`loco_ext.ops.mixed_conv2d`
 Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
 # oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
 # channels than elements in a vector (uxlfoundation/oneDNN#6035).
@@ -79,7 +78,7 @@ class Bucket:
 
     filters: tuple[int, ...]
     box: Box
-    style: str = "pad"  # "pad" the input unevenly, "crop" the output of an evenly padded convolution, or MIXED
+    mixed: bool = False  # whether one :func:`loco_ext.ops.mixed_conv2d` computes all filters of the layer
 
 
 def paddings(module: Any) -> Pads:
@@ -114,21 +113,6 @@ def union(some: Sequence[Box]) -> Box:
 def taps(box: Box) -> int:
     """Return the number of taps in the box."""
     return prod(b - a for a, b in box)
-
-
-def even(box: Box, convolution: Convolution) -> Box:
-    """Return the box grown until cropping leaves equal pads of at least 0 at both ends of each axis, if possible."""
-    grown = []
-    for (a, b), size, (lower, upper), step in zip(
-        box, convolution.weight.shape[2:], convolution.pads, convolution.dilation, strict=True
-    ):
-        first, last = a, size - b
-        while first and (lower - first * step < 0 or lower - first * step < upper - last * step):
-            first -= 1
-        while last and (upper - last * step < 0 or upper - last * step < lower - first * step):
-            last -= 1
-        grown.append((first, size - last))
-    return tuple(grown)
 
 
 def pads_of(box: Box, convolution: Convolution) -> Pads:
@@ -183,33 +167,6 @@ def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
             yield [join(parts[a:b]) for a, b in itertools.pairwise([0, *places, len(parts)])]
 
 
-def filled(parts: Sequence[Part], multiple: int) -> list[Part]:
-    """Return the parts with filters moved to larger sizes until these have a multiple of so many filters."""
-    result: list[Part] = []
-    rest = list(parts)
-    while rest:
-        filters, box = rest.pop()
-        while rest and len(filters) % multiple:
-            (some, smaller), missing = rest.pop(), -len(filters) % multiple
-            filters, box = join([(filters, box), (some[:missing], smaller)])
-            if some[missing:]:
-                rest.append((some[missing:], smaller))
-        result.insert(0, (filters, box))
-    return result
-
-
-def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:
-    """Return the ways to compute filters with the taps of a box: one if its padding is even, else up to three."""
-    if is_even(pads_of(box, convolution)):
-        return [(box, "pad")]
-    ways = [(box, "pad")]
-    if convolution.padding_mode == "zeros" and all(step == 1 for step in convolution.stride):
-        ways.append((box, "crop"))
-    if is_even(pads_of(even(box, convolution), convolution)):
-        ways.append((even(box, convolution), "pad"))
-    return ways
-
-
 def emit(
     owner: nn.Module,
     graph: fx.Graph,
@@ -226,7 +183,7 @@ def emit(
     Args:
         order: indices that reorder the channels, as :func:`restoring` returns them.
     """
-    if any(bucket.style == MIXED for bucket in buckets):
+    if any(bucket.mixed for bucket in buckets):
         return _emit_mixed(owner, graph, source, name, convolution, buckets, order)
     result = _emit_each(owner, graph, source, name, convolution, buckets)
     return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
@@ -258,11 +215,6 @@ def _emit_each(
         elif is_even(pads):
             put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
             parts.append(graph.call_module(target, (source,)))
-        elif bucket.style == "crop":
-            same = [max(lower, upper, 0) for lower, upper in pads]
-            put(owner, target, _module(convolution, bucket, same))
-            extra = tuple((p - lower, p - upper) for p, (lower, upper) in zip(same, pads, strict=True))
-            parts.append(_crop(graph, graph.call_module(target, (source,)), extra))
         else:
             if pads not in padded:
                 padded[pads] = pad(graph, source, pads, convolution.padding_mode)
@@ -337,7 +289,7 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
         device=weight.device,
         dtype=weight.dtype,
     )
-    channels_last = convolution.channels_last and bucket.style != MIXED
+    channels_last = convolution.channels_last and not bucket.mixed
     memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
     module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
     if convolution.bias is not None:
