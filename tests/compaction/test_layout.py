@@ -13,7 +13,7 @@ from loco_ext.experiments import models
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.channels import analyse, fill
+from loco_ext.sparsity.compaction.channels import analyse
 from loco_ext.sparsity.compaction.channels_last import in_channels_last
 from loco_ext.sparsity.compaction.graph import annotated_graph, record
 from loco_ext.sparsity.compaction.rewrite import Rewriter
@@ -176,9 +176,7 @@ def test_what_hooks_and_others_read_is_not_overwritten(hooked: int) -> None:
     assert (values - seen[-1]).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("multiple", [1, 6, 16])
-def test_dead_channels_of_sums_give_their_constants_whether_they_are_kept_or_not(multiple: int) -> None:
-    torch.manual_seed(multiple)
+def test_dead_channels_of_sums_give_their_constants() -> None:
     first = torch.randn(6, 3, 1, 1).double()
     first[:2] = 0
     second = torch.randn(8, 6, 1, 1).double()
@@ -195,7 +193,6 @@ def test_dead_channels_of_sums_give_their_constants_whether_they_are_kept_or_not
     traced = annotated_graph(model, [x])
     channels = analyse(traced, analyse(traced).scatterable())
     assert channels.scatter
-    fill(channels, multiple)
     network = Rewriter(channels, cost.fewest_multiply_adds).build()
     same(network, model, x)
 

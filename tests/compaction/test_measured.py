@@ -1,4 +1,4 @@
-"""Compaction by measured cost: with channels padded to whole vectors and any way to compute a layer, outputs agree."""
+"""Compaction by measured cost: with any way to compute a layer, outputs agree."""
 
 import copy
 import random
@@ -42,18 +42,6 @@ def test_any_choice_gives_the_same_outputs(monkeypatch: pytest.MonkeyPatch, seed
     assert "model" not in report.notes
     for x, y in zip(inputs, expected, strict=True):
         assert (network(x) - y).abs().max() <= 1e-10 * y.abs().max()
-
-
-def test_channels_are_filled_up_to_vectors_with_dead_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 / (1 + i) for i in range(len(calls))])
-    model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 8, 3)).eval()
-    with torch.no_grad():
-        model[0].weight[:30] = 0
-    x = torch.randn(2, 3, 8, 8)
-    network, report = sparsity.compact(model, x)
-    assert torch.allclose(network(x), model(x), atol=1e-5)
-    assert network.get_submodule("2").in_channels == 48
-    assert report.multiply_adds_before > report.multiply_adds_executed
 
 
 def test_the_clock_of_candidates_leaves_random_states_alone() -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the comp
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute every layer that can be by mixed_conv2d, fill up no channels, and time the last network as fastest."""
+    """Compute every layer that can be by mixed_conv2d, and time the last network as fastest."""
     torchs = cost._fastest_of_torch
 
     def choose(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> Sequence[Bucket]:
@@ -33,7 +33,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cost, "fastest", choose)
     monkeypatch.setitem(compact.COSTS, "measured", choose)
-    monkeypatch.setattr(cost, "MULTIPLES", (1,))
     monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0 / (1 + i) for i in range(len(calls))])
 
 

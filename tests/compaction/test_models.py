@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
-from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.channels import analyse, fill
-from loco_ext.sparsity.compaction.graph import annotated_graph
-from loco_ext.sparsity.compaction.rewrite import Rewriter
 from tests.compaction.cases import Network, Residual, strike
 from tests.compaction.computed_weights import WAYS
 
@@ -192,20 +188,6 @@ def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None
         return net.linear(functional.max_pool2d(functional.relu(net.first(x)), 2).flatten(1))
 
     check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())
-
-
-@pytest.mark.parametrize("seed", [0, 2])
-def test_channels_that_fill_vectors_take_part_in_sums_of_fewer_channels(seed: int) -> None:
-    block = nn.Sequential(convolution(8, 5), nn.ReLU(), convolution(5, 8))
-    model = nn.Sequential(convolution(3, 8), Residual(block), convolution(8, 4))
-    model = strike(model, seed, inputs=0.4).double().eval()
-    traced = annotated_graph(model, IMAGES[:1])
-    channels = analyse(traced, analyse(traced).scatterable())
-    assert channels.scatter
-    fill(channels, 8)
-    network = Rewriter(channels, cost.fewest_multiply_adds).build()
-    for x in IMAGES:
-        assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
 
 
 def test_a_graph_that_loses_a_write_is_not_believed() -> None:

@@ -156,7 +156,7 @@ def analyse(
                 channels.sets.need(value.ids, "all stay")
     while any([_need(channels, node) for node in reversed(channels.values)]):
         pass
-    _even_out(channels, 1)
+    _even_out(channels)
     return channels
 
 
@@ -281,45 +281,18 @@ def _need_constant(channels: Channels, layer: Layer, source: Value, wanted: Bool
     return changed
 
 
-# Channels that nothing needs, kept because other numbers of channels are slow or impossible.
+# Channels that nothing needs, kept because the groups of a layer have equal numbers.
 
 
-def fill(channels: Channels, multiple: int) -> bool:
-    """Keep more of the unneeded channels of convolutions so that their numbers become multiples of ``multiple``.
-
-    Processors compute that many channels at once, and some operations are slow for other numbers. Return whether any
-    channels were added.
-    """
-    changed = False
-    grouped = set(channels.sets.roots(channels.grouped).tolist())
-    for node, layer in channels.layers.items():
-        value = channels.values[node]
-        kept, roots = channels.sets.kept(value.ids), channels.sets.roots(value.ids).tolist()
-        count = int(kept.sum())
-        if layer.groups > 1 or not count:
-            continue
-        spare = [i for i in np.flatnonzero(~kept) if roots[i] not in grouped]
-        spare.sort(key=lambda i: bool(value.varies[i]))  # dead filters first
-        step = multiple if count > multiple // 2 else multiple // 2
-        fillers = value.ids[spare[: -count % step]].tolist()
-        channels.sets.fill(fillers)
-        changed |= bool(fillers)
-    return _even_out(channels, multiple) or changed
-
-
-def _even_out(channels: Channels, multiple: int) -> bool:
-    """Keep more channels until all remaining groups of a layer have the same number, a multiple of ``multiple``.
-
-    Return whether any channels were added.
-    """
-    changed = False
+def _even_out(channels: Channels) -> None:
+    """Keep more channels until all remaining groups of each layer have the same number."""
     grouped = [node for node, layer in channels.layers.items() if layer.groups > 1]
-    while any([_even_out_layer(channels, node, multiple) for node in grouped]):
-        changed = True
-    return changed
+    while any([_even_out_layer(channels, node) for node in grouped]):
+        pass
 
 
-def _even_out_layer(channels: Channels, node: fx.Node, multiple: int) -> bool:
+def _even_out_layer(channels: Channels, node: fx.Node) -> bool:
+    """Return whether any channels were added."""
     (source,) = channels.sources(node)
     groups = channels.layers[node].groups
     sides = [channels.values[x].ids.reshape(groups, -1) for x in (source, node)]
@@ -328,8 +301,7 @@ def _even_out_layer(channels: Channels, node: fx.Node, multiple: int) -> bool:
     fillers: list[int] = []
     for ids, there in zip(sides, kept, strict=True):
         most = int(there.sum(1).max(initial=1))
-        wanted = min(-(-most // multiple) * multiple, ids.shape[1])
         for group in np.flatnonzero(alive):
-            fillers += ids[group, ~there[group]][: wanted - there[group].sum()].tolist()
+            fillers += ids[group, ~there[group]][: most - there[group].sum()].tolist()
     channels.sets.fill(fillers)
     return bool(fillers)

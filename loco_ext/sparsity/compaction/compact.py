@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
-from loco_ext.sparsity.compaction.channels import Channels, analyse, fill
+from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.channels_last import in_channels_last
 from loco_ext.sparsity.compaction.constant_channels import without_constant_channels
 from loco_ext.sparsity.compaction.describe import describe
@@ -171,10 +171,7 @@ def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: b
             plain = _fastest([plain, _version(analyse(other, fixed_size=fixed_size), choose)], example) or plain
     versions = [*_scattered(plain, choose), plain]
     best = _fastest(versions, example)
-    if best is None:
-        return versions
-    filled = [_version(best.channels, choose) for multiple in costs.MULTIPLES if fill(best.channels, multiple)]
-    return [(_fastest([best, *filled], example) or best) if filled else best, *versions]
+    return versions if best is None else [best, *versions]
 
 
 def _fastest(versions: list[Version], example: Pair) -> Version | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ from loco_ext.fx.modules import put, unused
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
+from loco_ext.sparsity.compaction.fusion import Epilogue
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
@@ -45,7 +45,7 @@ class Convolution:
     padding_mode: str
     trained: bool
     channels_last: bool
-    then: Epilogue = NOTHING
+    then: Epilogue = field(default_factory=Epilogue)
 
     @property
     def axes(self) -> int:

@@ -57,7 +57,7 @@ class DisjointSet:
         self._filled[self.roots(ids)] = True
 
     def kept(self, ids: Integers) -> NDArray[np.bool_]:
-        """Return which channels are needed, or fill up a number of channels."""
+        """Return which channels are needed, or kept all the same."""
         roots = self.roots(ids)
         return self._needed[roots] | self._filled[roots]
 

@@ -24,9 +24,6 @@ class Epilogue:
     relu: bool = False
 
 
-NOTHING = Epilogue()
-
-
 def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
     """Return what follows the layer in a traced graph; if two layers are added up, the first has the sum."""
     user = only_user(layer)
