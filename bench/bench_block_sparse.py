@@ -32,7 +32,7 @@ from bench import harness, machine, tables
 from bench.block_sparse_peers import PEERS, Candidate, Layer, Problem, cannot, trained
 from bench.targets import target
 from loco_ext import ops
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 
 LAYERS = {
     "64-64 3x3 at 16": Layer(64, 64, 16, 3),

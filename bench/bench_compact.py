@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bench import harness, machine, tables
 from loco_ext import geometry, sparsity
 from loco_ext.experiments.frontier import fold
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.models import MODELS
 
 NETWORKS = ("small", "resnet8", "vgg13", "resnet18")

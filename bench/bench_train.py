@@ -26,7 +26,7 @@ from tqdm import tqdm
 from bench import harness, machine, tables
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Loader, Normalization
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train_epoch

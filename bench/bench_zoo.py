@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bench import harness, machine, tables
 from loco_ext import sparsity
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 
 _TORCHVISION = (
     "resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 vgg16_bn mobilenet_v2 mobilenet_v3_large mnasnet1_0 "
@@ -100,7 +101,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                 times[key] += [time.thread_time() - begun] if turn else []
     return {
         "network": name,
-        "candidates": {key: {"median": statistics.median(values)} for key, values in times.items()},
+        "candidates": {key: asdict(harness.summarise([values])) for key, values in times.items()},
         "speedup": statistics.median(a / b for a, b in zip(times["network"], times["compacted"], strict=True)),
         "speedup_reported": (report.latency_before or 1.0) / (report.latency_after or 1.0),
         "compaction_seconds": seconds,

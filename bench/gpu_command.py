@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from bench import harness, machine, tables
 from loco_ext.ops import backends
 
@@ -67,7 +65,5 @@ class Command:
         if out is None and self.is_full(arguments):
             out = harness.RESULTS / f"{self.file}-{machine.slug(machine.gpu()['gpu'])}.json"
         report = run(arguments, functools.partial(harness.write_json, out) if out is not None else lambda _: None)
-        if out is not None:
-            print(f"written: {out}", file=sys.stderr)
-        tables.show(report, Console())
+        tables.publish(report, out)
         return 0

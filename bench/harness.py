@@ -297,13 +297,34 @@ def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
         return pool.submit(function, *arguments).result()
 
 
+def json_text(value: Any, indent: int = 0) -> str:
+    """Return JSON with what fits in 280 columns on one line, floats rounded to nine significant digits.
+
+    >>> json_text({"median": 1 / 3, "rounds": 8})
+    '{"median": 0.333333333, "rounds": 8}'
+    """
+    if isinstance(value, float):
+        value = float(f"{value:.9g}")
+    if not isinstance(value, dict | list | tuple) or not value:
+        return json.dumps(value)
+    inner = indent + 1
+    if isinstance(value, dict):
+        parts, ends = [f"{json.dumps(str(key))}: {json_text(each, inner)}" for key, each in value.items()], "{}"
+    else:
+        parts, ends = [json_text(each, inner) for each in value], "[]"
+    line = ends[0] + ", ".join(parts) + ends[1]
+    if len(line) + indent <= 280 and "\n" not in line:
+        return line
+    space = "\n" + " " * inner
+    return ends[0] + space + f",{space}".join(parts) + "\n" + " " * indent + ends[1]
+
+
 def write_json(path: Path, report: object) -> None:
     """Write ``report`` to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         try:
-            json.dump(report, file, indent=1)
-            file.write("\n")
+            file.write(json_text(report) + "\n")
         except BaseException:
             os.unlink(file.name)
             raise

@@ -1,62 +1,28 @@
-"""Parsers for the values of command-line options: they return the value, or raise one line that says what to pass."""
+"""Parsers for the values of command-line options that typer has no type for."""
 
-import argparse
 import json
-import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import typer
 
 
-def integer(text: str, allowed: range) -> int:
-    """Parse a decimal integer in ``allowed``."""
-    if not text.isdecimal() or int(text) not in allowed:
-        raise argparse.ArgumentTypeError(f"expected an integer from {allowed[0]} to {allowed[-1]}, got {text!r}")
-    return int(text)
+def separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a parser of values separated by commas, each converted by ``kind``; an empty text gives none.
 
+    >>> separated(int)("70,140")
+    (70, 140)
+    """
 
-def count(text: str) -> int:
-    """Parse an integer of at least 1."""
-    return integer(text, range(1, 10**6 + 1))
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(",")) if text else ()
+        except ValueError:
+            wanted = {int: "integers", float: "numbers"}[kind]  # type: ignore[index]
+            raise typer.BadParameter(f"expected {wanted} separated by commas, got {text!r}") from None
 
-
-def whole(text: str) -> int:
-    """Parse an integer of at least 0."""
-    return integer(text, range(10**6 + 1))
-
-
-def seed(text: str) -> int:
-    """Parse a seed that torch accepts, of 63 bits."""
-    return integer(text, range(2**63))
-
-
-def number(text: str) -> float:
-    """Parse a finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"expected a number, at least 0, got {text!r}")
-    return value
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """Parse numbers separated by commas."""
-    return tuple(number(part) for part in text.split(","))
-
-
-def epochs(text: str) -> tuple[int, ...]:
-    """Parse numbers of epochs separated by commas; an empty text gives none."""
-    return tuple(count(part) for part in text.split(",")) if text else ()
-
-
-def wholes(text: str) -> tuple[int, ...]:
-    """Parse integers of at least 0, separated by commas."""
-    return tuple(whole(part) for part in text.split(","))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Split a text at its commas."""
-    return tuple(text.split(","))
+    return parse
 
 
 def name_or_none(text: str) -> str | None:
@@ -77,7 +43,7 @@ def device(text: str) -> str:
     except (RuntimeError, AssertionError, ImportError):  # what torch raises differs from device to device
         usable = False
     if not usable:
-        raise argparse.ArgumentTypeError(f"expected a device that torch can use here, got {text!r}")
+        raise typer.BadParameter(f"expected a device that torch can use here, got {text!r}")
     return text
 
 
@@ -98,12 +64,10 @@ def _locality_file(path: Path) -> dict[str, tuple[float, ...]]:
             raise TypeError
         return {str(name): tuple(float(factor) for factor in factors) for name, factors in layers.items()}
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise argparse.ArgumentTypeError(
+        raise typer.BadParameter(
             f"expected none, GAMMA,ETA or a file that analyze has written, got {str(path)!r}"
         ) from error
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
+        raise typer.BadParameter(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{path}: expected JSON with an entry 'locality', as analyze writes"
-        ) from error
+        raise typer.BadParameter(f"{path}: expected JSON with an entry 'locality', as analyze writes") from error

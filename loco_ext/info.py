@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
+import sys
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -60,12 +59,9 @@ def _backend(family: str, device_type: str) -> str:
     return f"{runs} ({reason})"
 
 
-def main(as_json: bool = False) -> None:
-    """Print the report as text, or as JSON."""
+def show() -> None:
+    """Print the report as text."""
     facts = collect()
-    if as_json:
-        print(json.dumps(facts, indent=2))
-        return
     families = facts.pop("backends")
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -79,6 +75,6 @@ def main(as_json: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m loco_ext.info", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    main(parser.parse_args().json)
+    from loco_ext.commands import run
+
+    sys.exit(run(["info", *sys.argv[1:]]))

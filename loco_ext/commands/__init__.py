@@ -1,51 +1,127 @@
-"""The commands of ``loco-ext``, one module each, and the code they share.
+"""The commands of ``loco-ext``, one module each, and what they share.
 
-A module has ``DESCRIPTION``, ``add_options(parser)`` and ``run(arguments)``. It is imported only when its command is
-used, because its dependencies take seconds to load and come with an extra.
+Each module has a function ``run``, decorated by :func:`command`, whose parameters are the command's options. It is
+imported only when its command is used, because its dependencies take seconds to load and come with an extra.
 """
 
-import argparse
 import importlib
+import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NamedTuple, Optional, get_args, get_origin, get_type_hints
 
-from loco_ext import arguments as values
+import typer
+from typer.exceptions import TyperException
+
+from loco_ext import arguments
 from loco_ext.errors import UserError, name_options
 from loco_ext.output import one_line, quiet
 from loco_ext.version import __version__
 
 COMMANDS = {
-    "demo": "train a small network with ordinary and with locality-promoting weight decay, make it smaller, lift it",
-    "train": "train a network, its weight decay uniform or by locality",
-    "frontier": "train a network with many strengths of a penalty: accuracy against multiply-adds",
-    "efcn": "train a network, relax its convolutions at several times, and train on: the eFCN experiment",
-    "analyze": "tell how local a network's kernels are, and which decay each layer wants",
-    "compact": "make the smaller network that a trained one with zeros in its weights amounts to",
-    "info": "show versions, compiled libraries and the backend of every operation",
+    "demo": "Show the whole package on handwritten digits, in a minute.",
+    "train": "Train a network, with weight decay uniform or by locality.",
+    "frontier": "Train with many strengths of a penalty: accuracy by cost.",
+    "efcn": "Relax a network's convolutions, and train on.",
+    "analyze": "Tell how local a network is, and suggest its decay.",
+    "compact": "Make the smaller network that one with zeros amounts to.",
+    "info": "Show versions, libraries and the backend of every operation.",
 }
 
+# Options of several commands.
+Out = Annotated[Path, typer.Option(help="Folder to write the results to.")]
+Data = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder of the data set; digits need none.")]
+Device = Annotated[str, typer.Option(parser=arguments.device, metavar="NAME", help="Torch device, as cpu or cuda:1.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")]
+Samples = Annotated[int | None, typer.Option(min=1, help="Train with only the first so many samples.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors, and the JSON of --json.")]
 
-class Parser(argparse.ArgumentParser):
-    """A parser that adds its options on first use, and prints errors as one line without the usage."""
 
-    fill: Callable[["Parser"], None] | None = None
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"loco-ext {__version__}")
+        raise typer.Exit
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        fill, self.fill = self.fill, None
-        if fill is not None:
-            fill(self)
-        return super().parse_known_args(args, namespace)
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+_Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+]
 
-    def options(self) -> Mapping[str, str]:
-        """Return the options by the names of their values."""
-        return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
+
+class Result(NamedTuple):
+    """What a command prints: ``json()`` returns it as JSON, ``show()`` prints it for people to read."""
+
+    json: Callable[[], str]
+    show: Callable[[], None]
+
+
+class SettingsOptions(NamedTuple):
+    """One option for each field of the dataclass ``kind`` that is annotated with a ``typer.Option``.
+
+    Args:
+        presets: values of the fields by the name of the preset; the help shows them as defaults. A field without any is
+            required.
+        only: the fields that get an option; None for all that are annotated with one.
+    """
+
+    kind: type
+    presets: Mapping[str, Mapping[str, Any]]
+    only: Collection[str] | None = None
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """Yield the options as parameters of a command; the value of one that is not given is None."""
+        hints = get_type_hints(self.kind, include_extras=True)
+        for field in fields(self.kind):
+            kind, *options = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [None]
+            if not options or (self.only is not None and field.name not in self.only):
+                continue
+            option: Any = copy(options[0])
+            values = {name: preset.get(field.name, field.default) for name, preset in self.presets.items()}
+            values = {name: value for name, value in values.items() if value is not MISSING}
+            option.show_default = _defaults(values) or False
+            kind = str if option.parser else kind  # typer would ask for several values of a tuple
+            default = None if values else inspect.Parameter.empty
+            annotation: Any = Annotated[Optional[kind] if values else kind, option]  # noqa: UP045
+            yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def command(*settings: SettingsOptions, epilog: str | None = None) -> Callable[[Callable[..., Result | None]], Any]:
+    """Return a decorator that makes a function a command, with the options of ``settings``, --json and --quiet.
+
+    The options of ``settings`` that were given reach the function as keyword arguments. It returns what is printed, or
+    None for nothing.
+    """
+
+    def decorate(function: Callable[..., Result | None]) -> Any:
+        optional = [parameter for each in settings for parameter in each.parameters()]
+        names = {parameter.name for parameter in optional}
+
+        def run(as_json: bool, silent: bool, **values: Any) -> None:
+            given = {name: value for name, value in values.items() if value is not None or name not in names}
+            with quiet(silent):
+                result = function(**given)
+            if result is not None and as_json:
+                print(result.json())
+            elif result is not None and not silent:
+                result.show()
+
+        own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        flags = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+            for name, kind in (("as_json", _Json), ("silent", _Quiet))
+        ]
+        run.__signature__ = inspect.Signature([*own, *optional, *flags])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *optional, *flags)}
+        run.__doc__, run.epilog = function.__doc__, epilog  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def run(argv: Sequence[str] | None) -> int:
@@ -54,77 +130,73 @@ def run(argv: Sequence[str] | None) -> int:
     Returns:
         The exit code.
     """
-    arguments = None
+    given = list(sys.argv[1:] if argv is None else argv)
+    name = next(iter(given), "")
+    options: dict[str, str] = {}
     try:
-        arguments = _parser().parse_args(argv)
-        with quiet(arguments.quiet):
-            arguments.command(arguments)
+        group = typer.main.get_command(_application(name))
+        if name in COMMANDS:
+            parameters = group.commands[name].params  # type: ignore[attr-defined]
+            options = {parameter.name: parameter.opts[0] for parameter in parameters}
+        with group.make_context("loco-ext", given) as context:
+            group.invoke(context)
+    except typer.Exit as stop:  # after --help and --version
+        return stop.exit_code
+    except TyperException as error:
+        place = f"loco-ext {name}" if name in COMMANDS else "loco-ext"
+        return _fail(f"{error.format_message().rstrip('.')} (see {place} --help)", error.exit_code)
     except UserError as error:
-        options = {} if arguments is None else arguments.parser.options()
-        print(f"loco-ext: {one_line(name_options(str(error), options))}", file=sys.stderr)
-        return error.exit_code
+        return _fail(name_options(str(error), options), error.exit_code)
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="loco-ext", description="Locality in convolutional networks as something you can turn.")
-    parser.add_argument("--version", action="version", version=f"loco-ext {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for name, help in COMMANDS.items():
-        commands.add_parser(name, help=help).fill = _fill
-    return parser
+def _fail(text: str, code: int) -> int:
+    print(f"loco-ext: {one_line(text)}", file=sys.stderr)
+    return code
 
 
-def _fill(parser: Parser) -> None:
-    command = importlib.import_module(f"loco_ext.commands.{parser.prog.split()[-1]}")
-    parser.description = command.DESCRIPTION
-    parser.epilog = getattr(command, "EPILOG", None)
-    command.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors, and the JSON of --json")
-    parser.set_defaults(command=command.run, parser=parser)
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option --device."""
-    parser.add_argument(
-        "--device", type=values.device, default="cpu", help="torch device, such as cpu or cuda:1 (default: %(default)s)"
+def _application(used: str) -> typer.Typer:
+    """Return the command line; of the commands, only ``used`` is imported, and the others are there to be listed."""
+    app = typer.Typer(
+        help="Locality in convolutional networks as something you can turn.",
+        rich_markup_mode=None,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
 
+    @app.callback()
+    def _(version: _Version = False) -> None:
+        pass
 
-def add_out(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
-    """Add the option --out; it is required if there is no default."""
-    told = "" if default is None else " (default: %(default)s)"
-    parser.add_argument("--out", type=Path, default=default, required=default is None, help=f"folder {what}{told}")
-
-
-def add_data(parser: argparse.ArgumentParser, what: str = "digits need none") -> None:
-    """Add the option --data."""
-    parser.add_argument("--data", type=Path, dest="folder", metavar="DIR", help=f"folder of the data set; {what}")
-
-
-def add_samples(parser: argparse.ArgumentParser) -> None:
-    """Add the option --samples."""
-    parser.add_argument("--samples", type=values.count, help="train with the first so many samples (default: all)")
+    for name, summary in COMMANDS.items():
+        if name == used:
+            function = importlib.import_module(f"loco_ext.commands.{name}").run
+            app.command(name, help=inspect.getdoc(function), epilog=function.epilog)(function)
+        else:
+            app.command(name, help=summary)(lambda: None)
+    return app
 
 
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Add the option --resume."""
-    parser.add_argument("--resume", action="store_true", help="go on with what is in --out, if there is something")
+def _defaults(values: Mapping[str, Any]) -> str:
+    """Return the defaults as text for the help.
+
+    >>> _defaults({"paper": 250, "quick": 8}), _defaults({"paper": (70, 140), "quick": (70, 140)})
+    ('paper: 250, quick: 8', '70,140')
+    """
+    texts = {name: _text(value) for name, value in values.items()}
+    if len(set(texts.values())) > 1:
+        return ", ".join(f"{name}: {text}" for name, text in texts.items())
+    return "".join(set(texts.values()))
 
 
-def given(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """Return the options that were given and are fields of the dataclass ``kind``, by name."""
-    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return {name: value for name, value in vars(arguments).items() if name in fields and value is not None}
-
-
-def tell(arguments: argparse.Namespace, record: Callable[[], str], show: Callable[[], None]) -> None:
-    """Print ``record()``, which is JSON, if requested; otherwise let ``show`` print the result, unless --quiet."""
-    if arguments.json:
-        print(record())
-    elif not arguments.quiet:
-        show()
+def _text(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager

@@ -1,59 +1,55 @@
 """The command ``loco-ext compact``."""
 
-import argparse
 from pathlib import Path
+from typing import Annotated, Literal
 
-from loco_ext import arguments as values
-from loco_ext.commands import add_data, add_device, add_out, make_writable, tell, writing_to
+import typer
+
+from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
 from loco_ext.output import json_text, status
 
-DESCRIPTION = (
-    "Takes out kernels, rings of kernels and channels that are zero, writes the smaller network, which gives the same "
-    "outputs, to a folder, and tells its multiply-adds and its measured latency."
-)
 
+@command()
+def run(
+    trained: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a checkpoint of weights.")],
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Network of a checkpoint; of a run, where it is a function of yours.")
+    ] = None,
+    data: Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")] = None,
+    folder: Data = None,
+    out: Out = Path("runs/compact"),
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch on which the result is to be fast.")] = 64,
+    cost: Annotated[
+        Literal["measured", "multiply_adds"], typer.Option(help="What decides how a layer is computed.")
+    ] = "measured",
+    fold_norms: Annotated[
+        bool, typer.Option(help="Fold batch normalisations into the convolutions before them.", show_default="yes")
+    ] = True,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write model.onnx too.")] = False,
+    device: Device = "cpu",
+) -> Result:
+    """Take out filters, rings of filters and channels that are zero, and write the smaller network to a folder.
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``loco-ext compact``."""
-    told = "folder of a run, or a checkpoint, whose network has to be named then"
-    parser.add_argument("trained", type=Path, metavar="RUN", help=told)
-    parser.add_argument("--model", help="of a checkpoint; of a run, where it is a function of yours")
-    parser.add_argument("--dataset", dest="data", metavar="NAME", help="of a checkpoint")
-    add_data(parser, "to test on")
-    add_out(parser, "to write to", "runs/compact")
-    told = "of what it is to be fast on (default: %(default)s)"
-    parser.add_argument("--batch-size", type=values.count, default=64, help=told)
-    told = "what decides how a layer is computed (default: %(default)s)"
-    parser.add_argument("--cost", choices=("measured", "multiply_adds"), default="measured", help=told)
-    told = "put batch normalisations into the convolutions before them (default: yes)"
-    parser.add_argument("--fold-norms", action=argparse.BooleanOptionalAction, default=None, help=told)
-    parser.add_argument("--onnx", action="store_true", help="write model.onnx too")
-    add_device(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Compact the network of a run or checkpoint, write it to ``--out`` and print the report."""
+    The smaller network gives the same outputs. Its multiply-adds and measured latency are printed, and its accuracy
+    where the data set is at hand.
+    """
     from loco_ext.experiments import compacting
 
-    trained = compacting.read_trained(arguments.trained, arguments.model, arguments.data)
-    dataset = trained.load_data(arguments.folder)
-    make_writable(arguments.out)
+    found = compacting.read_trained(trained, model, data)
+    dataset = found.load_data(folder)
+    make_writable(out)
     with status("loco_ext.sparsity.compaction"):
         compacted = compacting.compact(
-            trained,
-            batch_size=arguments.batch_size,
-            cost=arguments.cost,
-            fold_norms=arguments.fold_norms is not False,
-            dataset=dataset,
-            device=arguments.device,
+            found, batch_size=batch_size, cost=cost, fold_norms=fold_norms, dataset=dataset, device=device
         )
-    with writing_to(arguments.out):
-        compacting.save(compacted, trained, arguments.out, onnx=arguments.onnx)
+    with writing_to(out):
+        compacting.save(compacted, found, out, onnx=onnx)
 
     def show() -> None:
         print(compacted.report)
         if compacted.accuracy_before is not None:
             print(f"test accuracy {compacted.accuracy_before:.2%} -> {compacted.accuracy_after:.2%}")
-        print(f"The smaller network and its report are in {arguments.out}")
+        print(f"The smaller network and its report are in {out}")
 
-    tell(arguments, lambda: json_text(compacted.to_dict()), show)
+    return Result(lambda: json_text(compacted.to_dict()), show)

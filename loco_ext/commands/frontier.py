@@ -1,49 +1,50 @@
 """The command ``loco-ext frontier``."""
 
-import argparse
+from typing import Any
 
-from loco_ext import options
-from loco_ext.commands import add_data, add_device, add_out, add_resume, add_samples, given, tell, writing_to
+from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
 from loco_ext.experiments import data, frontier
-from loco_ext.experiments.report import print_table
 from loco_ext.experiments.settings import PRESETS, Settings, from_preset
+from loco_ext.experiments.tables import print_table
 from loco_ext.output import json_text
 
-DESCRIPTION = (
-    "Trains a network without a penalty, then from there with many strengths of one that takes away rings of kernels, "
-    "or kernels; compacts what is left and writes accuracies, multiply-adds and figures to a folder. Strengths run "
-    "from the least that leaves nothing down, if none are given."
-)
-EPILOG = "Epochs, learning rate and optimizer are those of each point; --dense-* those of the training before."
 POINT = {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}  # replaces the preset's values
-TRAINING = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "momentum"}
-TRAINING |= {"weight_decay", "augment", "seed", "width", "penalty", "weighting", "kind"}
+OF_A_POINT = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "momentum"}
+OF_A_POINT |= {"weight_decay", "augment", "seed", "width", "penalty", "weighting", "kind"}
+OPTIONS = (
+    SettingsOptions(Settings, {"quick": PRESETS["quick"] | POINT}, OF_A_POINT),
+    SettingsOptions(frontier.FrontierSettings, {"quick": {}}),
+)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``loco-ext frontier``."""
-    add_data(parser)
-    add_samples(parser)
-    add_out(parser, "of the frontier")
-    add_resume(parser)
-    options.add_options(parser, Settings, {"quick": PRESETS["quick"] | POINT}, TRAINING)
-    options.add_options(parser, frontier.FrontierSettings, {"quick": {}})
-    add_device(parser)
+EPILOG = "Epochs, learning rate and optimizer are those of each point; --dense-* those of the training before."
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Train the points of a frontier, write record and figures to ``--out`` and print a table."""
-    point = {name: value for name, value in POINT.items() if name != "penalty" or arguments.method != "width"}
-    training = from_preset("quick", **point | given(arguments, Settings))
-    setting = frontier.FrontierSettings(training, **given(arguments, frontier.FrontierSettings))
-    dataset = data.load(training.data, arguments.folder, training.image_size)
-    if arguments.samples is not None:
-        dataset = dataset.first(arguments.samples)
-    with writing_to(arguments.out):
-        record = frontier.measure(setting, dataset, arguments.out, arguments.device, resume=arguments.resume)
+@command(*OPTIONS, epilog=EPILOG)
+def run(
+    *,
+    folder: Data = None,
+    samples: Samples = None,
+    out: Out,
+    resume: Resume = False,
+    device: Device = "cpu",
+    **options: Any,
+) -> Result:
+    """Train a network without a penalty, then from there with many strengths of one that removes rings or filters.
+
+    What is left is compacted; accuracies, multiply-adds and figures are written to a folder. If no strengths are given,
+    they run down from the least that leaves nothing.
+    """
+    path = {name: options.pop(name) for name in set(options) - OF_A_POINT}
+    point = {name: value for name, value in POINT.items() if name != "penalty" or path.get("method") != "width"}
+    training = from_preset("quick", **point | options)
+    setting = frontier.FrontierSettings(training, **path)
+    dataset = data.load(training.data, folder, training.image_size).first(samples)
+    with writing_to(out):
+        record = frontier.measure(setting, dataset, out, device, resume=resume)
 
     def show() -> None:
         print_table(*frontier.rows(record))
-        print(f"frontier.json and figures are in {arguments.out}")
+        print(f"frontier.json and figures are in {out}")
 
-    tell(arguments, lambda: json_text(record, indent=2), show)
+    return Result(lambda: json_text(record, indent=2), show)

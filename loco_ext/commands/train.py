@@ -1,13 +1,13 @@
 """The command ``loco-ext train``."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from torch import nn
 
-from loco_ext import options
-from loco_ext.commands import add_data, add_device, add_out, add_resume, given, tell, writing_to
+from loco_ext.commands import Data, Device, Out, Result, Resume, SettingsOptions, command, writing_to
 from loco_ext.errors import UserError
 from loco_ext.experiments import curves, data, processes
 from loco_ext.experiments import run as runs
@@ -18,10 +18,6 @@ from loco_ext.experiments.train import make_model
 from loco_ext.foreign_checkpoints import CheckpointError
 from loco_ext.output import json_text
 
-DESCRIPTION = (
-    "Trains a network on images and writes settings, metrics, their curves, a checkpoint and the weights to a folder. "
-    "Start it with `torchrun -m loco_ext.cli train ...` to train in several processes."
-)
 EPILOG = (
     "A run is resumed with the options that it was started with; --epochs may be larger, and milestones to come "
     "others. A run whose loss is not finite any more stops with exit code 1 and leaves the checkpoint of its last good "
@@ -29,41 +25,47 @@ EPILOG = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``loco-ext train``."""
-    parser.add_argument("--preset", default="paper", help=f"{PRESETS_MEAN} (default: %(default)s)")
-    add_data(parser)
-    add_out(parser, "of the run")
-    add_resume(parser)
-    options.add_options(parser, Settings, PRESETS)
-    start = "start from the weights in this file: safetensors, or a torch file of weights only"
-    parser.add_argument("--weights", type=Path, metavar="FILE", help=start)
-    parser.add_argument("--tensorboard", action="store_true", help="write events for TensorBoard to the folder as well")
-    add_device(parser)
+@command(SettingsOptions(Settings, PRESETS), epilog=EPILOG)
+def run(
+    *,
+    preset: Annotated[str, typer.Option(help=PRESETS_MEAN)] = "paper",
+    folder: Data = None,
+    out: Out,
+    resume: Resume = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Weights to start from: safetensors, or a torch file of weights only."),
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write events for TensorBoard to the folder as well.")
+    ] = False,
+    device: Device = "cpu",
+    **options: Any,
+) -> Result | None:
+    """Train a network on images and write settings, metrics, their curves, a checkpoint and the weights to a folder.
 
-
-def run(arguments: argparse.Namespace) -> None:
-    """Train a network, write the run to ``--out`` and print its last accuracy."""
-    out: Path = arguments.out
-    setting = from_preset(arguments.preset, **given(arguments, Settings) | {"weights": None})
-    milestones = runs.recorded_milestones(out) if arguments.resume and arguments.milestones is None else None
+    To train in several processes, start it with `torchrun -m loco_ext.cli train ...`.
+    """
+    setting = from_preset(preset, **options)
+    milestones = runs.recorded_milestones(out) if resume and "milestones" not in options else None
     if milestones is not None and setting.schedule == "steps":
         setting = replace(setting, milestones=milestones)
-    dataset = data.load(setting.data, arguments.folder, setting.image_size)
-    setting, model = _start(setting, dataset, arguments.weights)
-    board = TensorBoard(out / "tensorboard") if arguments.tensorboard else None
-    with writing_to(out), processes.joined(arguments.device) as joined:
+    dataset = data.load(setting.data, folder, setting.image_size)
+    setting, model = _start(setting, dataset, weights)
+    board = TensorBoard(out / "tensorboard") if tensorboard else None
+    with writing_to(out), processes.joined(device) as joined:
         after_epoch = (lambda epoch: None) if board is None else board.write
         history = runs.run(
-            setting, dataset, out, joined, resume=arguments.resume, model=model, finite=True, after_epoch=after_epoch
+            setting, dataset, out, joined, resume=resume, model=model, finite=True, after_epoch=after_epoch
         )
         if joined.first:
             curves.save(history, out / "curves.png")
     if board is not None:
         board.close()
-    if joined.first:
-        said = f"Test accuracy {history[-1].test_accuracy:.2%}. Metrics, curves, checkpoint and weights are in {out}"
-        tell(arguments, lambda: json_text(vars(history[-1])), lambda: print(said))
+    if not joined.first:
+        return None
+    said = f"Test accuracy {history[-1].test_accuracy:.2%}. Metrics, curves, checkpoint and weights are in {out}"
+    return Result(lambda: json_text(vars(history[-1])), lambda: print(said))
 
 
 def _start(setting: Settings, dataset: data.Dataset, path: Path | None) -> tuple[Settings, nn.Module | None]:

@@ -69,8 +69,8 @@ class Dataset:
             "digest": content.hexdigest()[:12],
         }
 
-    def first(self, samples: int) -> "Dataset":
-        """Return the data set with only the first training samples, or all of them where there are fewer."""
+    def first(self, samples: int | None) -> "Dataset":
+        """Return the data set with only the first training samples; all of them where there are fewer, or for None."""
         return replace(self, train=Samples(*(part[:samples] for part in self.train)))
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import save_checkpoint
-from loco_ext.experiments import data, lifting, report, settings, shrinking
+from loco_ext.experiments import data, demo_networks, lifting, settings, shrinking
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.run import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
@@ -57,7 +57,7 @@ class Settings:
 class Results(NamedTuple):
     """Both networks, and the second one after it learned its kernel sizes and after its weights were unshared."""
 
-    networks: list[report.Network]
+    networks: list[demo_networks.Network]
     shrunk: shrinking.Shrunk
     lifted: lifting.Lifted
 
@@ -92,9 +92,16 @@ def _write(settings: Settings, trainings: list["Training"], results: Results, ou
         state = {key: value.cpu().contiguous() for key, value in training.model.state_dict().items()}
         save_checkpoint(out / f"{training.name}.pt", state)
     sparsity.save(results.shrunk.network, out / "smaller", results.shrunk.report)
-    report.save_figure(results.networks, out / "demo.png")
+    demo_networks.save_figure(results.networks, out / "demo.png")
     with replacing(out / "demo.json") as path:
         path.write_text(to_json(settings, results) + "\n")
+
+
+def print_tables(results: Results) -> None:
+    """Print the tables of the two networks, of the smaller one and of the lifted one."""
+    demo_networks.print_networks(results.networks)
+    shrinking.print_shrunk(results.shrunk)
+    lifting.print_lifted(results.lifted)
 
 
 def to_json(settings: Settings, results: Results) -> str:
@@ -131,20 +138,20 @@ def make_trainings(demo: Settings, samples: data.Dataset) -> list[Training]:
     ]
 
 
-def train_both(demo: Settings, samples: data.Dataset, trainings: list[Training]) -> list[report.Network]:
+def train_both(demo: Settings, samples: data.Dataset, trainings: list[Training]) -> list[demo_networks.Network]:
     """Train the networks in place, one after the other, and describe each."""
     with _one_thread():
         return [_train(training, samples, demo) for training in trainings]
 
 
-def _train(training: Training, samples: data.Dataset, demo: Settings) -> report.Network:
+def _train(training: Training, samples: data.Dataset, demo: Settings) -> demo_networks.Network:
     history: list[Epoch] = []
     processes = Processes(torch.device(demo.device))
     _, model, optimizer, setting = training
     train(model, optimizer, samples, setting, processes, label=training.name, after_epoch=history.append)
     accuracies = [epoch.test_accuracy for epoch in history]
     locality = (1.0, 1.0) if setting.locality is None else demo.locality
-    return report.describe(training.name, model, optimizer, locality, accuracies)
+    return demo_networks.describe(training.name, model, optimizer, locality, accuracies)
 
 
 @contextmanager

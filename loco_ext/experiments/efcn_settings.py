@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
+from typer import Option
 
-from loco_ext import arguments
 from loco_ext.analysis.interpolation import STIFFNESS
-from loco_ext.experiments.settings import Settings, SettingsError, from_preset
-from loco_ext.options import Option
+from loco_ext.arguments import separated
+from loco_ext.experiments.settings import Settings, SettingsError, check_choice, check_fields, from_preset
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; otherwise a radius, as text
 SNAPSHOTS = 20
@@ -26,54 +26,53 @@ class EfcnSettings:
     switch_times: Annotated[
         tuple[int, ...],
         Option(
-            "epochs after which the network is lifted, ascending; 0 is its initialisation: 0,3,10,30",
-            arguments.wholes,
-            flag="--switch",
+            "--switch",
+            parser=separated(int),
             metavar="EPOCHS",
+            help="Epochs after which the network is lifted, ascending, as 0,3,10,30; 0 is its initialisation.",
         ),
     ]
     relaxations: Annotated[
         tuple[str, ...],
         Option(
-            "lcn: weights are no longer shared; a number: receptive fields grow by as many pixels on each side as "
-            "well; full: no locality is left; or several of them: lcn,2,full",
-            arguments.names,
-            flag="--relax",
+            "--relax",
+            parser=separated(str),
             metavar="HOW",
+            help="How the network is lifted, one or several as lcn,2,full. lcn: weights are no longer shared; a "
+            "number: receptive fields grow by as many pixels on each side as well; full: no locality is left.",
         ),
     ] = (FULL,)
-    branch_epochs: Annotated[int, Option("of each lifted network", arguments.count)] = 100
+    branch_epochs: Annotated[int, Option(min=1, help="Epochs of each lifted network.")] = 100
     branch_learning_rate: Annotated[
-        float, Option("of lifted networks, and of the fully connected one", arguments.number, flag="--branch-lr")
+        float, Option("--branch-lr", help="Learning rate of lifted networks, and of the fully connected one.")
     ] = 0.01
     fcn_epochs: Annotated[
         int,
         Option(
-            "of the fully connected network from scratch, whose shape is that of full; 0: there is none",
-            arguments.whole,
+            min=0,
+            help="Epochs of the fully connected network from scratch, whose shape is that of full; 0: there is none.",
         ),
     ] = 100
     landscape_samples: Annotated[
         int,
-        Option(
-            "the first so many training samples, that gradients, curvatures and interpolations are measured on",
-            arguments.count,
-        ),
+        Option(min=1, help="Training samples that gradients, curvatures and interpolations are measured on."),
     ] = 1000
     power_iterations: Annotated[
-        int, Option("products with the Hessian, at most; 0: the curvature is not measured", arguments.whole)
+        int, Option(min=0, help="Most products with the Hessian; 0: the curvature is not measured.")
     ] = 50
     interpolation_points: Annotated[
-        int, Option("on each path from the trained network to a lifted one; 0: there is none", arguments.whole)
+        int, Option(min=0, help="Points on each path from the trained network to a lifted one; 0: there are no paths.")
     ] = 11
     string_steps: Annotated[
-        int, Option("of the interpolation along a string, at the learning rate of lifted networks", arguments.whole)
+        int,
+        Option(min=0, help="Steps of the interpolation along a string, at the learning rate of lifted networks."),
     ] = 100
     stiffness: Annotated[
-        float, Option("of that string, below 0.5: how far points are drawn together", arguments.number)
+        float, Option(help="How far the points of that string are drawn together in a step, below 0.5.")
     ] = STIFFNESS
 
     def __post_init__(self) -> None:
+        check_fields(self)
         last, times = self.training.epochs, self.switch_times
         if not times or list(times) != sorted(set(times)) or not 0 <= times[0] <= times[-1] <= last:
             raise SettingsError(f"switch_times: expected ascending epochs from 0 to {last}, got {times}")
@@ -82,16 +81,6 @@ class EfcnSettings:
                 raise SettingsError(f"relaxations: expected lcn, full or a radius of at least 1, got {relax!r}")
         if len(set(self.relaxations)) < max(len(self.relaxations), 1):
             raise SettingsError(f"relaxations: expected some, each once, got {self.relaxations}")
-        for name, least in (
-            ("branch_epochs", 1),
-            ("fcn_epochs", 0),
-            ("landscape_samples", 1),
-            ("power_iterations", 0),
-            ("interpolation_points", 0),
-            ("string_steps", 0),
-        ):
-            if getattr(self, name) < least:
-                raise SettingsError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         if self.interpolation_points == 1:
             raise SettingsError("interpolation_points: expected 0 or at least 2, got 1")
         if not 0 <= self.stiffness < 0.5:
@@ -138,8 +127,8 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quick": (_TRAINING | {"epochs": 30}, _QUICK),
 }
 PRESETS_MEAN = (
-    "paper: d'Ascoli et al. 2019, section 4, on CIFAR-10; alexnet: their appendix B, on CIFAR-100; quick: an hour on a "
-    "CPU, weights are no longer shared and locality stays"
+    "Defaults of the other options. paper: d'Ascoli et al. 2019, section 4, on CIFAR-10; alexnet: their appendix B, on "
+    "CIFAR-100; quick: an hour on a CPU, weights are no longer shared and locality stays."
 )
 
 
@@ -154,8 +143,7 @@ def efcn_preset(preset: str, **overrides: Any) -> EfcnSettings:
     >>> efcn_preset("quick", epochs=20).switch_times
     (0, 3, 10)
     """
-    if preset not in PRESETS:
-        raise SettingsError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    check_choice("preset", preset, PRESETS)
     training, own = PRESETS[preset]
     given = {name: value for name, value in overrides.items() if value is not None}
     fields = EfcnSettings.__dataclass_fields__

@@ -19,30 +19,29 @@ import itertools
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
+from typer import Option
 
-from loco_ext import arguments, sparsity
+from loco_ext import sparsity
+from loco_ext.arguments import separated
 from loco_ext.experiments import figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import Settings, SettingsError
+from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
-from loco_ext.options import Option
 from loco_ext.output import json_text, replacing
-from loco_ext.sparsity.frontier import PATHS, Frontier
-from loco_ext.sparsity.penalties import GroupPenalty
-from loco_ext.sparsity.strengths import convolutions
+from loco_ext.penalties import GroupPenalty
+from loco_ext.penalties.strengths import convolutions
+from loco_ext.sparsity.frontier import Frontier
 
-METHODS = ("prox", "subgradient", "width")
-BATCH_NORMS = ("folded", "scaled", "live")
 LOSS_SAMPLES = 1000  # training samples on which alpha_max is estimated
 LATENCY_BATCH = 16
 
@@ -59,49 +58,54 @@ class FrontierSettings:
     """
 
     training: Settings
-    method: Annotated[str, Option("prox, subgradient, the draft's own, or width, narrower networks")] = "prox"
-    dense_optimizer: str = "sgd"
+    method: Annotated[
+        Literal["prox", "subgradient", "width"],
+        Option(help="prox, this package's; subgradient, the draft's own; or width, narrower networks."),
+    ] = "prox"
+    dense_optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     dense_learning_rate: Annotated[
-        float, Option("of the training without a penalty", arguments.number, flag="--dense-lr")
+        float, Option("--dense-lr", help="Learning rate of the training without a penalty.")
     ] = 0.1
     dense_epochs: Annotated[
         int,
         Option(
-            "of the training without a penalty that all points start from, the only one of the method width",
-            arguments.count,
+            min=1,
+            help="Epochs of the training without a penalty that all points start from; the method width has no other.",
         ),
     ] = 8
-    refit_epochs: Annotated[int, Option("of each compacted network without the penalty; 0: none", arguments.whole)] = 1
-    points: Annotated[int, Option("number of strengths", arguments.count)] = 15
-    span: Annotated[float, Option("smallest strength over the largest", arguments.number)] = 1e-4
+    refit_epochs: Annotated[
+        int, Option(min=0, help="Epochs of each compacted network without the penalty; 0: none.")
+    ] = 1
+    points: Annotated[int, Option(min=1, help="Number of strengths.")] = 15
+    span: Annotated[float, Option(help="Smallest strength over the largest.")] = 1e-4
     strengths: Annotated[
-        tuple[float, ...] | None, Option("the strengths themselves", arguments.numbers, metavar="NUMBERS")
+        tuple[float, ...] | None,
+        Option(parser=separated(float), metavar="NUMBERS", help="The strengths themselves, separated by commas."),
     ] = None
     path: Annotated[
-        str, Option("warm starts: dense, each from the dense network, up, from weak to strong, or down")
+        Literal["dense", "up", "down"],
+        Option(help="What a point starts from: the dense network, the next weaker point, or the next stronger."),
     ] = "dense"
     taus: Annotated[
-        tuple[float, ...], Option("thresholds of the method subgradient", arguments.numbers, metavar="NUMBERS")
+        tuple[float, ...],
+        Option(parser=separated(float), metavar="NUMBERS", help="Thresholds of the method subgradient."),
     ] = (1e-4, 1e-3, 1e-2, 1e-1)
     widths: Annotated[
-        tuple[float, ...], Option("factors of the method width", arguments.numbers, metavar="NUMBERS")
+        tuple[float, ...],
+        Option(parser=separated(float), metavar="NUMBERS", help="Factors of the channels, of the method width."),
     ] = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
     batch_norm: Annotated[
-        str,
+        Literal["folded", "scaled", "live"],
         Option(
-            "folded: into the convolutions before the path begins; scaled: it stays, and weights are penalised times "
-            "its scale; live: it stays, and a penalty of the weights alone can shrink them without changing anything"
+            help="folded: into the convolutions before the path begins; scaled: it stays, and weights are penalised "
+            "times its scale; live: it stays, and a penalty of the weights alone can shrink them without changing "
+            "anything."
         ),
     ] = "folded"
-    latency: Annotated[bool, Option("time the networks before and after compaction", bool)] = False
+    latency: Annotated[bool, Option(help="Time the networks before and after compaction.")] = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("method", METHODS), ("path", PATHS), ("batch_norm", BATCH_NORMS)):
-            if getattr(self, name) not in choices:
-                raise SettingsError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name, least in (("dense_epochs", 1), ("points", 1), ("refit_epochs", 0)):
-            if getattr(self, name) < least:
-                raise SettingsError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        check_fields(self)
         for name in ("strengths", "taus", "widths"):
             values = getattr(self, name)
             if values is not None and not (values and all(math.isfinite(v) and v >= 0 for v in values)):
@@ -136,9 +140,8 @@ class FrontierSettings:
 
     def point(self, width: float, strength: float) -> Settings:
         """Return the training settings of one point."""
-        solver = "subgradient" if self.method == "subgradient" else "prox"
-        folded = self.batch_norm == "scaled"
-        return replace(self.training, width=width, strength=strength, solver=solver, folded=folded)
+        point = replace(self.training, width=width, strength=strength, folded=self.batch_norm == "scaled")
+        return replace(point, solver="subgradient" if self.method == "subgradient" else "prox")
 
 
 def measure(

@@ -6,8 +6,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn as modules
 
 from loco_ext import nn, optim
@@ -15,6 +13,7 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
+from loco_ext.experiments.tables import print_table
 from loco_ext.experiments.train import Epoch, evaluate, train
 
 RADIUS = 1  # pixels on each side beyond the receptive field of the convolutions
@@ -67,15 +66,17 @@ def lift(model: modules.Module, samples: Dataset, settings: Settings, processes:
     )
 
 
-def print_table(lifted: Lifted) -> None:
+def print_lifted(lifted: Lifted) -> None:
     """Print what lifting and training have changed."""
-    table = Table(title=f"nn.to_efcn: weights of its own for each position, {RADIUS} pixel more on each side")
-    for heading in ("", "weights", "test accuracy"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("the convolutions", f"{lifted.parameters_before:,}", f"{lifted.accuracy_before:.1%}")
-    table.add_row("lifted", f"{lifted.parameters_after:,}", f"{lifted.accuracy_lifted:.1%}")
-    table.add_row("trained on", f"{lifted.parameters_after:,}", f"{lifted.accuracy:.1%}")
-    Console().print(table)
+    print_table(
+        ["", "weights", "test accuracy"],
+        [
+            ["the convolutions", f"{lifted.parameters_before:,}", f"{lifted.accuracy_before:.1%}"],
+            ["lifted", f"{lifted.parameters_after:,}", f"{lifted.accuracy_lifted:.1%}"],
+            ["trained on", f"{lifted.parameters_after:,}", f"{lifted.accuracy:.1%}"],
+        ],
+        f"nn.to_efcn: weights of its own for each position, {RADIUS} pixel more on each side",
+    )
     print(
         f"Of the lifted layers' weights {lifted.deviation.delta_locality:.2%} lie where no convolution reads, and "
         f"{lifted.deviation.delta_sharing:.2%} are apart from the nearest convolution, by their norms."

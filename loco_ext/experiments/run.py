@@ -25,7 +25,7 @@ from torch import nn
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_checkpoint, save_checkpoint, save_weights
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import Dataset
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, check_same

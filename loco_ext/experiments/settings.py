@@ -1,24 +1,20 @@
 """Settings that determine a training run: the same settings give the same numbers on the same kind of machine."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from typer import Option
 
 from loco_ext import arguments
+from loco_ext.arguments import name_or_none, separated
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
-from loco_ext.options import Option
+from loco_ext.penalties import GroupPenalty
 from loco_ext.sparsity import KernelPenalty, RingPenalty
-from loco_ext.sparsity.penalties import GroupPenalty
-from loco_ext.sparsity.weightings import WEIGHTINGS
-
-OPTIMIZERS = ("sgd", "adam", "adamw")
-SCHEDULES = ("steps", "cosine")
-PENALTIES = ("rings", "kernels", "complexity")
-SOLVERS = ("prox", "subgradient")
 
 Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]
@@ -28,6 +24,27 @@ class SettingsError(UserError, ValueError):
     """Raised for an invalid setting; the message names it."""
 
 
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise SettingsError unless ``value`` is one of the choices."""
+    if value not in choices:
+        raise SettingsError(f"{name}: expected one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def check_fields(settings: Any) -> None:
+    """Raise SettingsError for a field that is none of its Literal's values or below its option's minimum."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        kind, *options = get_args(hint) if get_origin(hint) is Annotated else [hint]
+        kinds = [kind, *get_args(kind)]
+        if value is None and type(None) in kinds:
+            continue
+        for literal in (kind for kind in kinds if get_origin(kind) is Literal):
+            check_choice(name, value, get_args(literal))
+        for option in options:
+            if option.min is not None and value < option.min:
+                raise SettingsError(f"{name}: expected at least {option.min}, got {value}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of one training run. The paper's lambda is half the weight decay."""
@@ -35,79 +52,94 @@ class Settings:
     model: Annotated[
         str,
         Option(
-            f"{', '.join(MODELS)}; or a function of yours that returns a torch.nn.Module, as MODULE:FUNCTION, which is "
-            "called with num_classes if it takes that"
+            help=f"Network: {', '.join(MODELS)}; or MODULE:FUNCTION, a function of yours that returns a "
+            "torch.nn.Module, called with num_classes if it takes that."
         ),
     ]
     data: Annotated[
         str,
         Option(
-            f"{', '.join(CLASSES)}; or folder, images of your own: --data has train/CLASS/*.png, and val or test alike",
-            flag="--dataset",
+            "--dataset",
             metavar="NAME",
+            help=f"Data set: {', '.join(CLASSES)}; or folder, images of your own, where --data has train/CLASS/*.png, "
+            "and val or test alike.",
         ),
     ]
     image_size: Annotated[
         int | None,
         Option(
-            "height and width that a folder's images are brought to, by resizing and a crop of the centre; none: 32",
-            arguments.count,
+            min=1,
             metavar="PIXELS",
+            help="Height and width that a folder's images are resized and cropped to; 32 where there is none.",
         ),
     ]
-    epochs: Annotated[int, Option("passes over the training samples; milestones move along", arguments.count)]
-    batch_size: Annotated[int, Option("samples per step, over all processes", arguments.count)]
-    optimizer: Annotated[str, Option("sgd, adam or adamw")]
-    learning_rate: Annotated[float, Option("learning rate of the first epoch", arguments.number, flag="--lr")]
-    momentum: Annotated[float, Option("of SGD, less than 1", arguments.number)]
-    weight_decay: Annotated[float, Option("twice LOCO-REG's lambda", arguments.number)]
+    epochs: Annotated[int, Option(min=1, help="Passes over the training samples; milestones move along.")]
+    batch_size: Annotated[int, Option(min=1, help="Samples per step, over all processes.")]
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer.")]
+    learning_rate: Annotated[float, Option("--lr", help="Learning rate of the first epoch.")]
+    momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")]
+    weight_decay: Annotated[float, Option(help="Weight decay, which is twice LOCO-REG's lambda.")]
     schedule: Annotated[
-        str, Option("steps: the learning rate falls after each milestone; cosine: it falls to 0 along a cosine")
+        Literal["steps", "cosine"],
+        Option(help="How the learning rate falls: after each milestone, or to 0 along a cosine."),
     ]
     milestones: Annotated[
         tuple[int, ...],
-        Option("epochs after which the learning rate falls: 70,140", arguments.epochs, metavar="EPOCHS"),
+        Option(
+            parser=separated(int),
+            metavar="EPOCHS",
+            help="Epochs after which the learning rate falls, separated by commas, as 70,140.",
+        ),
     ]
-    factor: Annotated[float, Option("by which the learning rate is multiplied after a milestone", arguments.number)]
+    factor: Annotated[float, Option(help="Factor of the learning rate after a milestone.")]
     locality: Annotated[
         Locality,
         Option(
-            "none, GAMMA,ETA, one factor per distance class, or a file that analyze has written", arguments.locality
+            parser=arguments.locality,
+            metavar="FACTORS",
+            help="How the decay varies within a filter: none, GAMMA,ETA, one factor per distance class, or a file that "
+            "analyze has written.",
         ),
     ]
-    norm: Annotated[str, Option("l2 or l1, of the weight decay")]
-    augment: Annotated[bool, Option("random crops and flips, of all data but digits", bool)]
+    norm: Annotated[Literal["l2", "l1"], Option(help="Norm of the weights that decays.")]
+    augment: Annotated[bool, Option(help="Crop and flip images at random, of all data but digits.")]
     shuffle: bool
-    seed: Annotated[int, Option("decides initial weights, order, augmentations and dropout", arguments.seed)]
-    width: Annotated[float, Option("factor of the numbers of channels, of resnet* and plain*", arguments.number)]
+    seed: Annotated[
+        int, Option(min=0, max=2**63 - 1, help="Seed of the initial weights, the order, augmentations and dropout.")
+    ]
+    width: Annotated[float, Option(help="Factor of the numbers of channels, of resnet* and plain*.")]
     penalty: Annotated[
-        str | None, Option("none, rings, kernels or complexity, of all convolutions", arguments.name_or_none)
+        Literal["rings", "kernels", "complexity"] | None,
+        Option(parser=name_or_none, help="Penalty on all convolutions: none, rings, kernels or complexity."),
     ]
-    strength: Annotated[float, Option("of the penalty, the draft's alpha", arguments.number)]
-    weighting: Annotated[str, Option("plain, normalized or scaled, of the penalty")]
-    kind: Annotated[str, Option("half or full rings")]
+    strength: Annotated[float, Option(help="Strength of the penalty, the draft's alpha.")]
+    weighting: Annotated[
+        Literal["plain", "normalized", "scaled"], Option(help="How the penalty weighs layers and rings.")
+    ]
+    kind: Annotated[Literal["half", "full"], Option(help="Which rings the penalty can remove.")]
     folded: Annotated[
-        bool, Option("penalise weights times the scale of the batch norm behind them; not with complexity", bool)
+        bool,
+        Option(help="Penalise weights times the scale of the batch norm behind them; not with the penalty complexity."),
     ]
-    solver: Annotated[str, Option("prox: exact zeros; subgradient: the penalty is part of the loss")]
+    solver: Annotated[
+        Literal["prox", "subgradient"],
+        Option(help="How the penalty is minimised: by exact zeros after each step, or as a part of the loss."),
+    ]
     amp: Annotated[
-        bool, Option("compute under autocast: in bfloat16; on GPUs without it in float16, with a GradScaler", bool)
+        bool,
+        Option(help="Compute under autocast, in bfloat16; on GPUs without it in float16, with a GradScaler."),
     ]
     weights: str | None  # digest of the initial weights; None means that they are drawn at random
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not is_own(self.model):
-            _choice("model", self.model, tuple(MODELS))
-        _choice("data", self.data, DATA)
+            check_choice("model", self.model, MODELS)
+        check_choice("data", self.data, DATA)
         if self.image_size is not None and self.data != FOLDER:
             raise SettingsError(f"image_size: expected none for {self.data}, got {self.image_size}")
-        _choice("optimizer", self.optimizer, OPTIMIZERS)
-        _choice("schedule", self.schedule, SCHEDULES)
-        _choice("norm", self.norm, ("l2", "l1"))
         if self.norm == "l1" and self.optimizer == "adamw":
             raise SettingsError("norm: expected l2 for adamw, whose decay is decoupled")
-        if self.epochs < 1:
-            raise SettingsError(f"epochs: expected at least 1, got {self.epochs}")
         if self.batch_size < 2:
             raise SettingsError(f"batch_size: expected at least 2, got {self.batch_size}")
         for name in ("learning_rate", "momentum", "weight_decay", "factor", "width", "strength"):
@@ -116,7 +148,11 @@ class Settings:
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
-        self._check_penalty()
+        if self.folded and self.penalty in (None, "complexity"):
+            which = "without a penalty" if self.penalty is None else "with the penalty complexity"
+            raise SettingsError(f"folded: expected False {which}, got True")
+        if self.strength and self.penalty is None:
+            raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
         if self.width == 0 or (self.width != 1 and not find_model(self.model).scalable):
             scalable = ", ".join(name for name, model in MODELS.items() if model.scalable)
             raise SettingsError(f"width: expected 1, or more than 0 for {scalable}; got {self.width} for {self.model}")
@@ -130,19 +166,6 @@ class Settings:
             rates = [math.inf]
         if not all(map(math.isfinite, rates)):
             raise SettingsError(f"factor: expected one that leaves the learning rate finite, got {self.factor}")
-
-    def _check_penalty(self) -> None:
-        if self.penalty is not None:
-            _choice("penalty", self.penalty, PENALTIES)
-            if self.folded and self.penalty == "complexity":
-                raise SettingsError("folded: expected False with the penalty complexity, got True")
-        elif self.folded:
-            raise SettingsError("folded: expected False without a penalty, got True")
-        elif self.strength:
-            raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
-        _choice("weighting", self.weighting, tuple(WEIGHTINGS))
-        _choice("kind", self.kind, ("half", "full"))
-        _choice("solver", self.solver, SOLVERS)
 
     def make_penalty(self) -> GroupPenalty | None:
         """Return the penalty shared by all convolutions; None also where it differs from layer to layer."""
@@ -207,8 +230,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": PAPER | {"epochs": 8, "schedule": "cosine", "milestones": ()},
 }
 PRESETS_MEAN = (
-    "paper: LOCO-REG's schedule, section 7; quick: what a CPU trains in minutes, few epochs whose learning rate falls "
-    "to 0 along a cosine"
+    "Defaults of the other options. paper: LOCO-REG's schedule, section 7; quick: what a CPU trains in minutes, few "
+    "epochs whose learning rate falls to 0 along a cosine."
 )
 
 
@@ -225,7 +248,7 @@ def from_preset(preset: str, **overrides: Any) -> Settings:
     >>> from_preset("paper", model="vgg13", data="cifar10", epochs=3).milestones
     (1, 2)
     """
-    _choice("preset", preset, tuple(PRESETS))
+    check_choice("preset", preset, PRESETS)
     given = {name: value for name, value in overrides.items() if value is not None}
     values = PRESETS[preset] | given
     if "epochs" in given and "milestones" not in given:
@@ -256,8 +279,3 @@ def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, pat
     if different:
         found = ", ".join(str(recorded.get(name)) for name in different)
         raise SettingsError(f"{', '.join(different)}: expected {found}, as the run in {path} has; resume it with them")
-
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise SettingsError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")

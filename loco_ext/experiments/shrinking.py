@@ -1,4 +1,4 @@
-"""Shrink a trained network: train it with a penalty to learn kernel sizes and widths, compact it, and evaluate it."""
+"""Shrink a trained network: train it with a penalty to learn filter sizes and widths, compact it, and evaluate it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from loco_ext import optim, sparsity
@@ -16,6 +14,7 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
+from loco_ext.experiments.tables import print_table
 from loco_ext.experiments.train import Epoch, evaluate, train
 
 STRENGTH, WEIGHTING = 0.015, "normalized"
@@ -38,7 +37,7 @@ class Shrunk:
 
 
 def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
-    """Train a copy of ``model`` with a ring penalty on its kernels, scaled by the batch norms, and compact it.
+    """Train a copy of ``model`` with a ring penalty on its filters, scaled by the batch norms, and compact it.
 
     Args:
         settings: of the training; its weight decay and locality are not used.
@@ -56,24 +55,25 @@ def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Pr
     return Shrunk(network, report, history[-1].test_accuracy, accuracy)
 
 
-def print_table(shrunk: Shrunk) -> None:
-    """Print kernel sizes, multiply-adds and latency, before and after."""
+def print_shrunk(shrunk: Shrunk) -> None:
+    """Print filter sizes, multiply-adds and latency, before and after."""
     report = shrunk.report
-    table = Table(title="Ring penalty, then sparsity.compact: what is left of each layer")
-    for heading in ("layer", "kernels", "sizes", "channels read", "multiply-adds of an image"):
-        table.add_column(heading, justify="left" if heading in ("layer", "sizes") else "right")
-    for layer in report.layers:
-        table.add_row(
+    layers = [
+        [
             layer.name,
             f"{layer.kernels_before} -> {layer.kernels_after}",
             ", ".join(f"{count} of {size}" for size, count in layer.sizes.items() if size != "0"),
             f"{layer.channels_before} -> {layer.channels_after}",
             f"{layer.multiply_adds_before:,} -> {layer.multiply_adds_after:,}",
-        )
-    table.add_section()
+        ]
+        for layer in report.layers
+    ]
     total = f"{report.multiply_adds_before:,} -> {report.multiply_adds_after:,}"
-    table.add_row("all", "", "", "", total)
-    Console().print(table)
+    print_table(
+        ["layer", "filters", "sizes", "channels read", "multiply-adds of an image"],
+        [*layers, ["all", "", "", "", total]],
+        "Ring penalty, then sparsity.compact: what is left of each layer",
+    )
     before, after = report.latency_before or 0.0, report.latency_after or 0.0
     print(
         f"Latency of {BATCH_SIZE} images: {before * 1e3:.2f} ms -> {after * 1e3:.2f} ms. "

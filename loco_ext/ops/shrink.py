@@ -42,9 +42,11 @@ def step_on_copies(named: dict[str, Any], step: Callable[[list[Tensor]], None]) 
 def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor:
     """Return the prox of ``w``, a penalised parameter after its step; ``named``: the step's arguments by name."""
     size, metric = prox_step(name, named, index, w.dtype)
-    if size == 0:
-        return w
-    penalty = named["penalties"][index]
+    return w if size == 0 else prox_of(named["penalties"][index], w, size, metric)
+
+
+def prox_of(penalty: StepPenalty | LayerPenalty, w: Tensor, size: float, metric: Tensor | None) -> Tensor:
+    """Return the penalty's prox of the weights ``w`` for a step of this size in the metric; None: ones."""
     if isinstance(penalty, LayerPenalty):
         return penalty.prox(w, size, metric)
     thresholds, squared = penalty.scaled(size)

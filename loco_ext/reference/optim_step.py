@@ -117,7 +117,7 @@ def optim_step_adam(
         if amsgrad:
             v = torch.maximum(max_exp_avg_sqs[i].to(w.dtype), v)
             words.store(max_exp_avg_sqs[i], v, 3)
-        denominator = _sqrt(v) / (1 - beta2**step) ** 0.5 + eps
+        denominator = correctly_rounded_sqrt(v) / (1 - beta2**step) ** 0.5 + eps
         w = w + -(lr / (1 - beta1**step)) * m / denominator
         if penalties and penalties[i] is not None and lr != 0:
             w = _prox(w, penalties[i], 1.0, denominator / lr)
@@ -136,7 +136,7 @@ def prox_step(name: str, named: Mapping[str, Any], index: int, dtype: torch.dtyp
     _, _, beta2, eps = row
     second = named["max_exp_avg_sqs" if named["amsgrad"] else "exp_avg_sqs"][index].to(dtype)
     correction = (1 - beta2 ** named["steps"][index].double()).sqrt().to(second)
-    return float(lr != 0), (_sqrt(second) / correction + eps) / lr if lr != 0 else None
+    return float(lr != 0), (correctly_rounded_sqrt(second) / correction + eps) / lr if lr != 0 else None
 
 
 def _undamped(momentum: float, dampening: float) -> float:
@@ -175,7 +175,7 @@ def _fma(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def _sqrt(v: Tensor) -> Tensor:
+def correctly_rounded_sqrt(v: Tensor) -> Tensor:
     """Return the correctly rounded square root, as the kernels do; torch's in float32 may be off by an ulp."""
     return v.double().sqrt().float() if _can_double(v) else v.sqrt()
 

@@ -38,34 +38,3 @@ def test_a_checkpoint_gives_the_network_with_the_same_answers(tmp_path, capsys):
     assert (tmp_path / "out" / "model.onnx").stat().st_size > 1000
     images = data.digits()[1].images[:32]
     torch.testing.assert_close(sparsity.load(tmp_path / "out")(images), model(images), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere.pt"], "model: expected one of small"),
-        (["nowhere.pt", "--model", "small"], "--dataset: expected one of digits"),
-        (["nowhere.pt", "--model", "small", "--dataset", "digits"], "nowhere.pt"),
-        (["nowhere.pt", "--model", "vgg13", "--dataset", "digits"], "needs images of at least 32x32"),
-        (["FOLDER"], "found no settings.json in it"),
-        (["OWN"], "--model: expected my_networks:make, as for the training"),
-        (["WEIGHTS", "--model", "small", "--dataset", "cifar10"], "weights of another network"),
-        (["WEIGHTS", "--model", "small", "--dataset", "digits", "--batch-size", "0"], "--batch-size"),
-        (["WEIGHTS", "--model", "small", "--dataset", "digits", "--data", "nowhere", "--cost", "guess"], "--cost"),
-    ],
-)
-def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, arguments, said):
-    torch.save(models.small_cnn().state_dict(), tmp_path / "weights.pt")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "own").mkdir()
-    images = {"channels": 3, "size": 8, "classes": 2}
-    record = {"settings": {"model": "my_networks:make", "data": "folder"}, "dataset": images}
-    (tmp_path / "own" / "settings.json").write_text(json.dumps(record))
-    places = {"OWN": str(tmp_path / "own"), "WEIGHTS": str(tmp_path / "weights.pt"), "FOLDER": str(tmp_path / "empty")}
-    out = tmp_path / "out"
-    assert main(["compact", *[places.get(a, a) for a in arguments], "--out", str(out)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("loco-ext: ")
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert not out.exists()

@@ -13,63 +13,6 @@ from tests.experiments import image_files
 GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (["--model", "lenet"], "model: expected one of small, vgg13, mobilenet, resnet18"),
-        (["--dataset", "imagenet"], "--dataset: expected one of digits, cifar10"),
-        (["--preset", "fast"], "preset: expected one of paper, quick"),
-        (["--optimizer", "lion"], "optimizer: expected one of sgd, adam, adamw"),
-        (["--schedule", "linear"], "schedule: expected one of steps, cosine"),
-        (["--norm", "l0"], "norm: expected one of l2, l1"),
-        (["--norm", "l1", "--optimizer", "adamw"], "norm: expected l2 for adamw"),
-        (["--epochs", "0"], "--epochs: expected an integer from 1"),
-        (["--epochs", "ten"], "--epochs: expected an integer from 1"),
-        (["--batch-size", "1"], "--batch-size: expected at least 2"),
-        (["--lr", "-1"], "--lr: expected a number, at least 0"),
-        (["--lr", "nan"], "--lr: expected a number, at least 0"),
-        (["--momentum", "x"], "--momentum: expected a number"),
-        (["--momentum", "1"], "--momentum: expected less than 1, got 1.0"),
-        (["--image-size", "8"], "--image-size: expected none for digits"),
-        (["--weights", "nowhere.pt"], "--weights: nowhere.pt: "),
-        (["--milestones", "3,2"], "--milestones: expected ascending epochs"),
-        (["--milestones", "3"], "milestones: expected none with the cosine schedule"),
-        (["--schedule", "steps", "--milestones", "1,1", "--factor", "1e200"], "factor: expected one that leaves"),
-        (["--locality", ""], "--locality: expected none, GAMMA,ETA or a file"),
-        (["--dataset", "cifar10", "--data", "x" * 300], "File name too long"),
-        (["--milestones", "3;2"], "--milestones: expected an integer"),
-        (["--locality", "1,2,3,4"], "locality: "),
-        (["--locality", "1,-2"], "locality: "),
-        (["--locality", "nowhere.json"], "--locality: expected none, GAMMA,ETA or a file"),
-        (["--device", "cuda:99"], "--device: expected a device that torch can use here"),
-        (["--model", "vgg13"], "vgg13 needs images of at least 32x32"),
-        (["--dataset", "cifar10"], "--data: expected the folder that holds the files of the data set cifar10"),
-        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
-        (["--penalty", "groups"], "penalty: expected one of rings, kernels, complexity"),
-        (["--strength", "0.1"], "strength: expected 0 without a penalty"),
-        (["--penalty", "complexity", "--folded"], "folded: expected False with the penalty complexity"),
-        (["--folded"], "folded: expected False without a penalty"),
-        (["--penalty", "none", "--strength", "0.1"], "strength: expected 0 without a penalty"),
-        (["--penalty", "rings", "--strength", "-1"], "--strength: expected a number, at least 0"),
-        (["--penalty", "rings", "--weighting", "x"], "weighting: expected one of plain, normalized, scaled"),
-        (["--penalty", "rings", "--kind", "x"], "kind: expected one of half, full"),
-        (["--penalty", "rings", "--solver", "x"], "solver: expected one of prox, subgradient"),
-        (["--width", "0.5"], "width: expected 1, or more than 0 for resnet20"),
-        (["--seed", "-1"], "--seed: expected an integer from 0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
-    out = tmp_path / "run"
-    assert main([*GOOD, "--out", str(out), *bad]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("loco-ext: ")
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert not out.exists()
-
-
 def test_a_damaged_data_file_leaves_nothing_behind(tmp_path, capsys):
     image_files.cifar10(tmp_path / "data")
     path = tmp_path / "data" / "cifar-10-batches-bin" / "data_batch_2.bin"
@@ -78,12 +21,6 @@ def test_a_damaged_data_file_leaves_nothing_behind(tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
     assert "data_batch_2.bin: expected 30730000 bytes (10000 records), found 30729993" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main([*GOOD, "--out", str(tmp_path / "file" / "run")]) == 2
-    assert "--out: expected a folder that can be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch.nn.functional import interpolate
 
 from loco_ext.experiments import data
@@ -133,7 +134,15 @@ def test_what_is_not_there_is_said(tmp_path, name, folder, said):
         data.load(name, folder and tmp_path / folder)
 
 
-def test_digits_need_no_files():
-    found = data.load("digits", None)
+def test_digits_need_no_files_and_are_those_of_scikit_learn():
+    found, again = data.load("digits", None), data.load("digits", None)
+    assert torch.equal(found.train.images, again.train.images)
+    images = torch.cat([found.train.images, found.test.images])
+    labels = torch.cat([found.train.labels, found.test.labels])
+    # The split has each image once: sixteenths are exact, and so is the sum over all of them.
+    bunch = load_digits()
+    assert images.double().sum().item() * 16 == bunch.images.sum()
+    assert (images.min().item(), images.max().item(), images.dtype) == (0, 1, torch.float32)
+    assert labels.bincount().tolist() == np.bincount(bunch.target).tolist()
     assert (len(found.train.labels), len(found.test.labels)) == (800, 997)
     assert (found.channels, found.size, found.classes, found.augmented) == (1, 8, 10, False)

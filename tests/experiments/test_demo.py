@@ -14,7 +14,7 @@ import torch
 from loco_ext import sparsity
 from loco_ext.analysis import locality_statistics
 from loco_ext.cli import main
-from loco_ext.experiments import data, demo, report
+from loco_ext.experiments import data, demo, demo_networks
 from loco_ext.experiments.data import digits
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import small_cnn
@@ -174,38 +174,6 @@ def test_table(finished):
     assert f"{smaller['accuracy_compacted']:.1%}, compacted" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "required: command"),
-        (["train-everything"], "invalid choice: 'train-everything'"),
-        (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
-        (["demo", "--epochs", "0"], "argument --epochs: expected an integer from 1 to 1000000, got '0'"),
-        (["demo", "--epochs", "-1"], "argument --epochs: expected"),
-        (["demo", "--epochs", "2.5"], "argument --epochs: expected"),
-        (["demo", "--seed", "-1"], "argument --seed: expected an integer from 0 to"),
-        (["demo", "--seed", str(2**63)], "argument --seed: expected"),
-        (["demo", "--device", "abacus"], "argument --device: expected a device that torch can use here, got 'abacus'"),
-        (["demo", "--device", "meta"], "argument --device: expected"),
-        (["demo", "--device", "hpu"], "argument --device: expected"),
-        (["demo", "--out", "a_file"], "--out: expected a folder that can be written to, got 'a_file': File exists"),
-        (["demo", "--out", "a_file/below"], "--out: expected a folder"),
-        (["info", "--out", "x"], "unrecognized arguments: --out x"),
-    ],
-)
-def test_user_errors(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a_file").write_text("kept")
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert printed.err.startswith("loco-ext: ")
-    assert message in printed.err
-    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
-    assert (tmp_path / "a_file").read_text() == "kept"
-
-
 def test_missing_libraries_are_named_with_the_extra(tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("loco_ext.experiments")]:
         monkeypatch.delitem(sys.modules, name)
@@ -221,50 +189,7 @@ def test_missing_libraries_are_named_with_the_extra(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "analyze", "compact", "frontier", "info"])
-def test_help(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
-    assert "--json" in capsys.readouterr().out
-
-
-def test_info(capsys):
-    assert main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-    assert main(["info"]) == 0
-    assert torch.__version__ in capsys.readouterr().out
-
-
 def test_a_network_without_3x3_convolutions_has_no_means():
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 5), torch.nn.Linear(3, 3))
     with pytest.raises(ValueError, match="model: expected a 3x3 convolution in it, got 1 convolutions of other sizes"):
-        report.mean_abs_weights(model)
-
-
-def test_digits():
-    train, test = digits()
-    again, _ = digits()
-    assert torch.equal(train.images, again.images)
-    assert (len(train.labels), len(test.labels)) == (800, 997)
-    images, labels = torch.cat([train.images, test.images]), torch.cat([train.labels, test.labels])
-    assert images.shape == (1797, 1, 8, 8)
-    assert images.dtype == torch.float32
-    assert labels.dtype == torch.int64
-    assert (images.min().item(), images.max().item()) == (0, 1)
-    assert labels.bincount().tolist() == [
-        178,
-        182,
-        177,
-        183,
-        181,
-        182,
-        181,
-        179,
-        174,
-        180,
-    ]  # as scikit-learn lists them
-    # The split has each of these images once: sixteenths are exact, and so is the sum over all of them.
-    from sklearn.datasets import load_digits
-
-    assert images.double().sum().item() * 16 == load_digits().images.sum()
+        demo_networks.mean_abs_weights(model)

@@ -366,36 +366,6 @@ def test_an_experiment_is_neither_overwritten_nor_mixed_up(finished, capsys):
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (["--preset", "slow"], "preset: expected one of paper, alexnet, quick, got 'slow'"),
-        (["--relax", "wide"], "--relax: expected lcn, full or a radius of at least 1, got 'wide'"),
-        (["--relax", "0"], "--relax: expected lcn, full or a radius of at least 1, got '0'"),
-        (["--relax", "lcn,lcn"], "--relax: expected some, each once"),
-        (["--switch", "0,9"], "--switch: expected ascending epochs from 0 to 2, got (0, 9)"),
-        (["--switch", "2,1"], "--switch: expected ascending epochs"),
-        (["--switch", "one"], "--switch: expected an integer from 0"),
-        (["--interpolation-points", "1"], "--interpolation-points: expected 0 or at least 2, got 1"),
-        (["--fcn-epochs", "-1"], "--fcn-epochs: expected"),
-        (["--model", "huge"], "model: expected one of small"),
-        (["--model", "vanilla", "--width", "1"], "model: vanilla needs images of at least 28x28 pixels"),
-        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
-        (["--device", "tpu"], "--device: expected a device"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
-    out = tmp_path / "run"
-    assert main(["efcn", *TINY, "--out", str(out), *bad]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("loco-ext: ")
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
     "bad",
     [{"branch_epochs": 0}, {"power_iterations": -1}, {"stiffness": 0.5}, {"penalty": "rings"}, {"switch_times": ()}],
     ids=str,

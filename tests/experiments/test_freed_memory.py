@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from loco_ext.experiments.memory import keep_freed_memory
+from loco_ext.experiments.malloc import keep_freed_memory
 
 kept = "keep" in sys.argv and keep_freed_memory()
 

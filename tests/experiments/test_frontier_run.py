@@ -306,36 +306,6 @@ def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
     assert (cut / "frontier.json").read_bytes() == (whole / "frontier.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (["--method", "magic"], "method: expected one of prox, subgradient, width"),
-        (["--penalty", "groups"], "penalty: expected one of rings, kernels"),
-        (["--method", "width", "--penalty", "rings"], "penalty: expected none with the method width"),
-        (["--method", "width", "--widths", "0"], "width: expected 1, or more than 0"),
-        (["--path", "round"], "path: expected one of dense, up, down"),
-        (["--batch-norm", "frozen"], "--batch-norm: expected one of folded, scaled, live"),
-        (["--points", "0"], "--points: expected an integer from 1"),
-        (["--span", "0"], "span: expected more than 0"),
-        (["--strengths", "1;2"], "--strengths: expected a number"),
-        (["--taus", "-1"], "--taus: expected a number"),
-        (["--samples", "none"], "--samples: expected an integer"),
-        (["--model", "small"], "width: expected 1, or more than 0"),
-        (["--dataset", "cifar10", "--data", "nowhere"], "nowhere: expected data_batch_1.bin"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_option_is_one_line_and_exit_code_2(tmp_path, capsys, bad, said):
-    out = tmp_path / "run"
-    assert main(["frontier", *TINY, "--out", str(out), *bad]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("loco-ext: ")
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert not out.exists()
-
-
 def test_a_frontier_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     options = ["--strengths", "0.1", "--out", str(tmp_path)]
     assert main(["frontier", *TINY, *options]) == 0

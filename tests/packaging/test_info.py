@@ -10,7 +10,7 @@ import loco_ext
 from loco_ext import info
 from loco_ext.cli import main
 
-WITHOUT_LIBRARY = "import sys; sys.modules['loco_ext._C'] = None; from loco_ext import info; info.main({json})"
+WITHOUT_LIBRARY = "import sys; sys.modules['loco_ext._C'] = None; from loco_ext.cli import main; main({line})"
 
 
 def run(*arguments):
@@ -46,8 +46,8 @@ def test_command_prints_the_same(capsys):
 
 
 def test_a_missing_library_is_named_with_its_reason():
-    facts = json.loads(run("-c", WITHOUT_LIBRARY.format(json=True)))
+    facts = json.loads(run("-c", WITHOUT_LIBRARY.format(line=["info", "--json"])))
     assert not facts["library"]["loaded"]
     assert "loco_ext._C" in facts["library"]["error"]
     assert "could not be loaded" in facts["backends"]["optim_step"]["cpu"]
-    assert "reference" in run("-c", WITHOUT_LIBRARY.format(json=False))
+    assert "reference" in run("-c", WITHOUT_LIBRARY.format(line=["info"]))

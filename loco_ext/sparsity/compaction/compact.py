@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
 from loco_ext.fx.trace import UntraceableError
+from loco_ext.nn.computed import make_weights_plain
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
 from loco_ext.sparsity.compaction.channels import Channels, analyse
@@ -27,7 +28,6 @@ from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
-from loco_ext.sparsity.computed import make_weights_plain
 
 _log = logging.getLogger(__name__)
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}

@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
 from loco_ext.analysis.tables import statistics_table
-from loco_ext.output import replacing
+from loco_ext.experiments.figures import write
+from loco_ext.experiments.tables import print_table
 
 CLASSES = ("centre", "edge", "corner")  # distance classes of a 3x3 kernel, nearest first
 
@@ -76,33 +76,16 @@ def mean_abs_weights(model: nn.Module) -> Tensor:
     return torch.cat(filters).abs().mean(0)
 
 
-def print_table(headers: list[str], rows: list[list[str]]) -> None:
-    """Print a table of cells with the first column left-aligned."""
-    table = Table()
-    for number, header in enumerate(headers):
-        table.add_column(header, justify="right" if number else "left")
-    for cells in rows:
-        table.add_row(*cells)
-    Console().print(table)
-
-
-def print_tables(networks: list[Network]) -> None:
+def print_networks(networks: list[Network]) -> None:
     """Print test accuracy, mean absolute weight by distance, and LOCO-REG's Table 4 statistics of each network."""
-    table = Table(title="Test accuracy and mean |weight| of the 3x3 convolutions")
-    table.add_column("decay (gamma, eta)")
-    for heading in ("accuracy", *CLASSES, "centre / corner"):
-        table.add_column(heading, justify="right")
+    rows = []
     for network in networks:
         means = network.mean_abs_weight
-        table.add_row(
-            _label(network),
-            f"{network.accuracy:.1%}",
-            *(f"{means[place]:.4f}" for place in CLASSES),
-            f"{means['centre'] / means['corner']:.2f}",
-        )
-    console = Console()
-    console.print(table)
-    console.print(statistics_table({_label(network): network.statistics for network in networks}))
+        ratio = f"{means['centre'] / means['corner']:.2f}"
+        rows.append([_label(network), f"{network.accuracy:.1%}", *(f"{means[name]:.4f}" for name in CLASSES), ratio])
+    headers = ["decay (gamma, eta)", "accuracy", *CLASSES, "centre / corner"]
+    print_table(headers, rows, "Test accuracy and mean |weight| of the 3x3 convolutions")
+    Console().print(statistics_table({_label(network): network.statistics for network in networks}))
 
 
 def save_figure(networks: list[Network], path: Path) -> None:
@@ -115,8 +98,7 @@ def save_figure(networks: list[Network], path: Path) -> None:
         _draw_taps(axes, network, highest)
     right.suptitle("Test accuracy")
     _draw_accuracies(right.subplots(), networks)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    write(figure, path)
 
 
 def _draw_taps(axes: Axes, network: Network, highest: float) -> None:

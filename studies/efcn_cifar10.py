@@ -1,6 +1,6 @@
 """From convolution to full connection on CIFAR-10: the eFCN paper's experiment, shortened, and networks in between.
 
-    python -m bench.efcn_cifar10 --data DIR      takes some hours on one core; writes bench/results/
+    python -m studies.efcn_cifar10 --data DIR      takes some hours on one core; writes studies/results/
 
 The VanillaCNN is trained for 30 epochs of the paper's 150, lifted networks for 10 of its 100, on all 50,000 training
 images. The studies are "lcn", from epochs 0, 3, 10 and 30; "grown", by two pixels, and "full", both from 0 and 10,
@@ -8,23 +8,24 @@ where a curvature takes a few Hessian-vector products; "full" also has the fully
 start from the same training of the CNN, that of the first study.
 """
 
-import argparse
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
+import typer
 from torch.nn.functional import cross_entropy
 
-from bench import harness, machine, tables
-from loco_ext.experiments import data, efcn, efcn_figures
+from bench import harness, machine
+from loco_ext.experiments import efcn, efcn_figures
+from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.train import make_model, make_optimizer
 from loco_ext.nn import to_efcn
+from studies import summaries, tables
+from studies.options import Data, Device, Out, Runs
 
 EPOCHS, BRANCH_EPOCHS = 30, 10
 SWITCH_TIMES, FEW_SWITCH_TIMES = (0, 3, 10, 30), (0, 10)
@@ -42,7 +43,7 @@ def studies() -> dict[str, EfcnSettings]:
     def study(relax: str, **options: Any) -> EfcnSettings:
         values = {"switch_times": SWITCH_TIMES, "branch_epochs": BRANCH_EPOCHS, "fcn_epochs": 0, "epochs": EPOCHS}
         values |= {"landscape_samples": LANDSCAPE_SAMPLES, "power_iterations": POWER_ITERATIONS}
-        values |= {"interpolation_points": 0}  # bench.efcn_paths_cifar10 measures the interpolations
+        values |= {"interpolation_points": 0}  # studies.efcn_paths_cifar10 measures the interpolations
         return efcn_preset("paper", relaxations=(relax,), **values | options)
 
     few = {"switch_times": FEW_SWITCH_TIMES, "power_iterations": FEW_POWER_ITERATIONS}
@@ -64,7 +65,7 @@ def share_cnn(first: Path, out: Path) -> None:
     unfinished.rename(out / CNN)
 
 
-def step_seconds(settings: EfcnSettings, dataset: data.Dataset) -> dict[str, float]:
+def step_seconds(settings: EfcnSettings, dataset: Dataset) -> dict[str, float]:
     """Return the seconds of a training step of each kind of network, on one thread, all timed in one run."""
     training = settings.training
     images, labels = (part[: training.batch_size] for part in dataset.train)
@@ -96,21 +97,8 @@ def merged(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"cnn": first["cnn"], "branches": first["branches"] + branches, "fcn": fcns[0] if fcns else None}
 
 
-def without_pictures(networks: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a record that tables need; pictures of weights are most of a record."""
-
-    def plain(network: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in network.items() if name not in ("filters", "corners")}
-
-    fcn = networks["fcn"]
-    return networks | {
-        "branches": [plain(branch) for branch in networks["branches"]],
-        "fcn": plain(fcn) if fcn else None,
-    }
-
-
-def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path, out: Path) -> dict[str, Any]:
-    """Write the report, some figures beside it, and all figures to a folder beside the runs."""
+def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path, out: Path) -> None:
+    """Write the report, print its tables; draw some figures beside it, and all in a folder beside the runs."""
     networks = merged(records)
     first = next(iter(records.values()))
     report = {
@@ -120,42 +108,33 @@ def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path
         "training_samples": first["training_samples"],
         "test_samples": first["test_samples"],
         "step_seconds": steps,
-        "networks": without_pictures(networks),
+        "networks": summaries.efcn(networks),
     }
-    harness.write_json(out, report)
+    tables.publish(report, out)
     figures = runs / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     efcn_figures.save(networks, figures)
     for name in FIGURES:
         shutil.copy(figures / f"{name}.png", out.with_name(f"{out.stem}-{name}.png"))
-    return report
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    data: Data,
+    runs: Runs = Path("runs/efcn_cifar10"),
+    out: Out = tables.RESULTS / "efcn_cifar10-vanilla.json",
+    only: Annotated[str | None, typer.Option(help="Run this study alone, and write no report.")] = None,
+    without: Annotated[list[str], typer.Option(help="Leave this study out.")] = [],  # noqa: B006
+    device: Device = "cpu",
+) -> None:
     """Run the studies, write the JSON file and figures beside it, print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench.efcn_cifar10", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
-    parser.add_argument("--runs", type=Path, default=Path("runs/efcn_cifar10"), help="folder for the networks")
-    parser.add_argument("--only", choices=tuple(studies()), help="run this study, write no report")
-    parser.add_argument("--without", choices=tuple(studies()), nargs="*", default=[], help="leave these out")
-    parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
-    parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    dataset, records = data.load("cifar10", arguments.data), {}
+    dataset, records = load("cifar10", data), {}
     for name, settings in studies().items():
-        if name in arguments.without or arguments.only not in (None, name):
-            continue
-        out = arguments.runs / name
-        share_cnn(arguments.runs / next(iter(studies())), out)
-        records[name] = efcn.measure(settings, dataset, out, arguments.device, resume=True)
-    if arguments.only:
-        return 0
-    out = arguments.out or harness.RESULTS / "efcn_cifar10-vanilla.json"
-    report = save(records, step_seconds(studies()["lcn"], dataset), arguments.runs, out)
-    print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
-    return 0
+        if name not in without and only in (None, name):
+            share_cnn(runs / next(iter(studies())), runs / name)
+            records[name] = efcn.measure(settings, dataset, runs / name, device, resume=True)
+    if only is None:
+        save(records, step_seconds(studies()["lcn"], dataset), runs, out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -1,6 +1,6 @@
 """Structured sparsity on CIFAR-10: networks that lost rings or kernels against narrower ones with as many epochs.
 
-    python -m bench.frontier_cifar10 --data DIR      takes about an hour on one core; writes bench/results/
+    python -m studies.frontier_cifar10 --data DIR      takes about an hour on one core; writes studies/results/
 
 The networks are ResNet-8 and its plain twin, with 5,000 training and 2,500 test images. The arms are the exact prox of
 rings and of kernels, one epoch for each strength, each from the previous strength (path "up"), with batch norms folded;
@@ -11,21 +11,22 @@ rate throughout. ResNet-8 with rings also has the other warm starts, downward fr
 and the effect of batch norms.
 """
 
-import argparse
 import shutil
-import sys
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
+import typer
 
-from bench import harness, machine, tables
-from loco_ext.experiments import data, figures, frontier, run, settings
+from bench import machine
+from loco_ext.experiments import figures, frontier, run, settings
+from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.output import replacing
+from studies import summaries, tables
+from studies.options import Data, Out, Runs
 
 MODELS = ("resnet8", "plain8")
 PENALTIES = ("rings", "kernels")
@@ -81,7 +82,7 @@ def arms(model: str) -> dict[str, frontier.FrontierSettings]:
     return found
 
 
-def share_dense(setting: frontier.FrontierSettings, dataset: data.Dataset, folder: Path, out: Path) -> None:
+def share_dense(setting: frontier.FrontierSettings, dataset: Dataset, folder: Path, out: Path) -> None:
     """Train the network that all paths start from once, and copy it to where this path looks for it."""
     run.run(setting.dense(1.0), dataset, folder, Processes(torch.device("cpu")), resume=True)
     target = out / "dense-1" / run.CHECKPOINT
@@ -90,27 +91,30 @@ def share_dense(setting: frontier.FrontierSettings, dataset: data.Dataset, folde
         shutil.copy(folder / run.CHECKPOINT, temporary)
 
 
-def study(arguments: argparse.Namespace) -> dict[str, Any]:
+def few_samples(data: Path) -> Dataset:
+    """Return CIFAR-10's first samples."""
+    whole = load("cifar10", data).first(TRAIN)
+    return replace(whole, test=Samples(*(part[:TEST] for part in whole.test)))
+
+
+def study(data: Path, runs: Path, only: str | None = None) -> dict[str, Any]:
     """Return the records of all arms, by model and name; finished ones are read from their files."""
-    whole = data.load("cifar10", arguments.data).first(TRAIN)
-    test = Samples(*(part[:TEST] for part in whole.test))
-    dataset = data.Dataset(whole.name, whole.train, test, whole.classes, whole.augmented)
+    dataset = few_samples(data)
     networks: dict[str, Any] = {}
     for model in MODELS:
         for name, setting in arms(model).items():
-            if arguments.only and arguments.only != f"{model} {name}":
+            if only not in (None, f"{model} {name}"):
                 continue
-            out = arguments.runs / f"{model}-{name.replace(', ', '-').replace(' ', '-')}"
+            out = runs / f"{model}-{name.replace(', ', '-').replace(' ', '-')}"
             if setting.method != "width":
-                share_dense(setting, dataset, arguments.runs / f"{model}-dense", out)
-            record = frontier.measure(setting, dataset, out, "cpu", resume=True)
-            networks.setdefault(model, {})[name] = record
+                share_dense(setting, dataset, runs / f"{model}-dense", out)
+            networks.setdefault(model, {})[name] = frontier.measure(setting, dataset, out, "cpu", resume=True)
     return networks
 
 
-def report_of(networks: dict[str, Any]) -> dict[str, Any]:
-    """Return the records of all arms by model and name, and the facts they share."""
-    return {
+def save(networks: dict[str, Any], out: Path) -> None:
+    """Write the report and print its tables; draw errors against multiply-adds with one panel for each model."""
+    report = {
         "benchmark": "frontier_cifar10",
         "machine": machine.describe(),
         "settings": {
@@ -119,16 +123,15 @@ def report_of(networks: dict[str, Any]) -> dict[str, Any]:
             "epochs": DENSE_EPOCHS + len(STRENGTHS) + REFIT_EPOCHS,
             "dense_epochs": DENSE_EPOCHS,
         },
-        "networks": networks,
+        "networks": {
+            model: {name: summaries.frontier(record) for name, record in arms.items()}
+            for model, arms in networks.items()
+        },
     }
-
-
-def save(report: dict[str, Any], out: Path) -> None:
-    """Write the JSON file and, beside it, a figure of errors against multiply-adds with one panel for each model."""
-    harness.write_json(out, report)
+    tables.publish(report, out)
     panels: dict[str, figures.Series] = {}
     dense = {}
-    for model, arms in report["networks"].items():
+    for model, arms in networks.items():
         dense[model] = arms["width"]["paths"][0]["multiply_adds"]
         for name, record in arms.items():
             if "," in name:
@@ -140,24 +143,19 @@ def save(report: dict[str, Any], out: Path) -> None:
     figures.write(figures.errors(panels, dense), out.with_suffix(".png"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    data: Data,
+    runs: Runs = Path("runs/frontier_cifar10"),
+    out: Out = tables.RESULTS / "frontier_cifar10-resnet8.json",
+    only: Annotated[
+        str | None, typer.Option(help="Run this arm alone, as 'resnet8 rings prox', and write no report.")
+    ] = None,
+) -> None:
     """Run the study, write the JSON file and a figure beside it, print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench.frontier_cifar10", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10's binary files")
-    parser.add_argument("--runs", type=Path, default=Path("runs/frontier_cifar10"), help="folder for the networks")
-    parser.add_argument("--only", metavar="ARM", help="such as 'resnet8 rings prox': run this, write no report")
-    parser.add_argument("--out", type=Path, help="JSON file (default: in bench/results)")
-    arguments = parser.parse_args(argv)
-    networks = study(arguments)
-    if arguments.only:
-        return 0
-    report = report_of(networks)
-    out = arguments.out or harness.RESULTS / "frontier_cifar10-resnet8.json"
-    save(report, out)
-    print(f"written: {out}", file=sys.stderr)
-    tables.show(report, Console())
-    return 0
+    networks = study(data, runs, only)
+    if only is None:
+        save(networks, out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

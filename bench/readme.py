@@ -1,0 +1,126 @@
+"""Sections of README.md made from committed results, between ``<!-- FOLDER:NAME -->`` and ``<!-- /FOLDER -->``.
+
+FOLDER is the package whose ``results`` hold the files NAME-*.json, and whose ``tables`` turn each into tables.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import harness
+from bench.table import Table
+
+README = harness.ROOT / "README.md"
+Renderers = Mapping[str, Callable[[dict[str, Any]], list[Table]]]
+
+
+def main(
+    folder: str, renderers: Renderers, results: Path, argv: Sequence[str] | None = None, readme: Path = README
+) -> int:
+    """Rewrite the folder's sections of ``readme``, or check that they are up to date."""
+    parser = argparse.ArgumentParser(prog=f"python -m {folder}.tables", description="Tables of the committed results.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
+    arguments = parser.parse_args(argv)
+    old = readme.read_text()
+    new = render(old, folder, renderers, results)
+    if new == old:
+        return 0
+    if arguments.check:
+        print(f"{readme.name} is out of date: run python -m {folder}.tables", file=sys.stderr)
+        return 1
+    readme.write_text(new)
+    return 0
+
+
+def render(text: str, folder: str, renderers: Renderers, results: Path) -> str:
+    """Return ``text`` with every section of the folder replaced.
+
+    Raises:
+        ValueError: ``text`` lacks a section, or has an unknown one.
+    """
+    pattern = re.compile(rf"(<!-- {folder}:(\w+) -->\n).*?(<!-- /{folder} -->)", re.DOTALL)
+    names = [match[2] for match in pattern.finditer(text)]
+    if sorted(names) != sorted(renderers):
+        raise ValueError(f"text: expected markers of {', '.join(renderers)}, got {', '.join(names) or 'none'}")
+    return pattern.sub(lambda match: match[1] + section(match[2], renderers, results) + match[3], text)
+
+
+def section(name: str, renderers: Renderers, results: Path) -> str:
+    """Return the Markdown of every committed result of one name."""
+    parts = []
+    for path in sorted(results.glob(f"{name}-*.json")):
+        report = json.loads(path.read_text())
+        parts += [description(report), *(table.markdown() for table in renderers[name](report) if table.rows)]
+    return "".join(f"\n{part}\n" for part in parts or [nothing_yet(name)]) + "\n"
+
+
+def nothing_yet(name: str) -> str:
+    """Return the text of a section without results."""
+    if name.endswith("_gpu"):
+        return "No GPU has been measured yet; `make device-check` on a machine with one does that."
+    return f"Not measured yet; `python -m bench.bench_{name}` does that."
+
+
+def publish(report: dict[str, Any], out: Path | None, renderers: Renderers) -> None:
+    """Write a report, if a path is given, and print its tables."""
+    if out is not None:
+        harness.write_json(out, report)
+        print(f"written: {out}", file=sys.stderr)
+    console = Console()
+    console.print(description(report))
+    for table in renderers[report["benchmark"]](report):
+        if table.rows:
+            console.print(table.rich())
+
+
+def description(report: dict[str, Any]) -> str:
+    """Return machine, versions and bandwidth in one paragraph."""
+    machine = report["machine"]
+    if "gpu" in machine:
+        return gpu_description(report)
+    caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
+    rows = report.get("bandwidth", [])
+    triad = [f"{row['triad']['median'] / 1e9:.1f} GB/s (threads: {row['threads']})" for row in rows]
+    timed = "all columns of a row ran interleaved in one process. "
+    if report["benchmark"] == "zoo":
+        timed += f"Medians of {report['settings']['rounds']} rounds."
+    else:
+        timed += "Medians are averaged over places in memory and over what ran before; "
+        timed += "percentiles are in the JSON file."
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({caches}), {machine['cpu_capability']}"
+        + (f"; triad {', '.join(triad)}" if triad else "")
+        + f". torch {machine['torch']}; {version(machine)}. float32"
+        + (f"; {timed}{not_measured(report)}" if "results" in report else ".")
+    )
+
+
+def gpu_description(report: dict[str, Any]) -> str:
+    """Return GPU, versions and bandwidth in one paragraph."""
+    machine = report["machine"]
+    return (
+        f"{machine['gpu']} ({machine['multiprocessors']} multiprocessors, L2 {machine['l2_bytes'] / 2**20:.0f} MB), "
+        f"device copy {report['copy_bandwidth']['median'] / 1e9:,.0f} GB/s; host {machine['cpu']}. "
+        f"Driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, triton {machine['triton']}; "
+        f"{version(machine)}. Parameters, gradients and states have the dtype named; all columns of a row ran "
+        "interleaved in one process. Percentiles are in the JSON file." + not_measured(report)
+    )
+
+
+def not_measured(report: dict[str, Any]) -> str:
+    """Return a sentence about what could not be measured; empty if everything could."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in report.get("not_measured", {}).items())
+    return f" Not measured: {reasons}." if reasons else ""
+
+
+def version(machine: dict[str, Any]) -> str:
+    """Return our version and commit, and the date."""
+    commit, _, dirty = machine["commit"].partition("-")
+    commit = commit[:10] + (" with changes" if dirty else "")
+    return f"loco_ext {machine['loco_ext']}, commit {commit}; {machine['date'][:10]}"

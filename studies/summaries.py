@@ -1,0 +1,69 @@
+"""What is kept of a study's record: the figures that its tables show, and no epochs, rounds or pictures."""
+
+from typing import Any
+
+import numpy as np
+
+from loco_ext.experiments.figures import error
+
+Record = dict[str, Any]
+
+
+def frontier(record: Record) -> Record:
+    """Return the points of a frontier: multiply-adds, test errors in percent, latencies, filters left and norms."""
+    settings = record["settings"]
+    return {
+        "training": settings["training"],
+        "settings": {name: value for name, value in settings.items() if name != "training"},
+        "latency_batch": record["latency_batch"],
+        "paths": [
+            {
+                **{name: path[name] for name in ("width", "path", "multiply_adds", "latency")},
+                "points": [_point(point) for point in path["points"]],
+            }
+            for path in record["paths"]
+        ],
+    }
+
+
+def _point(point: Record) -> Record:
+    return {
+        **{name: point[name] for name in ("strength", "tau", "multiply_adds")},
+        "filters": sum(sum(counts[1:]) for counts in point["kernels"].values()),
+        "error": 100 * (1 - point["metrics"]["accuracy"]),
+        "refitted_error": error(point) if point["refitted"] else None,
+        **{name: point[name] for name in ("latency_before", "latency_after")},
+        **{name: point["metrics"][name] for name in ("weight_norm", "effective_norm")},
+    }
+
+
+def efcn(networks: Record) -> list[Record]:
+    """Return the networks of the eFCN experiment with their first and last figures."""
+    cnn = {"relax": "cnn", "switch_time": None, "before": {}, "after": {}} | networks["cnn"]
+    found = [cnn, *networks["branches"], *([networks["fcn"]] if networks["fcn"] else [])]
+    kept = ("relax", "switch_time", "parameters", "start", "before", "after")
+    return [
+        {**{name: network[name] for name in kept}, "epochs": len(network["epochs"]), "last": network["epochs"][-1]}
+        for network in found
+    ]
+
+
+def paths(network: Record) -> Record:
+    """Return the ends, the highest test accuracy and the highest training loss of each path to a network."""
+    methods = {
+        name: {
+            "points": len(points),
+            "ends": [points[place]["test_accuracy"] for place in (0, -1)],
+            "best": max(point["test_accuracy"] for point in points),
+            # None, as in the points, where a loss is not finite.
+            "highest_loss": None if None in (losses := [p["train_loss"] for p in points]) else max(losses),
+        }
+        for name, points in network["interpolations"].items()
+    }
+    return {"relax": network["relax"], "switch_time": network["switch_time"], "methods": methods}
+
+
+def quartiles(values: Any) -> Record:
+    """Return median, quartiles and count of some values."""
+    lower, median, upper = np.percentile(values, (25, 50, 75)).tolist()
+    return {"median": median, "quartiles": [lower, upper], "count": len(values)}

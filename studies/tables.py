@@ -1,0 +1,272 @@
+"""Tables of the committed results of the studies: in README.md, between ``<!-- studies:NAME -->`` and its end.
+
+python -m studies.tables            rewrites README.md
+python -m studies.tables --check    exits with 1 if that would change it
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import readme
+from bench.table import MISSING, Table
+
+RESULTS = Path(__file__).parent / "results"
+Record = dict[str, Any]
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's multiply-adds
+EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
+
+
+def locality_cifar10(report: Record) -> list[Table]:
+    """Return the table of the arms' test errors and of the factors that they were trained with."""
+    settings = report["settings"]
+    rows = []
+    for name, arm in report["arms"].items():
+        s = arm["summary"]
+        difference = [MISSING, MISSING]
+        if "paired_p" in s:
+            difference = [f"{s['difference']:+.2f} ± {s['difference_standard_error']:.2f}", f"{s['paired_p']:.2f}"]
+        factors = "; ".join(
+            f"{layer}: {', '.join(f'{f:.2f}' for f in fs)}" for layer, fs in (arm["locality"] or {}).items()
+        )
+        rows.append([name, f"{s['error']:.2f} ± {s['standard_error']:.2f}", *difference, factors or "1, 1"])
+    title = (
+        f"CIFAR-10, small CNN, {settings['epochs']} epochs, {settings['seeds']} paired seeds: test error in percent, "
+        "mean and standard error; factors (gamma, eta) by layer, estimated from the uniform networks' weights "
+        f"({settings['stat']})"
+    )
+    return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
+
+
+def frontier_cifar10(report: Record) -> list[Table]:
+    """Return tables of errors of pruned and narrower networks, of warm starts, and of the effect of batch norms."""
+    settings, tables = report["settings"], []
+    for model, arms in report["networks"].items():
+        tables += [errors(model, arms, settings), latencies(model, arms)]
+    for arms in report["networks"].values():
+        if "rings prox, live" in arms:
+            tables += [paths(arms), norms(arms)]
+    return tables
+
+
+def errors(model: str, arms: Record, settings: Record) -> Table:
+    """Return the table of the lowest error of each method by the share of multiply-adds that a network may have."""
+    whole = arms["width"]["paths"][0]["multiply_adds"]
+    rows = []
+    for name, record in arms.items():
+        if "," in name:
+            continue
+        points = [point for path in record["paths"] for point in path["points"]]
+        shares = [point["multiply_adds"] / whole for point in points]
+        if name.startswith("width"):
+            rows.append([name, *lowest(map(error, points), shares)])
+            continue
+        rows.append([f"{name}, not refitted", *lowest([point["error"] for point in points], shares)])
+        if points[0]["refitted_error"] is not None:
+            rows.append([f"{name}, refitted", *lowest(map(error, points), shares)])
+    title = (
+        f"{model}, {settings['training_samples']:,} training images: lowest test error in percent "
+        f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} multiply-adds. "
+        f"All but those not refitted have been trained for {settings['epochs']} epochs"
+    )
+    return Table(title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows)
+
+
+def latencies(model: str, arms: Record) -> Table:
+    """Return the same by the share of a compacted network's time; pruned networks are timed beside the dense one."""
+    dense = arms["width"]["paths"][0]["latency"]
+    rows = []
+    for name in ("width", "rings prox"):
+        points = [point for path in arms[name]["paths"] for point in path["points"]]
+        shares = [p["latency_after"] / (dense if name == "width" else p["latency_before"]) for p in points]
+        rows.append([name, *lowest(map(error, points), shares)])
+    title = (
+        f"{model}, one thread: lowest test error in percent of the networks that take at most so much of "
+        f"{1e3 * dense:.2f} ms, the time of the dense one for {arms['width']['latency_batch']} images; rings refitted"
+    )
+    return Table(title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows)
+
+
+def lowest(found: Any, shares: list[float]) -> list[str]:
+    """Return the lowest error within each of SHARES, and the number of networks it is chosen from."""
+    networks = list(zip(found, shares, strict=True))
+    cells = []
+    for most in SHARES:
+        allowed = [error for error, share in networks if share <= most]
+        cells.append(f"{min(allowed):.1f}" if allowed else MISSING)
+    return [*cells, str(len(networks))]
+
+
+def error(point: Record) -> float:
+    """Return the test error of a point in percent, after its refit if it had one."""
+    return point["error"] if point["refitted_error"] is None else point["refitted_error"]
+
+
+def paths(arms: Record) -> Table:
+    """Return the table of how much of the network is left along the paths from the strength that leaves nothing."""
+    rows = []
+    for name in ("rings prox, dense", "rings prox, down"):
+        (path,) = arms[name]["paths"]
+        rows += [[path["path"], f"{point['strength']:.2g}", *left(point, path)] for point in path["points"]]
+    title = "From the strength that leaves nothing, found by trial, down: each from the dense network, or from the last"
+    return Table(title, ["start", "strength", "kernels left", "multiply-adds", "test error"], rows)
+
+
+def norms(arms: Record) -> Table:
+    """Return the table of norms of weights, and of their effect, by treatment of batch norms, at the same strengths."""
+    rows = []
+    for kind in ("live", "scaled", "folded"):
+        if f"rings prox, {kind}" not in arms:
+            continue
+        (path,) = arms[f"rings prox, {kind}"]["paths"]
+        for point in reversed(path["points"]):
+            values = (point[name] for name in ("weight_norm", "effective_norm"))
+            cells = ["-" if value is None else f"{value:.2g}" for value in values]
+            rows.append([kind, f"{point['strength']:g}", *cells, *left(point, path)])
+    title = (
+        "Batch normalisation live, live with the penalty scaled by it, and folded; all from the dense network, two "
+        "epochs, no refit. Norms are means over the kernels left, of weights and of weights times the scale behind them"
+    )
+    headers = ["batch norm", "strength", "norm", "norm times scale", "kernels left", "multiply-adds", "test error"]
+    return Table(title, headers, rows)
+
+
+def trained_cifar10(report: Record) -> list[Table]:
+    """Return the table of times of networks that were trained with a penalty, unchanged and compacted."""
+    rows = []
+    for model, record in report["networks"].items():
+        (path,) = record["paths"]
+        for point in path["points"]:
+            before, after = point["latency_before"], point["latency_after"]
+            times = [f"{1e3 * before:.2f}", f"{1e3 * after:.2f}", f"{before / after:.2f}"]
+            rows.append([model, f"{point['strength']:g}", *left(point, path), *times])
+    settings, batch = report["settings"], next(iter(report["networks"].values()))["latency_batch"]
+    title = (
+        f"{settings['training_samples']:,} training images, "
+        f"{settings['dense_epochs']} epochs dense and one for each strength, one thread: milliseconds for {batch} "
+        "images of the network as it is, and compacted; test error in percent"
+    )
+    headers = ["network", "strength", "kernels left", "multiply-adds", "test error", "ms", "compacted", "times faster"]
+    return [Table(title, headers, rows)]
+
+
+def left(point: Record, path: Record) -> list[str]:
+    """Return the cells of what is left of a network: filters, share of the multiply-adds, and the test error."""
+    return [str(point["filters"]), f"{point['multiply_adds'] / path['multiply_adds']:.1%}", f"{error(point):.1f}"]
+
+
+def efcn_cifar10(report: Record) -> list[Table]:
+    """Return tables of networks between convolution and full connection: accuracies, step times, the loss nearby."""
+    return [accuracies(report), steps(report), landscapes(report)]
+
+
+def accuracies(report: Record) -> Table:
+    """Return the table of the accuracy that each network reaches and its deviation from the convolutions."""
+    rows = []
+    for network in report["networks"]:
+        last = network["last"]
+        shares = ("delta_locality", "delta_sharing", "local_accuracy", "off_local_accuracy")
+        rows.append(
+            [
+                *case(network),
+                f"{network['parameters']:,}",
+                str(network["epochs"]),
+                percent(network["start"]["test_accuracy"]),
+                percent(last["test_accuracy"]),
+                number(last["train_loss"]),
+                *(percent(last.get(name)) for name in shares),
+            ]
+        )
+    samples = f"{report['training_samples']:,} training and {report['test_samples']:,} test images"
+    title = (
+        f"VanillaCNN, {samples}, one seed. Test "
+        "accuracy in percent when training begins and after so many epochs; training loss of the last epoch, while "
+        "weights change; shares of the norm in percent; test accuracy with the other blocks masked"
+    )
+    headers = ["network", "from epoch", "parameters", "epochs", "at first", "in the end", "training loss"]
+    headers += ["delta locality", "delta sharing", "local blocks", "other blocks"]
+    return Table(title, headers, rows)
+
+
+def steps(report: Record) -> Table:
+    """Return the table of training times."""
+    seconds, batch = report["step_seconds"], report["settings"]["lcn"]["training"]["batch_size"]
+    rows = [[title(name), number(1e3 * time), number(time / seconds["cnn"])] for name, time in seconds.items()]
+    text = f"A training step of {batch} images, one thread, all in one run: median milliseconds, and over the CNN's"
+    return Table(text, ["network", "ms", "of the CNN"], rows)
+
+
+def landscapes(report: Record) -> Table:
+    """Return the table of gradient norms and curvatures before and after training."""
+    names = ("gradient_norm", "top_eigenvalue", "residual")
+    rows = [
+        [*case(network), *(number(network[when].get(name)) for name in names for when in ("before", "after"))]
+        for network in report["networks"]
+        if network["before"]
+    ]
+    text = (
+        "The training loss around the weights, before and after that training: norm of the gradient, largest "
+        "eigenvalue of the Hessian, and its relative residual"
+    )
+    headers = [f"{name} {when}" for name in ("gradient", "eigenvalue", "residual") for when in ("before", "after")]
+    return Table(text, ["network", "from epoch", *headers], rows)
+
+
+def efcn_paths(report: Record) -> list[Table]:
+    """Return the table of the best values on each path between networks of the eFCN experiment, ends included."""
+    rows = []
+    for network in report["networks"]:
+        methods = network["methods"]
+        accuracies = [*methods["linear"]["ends"], *(path["best"] for path in methods.values())]
+        losses = [path["highest_loss"] for path in methods.values()]
+        barriers = ["inf" if loss is None else number(loss) for loss in losses]
+        rows.append([*case(network), *map(percent, accuracies), *barriers])
+    text = (
+        "Paths from the trained CNN to networks trained on: test accuracies of their ends and the highest on each, in "
+        "percent, chosen on the test images; the highest training loss on each"
+    )
+    names = ("linear", "string", "outputs")
+    headers = ["network", "from epoch", "CNN", "network itself", *names, *(f"loss, {name}" for name in names)]
+    return [Table(text, headers, rows)]
+
+
+def case(network: Record) -> list[str]:
+    """Return the cells that name the network and the epoch after which it was lifted."""
+    time = network["switch_time"]
+    return [title(network["relax"]), MISSING if time is None else str(time)]
+
+
+def title(relax: str) -> str:
+    """Return the name of a lifted network."""
+    return EFCN_NAMES.get(relax, f"grown by {relax}")
+
+
+def percent(value: float | None) -> str:
+    """Format a share in percent with one decimal."""
+    return MISSING if value is None else f"{100 * value:.1f}"
+
+
+def number(value: float | None) -> str:
+    """Format a number with three significant digits."""
+    return MISSING if value is None else f"{value:.3g}"
+
+
+RENDERERS = {
+    function.__name__: function
+    for function in (locality_cifar10, frontier_cifar10, trained_cifar10, efcn_cifar10, efcn_paths)
+}
+
+
+def publish(report: Record, out: Path) -> None:
+    """Write a report and print its tables."""
+    readme.publish(report, out, RENDERERS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite or check README.md."""
+    return readme.main("studies", RENDERERS, RESULTS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Errors made by the user: one line on stderr that names the option or file, exit code 2, and no files left behind."""
+
+import json
+
+import pytest
+import torch
+
+from loco_ext.cli import main
+from loco_ext.experiments import models
+
+DIGITS = ["--model", "small", "--dataset", "digits"]
+TRAIN = ["train", *DIGITS, "--preset", "quick", "--epochs", "1", "--out", "out"]
+FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--width", "0.25", "--out", "out"]
+EFCN = ["efcn", *DIGITS, "--epochs", "2", "--out", "out"]
+COMPACT = ["compact", "--out", "out"]
+DEMO = ["demo", "--out", "out"]
+
+CASES = {
+    (): {
+        "": "Missing command",
+        "train-everything": "No such command 'train-everything'",
+        "train": "Missing option '--",
+        "info --out x": "No such option: --out",
+    },
+    tuple(DEMO): {
+        "--speed 9": "No such option: --speed",
+        "--epochs 0": "'--epochs'",
+        "--epochs -1": "'--epochs'",
+        "--epochs 2.5": "'--epochs'",
+        "--seed -1": "'--seed'",
+        f"--seed {2**63}": "'--seed'",
+        "--device abacus": "'--device': expected a device that torch can use here, got 'abacus'",
+        "--device meta": "'--device': expected",
+        "--device hpu": "'--device': expected",
+        "--out file": "--out: expected a folder that can be written to, got 'file': File exists",
+        "--out file/below": "--out: expected a folder",
+    },
+    tuple(TRAIN): {
+        "--model lenet": "--model: expected one of small, vgg13, mobilenet, resnet18",
+        "--dataset imagenet": "--dataset: expected one of digits, cifar10",
+        "--preset fast": "--preset: expected one of paper, quick",
+        "--optimizer lion": "'--optimizer': Value error, 'lion' is not one of 'sgd', 'adam', 'adamw'",
+        "--norm l1 --optimizer adamw": "--norm: expected l2 for adamw",
+        "--epochs ten": "'--epochs'",
+        "--batch-size 1": "--batch-size: expected at least 2",
+        "--lr -1": "--lr: expected a finite number, at least 0, got -1.0",
+        "--lr nan": "--lr: expected a finite number",
+        "--momentum x": "'--momentum'",
+        "--momentum 1": "--momentum: expected less than 1, got 1.0",
+        "--image-size 8": "--image-size: expected none for digits",
+        "--weights nowhere.pt": "--weights: nowhere.pt: ",
+        "--milestones 3,2": "--milestones: expected ascending epochs",
+        "--milestones 3": "--milestones: expected none with the cosine schedule",
+        "--milestones 3;2": "'--milestones': expected integers separated by commas",
+        "--schedule steps --milestones 1,1 --factor 1e200": "--factor: expected one that leaves",
+        "--locality=": "'--locality': expected none, GAMMA,ETA or a file",
+        "--locality nowhere.json": "'--locality': expected none, GAMMA,ETA or a file",
+        "--locality 1,2,3,4": "--locality: ",
+        "--locality 1,-2": "--locality: ",
+        "--device cuda:99": "'--device': expected a device that torch can use here",
+        "--model vgg13": "vgg13 needs images of at least 32x32",
+        "--dataset cifar10": "--data: expected the folder that holds the files of the data set cifar10",
+        "--dataset cifar10 --data nowhere": "nowhere: expected data_batch_1.bin",
+        f"--dataset cifar10 --data {'x' * 300}": "File name too long",
+        "--penalty groups": "--penalty: expected one of rings, kernels, complexity",
+        "--strength 0.1": "--strength: expected 0 without a penalty",
+        "--penalty none --strength 0.1": "--strength: expected 0 without a penalty",
+        "--penalty rings --strength -1": "--strength: expected a finite number, at least 0",
+        "--penalty complexity --folded": "--folded: expected False with the penalty complexity",
+        "--folded": "--folded: expected False without a penalty",
+        "--width 0.5": "--width: expected 1, or more than 0 for resnet20",
+        "--out file/run": "--out: expected a folder that can be written to",
+    },
+    tuple(FRONTIER): {
+        "--method magic": "'--method'",
+        "--method width --penalty rings": "--penalty: expected none with the method width",
+        "--method width --widths 0": "--width: expected 1, or more than 0",
+        "--path round": "'--path'",
+        "--points 0": "'--points'",
+        "--span 0": "--span: expected more than 0",
+        "--strengths 1;2": "'--strengths': expected numbers separated by commas",
+        "--taus -1": "--taus: expected finite numbers, at least 0",
+        "--samples none": "'--samples'",
+        "--model small": "--width: expected 1, or more than 0",
+    },
+    tuple(EFCN): {
+        "--preset slow": "--preset: expected one of paper, alexnet, quick, got 'slow'",
+        "--relax wide": "--relax: expected lcn, full or a radius of at least 1, got 'wide'",
+        "--relax 0": "--relax: expected lcn, full or a radius of at least 1, got '0'",
+        "--relax lcn,lcn": "--relax: expected some, each once",
+        "--switch 0,9": "--switch: expected ascending epochs from 0 to 2, got (0, 9)",
+        "--switch 2,1": "--switch: expected ascending epochs",
+        "--switch one": "'--switch': expected integers",
+        "--interpolation-points 1": "--interpolation-points: expected 0 or at least 2, got 1",
+        "--fcn-epochs -1": "'--fcn-epochs'",
+        "--model vanilla": "--model: vanilla needs images of at least 28x28 pixels",
+    },
+    tuple(COMPACT): {
+        "nowhere.pt": "--model: expected one of small",
+        "nowhere.pt --model small": "--dataset: expected one of digits",
+        "nowhere.pt --model small --dataset digits": "nowhere.pt",
+        "nowhere.pt --model vgg13 --dataset digits": "needs images of at least 32x32",
+        "empty": "found no settings.json in it",
+        "own": "--model: expected my_networks:make, as for the training",
+        "weights.pt --model small --dataset cifar10": "weights of another network",
+        "weights.pt --model small --dataset digits --batch-size 0": "'--batch-size'",
+        "weights.pt --model small --dataset digits --cost guess": "'--cost'",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [([*start, *bad.split()], said) for start, cases in CASES.items() for bad, said in cases.items()],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
+)
+def test_an_error_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, line, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    torch.save(models.small_cnn().state_dict(), "weights.pt")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "own").mkdir()
+    record = {"settings": {"model": "my_networks:make", "data": "folder"}}
+    record["dataset"] = {"channels": 3, "size": 8, "classes": 2}
+    (tmp_path / "own" / "settings.json").write_text(json.dumps(record))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(line) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("loco-ext: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "file").read_text() == "kept"
