@@ -1,7 +1,6 @@
 """Memory layout of the channels of smaller networks: order, memory formats, and in-place overwrites."""
 
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,9 +21,12 @@ from tests.compaction.cases import Network, Residual, Two, compacted, conv, rand
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 
 
-def second_is_faster(calls: Sequence[object], device: torch.device, budget: float) -> list[float]:
-    """Return made-up latencies in place of measured ones: the first call is the slowest."""
-    return [1.0, *(0.5 for _ in calls[1:])]
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every conversion of the network as faster than the network, and compute layers without timing them."""
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
+    monkeypatch.setattr(cost, "fastest", cost.fewest_multiply_adds)
+    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_multiply_adds)
 
 
 @pytest.mark.parametrize(
@@ -53,15 +55,11 @@ def test_taking_channels_is_one_call_of_a_graph() -> None:
         take_channels(torch.zeros(2, 3, 4, 4), torch.tensor([3]))
 
 
+@pytest.mark.usefixtures("converted")
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("seed", range(50, 56))
-def test_networks_that_are_faster_in_channels_last_run_so_inside(
-    monkeypatch: pytest.MonkeyPatch, seed: int, dims: int
-) -> None:
-    monkeypatch.setattr(cost, "latencies", second_is_faster)
-    monkeypatch.setattr(cost, "fastest", cost.fewest_multiply_adds)
-    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_multiply_adds)
+def test_networks_that_are_faster_in_channels_last_run_so_inside(seed: int, dims: int) -> None:
     model, inputs, expected = random_case(seed, dims)
     network, report = sparsity.compact(model, inputs[0])
     assert "model" not in report.notes
@@ -93,10 +91,10 @@ def test_only_images_in_other_formats_are_converted() -> None:
     assert in_channels_last(annotated_graph(nn.Linear(2, 4).double(), [x[:, :, 0, 0]]), [x[:, :, 0, 0]]) is None
 
 
-def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "latencies", second_is_faster)
+@pytest.mark.usefixtures("converted")
+def test_images_of_one_channel_are_converted_too() -> None:
     first = [nn.BatchNorm2d(1), nn.Conv2d(1, 6, 3), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.ReLU()]
-    model = strike(nn.Sequential(*first, nn.Conv2d(5, 1, 1), nn.ReLU(), nn.Conv2d(1, 3, 1)), sizes=0, inputs=0)
+    model = strike(nn.Sequential(*first, nn.Conv2d(5, 1, 1), nn.ReLU(), nn.Conv2d(1, 3, 1)), dead=0, sizes=0, inputs=0)
     model, x = model.double().eval(), torch.randn(2, 1, 12, 12).double()
     network, _ = sparsity.compact(model, x)
     same(network, model, x)
