@@ -31,9 +31,7 @@ namespace loco {
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");
   m.def("optim_step_table(" LOCO_STEP_ARGS ") -> (Tensor, int[])");
-  m.def(
-      "ring_penalty_hold("
-      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, bool coupled) -> int");
+  m.def("ring_penalty_hold(Tensor like, int[] rings, Tensor thresholds, Tensor? squared) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

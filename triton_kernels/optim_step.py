@@ -5,8 +5,8 @@ one more, which increments the step counts. The table that tells the programs ab
 kernels (``csrc/optim_step/gpu_table.h``), built and checked by the compiled library, and copied to the device when
 something in it changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so that
 the host never waits for it and a CUDA graph can capture the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was captured with. The prox that ends the step of a parameter with a penalty is a launch of
-its own, :mod:`loco_ext.triton_kernels.optim_step_prox`.
+``rounding_step`` that it was captured with. Penalties are not supported here: :mod:`loco_ext.ops.shrink` applies their
+prox after the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 import triton.language as tl
 from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, SCALARS, Form, prepare_kernel, step_kernel
-from loco_ext.triton_kernels.optim_step_prox import Proxes, adam_metric, learning_rate
 from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
@@ -52,20 +51,12 @@ def optim_step(args: StepArgs) -> None:
 
     Raises:
         RuntimeError: the step cannot be made; nothing is written then.
-        NotImplementedError: ``seed`` for bfloat16 parameters with a penalty; nothing is written then.
     """
-    proxes = Proxes(args.penalties, args.params, args.seed)
-    # Whatever the prox reads is rounded once, afterwards.
-    seconds = args.states[1 : 2 + args.flags.amsgrad]
-    states = [*args.states[:1], *map(proxes.widened, seconds)]
-    wide = replace(args, params=proxes.widened(args.params), states=states)
+    if args.rule.counts_steps and not args.flags.amsgrad:
+        args = replace(args, states=args.states[:2])
     with _device(args.params[0]):
-        table = make_table(wide)
-        launch(table, wide, prepare(table, wide) if args.rule.counts_steps else None)
-        for i in proxes.chosen:
-            _end_with_prox(proxes, wide, i)
-        for changed, own in zip(wide.states[1:], seconds, strict=True):
-            proxes.narrow(changed, own)
+        table = make_table(args)
+        launch(table, args, prepare(table, args) if args.rule.counts_steps else None)
 
 
 def make_table(args: StepArgs) -> Table:
@@ -113,21 +104,6 @@ def launch(table: Table, args: StepArgs, scalars: Tensor | None) -> None:
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-
-
-def _end_with_prox(proxes: Proxes, args: StepArgs, index: int) -> None:
-    """End a parameter's step with the prox of its penalty."""
-    group = args.group_of(index)
-    size, metric = learning_rate(args.hyper, args.lrs, args.lr_index, group), None
-    _lr, _weight_decay, *row = args.hyper[group].tolist()
-    if args.rule is SGD:
-        momentum, dampening = row
-        size = size * ((1 - dampening) / (1 - momentum) if args.states else 1.0)
-    else:
-        _beta1, beta2, eps = row
-        second = args.state("max_exp_avg_sqs" if args.flags.amsgrad else "exp_avg_sqs")[index]
-        metric = adam_metric(second, beta2, eps, args.steps[index])
-    proxes.end(index, args.params[index], size, metric, args.found_inf)
 
 
 def _signed(word: int) -> int:

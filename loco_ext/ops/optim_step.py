@@ -9,8 +9,8 @@ is the row's ``weight_decay`` times the map's entry for it (LOCO-REG, eq. 6.1; t
 weight ends with the exact prox of that penalty: for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)``
 (lr without momentum; for the squared part the square root of that), for Adam in the metric
 ``(sqrt(v / (1 - beta2^t)) + eps) / lr``. Only then do weights converge to the minimum of loss and penalty. Compiled
-kernels apply the prox at the end of the step, on chip unless the penalty couples filters; Triton launches it after the
-step's kernels. The prox of a :class:`LayerPenalty`, which may be any function, follows the step in its own calls.
+kernels apply the prox of Euclidean norms at the end of the step. It follows the step in calls of its own where norms
+are largest weights or filters are joint, in Triton, and for a :class:`LayerPenalty`, which may be any function.
 
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself, without a host sync.
@@ -39,7 +39,7 @@ from torch import Tensor
 from loco_ext.ops import backends
 from loco_ext.ops.checks import check_lengths, check_step
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
-from loco_ext.ops.shrink import step_on_copies, step_then_shrink, stepped_in_place
+from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
 from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from loco_ext.reference import optim_step as _reference
 
@@ -200,22 +200,23 @@ def run_step(args: StepArgs) -> None:
 
 
 def _run_with_penalties(chosen: str, args: StepArgs) -> None:
-    """Run a step with penalties: kernels end it with the prox of a StepPenalty; the prox of all others follows it."""
-    if chosen == "native" and all(map(stepped_in_place, args.params, args.penalties)):
+    """Run a step with penalties: compiled kernels end it with the prox of some; that of all others follows it."""
+    native = chosen == "native"
+    within = [
+        p if native and applied_by_kernels(w, p) else None for w, p in zip(args.params, args.penalties, strict=False)
+    ]
+    after = [None if inside is not None else p for p, inside in zip(args.penalties, within, strict=False)]
+    if not any(penalty is not None for penalty in after) and len(args.penalties) == len(args.params):
         _run_kernels(chosen, args, args)
         return
     check_step(args)
-    within = [penalty if isinstance(penalty, StepPenalty) else None for penalty in args.penalties]
-    after = [penalty if isinstance(penalty, LayerPenalty) else None for penalty in args.penalties]
-
-    def step_with_prox(widened: StepArgs) -> None:
-        widened = replace(widened, penalties=within)
-        if chosen == "native":
-            step_on_copies(widened, lambda copied: _run_kernels(chosen, copied, args))
-        else:
-            _run_kernels(chosen, widened, args)
-
-    step_then_shrink(replace(args, penalties=after), step_with_prox)
+    found_inf = args.found_inf
+    if native and found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
+        _run_kernels(chosen, replace(args, penalties=within), args)
+        return
+    step_then_shrink(
+        replace(args, penalties=after), lambda wide: _run_kernels(chosen, replace(wide, penalties=within), args)
+    )
 
 
 def _run_kernels(chosen: str, args: StepArgs, given: StepArgs) -> None:

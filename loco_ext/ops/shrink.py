@@ -1,4 +1,9 @@
-"""The prox after the step of a parameter whose penalty no kernel applies: a LayerPenalty, or any if torch steps."""
+"""The prox after the step of a parameter whose penalty the step's kernels do not apply.
+
+Those are penalties on a filter's largest weight, joint penalties, functions (:class:`LayerPenalty`), filters that lie
+apart in memory, and any penalty where Triton or torch makes the step. On a GPU the host reads no value, except for a
+function, so that a CUDA graph can capture the step.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,21 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
-from loco_ext.ops.ring_prox import ring_prox
-from loco_ext.ops.step_args import StepArgs
-from loco_ext.reference.optim_step import arithmetic_dtype, prox_step
+from loco_ext.ops.ring_prox import run_joint_prox, run_prox
+from loco_ext.ops.step_args import SGD, StepArgs
+from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
+from loco_ext.reference.rounding import RoundedResults
 
 
-def lies_by_kernels(param: Tensor) -> bool:
-    """Return whether filters follow each other, each contiguous or channels_last, as compiled prox kernels require."""
+def applied_by_kernels(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
+    """Return whether compiled kernels apply the penalty's prox at the end of the parameter's step."""
+    if penalty is None:
+        return True
+    return isinstance(penalty, StepPenalty) and not (penalty.linf or penalty.joint) and _lies_by_filters(param)
+
+
+def _lies_by_filters(param: Tensor) -> bool:
+    """Return whether filters follow each other, each contiguous or channels_last."""
     if param.is_contiguous() or param.numel() == 0:
         return True
     kernel = param[0]
@@ -23,67 +36,79 @@ def lies_by_kernels(param: Tensor) -> bool:
     return whole and (len(param) == 1 or param.stride(0) >= kernel.numel())
 
 
-def stepped_in_place(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
-    """Return whether compiled kernels apply the penalty's prox in place at the end of the parameter's step."""
-    return penalty is None or (isinstance(penalty, StepPenalty) and lies_by_kernels(param))
-
-
-def step_on_copies(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
-    """Call ``step`` with contiguous copies in place of penalised parameters whose filters have another layout."""
-    params = list(args.params)
-    odd = [i for i, param in enumerate(params) if not stepped_in_place(param, args.penalties[i])]
-    for i in odd:
-        params[i] = params[i].detach().clone(memory_format=torch.contiguous_format)
-    step(replace(args, params=params))
-    for i in odd:
-        args.params[i].copy_(params[i])
-
-
 def shrink(args: StepArgs, index: int, w: Tensor) -> Tensor:
     """Return the prox of ``w``, a penalised parameter after its step."""
-    size, metric = prox_step(args, index, w.dtype)
     penalty = args.penalties[index]
     assert penalty is not None
-    return w if size == 0 else prox_of(penalty, w, size, metric)
+    return prox_of(penalty, w, *_size_and_divisor(args, index, w.dtype))
 
 
-def prox_of(penalty: OfStep, w: Tensor, size: float, metric: Tensor | None) -> Tensor:
-    """Return the penalty's prox of the weights ``w`` for a step of this size in the metric; None: ones."""
+def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
+    """Return the prox of ``w`` for a step of this size; ``divisor``: the metric times the size (None: ones)."""
+    if not isinstance(size, Tensor) and size == 0:
+        return w
     if isinstance(penalty, LayerPenalty):
-        return penalty.prox(w, size, metric)
-    thresholds, squared = penalty.scaled(size)
-    return ring_prox(w, penalty.rings, thresholds, squared, metric, linf=penalty.linf, coupled=penalty.coupled)
+        size = float(size)
+        if size == 0:
+            return w
+        return penalty.prox(w, size, None) if divisor is None else penalty.prox(w, 1.0, divisor / size)
+    t, q = penalty.thresholds, penalty.squared
+    if isinstance(size, Tensor) or penalty.joint:
+        t, q = _on_device(t, w.device), None if q is None else _on_device(q, w.device)
+    t, q = t * size, None if q is None else q * size**0.5
+    if q is None or not penalty.joint:
+        return run_prox(w, penalty.rings, t, q, divisor, penalty.linf)
+    plain = not penalty.thresholds.any()
+    return run_joint_prox(w, penalty.rings, t, q, divisor, penalty.linf, plain)
+
+
+def _size_and_divisor(args: StepArgs, index: int, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | None]:
+    """Return the step size of the prox that ends a parameter's step, and the metric times that size (None: ones).
+
+    ``args``: the arguments, after the step. ``dtype``: the compute dtype.
+    """
+    group = args.group_of(index)
+    row = args.hyper[group].tolist()
+    tensor = args.lr_of(group)
+    lr = row[0] if tensor is None else tensor.double().reshape(())
+    if args.rule is SGD:
+        _, _, momentum, dampening = row
+        return lr * ((1 - dampening) / (1 - momentum)) if args.states else lr, None
+    *_, beta2, eps = row
+    second = args.states[2 if args.flags.amsgrad else 1][index].to(dtype)
+    correction = (1 - beta2 ** args.steps[index].double()).sqrt().to(second)
+    return lr, correctly_rounded_sqrt(second) / correction + eps
+
+
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a few numbers on the device; filling needs no wait, as a copy of host memory would."""
+    if device.type == "cpu":
+        return values
+    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.tolist()])
 
 
 def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
-    """Step by kernels that do not support these penalties, then apply the prox to each penalised parameter.
+    """Step by kernels that do not apply these penalties, then apply the prox to each penalised parameter.
 
     Args:
         args: the arguments of the step.
         step: makes the step without these penalties.
-
-    Raises:
-        NotImplementedError: parameters would be rounded stochastically before the prox.
     """
     chosen = [i for i, penalty in enumerate(args.penalties) if penalty is not None]
-    if args.seed is not None and any(args.params[i].dtype == torch.bfloat16 for i in chosen):
-        raise NotImplementedError(
-            "stochastic_rounding: expected None for bfloat16 parameters with a penalty whose prox is no part of the "
-            "step's kernels"
-        )
-    # Whatever the prox reads is kept in the compute dtype, so that it is rounded once, afterwards: the parameters and
-    # the second moments.
+    # Kernels round nothing here: what they write is kept in the compute dtype, and rounded once, after the prox.
     wide = replace(args, params=list(args.params), states=[list(tensors) for tensors in args.states])
-    copied = [(wide.params, args.params), *zip(wide.states[1:], args.states[1:], strict=True)]
-    for tensors, _ in copied:
+    written = list(zip((wide.params, *wide.states), (args.params, *args.states), strict=True))
+    for tensors, own in written:
         for i in chosen:
-            tensors[i] = tensors[i].to(arithmetic_dtype(args.params[i]))  # type: ignore[index]
+            tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))  # type: ignore[index]
     step(wide)
     for i in chosen:
-        shrunk = shrink(wide, i, wide.params[i])
+        param = args.params[i]
+        w = shrink(wide, i, wide.params[i])
         if args.found_inf is not None:
-            shrunk = torch.where(args.found_inf.to(shrunk.device) == 0, shrunk, args.params[i].to(shrunk.dtype))
-        args.params[i].copy_(shrunk)
-        for tensors, own in copied[1:]:
+            w = torch.where(args.found_inf.to(w.device) == 0, w, param.to(w.dtype))
+        results = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
+        results.store(param, w, 0)
+        for word, (tensors, own) in enumerate(written[1:], start=1):
             if tensors[i] is not own[i]:
-                own[i].copy_(tensors[i])
+                results.store(own[i], tensors[i], word)

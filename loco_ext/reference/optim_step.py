@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loco_ext.ops.step_args import SGD, StepArgs
 from loco_ext.reference.ring_prox import ring_prox
-from loco_ext.reference.rounding import round_stochastically
+from loco_ext.reference.rounding import RoundedResults
 
 # A parameter after its step, and the step size and the metric (None: none) of the prox that may follow.
 _Stepped: TypeAlias = tuple[Tensor, float, Callable[[], Tensor] | None]
@@ -32,7 +32,7 @@ def optim_step(args: StepArgs) -> None:
     for i, param in enumerate(args.params):
         w = param.to(arithmetic_dtype(param))
         g = _gradient(args.grads[i], w, args.grad_scale, args.flags.maximize)
-        words = _Words(param, i, args)
+        words = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
         step = _sgd if args.rule is SGD else _adam
         w, size, metric = step(args, i, rows[args.group_of(i)], w, g, words)
         penalty = args.penalty_of(i)
@@ -41,7 +41,7 @@ def optim_step(args: StepArgs) -> None:
         words.store(param, w, 0)
 
 
-def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: _Words) -> _Stepped:
+def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
     lr, weight_decay, momentum, dampening = row
     d = _decayed(g, w, weight_decay, args.map_of(i), args.flags.l1)
     for buffers in args.states:  # none without momentum
@@ -52,7 +52,7 @@ def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: 
     return _fma(-lr, d, w), lr * (_undamped(momentum, dampening) if args.states else 1.0), None
 
 
-def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: _Words) -> _Stepped:
+def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
     lr, weight_decay, beta1, beta2, eps = row
     exp_avgs, exp_avg_sqs, *max_exp_avg_sqs = args.states
     args.steps[i].add_(1)
@@ -75,21 +75,6 @@ def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words:
     return w, float(lr != 0), lambda: denominator / lr
 
 
-def prox_step(args: StepArgs, index: int, dtype: torch.dtype) -> tuple[float, Tensor | None]:
-    """Return the step size (0: no prox) and the metric of the prox that ends a parameter's step.
-
-    ``args``: the arguments, after the step. ``dtype``: the compute dtype.
-    """
-    lr, *row = _rows(args)[args.group_of(index)]
-    if args.rule is SGD:
-        _, momentum, dampening = row
-        return lr * (_undamped(momentum, dampening) if args.states else 1.0), None
-    _, _, beta2, eps = row
-    second = args.state("max_exp_avg_sqs" if args.flags.amsgrad else "exp_avg_sqs")[index].to(dtype)
-    correction = (1 - beta2 ** args.steps[index].double()).sqrt().to(second)
-    return float(lr != 0), (correctly_rounded_sqrt(second) / correction + eps) / lr if lr != 0 else None
-
-
 def _undamped(momentum: float, dampening: float) -> float:
     """Return the step size that a constant gradient approaches, in units of the learning rate."""
     return (1 - dampening) / (1 - momentum)
@@ -99,7 +84,7 @@ def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor
     if hasattr(penalty, "prox"):  # a LayerPenalty
         return penalty.prox(w, step, metric)
     thresholds, squared = penalty.scaled(step)
-    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.coupled)
+    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.joint)
 
 
 def _rows(args: StepArgs) -> list[list[float]]:
@@ -147,17 +132,3 @@ def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | None
         return g
     factor = weight_decay if decay_map is None else weight_decay * decay_map
     return _fma(factor, torch.sign(w) if l1 else w, g)
-
-
-class _Words:
-    """Writer of a parameter's results, which rounds bfloat16 stochastically if a seed is given."""
-
-    def __init__(self, param: Tensor, index: int, args: StepArgs) -> None:
-        self.key: tuple[int, int, int] | None = None
-        if args.seed is not None and param.dtype == torch.bfloat16:
-            self.key = (args.seed, args.ordinals[index], args.rounding_step)
-
-    def store(self, destination: Tensor, value: Tensor, word: int) -> None:
-        if self.key is not None and destination.dtype == torch.bfloat16:
-            value = round_stochastically(value, *self.key, word)
-        destination.copy_(value)

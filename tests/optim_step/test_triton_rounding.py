@@ -1,15 +1,14 @@
 """Tests of dtype conversions and stochastic rounding by the optimizer step's Triton kernels."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from tests.optim_step.cases import make_case
 from tests.optim_step.interpreter import BLOCK, assert_is_reference
 from tests.optim_step.test_layouts import LAYOUTS
+from tests.triton_runs import needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 
 @pytest.mark.parametrize("seed", [None, 3])
