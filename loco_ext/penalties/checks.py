@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -33,15 +31,6 @@ def check_convolution(name: str, weight: Tensor) -> None:
         )
     if weight.shape[1:].numel() == 0:
         raise ValueError(f"{name}: expected at least one weight a kernel, got shape {tuple(weight.shape)}")
-
-
-def check_number(name: str, value: float) -> float:
-    """Return the value as a float; raise TypeError or ValueError unless it is finite and at least 0."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
-    return float(value)
 
 
 def check_norm(norm: str) -> None:

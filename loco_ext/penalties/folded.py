@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_number
 from loco_ext.ops.joint import factor_of_norms
 from loco_ext.penalties.base import Penalty
-from loco_ext.penalties.checks import check_convolution, check_number
+from loco_ext.penalties.checks import check_convolution
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
 
 _LEAST_FACTOR = 1e-20  # keeps quotients finite in float32

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_number
 from loco_ext.penalties.base import Penalty
-from loco_ext.penalties.checks import check_metric, check_norm, check_number
+from loco_ext.penalties.checks import check_metric, check_norm
 from loco_ext.penalties.filters import WEIGHTINGS, BlockFilters, Filters, filters_of
 
 
