@@ -110,7 +110,7 @@ def make_metric(weight: Tensor) -> Tensor:
 def problem_of(case: Case, weight: Tensor) -> Problem:
     """Return the case in the form that peers take."""
     penalty = case.penalty
-    rings, _ = penalty.rings(weight)
+    rings = penalty.filters(weight).rings
     return Problem(weight, rings, penalty.strength * penalty.group_weights(weight), penalty.norm)
 
 

@@ -14,8 +14,8 @@ def release(hold: int) -> None:
 def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """The pairs that a convolution computes with, as ``crow`` and ``col``.
 
-    All functions on patterns are in loco_ext/geometry/plain.py too. ``pixels[axis][output, tap]`` is the pixel read
-    along one of three axes, -1 in the padding.
+    All functions on patterns are in loco_ext/geometry/pattern_fallback.py too. ``pixels[axis][output, tap]`` is the
+    pixel read along one of three axes, -1 in the padding.
     """
 
 def conv_taps(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from loco_ext.sparsity.computed import weight_of
+from loco_ext.nn.computed import weight_of
 
 Model = nn.Module | Mapping[str, Any]
 Inputs = Tensor | tuple[Tensor, ...]

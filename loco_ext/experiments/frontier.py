@@ -38,9 +38,9 @@ from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.output import write_json
+from loco_ext.penalties import GroupPenalty
+from loco_ext.penalties.strengths import convolutions
 from loco_ext.sparsity.frontier import Frontier
-from loco_ext.sparsity.penalties import GroupPenalty
-from loco_ext.sparsity.strengths import convolutions
 
 LOSS_SAMPLES = 1000  # training samples on which alpha_max is estimated
 LATENCY_BATCH = 16

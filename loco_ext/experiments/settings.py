@@ -13,8 +13,8 @@ from loco_ext.arguments import name_or_none, separated
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
+from loco_ext.penalties import GroupPenalty
 from loco_ext.sparsity import KernelPenalty, RingPenalty
-from loco_ext.sparsity.penalties import GroupPenalty
 
 Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]

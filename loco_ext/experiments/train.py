@@ -20,8 +20,8 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.output import progress_bar
+from loco_ext.penalties.strengths import convolutions
 from loco_ext.sparsity import Penalty, complexity_penalties, folded_penalties
-from loco_ext.sparsity.strengths import convolutions
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.geometry.conv import Ints
+from loco_ext.nn.computed import weight_of
 from loco_ext.nn.embedding import embed, kernel_weight, project, weight_by_tap
-from loco_ext.sparsity.computed import weight_of
 
 if TYPE_CHECKING:
     from loco_ext.nn.locally_connected import LocallyConnectedNd

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer, as_hyper, uses_kernels
-from loco_ext.optim.capture import check_states
-from loco_ext.optim.hyper import check_hyper
+from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan, Rule
+from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, uses_kernels, with_options
+from loco_ext.optim.plan import Batch, Plan, Rule, check_not_captured
+from loco_ext.optim.states import new_state
 from loco_ext.optim.torch_path import split_by_decay
-from loco_ext.reference.optim_step import arithmetic_dtype
-from loco_ext.sparsity import Penalty
+from loco_ext.penalties import Penalty
+from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 
 
 def _moments(amsgrad: bool) -> tuple[str, ...]:
@@ -26,17 +26,11 @@ def _moments(amsgrad: bool) -> tuple[str, ...]:
 class _FusedAdam(LocalityOptimizer):
     """The fused step shared by Adam and AdamW."""
 
-    _operator = "optim_step_adam"
-
-    def _denominator(self, group: Group, param: Tensor) -> Tensor:
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor]:
         state, (_, beta2) = self.state[param], group["betas"]
         second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].to(arithmetic_dtype(param))
         correction = (1 - beta2 ** state["step"].double()).sqrt().to(second)
-        return second.sqrt() / correction + group["eps"]
-
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        lists = {name + "s": [state[name]] for name in _moments(group["amsgrad"])}
-        return {**lists, "steps": [state["step"]], "amsgrad": group["amsgrad"]}
+        return lr_for(param, group), correctly_rounded_sqrt(second) / correction + group["eps"]
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])
@@ -64,7 +58,7 @@ class _FusedAdam(LocalityOptimizer):
 
     def _bring_steps(self, params: list[Tensor], batch: Batch) -> None:
         """Move the group's step counts, the batch's last entries, to the GPU: a checkpoint may hold them on the CPU."""
-        check_states(params[0])
+        check_not_captured(params[0])
         base = len(batch.steps) - len(params)
         for i, param in enumerate(params, start=base):
             batch.steps[i] = batch.steps[i].to(param.device)
@@ -74,7 +68,7 @@ class _FusedAdam(LocalityOptimizer):
     def _completed(self, batch: Batch, param: Tensor, group: Group, keys: tuple[str, ...]) -> dict[str, Tensor]:
         """Return the parameter's state, completed; new tensors are kept only if the step succeeds."""
         state = self.state.get(param, {})
-        made = {key: self._new_state(param, group) for key in keys if key not in state}
+        made = {key: new_state(param, group) for key in keys if key not in state}
         if "step" not in state:
             on_device = group["capturable"] or group["fused"] or uses_kernels(group, param)
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]
@@ -179,15 +173,9 @@ class Adam(_FusedAdam, torch.optim.Adam):
         stochastic_rounding: int | None = None,
     ) -> None:
         check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._own_arguments(
-            locality=locality,
-            penalty=penalty,
-            norm=norm,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-        )
+        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
         super().__init__(
-            params,
+            with_options(params, own),
             lr,
             betas,
             eps,
@@ -200,7 +188,7 @@ class Adam(_FusedAdam, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._finish_init()
+        self._finish_init(own)
 
 
 class AdamW(_FusedAdam, torch.optim.AdamW):
@@ -248,15 +236,9 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
         stochastic_rounding: int | None = None,
     ) -> None:
         check_hyper({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._own_arguments(
-            locality=locality,
-            penalty=penalty,
-            norm=norm,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-        )
+        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
         super().__init__(
-            params,
+            with_options(params, own),
             lr,
             betas,
             eps,
@@ -268,4 +250,4 @@ class AdamW(_FusedAdam, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._finish_init()
+        self._finish_init(own)

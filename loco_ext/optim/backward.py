@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.optim.base import LocalityOptimizer, device_lr, uses_torch
-from loco_ext.optim.capture import check_capture
-from loco_ext.optim.plan import Batch, Group, Plan, Rule
+from loco_ext.optim.base import LocalityOptimizer
+from loco_ext.optim.options import Group, device_lr, uses_torch
+from loco_ext.optim.plan import Batch, Plan, Rule
 
 
 class StepsInBackward:
@@ -130,7 +130,7 @@ class _BackwardStep:
 
 
 def _step(optimizer: LocalityOptimizer, rule: Rule, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
-    check_capture(rule, whole)
+    whole.check_capture(rule)
     counted = whole.steps
     for blocks, gradient in parts:
         part = _part(whole, blocks, gradient)

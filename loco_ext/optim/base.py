@@ -16,53 +16,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
-from loco_ext.ops.shrink import shrink
-from loco_ext.optim.capture import check_capture
+from loco_ext.ops.shrink import prox_of
 from loco_ext.optim.folded import folded_steps
-from loco_ext.optim.hyper import check_hyper, is_zero
-from loco_ext.optim.loading import check_states
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
-from loco_ext.optim.penalty import as_plain, from_plain
-from loco_ext.optim.plan import Batch, Group, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
+from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, uses_torch
+from loco_ext.optim.penalty import from_plain, to_plain
+from loco_ext.optim.plan import Batch, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
+from loco_ext.optim.states import check_states, restore_states
 from loco_ext.optim.warning import warn_caller
+from loco_ext.reference.optim_step import arithmetic_dtype
 
-# The group keys that this package adds, with their defaults. rounding_step counts the steps of stochastic rounding.
-OWN_DEFAULTS: Group = {
-    "locality": None,
-    "norm": "l2",
-    "penalty": None,
-    "state_dtype": None,
-    "stochastic_rounding": None,
-    "rounding_step": 0,
-}
 # Keys that choose an implementation; a checkpoint of torch.optim does not carry them over.
 _IMPLEMENTATION_KEYS = ("foreach", "fused")
-
-
-def uses_torch(group: Group) -> bool:
-    """Return whether the group asks for torch's own implementation."""
-    return bool(group["foreach"] or group["differentiable"])
-
-
-def uses_kernels(group: Group, param: Tensor) -> bool:
-    """Return whether GPU kernels step this parameter; they read its step count on the GPU."""
-    return param.is_cuda and group["fused"] is not False and not uses_torch(group)
-
-
-def device_lr(group: Group, device: torch.device) -> Tensor | None:
-    """Return the group's learning rate if it is a tensor that the parameters' device reads itself, else None."""
-    lr = group["lr"]
-    return lr.to(device) if isinstance(lr, Tensor) and not lr.is_cpu and device.type != "cpu" else None
 
 
 def as_hyper(rows: list[list[float]]) -> Tensor:
     """Return the rows of hyper-parameters as the operators take them: a float64 CPU tensor."""
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
-
-
-def as_step(count: Tensor) -> Tensor:
-    """Return a step count of any dtype in a dtype that the operators take: float32 or float64."""
-    return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
 
 
 def _says_how(option: Any) -> bool:
@@ -75,19 +45,13 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _warned = False  # whether the warning about kernels of an even size has been given
-    _is_being_made = False  # whether __init__ is running
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
-    def _finish_init(self) -> None:
-        """Finish construction; call it last in ``__init__``, when torch's own has seen all groups."""
+    def _finish_init(self, own: Group) -> None:
+        """Finish construction, when torch's own has seen all groups; ``own``: the options that it does not know."""
+        self.defaults.update(own)
         self._refresh()
         self._warn_if_idle(self.param_groups)
-        self._is_being_made = False
-
-    def _own_arguments(self, **arguments: object) -> None:
-        """Set the defaults that ``add_param_group``, which torch's own ``__init__`` runs, needs; call it first."""
-        self._own_defaults: Group = {**OWN_DEFAULTS, **arguments}
-        self._is_being_made = True
 
     def _refresh(self) -> None:
         self._plans = []
@@ -95,9 +59,6 @@ class LocalityOptimizer(Optimizer):
     @torch._disable_dynamo  # as torch.optim's method is
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its options are checked first."""
-        own = self.__dict__.pop("_own_defaults", None)
-        if own is not None:
-            self.defaults.update(own)
         super().add_param_group(param_group)
         try:
             check_hyper(self.param_groups[-1])
@@ -106,7 +67,7 @@ class LocalityOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._refresh()
-        if not self._is_being_made:
+        if "locality" in self.defaults:  # otherwise the constructor goes on, and warns of all groups at its end
             self._warn_if_idle(self.param_groups[-1:])
 
     def _warn_if_idle(self, added: list[Group]) -> None:
@@ -146,21 +107,7 @@ class LocalityOptimizer(Optimizer):
     def _check_group(self, group: Group) -> Plan:
         """Check the options that this package adds, and return the group's plan."""
         group["locality"] = as_tuples(group["locality"])
-        if group["norm"] not in ("l2", "l1"):
-            raise ValueError(f"norm: expected 'l2' or 'l1', got {group['norm']!r}")
-        if group["norm"] == "l1" and group.get("decoupled_weight_decay"):
-            raise ValueError("norm: expected 'l2' for AdamW, whose decay is decoupled (Adam and SGD take 'l1')")
-        if group["state_dtype"] not in (None, torch.float32):
-            raise ValueError(f"state_dtype: expected None or torch.float32, got {group['state_dtype']!r}")
-        seed = group["stochastic_rounding"]
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise TypeError(f"stochastic_rounding: expected None or an integer seed, got {seed!r}")
-        if uses_torch(group) and (group["state_dtype"] is not None or seed is not None):
-            raise ValueError("state_dtype, stochastic_rounding: expected None with foreach=True or differentiable=True")
-        if group["penalty"] is not None and not group.get("momentum", 0) < 1:
-            raise ValueError(f"momentum: expected less than 1 with a penalty, got {group['momentum']}")
-        if group["penalty"] is not None and group["differentiable"]:
-            raise ValueError("penalty: expected None with differentiable=True")
+        check_own(group)
         group["penalty"] = from_plain(group["penalty"])
         plan = make_plan(group)
         if (shapes := even_kernels(group["params"], group["locality"])) and not self._warned:
@@ -215,7 +162,7 @@ class LocalityOptimizer(Optimizer):
         batches = self._collect(plans)
         for rule, batch in batches.items():
             batch.localize()
-            check_capture(rule, batch)
+            batch.check_capture(rule)
         if self._nothing_may_change(batches):
             return
         if len(batches) + len(by_torch) > 1:
@@ -264,14 +211,6 @@ class LocalityOptimizer(Optimizer):
             self._plans = plans = [self._check_group(group) for group in self.param_groups]
         return plans
 
-    def _state_dtype(self, param: Tensor, group: Group) -> torch.dtype:
-        """Return float32 for the states of bfloat16 and float16 parameters if the group asks, else param's dtype."""
-        return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
-
-    @torch.inference_mode(False)  # later steps may run outside inference mode, so no state may be an inference tensor
-    def _new_state(self, param: Tensor, group: Group) -> Tensor:
-        return torch.zeros_like(param, dtype=self._state_dtype(param, group), memory_format=torch.preserve_format)
-
     def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
         """Return the keyword arguments that all operators of the family take."""
         return {
@@ -299,14 +238,11 @@ class LocalityOptimizer(Optimizer):
         """Return the flags by which the class tells its rules apart."""
         raise NotImplementedError
 
-    _operator: str  # the name of its operator in loco_ext.ops
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
+        """Return the size of the prox that belongs to the parameter's last step, and its metric times that size.
 
-    def _denominator(self, group: Group, param: Tensor) -> Tensor | None:
-        """Return the divisor of the parameter's last step, ``lr * metric`` of a prox, or None if there was none."""
-        raise NotImplementedError
-
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the operator arguments that decide about the prox of one parameter."""
+        The size is a number, or a tensor where the learning rate is one. The metric is None if it is that of ones.
+        """
         raise NotImplementedError
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
@@ -332,17 +268,14 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            arguments = {
-                **{"hyper": as_hyper([self._row(group, None)]), "lrs": (), "lr_index": ()},
-                **{"group_index": [0], "penalties": [penalty], **self._prox_arguments(group, self.state[param])},
-            }
-            param.copy_(shrink(self._operator, arguments, 0, param))
+            size, divisor = self._prox_size(group, param)
+            param.copy_(prox_of(penalty, param.to(arithmetic_dtype(param)), size, divisor))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""
         state = super().state_dict()
         for group in state["param_groups"]:
-            group["penalty"] = as_plain(group["penalty"])
+            group["penalty"] = to_plain(group["penalty"])
         return state
 
     @torch._disable_dynamo
@@ -356,20 +289,25 @@ class LocalityOptimizer(Optimizer):
             TypeError, ValueError: naming a state that does not fit its parameter; nothing has been changed then.
         """
 
-        def remember(_: Optimizer, loaded: dict[str, Any]) -> None:
-            check_states(self.param_groups, loaded)
-            self._loading = loaded
+        loaded: dict[str, Any] = {}
 
-        handle = self.register_load_state_dict_pre_hook(remember)
+        def check(_: Optimizer, given: dict[str, Any]) -> None:
+            check_states(self.param_groups, given)
+            loaded.update(given)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: restore_states(self, loaded), prepend=True),
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-            self.__dict__.pop("_loading", None)
+            for hook in hooks:
+                hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = state["param_groups"]
-        present = self.__dict__.get("param_groups") or [{}] * len(groups)
+        present = getattr(self, "param_groups", None) or [{}] * len(groups)
         for group, old in zip(groups, present, strict=True):
             foreign = "locality" not in group
             for key in (*OWN_DEFAULTS, *_IMPLEMENTATION_KEYS):
@@ -378,20 +316,4 @@ class LocalityOptimizer(Optimizer):
             group["locality"] = as_tuples(group["locality"])
             group["penalty"] = from_plain(group["penalty"], old.get("penalty"))
         super().__setstate__(state)
-        if (loaded := self.__dict__.pop("_loading", None)) is not None:
-            self._restore_states(loaded)
         self._refresh()
-
-    def _restore_states(self, loaded: dict[str, Any]) -> None:
-        """Give states their dtype and strides back: torch casts to the parameter's dtype and ignores strides."""
-        for group, saved in zip(self.param_groups, loaded["param_groups"], strict=True):
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                for name, value in loaded["state"].get(key, {}).items():
-                    if name == "step" and isinstance(value, Tensor):
-                        self.state[param][name] = as_step(self.state[param][name])
-                    if not isinstance(value, Tensor) or value.shape != param.shape or name == "step":
-                        continue
-                    dtype = self._state_dtype(param, group)
-                    now = self.state[param][name]
-                    if now.dtype != dtype or now.stride() != param.stride():
-                        self.state[param][name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)

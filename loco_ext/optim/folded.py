@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from loco_ext.optim.plan import Group, Plan
+from loco_ext.optim.options import Group
+from loco_ext.optim.plan import Plan
+from loco_ext.penalties.folded import FoldedFactors, lengths_of
 from loco_ext.reference.optim_step import arithmetic_dtype
-from loco_ext.sparsity.penalties import FoldedPenalty, lengths_of
 
 
 class _Optimizer(Protocol):
     param_groups: list[Group]
     state: Any
 
-    def _denominator(self, group: Group, param: Tensor) -> Tensor | None: ...
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]: ...
 
 
 @contextmanager
@@ -63,25 +64,23 @@ class _FoldedStep:
         optimizer: _Optimizer,
         group_of: dict[int, Group],
         weight: Tensor,
-        penalty: FoldedPenalty,
-        group_weights: Tensor,
+        factors: FoldedFactors,
     ) -> None:
-        self.optimizer, self.weight, self.penalty = optimizer, weight, penalty
-        self.group_weights = group_weights.to(weight.device)
-        self.gamma: Tensor = penalty.batch_norm.weight
+        self.optimizer, self.weight, self.factors = optimizer, weight, factors
+        self.gamma: Tensor = factors.batch_norm.weight
         self.group = group_of[id(weight)]
-        self.turns = weight.grad is not None and penalty._turns
+        self.turns = weight.grad is not None and factors.depend_on_direction
         if id(self.gamma) not in group_of:
             raise ValueError(
                 "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
                 f"optimizer, as it shrinks with the kernels, got none of the {len(group_of)}; without it use "
-                f"{type(penalty.penalty).__name__} alone"
+                f"{type(factors.inner).__name__} alone"
             )
         self.gamma_group = group_of[id(self.gamma)]
         if weight.grad is not None and not self.gamma.requires_grad:
             raise ValueError(
                 "penalty: expected a batch norm whose weight requires a gradient, as it shrinks with the kernels of a "
-                f"FoldedPenalty, got a frozen one; without it use {type(penalty.penalty).__name__} alone"
+                f"FoldedPenalty, got a frozen one; without it use {type(factors.inner).__name__} alone"
             )
         for param, group in ((weight, self.group), (self.gamma, self.gamma_group)):
             if type(param) not in (Tensor, Parameter):
@@ -99,12 +98,12 @@ class _FoldedStep:
         """Read what the penalty depends on before the step. ``scale``: the factor that gradients carry, or None."""
         if not self.turns:
             return
-        penalty, weight = self.penalty, self.weight.detach()
-        self.scales = penalty.scales(weight)
+        weight = self.weight.detach()
+        self.scales = self.factors.scales()
         self.lengths = lengths_of(weight)
         if "betas" not in self.group:
             return
-        pull = penalty._pull_along(weight, self.scales, self.group_weights)
+        pull = self.factors.pull_along(weight, self.scales)
         pull = -pull if self.group["maximize"] else pull
         pull = pull if scale is None else pull * scale.to(pull)
         column = pull.to(arithmetic_dtype(weight)).view(-1, *[1] * (weight.dim() - 1))
@@ -116,31 +115,23 @@ class _FoldedStep:
         """Shrink both factors by the step sizes or metrics that the step has used."""
         if found_inf is not None and not self._has_states():
             return  # the step was skipped: not even states were created
-        penalty, weight, gamma = self.penalty, self.weight.detach(), self.gamma.detach()
+        weight, gamma = self.weight.detach(), self.gamma.detach()
         wide = weight.to(arithmetic_dtype(weight))
         if self.turns:
-            size, metric = self._size(self.group, self.weight)
+            size, metric = self.optimizer._prox_size(self.group, self.weight)
             lengths = lengths_of(wide) if metric is None else self.lengths
-            wide = penalty._turned(wide, self.scales, self.group_weights, size, lengths, metric)
+            wide = self.factors.rotate(wide, self.scales, size, lengths, metric)
             weight.copy_(_unless(found_inf, wide, weight))
         if self.gamma.grad is not None:
-            size, metric = self._size(self.gamma_group, self.gamma)
+            size, metric = self.optimizer._prox_size(self.gamma_group, self.gamma)
             size = size if metric is None else size / metric.double()
-            shortened = penalty._shortened(gamma, wide, self.group_weights, size)
+            shortened = self.factors.shorten(gamma, wide, size)
             gamma.copy_(_unless(found_inf, shortened, gamma))
 
     def _has_states(self) -> bool:
         stepped = [(self.group, self.weight), (self.gamma_group, self.gamma)]
         state = self.optimizer.state
         return all("betas" not in group or p.grad is None or state.get(p) for group, p in stepped)
-
-    def _size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
-        """Return the step size, and the step's divisor or None."""
-        lr = group["lr"]
-        lr = lr.to(param.device, torch.float64) if isinstance(lr, Tensor) else lr
-        momentum = group.get("momentum", 0)
-        undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
-        return lr * undamped, self.optimizer._denominator(group, param)
 
 
 def _unless(found_inf: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from loco_ext.geometry.attached_pattern import attach_pattern
+from loco_ext.nn.computed import HOW_TO_MAKE_PLAIN, Computed, computed, is_convolution
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.optim.hyper import check_hyper, is_zero
 from loco_ext.optim.locality import Factors, as_tuples, check_factors
+from loco_ext.optim.options import check_hyper, is_zero
 from loco_ext.optim.penalty import check_penalty
 from loco_ext.optim.warning import warn_caller
-from loco_ext.sparsity import KernelPenalty, Penalty, RingPenalty
-from loco_ext.sparsity.computed import HOW_TO_MAKE_PLAIN, Computed, computed
-from loco_ext.sparsity.tracing import is_convolution
+from loco_ext.penalties import KernelPenalty, Penalty, RingPenalty
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 

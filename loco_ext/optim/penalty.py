@@ -1,86 +1,60 @@
-"""Conversion of a parameter group's ``penalty`` to the penalties that the step takes for each parameter."""
+"""A parameter group's ``penalty``: its form in checkpoints, and what the step takes for each parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
-from typing import Any, TypeAlias
+from dataclasses import fields, replace
+from typing import Any
 
 from torch import Tensor
 
-from loco_ext.ops.penalties import OfStep
+from loco_ext.ops import LayerPenalty, StepPenalty
 from loco_ext.optim.locality import looks_like_convolution
-from loco_ext.sparsity.complexity import ComplexityPenalty, Penalty
-from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, RingPenalty
+from loco_ext.penalties import FoldedPenalty, KernelPenalty, Penalty, RingPenalty
+from loco_ext.penalties.folded import FoldedFactors
 
-# (a convolution's weight, its penalty, the penalty's weights of groups on the weight's device)
-Folded: TypeAlias = tuple[Tensor, FoldedPenalty, Tensor]
-_CLASSES = {"RingPenalty": RingPenalty, "KernelPenalty": KernelPenalty}
+_STORED_WHOLE = {kind.__name__: kind for kind in (RingPenalty, KernelPenalty)}
 
 
-def as_plain(penalty: Any) -> Any:
-    """Return a group's penalty as checkpoints store it: tuples of class name and settings, loadable without code.
-
-    The batch norm of a FoldedPenalty and the model of a ComplexityPenalty are left out.
-    """
+def to_plain(penalty: Any) -> Any:
+    """Return a group's penalty as checkpoints store it, see :meth:`loco_ext.sparsity.Penalty.to_plain`."""
     if isinstance(penalty, list):
-        return [as_plain(entry) for entry in penalty]
-    if isinstance(penalty, FoldedPenalty):
-        return ("FoldedPenalty", as_plain(penalty.penalty))
-    if isinstance(penalty, ComplexityPenalty):
-        return ("ComplexityPenalty", as_plain(penalty.rings))
-    return penalty if penalty is None else (type(penalty).__name__, *astuple(penalty))
+        return [to_plain(entry) for entry in penalty]
+    return None if penalty is None else penalty.to_plain()
 
 
 def from_plain(penalty: Any, present: Any = None) -> Any:
-    """Return the penalty that :func:`as_plain` was given; tuples may have become lists.
+    """Return the penalty that :func:`to_plain` was given; tuples may have become lists.
 
     Args:
         penalty: the plain form, or already a penalty.
-        present: the group's penalty so far, which supplies the batch norms of FoldedPenalty entries and the models of
-            ComplexityPenalty entries.
+        present: the group's penalty so far, which supplies the modules that a checkpoint does not hold.
 
     Raises:
-        ValueError: ``present`` has no penalty of the same kind in the place of such an entry.
+        ValueError: ``present`` has no penalty of the same kind in the place of one that needs modules.
     """
     if not isinstance(penalty, list | tuple):
         return penalty
-    if penalty and isinstance(penalty[0], str):
-        name, *settings = penalty
-        if name == "FoldedPenalty":
-            return _folded(from_plain(settings[0]), present)
-        if name == "ComplexityPenalty":
-            return _of_model(from_plain(settings[0]), present)
-        if name not in _CLASSES:
-            return penalty
-        if name == "RingPenalty":
-            return RingPenalty(*settings[:-1], first=settings[-1])
-        return KernelPenalty(*settings)
-    places = present if isinstance(present, list) and len(present) == len(penalty) else [None] * len(penalty)
-    return [from_plain(entry, place) for entry, place in zip(penalty, places, strict=True)]
-
-
-def _folded(penalty: Any, present: Any) -> FoldedPenalty:
-    if not isinstance(present, FoldedPenalty):
+    if not penalty or not isinstance(penalty[0], str):
+        places = present if isinstance(present, list) and len(present) == len(penalty) else [None] * len(penalty)
+        return [from_plain(entry, place) for entry, place in zip(penalty, places, strict=True)]
+    name, *settings = penalty
+    if (kind := _STORED_WHOLE.get(name)) is not None:
+        names = [each.name for each in fields(kind)]
+        return kind(**dict(zip(names, settings, strict=True)))
+    if len(settings) != 1:
+        return penalty
+    if not isinstance(present, Penalty) or type(present).__name__ != name or present._stored is None:
         raise ValueError(
-            "penalty: expected an optimizer with a FoldedPenalty where the checkpoint has one, as that does not hold "
-            f"batch norms, got {present!r}"
+            f"penalty: expected an optimizer with a {name} where the checkpoint has one, as that does not hold its "
+            f"modules, got {present!r}"
         )
-    return FoldedPenalty(penalty, present.batch_norm)
-
-
-def _of_model(rings: Any, present: Any) -> ComplexityPenalty:
-    if not isinstance(present, ComplexityPenalty):
-        raise ValueError(
-            "penalty: expected an optimizer with a ComplexityPenalty where the checkpoint has one, as that does not "
-            f"hold the model, got {present!r}"
-        )
-    return replace(present, rings=rings)
+    return replace(present, **{present._stored: from_plain(settings[0])})
 
 
 def step_penalties(
     params: Sequence[Tensor], penalty: Penalty | list[Penalty | None] | None
-) -> tuple[list[OfStep | None], list[Folded]]:
+) -> tuple[list[StepPenalty | LayerPenalty | None], list[tuple[Tensor, FoldedFactors]]]:
     """Return the penalties that the operators take, and the parameters with a FoldedPenalty.
 
     The first list has an entry for each parameter, None for those without a penalty, and is empty if no parameter has
@@ -94,14 +68,13 @@ def step_penalties(
     """
     if penalty is None:
         return [], []
-    of_step: list[OfStep | None] = []
-    folded: list[Folded] = []
+    of_step: list[StepPenalty | LayerPenalty | None] = []
+    folded: list[tuple[Tensor, FoldedFactors]] = []
     for i, (param, entry) in enumerate(zip(params, _entries(params, penalty), strict=True)):
         try:
+            of_step.append(None if entry is None else entry.for_step(param))
             if isinstance(entry, FoldedPenalty):
-                entry.check(param)
-                folded.append((param, entry, entry.penalty.group_weights(param).to(param.device)))
-            of_step.append(None if entry is None or isinstance(entry, FoldedPenalty) else entry.for_step(param))
+                folded.append((param, entry.factors(param)))
         except (TypeError, ValueError) as error:
             raise type(error)(f"penalty of parameter {i}: {error}") from None
     return (of_step if any(entry is not None for entry in of_step) else []), folded

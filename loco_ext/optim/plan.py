@@ -15,10 +15,10 @@ from torch.nn import Parameter
 from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops.penalties import LayerPenalty, OfStep
 from loco_ext.optim.locality import check_locality, decay_maps
-from loco_ext.optim.penalty import Folded, step_penalties
+from loco_ext.optim.options import Group
+from loco_ext.optim.penalty import step_penalties
 from loco_ext.optim.sharding import local_tensors
-
-Group = dict[str, Any]
+from loco_ext.penalties.folded import FoldedFactors
 
 
 def same_objects(a: Collection[object], b: Collection[object]) -> bool:
@@ -66,7 +66,7 @@ class Plan:
     maps: list[Tensor]  # without duplicates
     map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
     penalties: list[OfStep | None]  # for each parameter, without FoldedPenalty; empty if no parameter has one
-    folded: list[Folded]  # the parameters with a FoldedPenalty
+    folded: list[tuple[Tensor, FoldedFactors]]  # the parameters with a FoldedPenalty
     plain: bool  # no parameter is of a tensor subclass such as DTensor
     fake_mode: object
 
@@ -205,12 +205,32 @@ class Batch:
         """Return the scalar on the parameters' device."""
         return None if scalar is None else scalar.to(self.params[0].device)
 
+    def check_capture(self, rule: Rule) -> None:
+        """Raise RuntimeError if a CUDA graph is being captured that would not replay this step as intended."""
+        if self.created:
+            check_not_captured(self.params[0])
+        if rule.seed is not None and _is_captured(self.params[0]):
+            raise RuntimeError(
+                "stochastic_rounding: expected None while a CUDA graph is captured, as replays round alike"
+            )
+
     def localize(self) -> None:
         """Replace DTensors by their local shards, which the step updates in place."""
         if not self.plain:
             maps = [self.maps[i] if i >= 0 else None for i in self.map_index]
             penalties = self.penalties or [None] * len(self.params)
             local_tensors(self.params, self.grads, [*self.states, self.steps], maps, penalties)
+
+
+def check_not_captured(param: Tensor) -> None:
+    """Raise RuntimeError if states are about to be created or moved under capture: every replay would do so again."""
+    if _is_captured(param):
+        raise RuntimeError("step: expected the optimizer to have made a step before a CUDA graph captures one")
+
+
+def _is_captured(param: Tensor) -> bool:
+    """Return whether a CUDA graph is capturing the current stream of the parameter's device."""
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Rule(NamedTuple):

@@ -10,12 +10,13 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
-from loco_ext.optim.hyper import check_hyper
 from loco_ext.optim.locality import Locality
-from loco_ext.optim.plan import Batch, Group, Plan, Rule
+from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, with_options
+from loco_ext.optim.plan import Batch, Plan, Rule
+from loco_ext.optim.states import new_state
 from loco_ext.optim.torch_path import split_by_decay
+from loco_ext.penalties import Penalty
 from loco_ext.reference.optim_step import SGD_COLUMNS
-from loco_ext.sparsity import Penalty
 
 
 class SGD(LocalityOptimizer, torch.optim.SGD):
@@ -80,15 +81,9 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         stochastic_rounding: int | None = None,
     ) -> None:
         check_hyper({"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay})
-        self._own_arguments(
-            locality=locality,
-            penalty=penalty,
-            norm=norm,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-        )
+        own = own_options(locality, penalty, norm, state_dtype, stochastic_rounding)
         super().__init__(
-            params,
+            with_options(params, own),
             lr,
             momentum,
             dampening,
@@ -99,15 +94,12 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._finish_init()
+        self._finish_init(own)
 
-    _operator = "optim_step_sgd"
-
-    def _denominator(self, group: Group, param: Tensor) -> None:
-        return None
-
-    def _prox_arguments(self, group: Group, state: dict[str, Any]) -> dict[str, Any]:
-        return {"momentum_buffers": [state["momentum_buffer"]] if group["momentum"] != 0 else []}
+    def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, None]:
+        momentum = group["momentum"]
+        undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
+        return lr_for(param, group) * undamped, None
 
     def _kind(self, group: Group) -> tuple[bool, bool]:
         return group["momentum"] != 0, bool(group["nesterov"])
@@ -127,7 +119,7 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             batch.first += [0] * (len(batch.states[0]) - len(batch.first))
             batch.first += [int(buffer is None) for buffer in buffers]
         for i in missing:
-            buffers[i] = self._new_state(params[i], group)
+            buffers[i] = new_state(params[i], group)
             batch.created.append((params[i], "momentum_buffer", buffers[i]))
         batch.states[0] += buffers
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext.optim.plan import Group, Plan
+from loco_ext.optim.options import Group
+from loco_ext.optim.plan import Plan
 from loco_ext.optim.sharding import replicated_maps
 
 

@@ -1,14 +1,22 @@
 """Structured sparsity: penalties on nested rings of a kernel, their exact prox, and compaction of the result."""
 
+from loco_ext.penalties import (
+    FoldedPenalty,
+    KernelPenalty,
+    Penalty,
+    RingPenalty,
+    dual_norm,
+    kernel_sizes,
+    kkt_residual,
+    max_strength,
+    ring_norms,
+    ring_prox,
+)
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
-from loco_ext.sparsity.complexity import ComplexityPenalty, Penalty, complexity_penalties
+from loco_ext.sparsity.complexity import ComplexityPenalty, complexity_penalties
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
 from loco_ext.sparsity.frontier import frontier
-from loco_ext.sparsity.kkt import kkt_residual
-from loco_ext.sparsity.penalties import FoldedPenalty, KernelPenalty, RingPenalty
-from loco_ext.sparsity.prox import kernel_sizes, ring_norms, ring_prox
-from loco_ext.sparsity.strengths import dual_norm, max_strength
 from loco_ext.sparsity.tracing import folded_penalties, zero_dead_kernels
 from loco_ext.sparsity.vocabulary import ModelFileError
 

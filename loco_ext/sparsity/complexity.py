@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from loco_ext import ops
+from loco_ext.nn.computed import check_plain
 from loco_ext.ops.penalties import OfStep
-from loco_ext.sparsity.computed import check_plain
-from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, RingPenalty
-from loco_ext.sparsity.prox import check_convolution, check_metric, check_number
+from loco_ext.penalties import Penalty, RingPenalty
+from loco_ext.penalties.checks import check_convolution, check_metric, check_number
 from loco_ext.sparsity.tracing import convolution_of, traced
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -88,7 +88,7 @@ def complexity_penalties(
 
 
 @dataclass(frozen=True)
-class ComplexityPenalty:
+class ComplexityPenalty(Penalty):
     """Eq. 34 as a function of one layer's weight, all other layers being fixed:
 
     ``a sum_j s'_ij^2 + sum_j b_j ||k_ij||``,
@@ -131,6 +131,7 @@ class ComplexityPenalty:
     rings: RingPenalty
     network: Network
     layer: str
+    _stored = "rings"
 
     @property
     def strength(self) -> float:
@@ -145,7 +146,7 @@ class ComplexityPenalty:
     def value(self, weight: Tensor) -> Tensor:
         """Return the penalty of the weight, as :meth:`RingPenalty.value` does."""
         a, b = self._strengths(weight)
-        norms = self.rings._group_norms(weight)
+        norms = self.rings.group_norms(weight)
         sizes = (norms * self.rings.group_weights(weight).to(weight.device)).sum(1)
         return a * sizes.square().sum() + (b.to(weight.device) * norms[:, -1]).sum()
 
@@ -188,7 +189,6 @@ class ComplexityPenalty:
         expected = self.network.layers[self.layer].weight.shape
         if weight.shape != expected:
             raise ValueError(f"weight: expected shape {tuple(expected)} as {self.layer!r}, got {tuple(weight.shape)}")
-        self.rings.rings(weight)
         return self.network.measure(self.rings)[self.layer]
 
     def _shrink(self, weight: Tensor, step: float, metric: Tensor | None, a: float, b: Tensor) -> Tensor:
@@ -197,7 +197,8 @@ class ComplexityPenalty:
         thresholds = torch.zeros(len(weight), len(squared), dtype=torch.float64, device="cpu")
         thresholds[:, -1] = (step * b).clamp(max=_LARGEST)
         squared = squared.clamp(max=_LARGEST).expand_as(thresholds)
-        return self.rings._prox(weight, thresholds, squared, metric)
+        taps, linf = self.rings.filters(weight).rings, self.rings.norm == "linf"
+        return ops.ring_prox(weight, taps, thresholds, squared, metric, linf=linf)
 
 
 class Channels:
@@ -273,7 +274,7 @@ class Network:
 
 def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
     """Return ``||k_j||`` and ``s'_j`` of each kernel: ``(2, C_out)``, 0 where a kernel's are not finite."""
-    groups = rings._group_norms(weight)
+    groups = rings.group_norms(weight)
     both = torch.stack([groups[:, -1], (groups * rings.group_weights(weight).to(weight.device)).sum(1)])
     return torch.where(both.isfinite(), both, 0.0)
 
@@ -334,6 +335,3 @@ def _concatenated(sources: list[Channels]) -> Channels:
 def _added(sources: list[Channels]) -> Channels:
     constant = torch.stack([source.constant for source in sources]).sum(0)
     return Channels(constant, [writer for source in sources for writer in source.writers])
-
-
-Penalty = GroupPenalty | FoldedPenalty | ComplexityPenalty

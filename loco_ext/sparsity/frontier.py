@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.folders import owned
+from loco_ext.nn.computed import check_plain
 from loco_ext.output import json_text, replacing
+from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
+from loco_ext.penalties.checks import check_number
+from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
-from loco_ext.sparsity.computed import check_plain
-from loco_ext.sparsity.penalties import GroupPenalty, KernelPenalty, RingPenalty
-from loco_ext.sparsity.prox import check_number, kernel_sizes
-from loco_ext.sparsity.strengths import convolutions, is_empty, max_strength
 from loco_ext.sparsity.tracing import zero_dead_kernels
 
 PATHS = ("dense", "up", "down")

@@ -7,10 +7,10 @@ from collections import Counter
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
-from loco_ext.sparsity.computed import check_plain, check_plain_weight, computed
-from loco_ext.sparsity.penalties import FoldedPenalty, GroupPenalty, KernelPenalty, RingPenalty
+from loco_ext.nn.computed import check_plain, check_plain_weight, computed, is_convolution
+from loco_ext.penalties import FoldedPenalty, GroupPenalty
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
@@ -25,18 +25,13 @@ def traced(model: nn.Module) -> fx.GraphModule:
         raise ValueError(f"model: expected one that torch.fx can trace, got {type(error).__name__}: {error}") from error
 
 
-def is_convolution(module: nn.Module) -> bool:
-    """Return whether kernels lie along the first axis of the module's weight."""
-    return isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
-
-
 def convolution_of(graph: nn.Module, node: fx.Node) -> _ConvNd | None:
     """Return the Conv module that the node calls; None if it calls anything else."""
     module = graph.get_submodule(str(node.target)) if node.op == "call_module" else None
     return module if isinstance(module, _ConvNd) and is_convolution(module) else None
 
 
-def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> dict[str, GroupPenalty | FoldedPenalty]:
+def folded_penalties(model: nn.Module, penalty: GroupPenalty) -> dict[str, GroupPenalty | FoldedPenalty]:
     """Return a penalty for each Conv module that the model runs.
 
     It is a :class:`FoldedPenalty` if the convolution's output goes to one batch norm, with a weight and running
@@ -63,7 +58,7 @@ def folded_penalties(model: nn.Module, penalty: RingPenalty | KernelPenalty) -> 
         >>> optimizer = optim.SGD(optim.parameter_groups(model, 5e-4, penalty=penalties), lr=0.1)
     """
     check_plain(model)
-    if not isinstance(penalty, RingPenalty | KernelPenalty):
+    if not isinstance(penalty, GroupPenalty):
         raise TypeError(f"penalty: expected a RingPenalty or a KernelPenalty, got {penalty!r}")
     return {
         name: penalty if norm is None else FoldedPenalty(penalty, norm)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from loco_ext.optim.base import device_lr, uses_kernels
-from loco_ext.optim.capture import check_capture
-from loco_ext.optim.plan import make_plan, select
+from loco_ext.optim.options import device_lr, uses_kernels
+from loco_ext.optim.plan import Batch, make_plan, select
 
 
 def test_a_group_is_split_by_device():
@@ -59,4 +58,4 @@ def test_a_captured_step_makes_no_states_and_draws_no_numbers(monkeypatch, is_cu
         )
         expected = pytest.raises(RuntimeError, match=reason)
     with expected:
-        check_capture(rule, batch)
+        Batch.check_capture(batch, rule)

@@ -19,8 +19,6 @@ from tests.optim.stepping import (
     make_params,
     pair,
     params_of,
-    set_gradients,
-    torch_loop,
     train,
 )
 from tests.tolerances import same_bits
@@ -62,35 +60,6 @@ def test_the_state_dict_has_torchs_keys_and_our_group_options(name):
     extra = mine["param_groups"][0].keys() - other["param_groups"][0].keys()
     assert extra == {"locality", "norm", "penalty", "state_dtype", "stochastic_rounding", "rounding_step"}
     assert not other["param_groups"][0].keys() - mine["param_groups"][0].keys()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("source", ["torch for-loop", "torch foreach", "torch fused"])
-def test_a_torch_checkpoint_loads_into_ours_and_training_goes_on_equal(name, source):
-    flags = {} if source == "torch for-loop" else {source.split()[1]: True}
-    theirs = getattr(torch.optim, name)(make_params(), **RICH[name], **flags)
-    train(theirs, 3)
-    ours = getattr(optim, name)(clones(params_of(theirs)), lr=123.0)
-    ours.load_state_dict(through_a_file(theirs.state_dict()))
-    loop = torch_loop(name, clones(params_of(theirs)), **RICH[name])
-    loop.load_state_dict(through_a_file(theirs.state_dict()))
-    loop.param_groups[0].update(foreach=False, fused=False)
-    assert ours.param_groups[0]["lr"] == RICH[name]["lr"]
-    for step in (3, 4):
-        follow(ours, loop, seed=step)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_our_checkpoint_loads_into_torchs_and_training_goes_on_equal(name, flags):
-    ours = getattr(optim, name)(make_params(), **RICH[name])
-    train(ours, 3)
-    theirs = getattr(torch.optim, name)(clones(params_of(ours)), **flags)
-    theirs.load_state_dict(through_a_file(ours.state_dict()))
-    assert_same(ours, theirs)
-    theirs.param_groups[0].update(foreach=False, fused=False)
-    for step in (3, 4):
-        follow(ours, theirs, seed=step)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -215,22 +184,6 @@ def test_loading_into_a_group_with_another_state_dtype_follows_the_loaded_option
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_loading_replaces_what_the_optimizer_had_stepped_with(name):
-    """An optimizer that has stepped must not go on with the tensors it had before."""
-    source = getattr(optim, name)(make_params(seed=1), **RICH[name])
-    train(source, 4)
-    target = getattr(optim, name)(make_params(seed=2), **RICH[name])
-    train(target, 2)
-    with torch.no_grad():
-        for p, q in zip(params_of(target), params_of(source), strict=True):
-            p.copy_(q)
-    target.load_state_dict(through_a_file(source.state_dict()))
-    for opt in (source, target):
-        train(opt, 2, start=4)
-    assert_same(source, target, same_bits)
-
-
-@pytest.mark.parametrize("name", CLASSES)
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(name):
     ours = getattr(optim, name)(make_params(), **RICH[name], locality=LOCALITY)
     train(ours, 2)
@@ -276,37 +229,6 @@ def test_a_model_and_its_optimizer_are_copied_together():
     for opt in (ours, other):
         train(opt, 1, start=1)
     assert same_bits(model.weight.detach(), other_model.weight.detach())
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_repr_names_the_class_and_every_option(name):
-    ours = getattr(optim, name)(make_params(), lr=0.125, locality=LOCALITY)
-    text = repr(ours)
-    assert text.startswith(f"{name} (\nParameter Group 0\n")
-    assert "lr: 0.125" in text
-    assert "locality: (0.5, 2.0)" in text
-    assert "norm: l2" in text
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_state_dict_hooks_run_and_may_change_what_is_saved_and_loaded(name):
-    ours = getattr(optim, name)(make_params(), **RICH[name])
-    train(ours, 1)
-    seen = []
-
-    def double_lr(_, state_dict):
-        seen.append("load pre")
-        return {**state_dict, "param_groups": [{**g, "lr": 2 * g["lr"]} for g in state_dict["param_groups"]]}
-
-    ours.register_state_dict_pre_hook(lambda opt: seen.append("save pre"))
-    ours.register_state_dict_post_hook(lambda opt, state_dict: {**state_dict, "note": "hi"})
-    saved = ours.state_dict()
-    assert (seen, saved["note"]) == (["save pre"], "hi")
-
-    ours.register_load_state_dict_pre_hook(double_lr)
-    ours.register_load_state_dict_post_hook(lambda opt: seen.append(opt.param_groups[0]["lr"]))
-    ours.load_state_dict(saved)
-    assert seen == ["save pre", "load pre", 2 * RICH[name]["lr"]]
 
 
 DAMAGES = {
@@ -358,17 +280,3 @@ def test_a_load_hook_may_change_states_whatever_their_dtype():
     ours.register_load_state_dict_pre_hook(replace)
     ours.load_state_dict(ours.state_dict())
     assert ours.state[params_of(ours)[0]]["momentum_buffer"].tolist() == [value] * 4
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_groups_added_after_loading_and_frozen_parameters_survive_a_round_trip(name):
-    ours = getattr(optim, name)(make_params(), **RICH[name])
-    set_gradients(params_of(ours), 0, frozen=(1, 3))
-    ours.step()
-    other = getattr(optim, name)(clones(params_of(ours)), **RICH[name])
-    other.load_state_dict(through_a_file(ours.state_dict()))
-    added = make_params([(3, 3)])
-    for opt, params in ((ours, clones(added)), (other, clones(added))):
-        opt.add_param_group({"params": params, "lr": 0.5})
-        train(opt, 2, start=1)
-    assert_same(ours, other, same_bits)

@@ -275,7 +275,7 @@ def test_penalties_may_be_named_layer_by_layer():
 def test_blocks_are_no_convolutions_weight():
     layer = LocallyConnected1d(3, 5, 3, padding=1, input_size=7)
     folded = sparsity.FoldedPenalty(sparsity.RingPenalty(0.1), nn.BatchNorm1d(7))
-    for use in (sparsity.ring_norms, sparsity.kernel_sizes, folded.check):
+    for use in (sparsity.ring_norms, sparsity.kernel_sizes, folded.for_step):
         with pytest.raises(TypeError, match="got the blocks of a locally connected layer"):
             use(layer.weight)
     even = LocallyConnected1d(3, 5, 4, input_size=7)

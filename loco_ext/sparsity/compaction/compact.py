@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
+from loco_ext.nn.computed import make_weights_plain
 from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, copies, is_right
 from loco_ext.sparsity.compaction.channels import Channels
@@ -25,7 +26,6 @@ from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.trace import UntraceableError, trace
 from loco_ext.sparsity.compaction.unmix import unmix
 from loco_ext.sparsity.compaction.untraced import crop_modules
-from loco_ext.sparsity.computed import make_weights_plain
 
 _log = logging.getLogger(__name__)
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}

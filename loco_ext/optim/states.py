@@ -1,4 +1,4 @@
-"""Checks of the states in a state dict, before an optimizer loads them."""
+"""States of parameters: new ones, and those that a state dict brings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,46 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from loco_ext.optim.options import Group
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-def check_states(groups: list[dict[str, Any]], loaded: Mapping[str, Any]) -> None:
+def state_dtype(param: Tensor, group: Group) -> torch.dtype:
+    """Return the dtype of states: the parameter's, or float32 for bfloat16 and float16 if the group asks for it."""
+    return group["state_dtype"] if group["state_dtype"] and param.element_size() < 4 else param.dtype
+
+
+@torch.inference_mode(False)  # later steps may run outside inference mode, so no state may be an inference tensor
+def new_state(param: Tensor, group: Group) -> Tensor:
+    """Return zeros for a state of the parameter, with its strides."""
+    return torch.zeros_like(param, dtype=state_dtype(param, group), memory_format=torch.preserve_format)
+
+
+def restore_states(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Give loaded states their dtype and strides back: torch casts to the parameter's dtype and ignores strides."""
+    for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        for param, key in zip(group["params"], saved["params"], strict=True):
+            states = optimizer.state[param]
+            for name, value in loaded["state"].get(key, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if name == "step":
+                    states[name] = _as_step(states[name])
+                elif value.shape == param.shape:
+                    dtype, now = state_dtype(param, group), states[name]
+                    if now.dtype != dtype or now.stride() != param.stride():
+                        states[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(value)
+
+
+def _as_step(count: Tensor) -> Tensor:
+    """Return a step count of any dtype in a dtype that the operators take: float32 or float64."""
+    return count if count.dtype in (torch.float32, torch.float64) else count.to(torch.float32)
+
+
+def check_states(groups: list[Group], loaded: Mapping[str, Any]) -> None:
     """Raise if a state does not fit its parameter; groups that do not fit are left to torch.
 
     NaN and infinities are accepted, as in torch.optim: a diverged training saves them.

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loco_ext.ops.coupled import power_of_two
+from loco_ext.ops.joint import power_of_two
 from loco_ext.ops.ring_prox import check_thresholds
+from loco_ext.penalties.checks import check_metric, check_norm, thresholds_of
+from loco_ext.penalties.filters import conv_filters
 from loco_ext.reference.ring_prox import ring_prox as reference_prox
-from loco_ext.sparsity.prox import check_metric, check_norm, rings_of, thresholds_of
 
 
 def kkt_residual(
@@ -49,7 +50,8 @@ def kkt_residual(
         >>> bool((sparsity.kkt_residual(weight, result, thresholds) < 1e-12).all())
         True
     """
-    rings, count = rings_of(weight, kind, first)
+    filters = conv_filters(weight, kind, first)
+    rings, count = filters.rings, filters.count
     check_norm(norm)
     if metric is not None:
         check_metric(metric, weight)

@@ -8,23 +8,19 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
-from loco_ext.ops.coupled import power_of_two
-from loco_ext.sparsity.computed import check_plain, weight_of
-from loco_ext.sparsity.penalties import GroupPenalty
-from loco_ext.sparsity.prox import check_convolution
+from loco_ext.nn.computed import check_plain, is_convolution, weight_of
+from loco_ext.ops.joint import power_of_two
+from loco_ext.penalties.checks import check_convolution
+from loco_ext.penalties.group import GroupPenalty
 
 _PRECISION = 1e-12  # relative precision of the bisection
 
 
 def convolutions(model: nn.Module) -> dict[str, _ConvNd]:
     """Return the modules whose weights are penalised, by name: convolutions of 1 to 3 axes, not transposed."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
-    }
+    return {name: module for name, module in model.named_modules() if is_convolution(module)}
 
 
 def is_empty(model: nn.Module) -> bool:

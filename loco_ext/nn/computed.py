@@ -72,16 +72,21 @@ def weight_of(module: _ConvNd) -> Tensor:
             part.training = training
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Return whether the module is a convolution that is not transposed: filters lie along the first axis."""
+    return isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
+
+
 def check_plain(model: nn.Module) -> None:
     """Raise TypeError or ValueError unless this is a model whose Conv modules all have parameters as weights."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd):
+        if is_convolution(module):
             check_plain_weight(name, module)
 
 
-def check_plain_weight(name: str, module: _ConvNd) -> None:
+def check_plain_weight(name: str, module: nn.Module) -> None:
     """Raise ValueError unless the weight of a model's convolution is a parameter."""
     if (how := computed(module)) is not None:
         raise ValueError(

@@ -1,0 +1,44 @@
+"""The interface of a penalty to the optimizers and their checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from loco_ext.ops import LayerPenalty, StepPenalty
+
+
+@dataclass(frozen=True)
+class Penalty(ABC):
+    """Base class of all penalties, frozen dataclasses that hold a penalty's settings.
+
+    Example:
+        >>> from loco_ext import sparsity
+        >>> isinstance(sparsity.RingPenalty(1e-3), sparsity.Penalty)
+        True
+    """
+
+    # The field that checkpoints store; the others, such as modules, come from the optimizer that loads the checkpoint.
+    # None: all fields are stored.
+    _stored: ClassVar[str | None] = None
+
+    @abstractmethod
+    def value(self, weight: Tensor) -> Tensor:
+        """Return the penalty of one layer's weight: float64 scalar, differentiable."""
+
+    @abstractmethod
+    def for_step(self, weight: Tensor) -> StepPenalty | LayerPenalty | None:
+        """Return the argument that the optimizer step's operators take for this weight, None if they take none.
+
+        Raises:
+            TypeError, ValueError: the penalty does not fit the weight.
+        """
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """Return the class name and the settings, as checkpoints store them: they load without code."""
+        if self._stored is not None:
+            return (type(self).__name__, getattr(self, self._stored).to_plain())
+        return (type(self).__name__, *(getattr(self, each.name) for each in fields(self)))

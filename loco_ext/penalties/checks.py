@@ -1,0 +1,73 @@
+"""Checks of the arguments of penalties and proxes; their errors name the argument, the expectation and the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from loco_ext.geometry.attached_pattern import pattern_of
+from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.ring_prox import check_metric as check_like
+
+NORMS = ("l2", "linf")
+
+
+def check_convolution(name: str, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless ``weight`` can be a convolution's, with at least one weight per kernel."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
+    if weight.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {weight.layout}")
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
+    if pattern_of(weight) is not None:
+        raise TypeError(f"{name}: expected a convolution's weight, got the blocks of a locally connected layer")
+    if not 3 <= weight.dim() <= 5:
+        raise ValueError(
+            f"{name}: expected a convolution's weight of 3 to 5 dimensions, (C_out, C_in/groups, *kernel_size), "
+            f"got shape {tuple(weight.shape)}"
+        )
+    if weight.shape[1:].numel() == 0:
+        raise ValueError(f"{name}: expected at least one weight a kernel, got shape {tuple(weight.shape)}")
+
+
+def check_number(name: str, value: float) -> float:
+    """Return the value as a float; raise TypeError or ValueError unless it is finite and at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    return float(value)
+
+
+def check_norm(norm: str) -> None:
+    """Raise ValueError unless ``norm`` is a norm of groups."""
+    if norm not in NORMS:
+        raise ValueError(f"norm: expected 'l2' or 'linf', got {norm!r}")
+
+
+def check_metric(metric: Tensor, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless ``metric`` is like ``weight`` and, outside of torch.compile, positive."""
+    if not isinstance(metric, Tensor):
+        raise TypeError(f"metric: expected a tensor or None, got {type(metric).__name__}")
+    check_like(metric, weight)
+    if not torch.compiler.is_compiling() and (metric <= 0).any():
+        raise ValueError(f"metric: expected positive numbers, got {metric.min().item()}")
+
+
+def thresholds_of(name: str, values: Sequence[float] | Tensor, count: int, kernels: int) -> Tensor:
+    """Return float64 on the CPU, ``(count,)`` or ``(kernels, count)``; raise TypeError or ValueError otherwise."""
+    try:
+        t = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected a tensor or a sequence of numbers, got {values!r}") from error
+    if t.shape not in ((count,), (kernels, count)):
+        raise ValueError(
+            f"{name}: expected {count} numbers, one for each group, or a row of them for each of {kernels} kernels, "
+            f"got shape {tuple(t.shape)}"
+        )
+    return t
