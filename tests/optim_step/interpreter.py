@@ -4,6 +4,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 
 from tests.optim_step.cases import Case
