@@ -1,11 +1,14 @@
 """Building blocks of tables of results."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table as RichTable
 
+Record = dict[str, Any]
+Columns = list[tuple[str, Callable[[Record], str]]]  # the header of each column, and the cell of a record
 RULE_NAMES = {"sgd": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"}
 MISSING = "–"  # noqa: RUF001
 
@@ -31,21 +34,65 @@ class Table:
         return table
 
 
+def table(title: str, records: Sequence[Record], columns: Columns) -> Table:
+    """Return a table of one row for each record."""
+    return Table(
+        title, [header for header, _ in columns], [[cell(record) for _, cell in columns] for record in records]
+    )
+
+
+def shown(key: str) -> Callable[[Record], str]:
+    """Return a cell that shows an entry of a record as it is."""
+    return lambda record: str(record[key])
+
+
+def each(records: Sequence[Record], key: str, form: Callable[[Any], str], suffix: str = "") -> Columns:
+    """Return a column for each name under ``key`` that some record has, ours and the copy last.
+
+    Its cells are what ``form`` makes of the entry; a dash where it is missing.
+    """
+    names = dict.fromkeys(name for record in records for name in record.get(key, {}))
+
+    def column(name: str) -> Callable[[Record], str]:
+        return lambda record: form(record[key][name]) if record[key].get(name) is not None else MISSING
+
+    last = ("ours", "copy", "ours / copy")
+    ordered = sorted(names, key=lambda name: name in last) if {"ours", "ours / copy"} & names.keys() else names
+    return [(name.replace("_", " ") + suffix, column(name)) for name in ordered]
+
+
+def fixed(digits: int) -> Callable[[float], str]:
+    """Return a format of a number with that many decimals."""
+    return lambda value: f"{value:.{digits}f}"
+
+
+def percent(digits: int) -> Callable[[float], str]:
+    """Return a format of a share in percent with that many decimals."""
+    return lambda value: f"{value:.{digits}%}"
+
+
 def significant(value: float) -> str:
     """Format a number with three significant digits and without an exponent."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-def milliseconds(record: dict[str, Any], candidate: str) -> str:
-    """Format a candidate's median, or a dash where it was not run."""
-    timing = record["candidates"].get(candidate)
-    return significant(1e3 * timing["median"]) if timing else MISSING
+def milliseconds(timing: Record) -> str:
+    """Format the median of a timing."""
+    return significant(1e3 * timing["median"])
 
 
-def targets(report: dict[str, Any], title: str) -> Table:
+def microseconds(timing: Record) -> str:
+    """Format the GPU's median and, after the slash, the host's."""
+    return " / ".join(significant(1e6 * timing[key]["median"]) for key in ("gpu", "host"))
+
+
+def targets(report: Record, title: str) -> Table:
     """Return a table of the targets beside the measurements in the worst case."""
-    rows = [
-        [row["name"], row["wanted"], f"{row['measured']:.3g}", "yes" if row["met"] else "no", row["where"]]
-        for row in report["targets"]
+    columns: Columns = [
+        ("of all cases", shown("name")),
+        ("wanted", shown("wanted")),
+        ("measured", lambda row: f"{row['measured']:.3g}"),
+        ("met", lambda row: "yes" if row["met"] else "no"),
+        ("worst case", shown("where")),
     ]
-    return Table(title, ["of all cases", "wanted", "measured", "met", "worst case"], rows)
+    return table(title, report["targets"], columns)

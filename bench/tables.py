@@ -1,4 +1,4 @@
-"""Tables of the committed results: in README.md, between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``.
+"""Tables of the committed results of the benchmarks: in README.md, between ``<!-- bench:NAME -->`` and its end.
 
     python -m bench.tables            rewrites README.md
     python -m bench.tables --check    exits with 1 if that would change it
@@ -7,198 +7,264 @@ Figures in a section are never typed by hand.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from bench import harness, readme, tables_block_sparse, tables_ring_prox
-from bench.table import MISSING, RULE_NAMES, Table, milliseconds, significant, targets
+from bench import harness, readme
+from bench.table import (
+    MISSING,
+    RULE_NAMES,
+    Columns,
+    Record,
+    Table,
+    each,
+    fixed,
+    microseconds,
+    milliseconds,
+    percent,
+    shown,
+    significant,
+    table,
+    targets,
+)
 
-GPU_CASE = ["network", "rule", "dtype", "mode"]
-
-
-def case(record: dict[str, Any]) -> list[str]:
-    """Return the cells that say what was measured."""
-    return [record["network"], RULE_NAMES[record["rule"]], str(record["threads"])]
-
-
-def times(report: dict[str, Any]) -> Table:
-    """Return a table of medians: uniform decay and, after the slash, with the decay map."""
-    pairs = {f"torch {name}": (f"torch_{name}", f"torch_{name}_map") for name in ("loop", "foreach", "fused")}
-    pairs["ours"] = ("ours_uniform", "ours_loco")
-    rows = [
-        case(record) + [" / ".join(milliseconds(record, name) for name in pair) for pair in pairs.values()]
-        for record in report["results"]
-    ]
-    title = "Milliseconds for one step (median): uniform decay / with the decay map, which torch needs by hand"
-    return Table(title, ["network", "rule", "threads", *pairs], rows)
-
-
-def ratios(report: dict[str, Any]) -> Table:
-    """Return a table of ratios, one column for each ratio that some record has."""
-    names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]))
-    rows = [
-        case(record) + [f"{record['ratios'][name]:.2f}" if name in record["ratios"] else MISSING for name in names]
-        for record in report["results"]
-    ]
-    title = (
-        "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours "
-        "with the map, uniform: ours without"
-    )
-    return Table(title, ["network", "rule", "threads", *names], rows)
+PASSES = {"forward": "forward", "training": "forward and backward"}
+NETWORK: Columns = [("network", shown("network"))]
+RULE: Columns = [("rule", lambda record: RULE_NAMES[record["rule"]])]
+THREADS: Columns = [("threads", shown("threads"))]
+STEP = NETWORK + RULE + THREADS
+GPU_STEP = NETWORK + RULE + [("dtype", shown("dtype")), ("mode", shown("mode"))]
+LAYER: Columns = [("layer", shown("layer")), ("batch", shown("batch")), ("pass", lambda record: PASSES[record["pass"]])]
 
 
-def bandwidths(report: dict[str, Any]) -> Table:
-    """Return a table of the share of triad's bandwidth that a step of the large tensor reaches."""
-    records = [record for record in report["results"] if "bandwidth" in record]
-    names = list(dict.fromkeys(name for record in records for name in record["bandwidth"]))
-    rows = [
-        case(record)[1:]
-        + [f"{rate['bytes_per_second'] / 1e9:.1f} ({rate['of_triad']:.0%})" for rate in record["bandwidth"].values()]
-        for record in records
-    ]
-    title = (
-        "One tensor of 400 MB: GB/s and share of triad's, counting only the traffic that a step cannot avoid. Triad "
-        "also fetches what it overwrites, hence shares above 100%; update (a += s*b) does not"
-    )
-    return Table(title, ["rule", "threads", *(name.replace("_", " ") for name in names)], rows)
+def optim_step(report: Record) -> list[Table]:
+    """Return tables of step times, their ratios, bandwidths, and the extra memory of a step."""
+    results = report["results"]
 
+    def pair(*names: str) -> Callable[[Record], str]:
+        def cell(record: Record, name: str) -> str:
+            return milliseconds(record["candidates"][name]) if name in record["candidates"] else MISSING
 
-def peaks(report: dict[str, Any]) -> Table:
-    """Return a table of the extra memory of a step, in units of the parameters."""
-    records = report["peak_memory"]
-    names = list(dict.fromkeys(record["candidate"] for record in records))
-    cells: dict[str, dict[str, str]] = {}
-    for record in records:
+        return lambda record: " / ".join(cell(record, name) for name in names)
+
+    times = [(f"torch {name}", pair(f"torch_{name}", f"torch_{name}_map")) for name in ("loop", "foreach", "fused")]
+    times.append(("ours", pair("ours_uniform", "ours_loco")))
+    large = [record for record in results if "bandwidth" in record]
+
+    def rate(found: Record) -> str:
+        return f"{found['bytes_per_second'] / 1e9:.1f} ({found['of_triad']:.0%})"
+
+    memory: dict[str, Record] = {}
+    for record in report["peak_memory"]:
         extra = record["extra_bytes"]
-        cell = MISSING if extra is None else f"{extra / record['parameter_bytes']:.2f}"
-        cells.setdefault(record["rule"], {})[record["candidate"]] = cell
-    rows = [[RULE_NAMES[rule], *(row[name] for name in names)] for rule, row in cells.items()]
-    title = "The same tensor: memory that a step takes for itself at its peak, in sizes of the tensor"
-    return Table(title, ["rule", *(name.replace("_", " ") for name in names)], rows)
+        of_rule = memory.setdefault(record["rule"], {"rule": record["rule"], "extra": {}})
+        of_rule["extra"][record["candidate"]] = None if extra is None else extra / record["parameter_bytes"]
+    return [
+        table(
+            "Milliseconds for one step (median): uniform decay / with the decay map, which torch needs by hand",
+            results,
+            STEP + times,
+        ),
+        table(
+            "Ratios of times, in the median over rounds that called all once; below 1, the first is faster. loco: ours "
+            "with the map, uniform: ours without",
+            results,
+            STEP + each(results, "ratios", fixed(2)),
+        ),
+        table(
+            "One tensor of 400 MB: GB/s and share of triad's, counting only the traffic that a step cannot avoid. "
+            "Triad also fetches what it overwrites, hence shares above 100%; update (a += s*b) does not",
+            large,
+            RULE + THREADS + each(large, "bandwidth", rate),
+        ),
+        table(
+            "The same tensor: memory that a step takes for itself at its peak, in sizes of the tensor",
+            list(memory.values()),
+            RULE + each(list(memory.values()), "extra", fixed(2)),
+        ),
+    ]
 
 
-def train(report: dict[str, Any]) -> list[Table]:
+def train(report: Record) -> list[Table]:
     """Return a table of samples per second of the training loop."""
-    names = list(report["results"][0]["samples_per_second"])
-    rows = [
-        [record["model"], str(record["threads"])]
-        + [f"{record['samples_per_second'][name]:,.0f}" for name in names]
-        + [f"{record['overhead']:+.1%}"]
-        for record in report["results"]
-    ]
+    results = report["results"]
+    columns = [("model", shown("model")), *THREADS]
+    columns += each(results, "samples_per_second", lambda value: f"{value:,.0f}")
+    columns.append(("time of ours over plain", number("overhead", "+.1%")))
     title = "Samples per second (median), 32x32 images: batches alone, a plain torch loop given its batches, and ours"
-    return [Table(title, ["model", "threads", *names, "time of ours over plain"], rows)]
+    return [table(title, results, columns)]
 
 
-def compact(report: dict[str, Any]) -> list[Table]:
+def left(key: str) -> Callable[[Record], str]:
+    """Return a cell with the share of a network's multiply-adds."""
+    return lambda record: f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}"
+
+
+def number(key: str, form: str) -> Callable[[Record], str]:
+    """Return a cell that shows a number of a record."""
+    return lambda record: format(record[key], form)
+
+
+def compact(report: Record) -> list[Table]:
     """Return a table of latencies of networks with half of their multiply-adds removed, unchanged and compacted."""
-    names = list(report["results"][0]["candidates"])
-    ratios = ["speedup", "speedup_norms_kept", "speedup_over_folded"]
-    rows = [
-        [record["network"], record["pattern"], record["memory_format"], str(record["threads"])]
-        + [f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}" for key in ("after", "executed")]
-        + [milliseconds(record, name) for name in names]
-        + [f"{record[ratio]:.2f}" for ratio in ratios]
-        for record in report["results"]
-    ]
+    results = report["results"]
+    columns = [*NETWORK, ("struck", shown("pattern")), ("format", shown("memory_format")), *THREADS]
+    columns += [("left", left("after")), ("executed", left("executed"))]
+    columns += each(results, "candidates", milliseconds)
+    columns += [("times faster", number("speedup", ".2f")), ("norms kept", number("speedup_norms_kept", ".2f"))]
+    columns.append(("than folded", number("speedup_over_folded", ".2f")))
     title = (
         f"Latency in ms of {report['settings']['batch_size']} images of 32x32 pixels, shares of the multiply-adds that "
         "are left and that are executed; how many times faster the compacted network is than the network, the same "
         "with its batch normalisations kept, and than the network with them folded"
     )
-    shares, times = ["left", "executed"], ["times faster", "norms kept", "than folded"]
-    return [Table(title, ["network", "struck", "format", "threads", *shares, *names, *times], rows)]
+    return [table(title, results, columns)]
 
 
-def zoo(report: dict[str, Any]) -> list[Table]:
+def zoo(report: Record) -> list[Table]:
     """Return a table of the speedup of torchvision's and timm's networks with half of their filters zeroed."""
-    rows = [
-        [record["network"]]
-        + [f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}" for key in ("after", "executed")]
-        + [milliseconds(record, name) for name in ("network", "compacted")]
-        + [f"{record[key]:.2f}" for key in ("speedup", "speedup_reported")]
-        + [f"{record['compaction_seconds']:.0f}", f"{record['error']:.0e}"]
-        for record in report["results"]
-    ]
+    columns = [*NETWORK, ("left", left("after")), ("executed", left("executed"))]
+    columns.append(("ms", lambda record: milliseconds(record["candidates"]["network"])))
+    columns.append(("compacted", lambda record: milliseconds(record["candidates"]["compacted"])))
+    columns += [("times faster", number("speedup", ".2f")), ("reported", number("speedup_reported", ".2f"))]
+    columns += [("seconds", number("compaction_seconds", ".0f")), ("difference", number("error", ".0e"))]
     title = (
         "Latency in ms of one image of 224x224 pixels, one thread, before and after compaction; shares of the "
         "multiply-adds that are left and executed; seconds that compaction takes; difference in float64"
     )
-    headers = ["network", "left", "executed", "ms", "compacted", "times faster", "reported", "seconds", "difference"]
-    return [Table(title, headers, rows)]
+    return [table(title, report["results"], columns)]
 
 
-def gpu_times(report: dict[str, Any]) -> Table:
-    """Return a table of microseconds per step: of the GPU and, after the slash, of the host."""
-    names = candidates(report)
-
-    def cell(record: dict[str, Any], name: str) -> str:
-        found = record["candidates"].get(name)
-        return " / ".join(significant(1e6 * found[key]["median"]) for key in ("gpu", "host")) if found else MISSING
-
-    rows = [gpu_case(record) + [cell(record, name) for name in names] for record in report["results"]]
-    title = "Microseconds for one step (median): of the GPU, caches cold / of the host to hand it over"
-    return Table(title, GPU_CASE + [name.replace("_", " ") for name in names], rows)
-
-
-def gpu_shares(report: dict[str, Any]) -> Table:
-    """Return a table of the bandwidth of the steps, in percent of a copy's."""
-    names = candidates(report)
-    rows = [
-        gpu_case(record)
-        + [f"{record['bandwidth'][name]['of_copy']:.0%}" if name in record["bandwidth"] else MISSING for name in names]
-        for record in report["results"]
+def optim_step_gpu(report: Record) -> list[Table]:
+    """Return tables of step times of GPU and host, bandwidths, and ratios of step times."""
+    results = report["results"]
+    steps = [record | {"step_ratios": record["ratios"]["step"]} for record in results]
+    return [
+        targets(report, "Targets of the CUDA step"),
+        table(
+            "Microseconds for one step (median): of the GPU, caches cold / of the host to hand it over",
+            results,
+            GPU_STEP + each(results, "candidates", microseconds),
+        ),
+        table(
+            "Bandwidth beside that of a device copy, counting only the traffic that a step cannot avoid",
+            results,
+            GPU_STEP + each(results, "bandwidth", lambda rate: f"{rate['of_copy']:.0%}"),
+        ),
+        table(
+            "Ratios of times of a step; below 1, the first is faster. Eager: GPU or host, the longer; graph: GPU",
+            steps,
+            GPU_STEP + each(steps, "step_ratios", fixed(2)),
+        ),
     ]
-    title = "Bandwidth beside that of a device copy, counting only the traffic that a step cannot avoid"
-    return Table(title, GPU_CASE + [name.replace("_", " ") for name in names], rows)
 
 
-def gpu_ratios(report: dict[str, Any]) -> Table:
-    """Return a table of ratios of step times, one column for each ratio that some record has."""
-    names = list(dict.fromkeys(name for record in report["results"] for name in record["ratios"]["step"]))
-    rows = []
-    for record in report["results"]:
-        found = record["ratios"]["step"]
-        rows.append(gpu_case(record) + [f"{found[name]:.2f}" if name in found else MISSING for name in names])
-    title = "Ratios of times of a step; below 1, the first is faster. Eager: GPU or host, the longer; graph: GPU"
-    return Table(title, GPU_CASE + names, rows)
+def ring_prox(report: Record) -> list[Table]:
+    """Return tables of the prox alone, its ratios, and the optimizer step with and without a ring penalty."""
+    results, steps = report["results"], report["steps"]
+    case = [("penalty", shown("case")), *THREADS]
+    times = each(steps, "candidates", milliseconds)
+    return [
+        targets(report, "Targets"),
+        table(
+            "Milliseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3",
+            results,
+            [*case, ("zeros after it", number("zeros", ".0%")), *each(results, "candidates", milliseconds)],
+        ),
+        table(
+            "The same as ratios of times, in the median over rounds that called all once. Eager PyTorch by groups is "
+            "the method as it is written down; by ring sums is the fastest eager code that we know",
+            results,
+            case + each(results, "ratios", fixed(1)),
+        ),
+        table(
+            "Milliseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than "
+            "one tap, and on all convolutions; ratios within rounds",
+            steps,
+            STEP
+            + [(name.replace("spatial", "more than one tap"), cell) for name, cell in times]
+            + each(steps, "ratios", fixed(2)),
+        ),
+    ]
 
 
-def gpu_case(record: dict[str, Any]) -> list[str]:
-    """Return the cells under GPU_CASE."""
-    return [record["network"], RULE_NAMES[record["rule"]], record["dtype"], record["mode"]]
+def ring_prox_gpu(report: Record) -> list[Table]:
+    """Return tables of the prox alone, with its bandwidth, and of the optimizer step with and without a penalty."""
+    results, steps = report["results"], report["steps"]
+    case = [("penalty", shown("case")), ("dtype", shown("dtype"))]
+    return [
+        table(
+            "Microseconds for the prox alone (median), of a convolution's weight of 512 x 512 x 3 x 3: of the GPU, "
+            "caches cold / of the host; and bandwidth beside that of a device copy, counting only the traffic that "
+            "none can avoid",
+            results,
+            case + each(results, "candidates", microseconds) + each(results, "of_copy", percent(0), " / copy"),
+        ),
+        table(
+            "Microseconds for one step (median) without a penalty, with RingPenalty on the convolutions of more than "
+            "one tap, and on all, called one by one (eager) or replayed from a CUDA graph: of the GPU / of the host; "
+            "ratios of the longer of the two, of graphs the GPU's",
+            steps,
+            NETWORK
+            + RULE
+            + [("mode", shown("mode"))]
+            + each(steps, "candidates", microseconds)
+            + each(steps, "ratios", fixed(2)),
+        ),
+    ]
 
 
-def candidates(report: dict[str, Any]) -> list[str]:
-    """Return the candidates that some record has."""
-    return list(dict.fromkeys(name for record in report["results"] for name in record["candidates"]))
+def block_sparse(report: Record) -> list[Table]:
+    """Return tables of times, ratios, and the memory of a call beyond its results."""
+    results, memory = report["results"], report["memory"]
+    case = LAYER + THREADS
+    return [
+        targets(report, "Targets of block-sparse multiplication"),
+        table("Milliseconds (median)", results, case + each(results, "candidates", milliseconds)),
+        table(
+            "The same as ratios of times, in the median over rounds that called all once",
+            results,
+            case + each(results, "ratios", fixed(2)),
+        ),
+        table(
+            "Memory that a call takes beyond operands and results, of the size of the activations",
+            memory,
+            LAYER + each(memory, "share", percent(1)),
+        ),
+    ]
 
 
-def optim_step(report: dict[str, Any]) -> list[Table]:
-    """Return all tables of that benchmark."""
-    return [times(report), ratios(report), bandwidths(report), peaks(report)]
-
-
-def optim_step_gpu(report: dict[str, Any]) -> list[Table]:
-    """Return all tables of that benchmark."""
-    return [targets(report, "Targets of the CUDA step"), gpu_times(report), gpu_shares(report), gpu_ratios(report)]
+def block_sparse_gpu(report: Record) -> list[Table]:
+    """Return a table of times beside the floor, and of ratios within rounds."""
+    results = report["results"]
+    columns = [*LAYER, ("arithmetic", shown("arithmetic")), *each(results, "candidates", microseconds)]
+    columns.append(("floor", lambda record: significant(1e6 * record["floor"])))
+    columns.append(("ours / floor", number("of_floor", ".2f")))
+    title = (
+        "Microseconds (median) of the GPU, caches cold / of the host; the floor is a device copy's time for input, "
+        "output and values, once for each product; ratios of the GPU's times within rounds"
+    )
+    wanted = "Targets of the Triton kernels, of 64 channels, 32 x 32 pixels and a batch of 250"
+    return [targets(report, wanted), table(title, results, columns + each(results, "ratios", fixed(2)))]
 
 
 RENDERERS = {
-    "optim_step": optim_step,
-    "train": train,
-    "compact": compact,
-    "zoo": zoo,
-    "optim_step_gpu": optim_step_gpu,
-    "ring_prox": tables_ring_prox.ring_prox,
-    "ring_prox_gpu": tables_ring_prox.ring_prox_gpu,
-    "block_sparse": tables_block_sparse.block_sparse,
-    "block_sparse_gpu": tables_block_sparse.block_sparse_gpu,
+    function.__name__: function
+    for function in (
+        optim_step,
+        train,
+        compact,
+        zoo,
+        optim_step_gpu,
+        ring_prox,
+        ring_prox_gpu,
+        block_sparse,
+        block_sparse_gpu,
+    )
 }
 
 
-def publish(report: dict[str, Any], out: Path | None) -> None:
+def publish(report: Record, out: Path | None) -> None:
     """Write a report, if a path is given, and print its tables."""
     readme.publish(report, out, RENDERERS)
 

@@ -8,12 +8,12 @@ from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, Settin
 from loco_ext.errors import UserError
 from loco_ext.experiments import data, efcn
 from loco_ext.experiments.efcn_settings import PRESETS, PRESETS_MEAN, EfcnSettings, efcn_preset
-from loco_ext.experiments.settings import PAPER, Settings
+from loco_ext.experiments.settings import Settings
 from loco_ext.output import json_text, print_table
 
 OF_THE_NETWORK = {"model", "data", "image_size", "epochs", "batch_size", "learning_rate", "seed", "width"}
 OPTIONS = (
-    SettingsOptions(Settings, {name: PAPER | training for name, (training, _) in PRESETS.items()}, OF_THE_NETWORK),
+    SettingsOptions(Settings, {name: training for name, (training, _) in PRESETS.items()}, OF_THE_NETWORK),
     SettingsOptions(
         EfcnSettings,
         {

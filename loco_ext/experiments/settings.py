@@ -47,7 +47,10 @@ def check_fields(settings: Any) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one training run. The paper's lambda is half the weight decay."""
+    """Settings of one training run.
+
+    The defaults are the schedule of all of LOCO-REG's experiments (section 7); its lambda is half the weight decay.
+    """
 
     model: Annotated[
         str,
@@ -64,7 +67,7 @@ class Settings:
             help=f"Data set: {', '.join(CLASSES)}; or folder, images of your own, where --data has train/CLASS/*.png, "
             "and val or test alike.",
         ),
-    ]
+    ] = FOLDER
     image_size: Annotated[
         int | None,
         Option(
@@ -72,17 +75,17 @@ class Settings:
             metavar="PIXELS",
             help="Height and width that a folder's images are resized and cropped to; 32 where there is none.",
         ),
-    ]
-    epochs: Annotated[int, Option(min=1, help="Passes over the training samples; milestones move along.")]
-    batch_size: Annotated[int, Option(min=1, help="Samples per step, over all processes.")]
-    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer.")]
-    learning_rate: Annotated[float, Option("--lr", help="Learning rate of the first epoch.")]
-    momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")]
-    weight_decay: Annotated[float, Option(help="Weight decay, which is twice LOCO-REG's lambda.")]
+    ] = None
+    epochs: Annotated[int, Option(min=1, help="Passes over the training samples; milestones move along.")] = 250
+    batch_size: Annotated[int, Option(min=1, help="Samples per step, over all processes.")] = 128
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer.")] = "sgd"
+    learning_rate: Annotated[float, Option("--lr", help="Learning rate of the first epoch.")] = 0.1
+    momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")] = 0.9
+    weight_decay: Annotated[float, Option(help="Weight decay, which is twice LOCO-REG's lambda.")] = 0.001
     schedule: Annotated[
         Literal["steps", "cosine"],
         Option(help="How the learning rate falls: after each milestone, or to 0 along a cosine."),
-    ]
+    ] = "steps"
     milestones: Annotated[
         tuple[int, ...],
         Option(
@@ -90,8 +93,8 @@ class Settings:
             metavar="EPOCHS",
             help="Epochs after which the learning rate falls, separated by commas, as 70,140.",
         ),
-    ]
-    factor: Annotated[float, Option(help="Factor of the learning rate after a milestone.")]
+    ] = (70, 140, 190, 230, 245)
+    factor: Annotated[float, Option(help="Factor of the learning rate after a milestone.")] = 0.316
     locality: Annotated[
         Locality,
         Option(
@@ -100,36 +103,36 @@ class Settings:
             help="How the decay varies within a filter: none, GAMMA,ETA, one factor per distance class, or a file that "
             "analyze has written.",
         ),
-    ]
-    norm: Annotated[Literal["l2", "l1"], Option(help="Norm of the weights that decays.")]
-    augment: Annotated[bool, Option(help="Crop and flip images at random, of all data but digits.")]
-    shuffle: bool
+    ] = None
+    norm: Annotated[Literal["l2", "l1"], Option(help="Norm of the weights that decays.")] = "l2"
+    augment: Annotated[bool, Option(help="Crop and flip images at random, of all data but digits.")] = True
+    shuffle: bool = True
     seed: Annotated[
         int, Option(min=0, max=2**63 - 1, help="Seed of the initial weights, the order, augmentations and dropout.")
-    ]
-    width: Annotated[float, Option(help="Factor of the numbers of channels, of resnet* and plain*.")]
+    ] = 0
+    width: Annotated[float, Option(help="Factor of the numbers of channels, of resnet* and plain*.")] = 1.0
     penalty: Annotated[
         Literal["rings", "kernels", "complexity"] | None,
         Option(parser=name_or_none, help="Penalty on all convolutions: none, rings, kernels or complexity."),
-    ]
-    strength: Annotated[float, Option(help="Strength of the penalty, the draft's alpha.")]
+    ] = None
+    strength: Annotated[float, Option(help="Strength of the penalty, the draft's alpha.")] = 0.0
     weighting: Annotated[
         Literal["plain", "normalized", "scaled"], Option(help="How the penalty weighs layers and rings.")
-    ]
-    kind: Annotated[Literal["half", "full"], Option(help="Which rings the penalty can remove.")]
+    ] = "plain"
+    kind: Annotated[Literal["half", "full"], Option(help="Which rings the penalty can remove.")] = "half"
     folded: Annotated[
         bool,
         Option(help="Penalise weights times the scale of the batch norm behind them; not with the penalty complexity."),
-    ]
+    ] = False
     solver: Annotated[
         Literal["prox", "subgradient"],
         Option(help="How the penalty is minimised: by exact zeros after each step, or as a part of the loss."),
-    ]
+    ] = "prox"
     amp: Annotated[
         bool,
         Option(help="Compute under autocast, in bfloat16; on GPUs without it in float16, with a GradScaler."),
-    ]
-    weights: str | None  # digest of the initial weights; None means that they are drawn at random
+    ] = False
+    weights: str | None = None  # digest of the initial weights; None means that they are drawn at random
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -197,38 +200,7 @@ class Settings:
             )
 
 
-# LOCO-REG, section 7: the schedule of all its experiments; lambda = 0.0005 is a weight decay of 0.001.
-PAPER: dict[str, Any] = {
-    "data": FOLDER,
-    "image_size": None,
-    "epochs": 250,
-    "batch_size": 128,
-    "optimizer": "sgd",
-    "learning_rate": 0.1,
-    "momentum": 0.9,
-    "weight_decay": 0.001,
-    "schedule": "steps",
-    "milestones": (70, 140, 190, 230, 245),
-    "factor": 0.316,
-    "locality": None,
-    "norm": "l2",
-    "augment": True,
-    "shuffle": True,
-    "seed": 0,
-    "width": 1.0,
-    "penalty": None,
-    "strength": 0.0,
-    "weighting": "plain",
-    "kind": "half",
-    "folded": False,
-    "solver": "prox",
-    "amp": False,
-    "weights": None,
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": PAPER,
-    "quick": PAPER | {"epochs": 8, "schedule": "cosine", "milestones": ()},
-}
+PRESETS: dict[str, dict[str, Any]] = {"paper": {}, "quick": {"epochs": 8, "schedule": "cosine", "milestones": ()}}
 PRESETS_MEAN = (
     "Defaults of the other options. paper: LOCO-REG's schedule, section 7; quick: what a CPU trains in minutes, few "
     "epochs whose learning rate falls to 0 along a cosine."
@@ -252,8 +224,8 @@ def from_preset(preset: str, **overrides: Any) -> Settings:
     given = {name: value for name, value in overrides.items() if value is not None}
     values = PRESETS[preset] | given
     if "epochs" in given and "milestones" not in given:
-        whole = PRESETS[preset]["epochs"]
-        moved = {max(1, round(m * given["epochs"] / whole)) for m in values["milestones"]}
+        whole = Settings("small", **PRESETS[preset])
+        moved = {max(1, round(m * given["epochs"] / whole.epochs)) for m in whole.milestones}
         values["milestones"] = tuple(sorted(m for m in moved if m < given["epochs"]))
     if given.get("schedule") == "cosine" and "milestones" not in given:
         values["milestones"] = ()
