@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from loco_ext.sparsity.vocabulary import FUNCTION_NAMES, GETATTR, ModelFileError
@@ -72,6 +73,8 @@ def _bound(node: fx.Node, bounds: Mapping[fx.Node, Bound | None], model: nn.Modu
         if any(factor.length is not None for factor in factors[1:]):
             raise ModelFileError("expected a number that the product starts with")
         return _product(factors)
+    if node.target is torch.adaptive_max_pool1d:
+        return _PAIR
     if not name.startswith("operator."):
         return _of_tensor(name.rpartition(".")[2], node, bounds)
     if node.target is operator.getitem:

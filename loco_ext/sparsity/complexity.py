@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,14 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from loco_ext import ops
+from loco_ext.fx.operations import operation
+from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
 from loco_ext.penalties.checks import check_convolution, check_metric, check_number
-from loco_ext.sparsity.tracing import convolution_of, traced
+from loco_ext.sparsity.tracing import convolution_of
 
-_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 _LARGEST = torch.finfo(torch.float64).max
 
 
@@ -77,7 +76,7 @@ def complexity_penalties(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        readers = _Readers(traced(model))
+        readers = _Readers(trace(model))
         with torch.no_grad():
             readers.run(*example_inputs)
     finally:
@@ -201,7 +200,7 @@ class ComplexityPenalty(Penalty):
         return ops.ring_prox(weight, taps, thresholds, squared, metric, linf=linf)
 
 
-class Channels:
+class ChannelNorms:
     """The contributions to the norms of a tensor's channels.
 
     Args:
@@ -237,7 +236,7 @@ class Call:
 
     layer: str
     cost: float
-    channels: Channels
+    channels: ChannelNorms
 
 
 class Network:
@@ -295,9 +294,10 @@ class _Readers(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
+        self._modules = dict(graph.named_modules())
         self.layers: dict[str, _ConvNd] = {}
         self.calls: list[Call] = []
-        self.channels: dict[fx.Node, Channels] = {}  # of tensors (N, C, ...)
+        self.channels: dict[fx.Node, ChannelNorms] = {}  # of tensors (N, C, ...)
         self.names: dict[int, str] = {}  # name of the first module that has a weight, by the weight's id
 
     def run_node(self, node: fx.Node) -> Any:
@@ -306,32 +306,35 @@ class _Readers(fx.Interpreter):
             self.channels[node] = self._channels(node, value)
         return value
 
-    def _channels(self, node: fx.Node, value: Tensor) -> Channels:
+    def _channels(self, node: fx.Node, value: Tensor) -> ChannelNorms:
         sources = [self.channels[source] for source in node.all_input_nodes if source in self.channels]
         if (module := convolution_of(self.module, node)) is not None:
-            name = self.names.setdefault(id(module.weight), str(node.target))
-            self.layers.setdefault(name, module)
-            self.calls.append(Call(name, value.shape[2:].numel() / module.groups, sources[0]))
+            layer = self.names.setdefault(id(module.weight), str(node.target))
+            self.layers.setdefault(layer, module)
+            self.calls.append(Call(layer, value.shape[2:].numel() / module.groups, sources[0]))
             kernels = torch.arange(len(module.weight), device="cpu")
-            return Channels(torch.zeros(len(kernels), dtype=torch.float64, device="cpu"), [(name, kernels, kernels)])
-        if node.target in _CONCATENATIONS:
+            return ChannelNorms(
+                torch.zeros(len(kernels), dtype=torch.float64, device="cpu"), [(layer, kernels, kernels)]
+            )
+        name = operation(node, self._modules)
+        if name == "cat":
             tensors = node.kwargs["tensors"] if "tensors" in node.kwargs else node.args[0]
             whole = _concatenated([self.channels[each] for each in tensors])  # type: ignore[union-attr, index]
             sources = [whole] if len(whole) == value.shape[1] else sources  # otherwise concatenated along another axis
         fitting = [source for source in sources if len(source) == value.shape[1]]
         if not fitting:
-            return Channels(torch.ones(value.shape[1], dtype=torch.float64, device="cpu"), [])
-        return _added(fitting) if node.target in _ADDITIONS else fitting[0]
+            return ChannelNorms(torch.ones(value.shape[1], dtype=torch.float64, device="cpu"), [])
+        return _added(fitting) if name == "add" else fitting[0]
 
 
-def _concatenated(sources: list[Channels]) -> Channels:
+def _concatenated(sources: list[ChannelNorms]) -> ChannelNorms:
     writers, before = [], 0
     for source in sources:
         writers += [(layer, channels + before, kernels) for layer, channels, kernels in source.writers]
         before += len(source)
-    return Channels(torch.cat([source.constant for source in sources]), writers)
+    return ChannelNorms(torch.cat([source.constant for source in sources]), writers)
 
 
-def _added(sources: list[Channels]) -> Channels:
+def _added(sources: list[ChannelNorms]) -> ChannelNorms:
     constant = torch.stack([source.constant for source in sources]).sum(0)
-    return Channels(constant, [writer for source in sources for writer in source.writers])
+    return ChannelNorms(constant, [writer for source in sources for writer in source.writers])

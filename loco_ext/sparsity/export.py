@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.extras import need
+from loco_ext.fx.trace import first_line
 from loco_ext.output import replacing
 from loco_ext.sparsity.vocabulary import ModelFileError
 
@@ -105,4 +106,4 @@ def _reason(error: BaseException) -> str:
     """Return the first line of the innermost error of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

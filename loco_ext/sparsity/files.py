@@ -4,6 +4,9 @@ A folder contains one network:
 
     model.safetensors  its parameters and buffers, shared ones once
     manifest.json      its graph, modules and report, and the checksum of model.safetensors
+
+Files of torch.export are no substitute: ``torch.export.load`` unpickles what a file marks as pickled, so files have to
+be trusted, and its result has neither layers nor ``train()`` and ``eval()``, so nothing can train or compact it again.
 """
 
 import json
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from loco_ext.fx.trace import first_line
 from loco_ext.input import open_regular
 from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.description import describe, rebuild
@@ -69,7 +73,7 @@ def save(model: nn.Module, folder: str | Path, report: Any = None) -> None:
     except ModelFileError:
         raise
     except Exception as error:  # torch or safetensors may refuse a combination of parts that are allowed one by one
-        raise ModelFileError(f"model: could not be loaded again: {_line(error)}") from error
+        raise ModelFileError(f"model: could not be loaded again: {first_line(error)}") from error
     content["report"] = _plain(report)
     content["written_by"] = {"loco_ext": __version__, "torch": torch.__version__}
     content["tensors_sha256"] = sha256(data).hexdigest()
@@ -130,7 +134,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> fx.GraphModu
     except ModelFileError as error:
         raise ModelFileError(f"{manifest}: {error}") from error
     except Exception as error:  # damaged or foreign content makes torch, safetensors and dicts raise various errors
-        raise ModelFileError(f"{manifest}: not a network that save has written: {_line(error)}") from error
+        raise ModelFileError(f"{manifest}: not a network that save has written: {first_line(error)}") from error
     return model
 
 
@@ -168,7 +172,3 @@ def _read(path: Path) -> bytes:
     except (OSError, MemoryError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it does not fit into the memory"
         raise ModelFileError(f"{path}: cannot be read: {reason}") from error
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
 from loco_ext.folders import owned
+from loco_ext.fx.trace import first_line
 from loco_ext.nn.computed import check_plain
 from loco_ext.output import json_text, replacing
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
@@ -336,8 +337,7 @@ class _Store:
                 check_finite(weights)
                 model.load_state_dict(weights)
             except Exception as error:  # weights of another model may raise anything here
-                reason = (str(error).splitlines() or [""])[0]
-                raise ValueError(f"folder: {path} does not hold this model's weights: {reason}") from error
+                raise ValueError(f"folder: {path} does not hold this model's weights: {first_line(error)}") from error
             return model
         fit(model, penalty)
         zero_dead_kernels(model)

@@ -9,20 +9,9 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain, check_plain_weight, computed, is_convolution
 from loco_ext.penalties import FoldedPenalty, GroupPenalty
-
-
-def traced(model: nn.Module) -> fx.GraphModule:
-    """Return the model's graph, which uses the model's own modules.
-
-    Raises:
-        ValueError: torch.fx cannot trace the model.
-    """
-    try:
-        return fx.symbolic_trace(model)
-    except Exception as error:
-        raise ValueError(f"model: expected one that torch.fx can trace, got {type(error).__name__}: {error}") from error
 
 
 def convolution_of(graph: nn.Module, node: fx.Node) -> _ConvNd | None:
@@ -116,7 +105,7 @@ def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _Batch
     Raises:
         ValueError: torch.fx cannot trace the model.
     """
-    graph = traced(model)
+    graph = trace(model)
     called = {node: module for node in graph.graph.nodes if (module := convolution_of(graph, node)) is not None}
     weights = Counter(map(_owner, called.values()))
     modules = Counter(

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.ops.channels import layer_norm_with_constants, take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
-from loco_ext.sparsity.compaction.take import take_channels
 
 
 class ModelFileError(ValueError):
@@ -43,59 +42,50 @@ _LAYERS = (
     "Hardtanh LeakyReLU LogSigmoid LogSoftmax Mish PReLU RReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin "
     "Softplus Softshrink Softsign Tanh Tanhshrink Threshold"
 )
-_METHODS = (
-    "abs add add_ addcmul amax amin argmax bfloat16 bool broadcast_to chunk clamp clamp_ clamp_max clamp_min clip "
-    "clip_ clone contiguous cos cumsum detach dim div div_ double eq exp expand expand_as flatten flip float floor ge "
-    "gt half index_add index_add_ index_copy index_fill index_select int le log log_softmax long lt masked_fill "
-    "matmul max mean min movedim mul mul_ narrow ne neg norm numel permute pow prod reciprocal relu relu_ repeat "
-    "repeat_interleave reshape roll round rsqrt select sigmoid sigmoid_ sign sin size softmax split sqrt square "
-    "squeeze std sub sub_ sum swapaxes t tanh tanh_ tile to transpose type_as unbind unflatten unfold unsqueeze var "
-    "view view_as where"
-)
 _OPERATORS = (
     "abs add and_ eq floordiv ge getitem gt iadd imul isub itruediv le lt matmul mod mul ne neg not_ or_ pos pow sub "
     "truediv"
 )
-_TORCH = (
-    "abs adaptive_avg_pool1d add addcmul amax amin arange argmax avg_pool1d batch_norm broadcast_to cat celu chunk "
-    "clamp clamp_max clamp_min clip clone concat conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d cos cumsum detach div dropout einsum eq exp flatten flip full full_like ge group_norm gt "
-    "index_add index_copy index_fill index_select layer_norm le log log_softmax lt masked_fill matmul max max_pool1d "
-    "max_pool2d max_pool3d maximum mean min minimum movedim mul narrow ne neg numel ones ones_like permute "
-    "pixel_shuffle pow prelu prod reciprocal relu relu_ repeat_interleave reshape roll rsqrt select selu sigmoid "
-    "sigmoid_ sign sin softmax split sqrt square squeeze stack std sub sum swapaxes tanh tanh_ tile transpose unbind "
-    "unflatten unsqueeze var where zeros zeros_like _assert"
-)
-_FUNCTIONAL = (
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool1d_with_indices "
-    "adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices "
-    "alpha_dropout avg_pool1d avg_pool2d avg_pool3d batch_norm bilinear celu channel_shuffle conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d cosine_similarity dropout dropout1d dropout2d dropout3d elu "
-    "embedding feature_alpha_dropout fold gelu glu group_norm hardshrink hardsigmoid hardswish hardtanh instance_norm "
-    "interpolate layer_norm leaky_relu linear local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d "
-    "max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices mish "
-    "normalize pad pixel_shuffle pixel_unshuffle prelu relu relu6 relu_ rms_norm rrelu scaled_dot_product_attention "
-    "selu sigmoid silu softmax softmin softplus softshrink softsign tanh tanhshrink threshold unfold upsample"
+# Operations on tensors: methods, and functions of torch and of torch.nn.functional, where these have the name.
+_OPERATIONS = (
+    "abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d "
+    "adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d "
+    "adaptive_max_pool3d_with_indices add add_ addcmul alpha_dropout amax amin arange argmax avg_pool1d avg_pool2d "
+    "avg_pool3d batch_norm bfloat16 bilinear bool broadcast_to cat celu channel_shuffle chunk clamp clamp_ clamp_max "
+    "clamp_min clip clip_ clone concat contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d cos cosine_similarity cumsum detach dim div div_ double dropout dropout1d dropout2d dropout3d "
+    "einsum elu embedding eq exp expand expand_as feature_alpha_dropout flatten flip float floor fold full full_like "
+    "ge gelu glu group_norm gt half hardshrink hardsigmoid hardswish hardtanh index_add index_add_ index_copy "
+    "index_fill index_select instance_norm int interpolate layer_norm le leaky_relu linear local_response_norm log "
+    "log_softmax logsigmoid long lp_pool1d lp_pool2d lp_pool3d lt masked_fill matmul max max_pool1d "
+    "max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices maximum mean min "
+    "minimum mish movedim mul mul_ narrow ne neg norm normalize numel ones ones_like pad permute pixel_shuffle "
+    "pixel_unshuffle pow prelu prod reciprocal relu relu6 relu_ repeat repeat_interleave reshape rms_norm roll round "
+    "rrelu rsqrt scaled_dot_product_attention select selu sigmoid sigmoid_ sign silu sin size softmax softmin "
+    "softplus softshrink softsign split sqrt square squeeze stack std sub sub_ sum swapaxes t tanh tanh_ tanhshrink "
+    "threshold tile to transpose type_as unbind unflatten unfold unsqueeze upsample var view view_as where zeros "
+    "zeros_like _assert"
 )
 GETATTR = "builtins.getattr"
 ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT"])  # attributes that getattr may read
 
 _NAMES = [*_LAYERS.split(), *(f"{name}{size}d" for name in _LAYERS_OF_SIZES.split() for size in (1, 2, 3))]
 LAYERS: dict[str, type[nn.Module]] = {name: getattr(nn, name) for name in _NAMES}
-METHODS = frozenset(_METHODS.split())
+METHODS = frozenset(name for name in _OPERATIONS.split() if hasattr(torch.Tensor, name))
 
 
 def _table(prefix: str, holder: Any, names: str) -> dict[str, Callable[..., Any]]:
-    return {f"{prefix}.{name}": getattr(holder, name) for name in names.split()}
+    found = {name: getattr(holder, name, None) for name in names.split()}
+    return {f"{prefix}.{name}": value for name, value in found.items() if callable(value)}
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     GETATTR: getattr,
     "math.prod": math.prod,
     **_table("operator", operator, _OPERATORS),
-    **_table("torch", torch, _TORCH),
-    **_table("torch.nn.functional", F, _FUNCTIONAL),
-    **_table("torch.Tensor", torch.Tensor, _METHODS),
+    **_table("torch", torch, _OPERATIONS),
+    **_table("torch.nn.functional", F, _OPERATIONS),
+    **_table("torch.Tensor", torch.Tensor, _OPERATIONS),
     "loco_ext.take_channels": take_channels,
     "loco_ext.mixed_conv2d": mixed_conv2d,
     "loco_ext.layer_norm_with_constants": layer_norm_with_constants,

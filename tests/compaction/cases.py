@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +74,29 @@ def sizes_of(network: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(m.weight.shape) for m in network.modules() if isinstance(m, nn.Conv2d)]
 
 
+class Network(nn.Module):
+    """Module whose forward is a function of its named layers, parameters, buffers and input."""
+
+    def __init__(self, function: Callable[..., object], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(self, x)
+
+
+class Two(Network):
+    """Network of two inputs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> object:  # type: ignore[override]
+        return self.function(self, x, y)
+
+
 class Residual(nn.Module):
     """Residual block ``x + f(x)``, in either order, in place or not."""
 
@@ -123,6 +147,25 @@ def random_network(seed: int, dims: int, depth: int = 5) -> nn.Module:
         layers += block
     layers += _convolution(choose, channels, 4, dims, same=True)
     return strike(nn.Sequential(*layers), seed).double().eval()
+
+
+def seeds(ordinary: range, slow: range) -> list[Any]:
+    """Return seeds for parametrize, of which the second ones belong to the slow tests."""
+    return [*ordinary, *(pytest.param(seed, marks=pytest.mark.slow) for seed in slow)]
+
+
+def random_case(
+    seed: int, dims: int, memory_format: torch.memory_format = torch.contiguous_format
+) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """Return a random network with inputs of two sizes and its outputs; skip the test if it takes no such inputs."""
+    torch.manual_seed(seed)
+    model = random_network(seed, dims)
+    shapes = (2, 3, *(12, 11, 10)[:dims]), (2, 3, *(9, 13, 9)[:dims])
+    inputs = [torch.randn(shape, dtype=torch.double).contiguous(memory_format=memory_format) for shape in shapes]
+    try:
+        return model, inputs, [model(x) for x in inputs]
+    except RuntimeError:
+        pytest.skip("an image becomes too small for a kernel or a padding on its way")
 
 
 def _convolution(choose: random.Random, channels: int, out: int, dims: int, same: bool = False) -> list[nn.Module]:

@@ -11,19 +11,12 @@ from torch import Tensor, nn
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
-from tests.compaction.cases import Residual, compacted, conv, random_network, same, sizes_of, strike
+from tests.compaction.cases import Network, Residual, Two, compacted, conv, random_case, same, sizes_of, strike
 from tests.covering import covering
 
 
 def check_random(seed: int, dims: int) -> None:
-    torch.manual_seed(seed)
-    model = random_network(seed, dims)
-    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11, 10)[:dims], (9, 13, 9)[:dims])]
-    try:
-        for x in inputs:
-            model(x)
-    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
-        pytest.skip("no image of this size")
+    model, inputs, _ = random_case(seed, dims)
     before = copy.deepcopy(model.state_dict())
     for fold_norms, fixed_size in ((True, False), (False, False), (False, True)):
         network, report = compacted(model, inputs[0], fold_norms=fold_norms, fixed_size=fixed_size)
@@ -42,7 +35,7 @@ def test_random_networks_give_the_same_outputs(seed: int, dims: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("start", range(1000, 1120, 40))
+@pytest.mark.parametrize("start", range(1000, 1160, 40))
 def test_many_random_networks_give_the_same_outputs(start: int, dims: int) -> None:
     for seed in range(start, start + 40):
         with contextlib.suppress(pytest.skip.Exception):
@@ -67,55 +60,35 @@ def test_networks_of_the_experiments(name: str, pattern: dict[str, float]) -> No
     assert not report.notes
 
 
-def test_a_constant_goes_into_the_bias_where_no_padding_shows_it() -> None:
-    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
-    first[1] = 0
-    model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second))
+# Biases of the first layer's dead filters, whether its activation is tanh, the second layer's padding, whether the size
+# is fixed, and the number of channels that are left between the layers.
+CONSTANTS = {
+    "goes into the bias": ([2.0], False, 0, False, 2),
+    "is shown by the padding": ([2.0], False, 1, False, 3),
+    "stands for all that the padding shows": ([0.5, 2.0, -1.0, 1e-9], False, 1, False, 3),
+    "becomes a map": ([2.0], False, 1, True, 2),
+    "is zero": ([-2.0], True, 1, False, 2),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_a_constant(case: str) -> None:
+    biases, rectified, padding, fixed_size, left = CONSTANTS[case]
+    count = len(biases)
+    first, second = torch.randn(count + 2, 2, 1, 1).double(), torch.randn(2, count + 2, 3, 3).double()
+    first[:count] = 0
+    activation = nn.ReLU() if rectified else nn.Tanh()
+    model = nn.Sequential(conv(first, [*biases, 0.0, 0.0]), activation, conv(second, padding=padding))
     x = torch.randn(1, 2, 6, 7).double()
-    network, _ = compacted(model, x)
-    assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
-    same(network, model, x, torch.randn(2, 2, 3, 3).double())
-
-
-def test_a_constant_that_padding_shows_is_kept_and_named() -> None:
-    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
-    first[1] = 0
-    model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second, padding=1))
-    x = torch.randn(1, 2, 6, 7).double()
-    network, report = compacted(model, x)
-    assert sizes_of(network) == [(3, 2, 1, 1), (2, 3, 3, 3)]
-    assert "padding of 2" in str(report.layers[0].kept)
-    same(network, model, x, torch.randn(2, 2, 1, 4).double())
-
-
-def test_one_constant_stands_for_all_that_padding_shows() -> None:
-    first, second = torch.randn(6, 2, 1, 1).double(), torch.randn(2, 6, 3, 3).double()
-    first[:4] = 0
-    model = nn.Sequential(conv(first, [0.5, 2.0, -1.0, 1e-9, 0.0, 0.0]), nn.Tanh(), conv(second, padding=1))
-    x = torch.randn(1, 2, 6, 7).double()
-    network, _ = compacted(model, x)
-    assert sizes_of(network) == [(3, 2, 1, 1), (2, 3, 3, 3)]
-    same(network, model, x, torch.randn(2, 2, 1, 4).double())
-
-
-def test_a_map_of_biases_binds_the_size() -> None:
-    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
-    first[1] = 0
-    model = nn.Sequential(conv(first, [0.0, 2.0, 0.0]), nn.Tanh(), conv(second, padding=1))
-    x = torch.randn(1, 2, 6, 7).double()
-    network, _ = compacted(model, x, fixed_size=True)
-    assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
-    same(network, model, x, torch.randn(3, 2, 6, 7).double())
-    with pytest.raises(RuntimeError, match="size"):
-        network(torch.randn(1, 2, 5, 7).double())
-
-
-def test_a_zero_constant_goes_whatever_the_padding() -> None:
-    first, second = torch.randn(3, 2, 1, 1).double(), torch.randn(2, 3, 3, 3).double()
-    first[1] = 0
-    model = nn.Sequential(conv(first, [0.0, -2.0, 0.0]), nn.ReLU(), conv(second, padding=1))
-    network, _ = compacted(model, torch.randn(1, 2, 6, 7).double())
-    assert sizes_of(network) == [(2, 2, 1, 1), (2, 2, 3, 3)]
+    network, report = compacted(model, x, fixed_size=fixed_size)
+    assert sizes_of(network) == [(left, 2, 1, 1), (2, left, 3, 3)]
+    assert ("padding of 2" in str(report.layers[0].kept)) == (left == 3)
+    if fixed_size:
+        same(network, model, x, torch.randn(3, 2, 6, 7).double())
+        with pytest.raises(RuntimeError, match="size"):
+            network(torch.randn(1, 2, 5, 7).double())
+    else:
+        same(network, model, x, torch.randn(2, 2, 3, 4).double())
 
 
 @pytest.mark.parametrize(
@@ -201,18 +174,12 @@ def test_identity_kernels_are_counted() -> None:
     assert report.layers[0].identity_kernels == 1
 
 
-class Flattening(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.linear = nn.Conv2d(1, 6, 3), nn.Linear(6 * 4 * 5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.convolution(x)
-        return self.linear(x.view(x.size(0), -1))
-
-
 def test_features_of_channels_that_are_gone_leave_the_linear_layer() -> None:
-    model = Flattening().double()
+    def function(net: Network, x: Tensor) -> Tensor:
+        x = net.convolution(x)
+        return net.linear(x.view(x.size(0), -1))
+
+    model = Network(function, convolution=nn.Conv2d(1, 6, 3), linear=nn.Linear(6 * 4 * 5, 3)).double()
     with torch.no_grad():
         model.convolution.weight[2:4] = 0
         model.linear.weight[:, 20:40] = 0
@@ -298,6 +265,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert (network(x) - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.slow
 def test_the_same_network_whatever_the_process() -> None:
     code = (
         "import torch; from tests.compaction.cases import random_network; "
@@ -321,16 +289,11 @@ def test_wrappers_are_taken_off() -> None:
 
 
 def test_a_model_of_nested_outputs_and_several_inputs() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Conv2d(2, 4, 3), nn.Conv2d(3, 4, 3)
+    def function(net: Network, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        x, y = net.one(x), net.other(y)
+        return {"both": (x + y, x)}
 
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            x, y = self.one(x), self.other(y)
-            return {"both": (x + y, x)}
-
-    model = strike(Two(), 5).double().eval()
+    model = strike(Two(function, one=nn.Conv2d(2, 4, 3), other=nn.Conv2d(3, 4, 3)), 5).double().eval()
     inputs = torch.randn(2, 2, 6, 6).double(), torch.randn(2, 3, 6, 6).double()
     network, _ = compacted(model, inputs)
     for result, expected in zip(network(*inputs)["both"], model(*inputs)["both"], strict=True):
@@ -348,16 +311,12 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.function = nn.Conv2d(4, 4, 3, padding=1)
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.layer(x)
+        return torch.cat([x + y, y], 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.function(x)
-            return torch.cat([x + y, y], 1)
-
-    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), Twice(), Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
+    twice = Network(function, layer=nn.Conv2d(4, 4, 3, padding=1))
+    model = strike(nn.Sequential(nn.Conv2d(3, 4, 1), twice, Residual(nn.Conv2d(8, 8, 3, padding=1))), 6).double()
     x = torch.randn(2, 3, 5, 5).double()
     network, _ = compacted(model, x)
     same(network, model, x)

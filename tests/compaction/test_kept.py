@@ -1,53 +1,40 @@
 """Compaction of in-place changes, of models without a graph, and of parts that it does not understand and keeps."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
-from loco_ext.sparsity.compaction.atoms import Atoms
-from tests.compaction.cases import compacted, same, sizes_of, strike
-
-
-class InPlace(nn.Module):
-    """Module that reads a value after it was changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        shortcut = x
-        y = self.second(self.relu(x))
-        y += shortcut
-        return functional.relu(y, inplace=True).mul_(2.0) + shortcut
+from loco_ext.sparsity.compaction.disjoint_set import DisjointSet
+from tests.compaction.cases import Network, compacted, same, sizes_of, strike
 
 
 def test_operations_in_place_are_seen_through() -> None:
-    model = strike(InPlace(), 3).double().eval()
+    def function(net: Network, x: Tensor) -> Tensor:
+        x = net.first(x)
+        shortcut = x
+        y = net.second(net.relu(x))
+        y += shortcut
+        return functional.relu(y, inplace=True).mul_(2.0) + shortcut
+
+    layers = {"first": nn.Conv2d(2, 4, 3, padding=1), "second": nn.Conv2d(4, 4, 3, padding=1)}
+    model = strike(Network(function, relu=nn.ReLU(inplace=True), **layers), 3).double().eval()
     x = torch.randn(2, 2, 6, 6).double()
     network, _ = compacted(model, x)
     same(network, model, x)
 
 
-class InPlaceAfterTheIdentity(nn.Module):
-    """Module that changes a sum in place and reads one of the sum's operands later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.dead = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y = functional.relu(x + self.dead(x), inplace=True)
+def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
+    def function(net: Network, x: Tensor) -> Tensor:
+        x = net.first(x)
+        y = functional.relu(x + net.dead(x), inplace=True)
         return torch.cat([x, y], 1)
 
-
-def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
-    model = InPlaceAfterTheIdentity().double().eval()
+    layers = {"first": nn.Conv2d(2, 4, 3), "dead": nn.Conv2d(4, 4, 1, bias=False)}
+    model = Network(function, **layers).double().eval()
     with torch.no_grad():
         model.dead.weight.zero_()
     x = torch.randn(2, 2, 6, 6).double()
@@ -57,58 +44,40 @@ def test_a_sum_that_is_gone_protects_no_operand_from_changes_in_place() -> None:
     assert sizes_of(network) == [(4, 2, 3, 3)]
 
 
-class OnAView(nn.Module):
-    """Module that changes a view of a value that is read later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(2, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.convolution(x)
-        x.flatten(1).relu_()
-        return x
+def on_a_view(net: Network, x: Tensor) -> Tensor:
+    """Change a view of a value that is read later."""
+    x = net.convolution(x)
+    x.flatten(1).relu_()
+    return x
 
 
-class ByValue(nn.Module):
-    """Module whose forward torch.fx cannot trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(2, 4, 5, padding=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(x) if x.sum() > 0 else self.convolution(-x)
+def by_value(net: Network, x: Tensor) -> Tensor:
+    """Depend on values, so that torch.fx cannot trace it."""
+    return net.convolution(x) if x.sum() > 0 else net.convolution(-x)
 
 
-@pytest.mark.parametrize("kind", [OnAView, ByValue])
-def test_models_without_a_graph_keep_their_channels_and_are_cropped(kind: type[nn.Module]) -> None:
-    model = strike(kind(), 1, dead=0.0, sizes=1.0).double().eval()
+@pytest.mark.parametrize("function", [on_a_view, by_value])
+def test_models_without_a_graph_keep_their_channels_and_are_cropped(function: Callable[..., Tensor]) -> None:
+    model = Network(function, convolution=nn.Conv2d(2, 4, 5, padding=2))
+    model = strike(model, 1, dead=0.0, sizes=1.0).double().eval()
     with torch.no_grad():
         model.convolution.weight[:, :, 0] = 0
     x = torch.randn(2, 2, 8, 8).double()
     network, report = compacted(model, x)
     same(network, model, x, -x)
     assert "all channels are kept" in report.notes["model"]
-    assert type(network) is kind
+    assert type(network) is Network
     assert report.multiply_adds_executed < report.multiply_adds_before
 
 
-class Shared(nn.Module):
-    """Module that calls one convolution twice, one with hooks, and one inside an unknown operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice, self.hooked, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)
-        self.hooked.register_forward_hook(lambda module, x, y: y * 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.hooked(self.twice(self.twice(x)))
-        return self.last(torch.fft.fft2(x).real.softmax(1))
-
-
 def test_what_is_not_understood_is_kept_and_named() -> None:
-    model = strike(Shared(), 2).double().eval()
+    def function(net: Network, x: Tensor) -> Tensor:
+        x = net.hooked(net.twice(net.twice(x)))
+        return net.last(torch.fft.fft2(x).real.softmax(1))
+
+    layers = {"twice": nn.Conv2d(4, 4, 3, padding=1), "hooked": nn.Conv2d(4, 4, 3), "last": nn.Conv2d(4, 4, 1)}
+    model = strike(Network(function, **layers), 2).double().eval()
+    model.hooked.register_forward_hook(lambda module, x, y: y * 2)
     x = torch.randn(2, 4, 8, 8).double()
     network, report = compacted(model, x)
     same(network, model, x)
@@ -119,10 +88,10 @@ def test_what_is_not_understood_is_kept_and_named() -> None:
 
 
 def test_classes_that_meet_twice_in_one_union_become_one() -> None:
-    atoms = Atoms()
-    atoms.new(6)
-    atoms.unite([5, 5, 3], [2, 3, 3])
-    assert atoms.roots(range(6)).tolist() == [0, 1, 2, 2, 4, 2]
+    sets = DisjointSet()
+    sets.new(6)
+    sets.unite([5, 5, 3], [2, 3, 3])
+    assert sets.roots(range(6)).tolist() == [0, 1, 2, 2, 4, 2]
 
 
 def test_notes_of_one_reason_are_one_line() -> None:

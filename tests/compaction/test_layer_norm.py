@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
-from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
+from loco_ext.ops.channels import layer_norm_with_constants
 from tests.compaction.cases import compacted, same
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext import sparsity
-from tests.compaction.cases import Gate, Residual, compacted, same, sizes_of, strike
+from tests.compaction.cases import Gate, Network, Residual, compacted, same, sizes_of, strike
 
 
 class NormAndActivation(nn.BatchNorm2d):
@@ -42,17 +42,12 @@ def drop_samples(x: Tensor, training: bool) -> Tensor:
 torch.fx.wrap("drop_samples")
 
 
-class Dropped(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return drop_samples(x, self.training)
-
-
 def network() -> nn.Module:
     block = nn.Sequential(OwnConvolution(8, 12, 1), NormAndActivation(12), OwnConvolution(12, 8, 3, padding=1))
     model = nn.Sequential(
         OwnConvolution(3, 8, 3, padding=1, bias=False),
         NormAndActivation(8),
-        Residual(nn.Sequential(block, Dropped())),
+        Residual(nn.Sequential(block, Network(lambda net, x: drop_samples(x, net.training)))),
         OwnConvolution(8, 4, 1),
     )
     return strike(model, dead=0.5).double().eval()
@@ -73,30 +68,19 @@ def test_subclasses_of_layers_shrink_as_layers_do(tmp_path: Path) -> None:
 
 
 def test_a_norm_that_is_never_trained_stays_a_function() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(4))
-            self.register_buffer("var", torch.ones(4))
+    def function(net: Network, x: Tensor) -> Tensor:
+        return F.batch_norm(x, net.mean, net.var, training=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.batch_norm(x, self.mean, self.var, training=False)
-
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Frozen()).train()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Network(function, mean=torch.zeros(4), var=torch.ones(4))).train()
     smaller, _ = sparsity.compact(model, torch.randn(2, 3, 8, 8), cost="multiply_adds")
     assert not any(isinstance(module, nn.BatchNorm2d) for module in smaller.modules())
 
 
 def test_average_pools_called_as_functions_let_channels_go() -> None:
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 3)
+    def function(net: Network, x: Tensor) -> Tensor:
+        return net.last(F.avg_pool2d(net.first(x), kernel_size=3, stride=1, padding=1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(F.avg_pool2d(self.first(x), kernel_size=3, stride=1, padding=1))
-
-    model = Pooled().double().eval()
+    model = Network(function, first=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 2, 3)).double().eval()
     model.first.weight.data[::2] = 0
     model.first.bias.data[::2] = 0
     x = torch.randn(2, 3, 12, 11).double()

@@ -1,7 +1,6 @@
 """Memory layout of the channels of smaller networks: order, memory formats, and in-place overwrites."""
 
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,21 +9,24 @@ from torch.nn import functional
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
+from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
 from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.channels import Channels
-from loco_ext.sparsity.compaction.layout import in_channels_last
+from loco_ext.sparsity.compaction.channels import analyse
+from loco_ext.sparsity.compaction.channels_last import in_channels_last
+from loco_ext.sparsity.compaction.graph import annotated_graph, record
 from loco_ext.sparsity.compaction.rewrite import Rewriter
-from loco_ext.sparsity.compaction.take import take_channels
-from loco_ext.sparsity.compaction.trace import record, trace
-from tests.compaction.cases import Residual, compacted, conv, random_network, same, strike
+from tests.compaction.cases import Network, Residual, Two, compacted, conv, random_case, same, strike
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 
 
-def second_is_faster(calls: Sequence[object], device: torch.device, budget: float) -> list[float]:
-    """Return made-up latencies in place of measured ones: the first call is the slowest."""
-    return [1.0, *(0.5 for _ in calls[1:])]
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every conversion of the network as faster than the network, and compute layers without timing them."""
+    monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
+    monkeypatch.setattr(cost, "fastest", cost.fewest_multiply_adds)
+    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_multiply_adds)
 
 
 @pytest.mark.parametrize(
@@ -47,32 +49,18 @@ def test_channels_are_taken_in_any_format(shape: tuple[int, ...]) -> None:
 
 
 def test_taking_channels_is_one_call_of_a_graph() -> None:
-    class Taking(nn.Module):
-        def forward(self, x: Tensor, index: Tensor) -> Tensor:
-            return take_channels(x, index)
-
-    graph = fx.symbolic_trace(fx.symbolic_trace(Taking()))
+    graph = fx.symbolic_trace(fx.symbolic_trace(Two(lambda net, x, index: take_channels(x, index))))
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [take_channels]
     with pytest.raises((IndexError, RuntimeError), match=r"index|INDICES"):
         take_channels(torch.zeros(2, 3, 4, 4), torch.tensor([3]))
 
 
+@pytest.mark.usefixtures("converted")
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("seed", range(50, 56))
-def test_networks_that_are_faster_in_channels_last_run_so_inside(
-    monkeypatch: pytest.MonkeyPatch, seed: int, dims: int
-) -> None:
-    monkeypatch.setattr(cost, "latencies", second_is_faster)
-    monkeypatch.setattr(cost, "fastest", cost.fewest_multiply_adds)
-    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_multiply_adds)
-    torch.manual_seed(seed)
-    model = random_network(seed, dims)
-    inputs = [torch.randn(2, 3, *size, dtype=torch.double) for size in ((12, 11, 10)[:dims], (9, 13, 9)[:dims])]
-    try:
-        expected = [model(x) for x in inputs]
-    except RuntimeError:  # the image has become too small for a kernel or a padding on its way
-        pytest.skip("no image of this size")
+def test_networks_that_are_faster_in_channels_last_run_so_inside(seed: int, dims: int) -> None:
+    model, inputs, expected = random_case(seed, dims)
     network, report = sparsity.compact(model, inputs[0])
     assert "model" not in report.notes
     for x, y in zip(inputs, expected, strict=True):
@@ -83,17 +71,13 @@ def test_networks_that_are_faster_in_channels_last_run_so_inside(
 
 
 def test_only_images_in_other_formats_are_converted() -> None:
-    class Viewing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Conv2d(2, 4, 3), nn.Linear(36, 2)
+    def function(net: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = functional.relu(net.first(x))
+        return net.last(y.view(y.size(0), -1)), y.view(-1, 9)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = functional.relu(self.first(x))
-            return self.last(y.view(y.size(0), -1)), y.view(-1, 9)
-
-    model, x = Viewing().double().eval(), torch.randn(2, 2, 5, 5).double()
-    converted = in_channels_last(trace(model, [x]), [x])
+    model = Network(function, first=nn.Conv2d(2, 4, 3), last=nn.Linear(36, 2)).double().eval()
+    x = torch.randn(2, 2, 5, 5).double()
+    converted = in_channels_last(annotated_graph(model, [x]), [x])
     assert converted is not None
     for result, expected in zip(converted(x), model(x), strict=True):
         torch.testing.assert_close(result, expected)
@@ -103,14 +87,14 @@ def test_only_images_in_other_formats_are_converted() -> None:
     for result, expected in zip(network(x), model(x), strict=True):
         torch.testing.assert_close(result, expected)
     pixels = x.contiguous(memory_format=torch.channels_last)
-    assert in_channels_last(trace(nn.Conv2d(2, 4, 3).double(), [pixels]), [pixels]) is None
-    assert in_channels_last(trace(nn.Linear(2, 4).double(), [x[:, :, 0, 0]]), [x[:, :, 0, 0]]) is None
+    assert in_channels_last(annotated_graph(nn.Conv2d(2, 4, 3).double(), [pixels]), [pixels]) is None
+    assert in_channels_last(annotated_graph(nn.Linear(2, 4).double(), [x[:, :, 0, 0]]), [x[:, :, 0, 0]]) is None
 
 
-def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "latencies", second_is_faster)
+@pytest.mark.usefixtures("converted")
+def test_images_of_one_channel_are_converted_too() -> None:
     first = [nn.BatchNorm2d(1), nn.Conv2d(1, 6, 3), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.ReLU()]
-    model = strike(nn.Sequential(*first, nn.Conv2d(5, 1, 1), nn.ReLU(), nn.Conv2d(1, 3, 1)), sizes=0, inputs=0)
+    model = strike(nn.Sequential(*first, nn.Conv2d(5, 1, 1), nn.ReLU(), nn.Conv2d(1, 3, 1)), dead=0, sizes=0, inputs=0)
     model, x = model.double().eval(), torch.randn(2, 1, 12, 12).double()
     network, _ = sparsity.compact(model, x)
     same(network, model, x)
@@ -126,7 +110,7 @@ def test_images_of_one_channel_are_converted_too(monkeypatch: pytest.MonkeyPatch
 
 def test_networks_that_are_channels_last_inside_are_not_converted_again() -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 2, 1)), torch.randn(2, 3, 5, 5)
-    converted = in_channels_last(trace(model, [x]), [x])
+    converted = in_channels_last(annotated_graph(model, [x]), [x])
     assert converted is not None
     assert in_channels_last(converted, [x]) is None
 
@@ -149,11 +133,8 @@ def test_gradients_of_what_is_overwritten() -> None:
 
 
 def test_gradients_that_need_results_keep_them() -> None:
-    class Rectified(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.relu(torch.sigmoid(x)) + torch.tanh(x).relu()
-
-    model = strike(nn.Sequential(nn.Conv2d(3, 6, 3), Rectified(), nn.Conv2d(6, 2, 1)), 1).double()
+    rectified = Network(lambda net, x: functional.relu(torch.sigmoid(x)) + torch.tanh(x).relu())
+    model = strike(nn.Sequential(nn.Conv2d(3, 6, 3), rectified, nn.Conv2d(6, 2, 1)), 1).double()
     x = torch.randn(2, 3, 5, 5).double()
     network, _ = compacted(model, x)
     same(network, model, x)
@@ -175,17 +156,13 @@ def test_what_a_layer_with_hooks_gives_is_not_overwritten() -> None:
 
 @pytest.mark.parametrize("hooked", [0, 1])
 def test_what_hooks_and_others_read_is_not_overwritten(hooked: int) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+    def function(net: Network, x: Tensor) -> Tensor:
+        y = net.first(x)
+        z = net.second(torch.relu(y)).relu()
+        return torch.cat([y + z, functional.relu(torch.sigmoid(net.second.bias[:, None, None] + z))], 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            z = self.second(torch.relu(y)).relu()
-            return torch.cat([y + z, functional.relu(torch.sigmoid(self.second.bias[:, None, None] + z))], 1)
-
-    model = nn.Sequential(Twice(), nn.ReLU(), nn.Conv2d(8, 3, 3)).double().eval()
+    twice = Network(function, first=nn.Conv2d(3, 4, 3, padding=1), second=nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(twice, nn.ReLU(), nn.Conv2d(8, 3, 3)).double().eval()
     seen: list[Tensor] = []
     model[hooked].register_forward_hook(lambda module, x, y: seen.append(y))
     x = torch.randn(2, 3, 6, 6).double()
@@ -197,31 +174,24 @@ def test_what_hooks_and_others_read_is_not_overwritten(hooked: int) -> None:
     assert (values - seen[-1]).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("multiple", [1, 6, 16])
-def test_dead_channels_of_sums_give_their_constants_whether_they_are_kept_or_not(multiple: int) -> None:
-    torch.manual_seed(multiple)
+def test_dead_channels_of_sums_give_their_constants() -> None:
     first = torch.randn(6, 3, 1, 1).double()
     first[:2] = 0
     second = torch.randn(8, 6, 1, 1).double()
     second[:3] = 0
     second[3, 2:] = 0  # this kernel reads constants only
     block = nn.Sequential(conv(first, [1.5, -2.0, 0.1, 0.2, 0.3, 0.4]), nn.Tanh(), conv(second, [0.5] * 8))
-    stem = nn.Conv2d(3, 8, 1).double()
-
-    class Stream(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.block, self.last = stem, block, conv(torch.randn(3, 8, 3, 3).double(), padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.relu(self.stem(x) + self.block(x)))
-
-    model, x = Stream().eval(), torch.randn(2, 3, 5, 6).double()
-    traced = trace(model, [x])
-    channels = Channels(traced, Channels(traced).scatterable())
+    layers = {
+        "stem": nn.Conv2d(3, 8, 1).double(),
+        "block": block,
+        "last": conv(torch.randn(3, 8, 3, 3).double(), padding=1),
+    }
+    model = Network(lambda net, x: net.last(torch.relu(net.stem(x) + net.block(x))), **layers).eval()
+    x = torch.randn(2, 3, 5, 6).double()
+    traced = annotated_graph(model, [x])
+    channels = analyse(traced, analyse(traced).scatterable())
     assert channels.scatter
-    channels.fill(multiple)
-    network = Rewriter(traced, channels, cost.fewest_multiply_adds).build()
+    network = Rewriter(channels, cost.fewest_multiply_adds).build()
     same(network, model, x)
 
 
@@ -238,16 +208,12 @@ def test_a_sum_whose_terms_have_other_channels_needs_no_channel_of_zeros() -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_terms_of_a_sum_whose_channels_come_in_different_orders_are_aligned(seed: int) -> None:
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
-            self.last = nn.Conv2d(8, 2, 1)
+    def function(net: Network, x: Tensor) -> Tensor:
+        first = net.first(x)
+        return net.last(torch.cat([first, net.second(x)], 1)[:, :8] + first)
 
-        def forward(self, x: Tensor) -> Tensor:
-            first = self.first(x)
-            return self.last(torch.cat([first, self.second(x)], 1)[:, :8] + first)
-
-    model, x = strike(Parts(), seed, dead=0.2).double().eval(), torch.randn(2, 3, 7, 6).double()
+    layers = {name: nn.Conv2d(3, 8, 3, padding=1) for name in ("first", "second")}
+    model = strike(Network(function, last=nn.Conv2d(8, 2, 1), **layers), seed, dead=0.2).double().eval()
+    x = torch.randn(2, 3, 7, 6).double()
     network, _ = compacted(model, x)
     same(network, model, x)

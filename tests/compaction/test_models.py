@@ -12,25 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
-from loco_ext.sparsity.compaction import cost
-from loco_ext.sparsity.compaction.channels import Channels
-from loco_ext.sparsity.compaction.rewrite import Rewriter
-from loco_ext.sparsity.compaction.trace import trace
-from tests.compaction.cases import Residual, strike
+from tests.compaction.cases import Network, Residual, strike
 from tests.compaction.computed_weights import WAYS
-
-
-class Network(nn.Module):
-    """Module whose forward is a function of its named layers and the input."""
-
-    def __init__(self, function: Callable[..., object], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> object:
-        return self.function(self, x)
 
 
 def convolution(channels: int, kernels: int, size: int = 3) -> nn.Conv2d:
@@ -205,20 +188,6 @@ def test_what_pools_an_image_without_a_batch_is_not_taken_for_channels() -> None
         return net.linear(functional.max_pool2d(functional.relu(net.first(x)), 2).flatten(1))
 
     check(Network(function, first=convolution(3, 8), linear=nn.Linear(36, 5)), torch.randn(3, 12, 12).double())
-
-
-@pytest.mark.parametrize("seed", [0, 2])
-def test_channels_that_fill_vectors_take_part_in_sums_of_fewer_channels(seed: int) -> None:
-    block = nn.Sequential(convolution(8, 5), nn.ReLU(), convolution(5, 8))
-    model = nn.Sequential(convolution(3, 8), Residual(block), convolution(8, 4))
-    model = strike(model, seed, inputs=0.4).double().eval()
-    traced = trace(model, IMAGES[:1])
-    channels = Channels(traced, Channels(traced).scatterable())
-    assert channels.scatter
-    channels.fill(8)
-    network = Rewriter(traced, channels, cost.fewest_multiply_adds).build()
-    for x in IMAGES:
-        assert (network(x) - model(x)).abs().max() <= 1e-10 * model(x).abs().max()
 
 
 def test_a_graph_that_loses_a_write_is_not_believed() -> None:

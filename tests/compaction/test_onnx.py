@@ -10,7 +10,7 @@ from torch import nn
 
 from loco_ext import extras, sparsity
 from loco_ext.nn import LocallyConnected2d
-from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
+from loco_ext.ops.channels import layer_norm_with_constants
 from tests.compaction.networks import NETWORKS, network
 from tests.tolerances import ONNX
 

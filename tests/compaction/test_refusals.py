@@ -169,38 +169,13 @@ def module(content, kind):
     return next(record for record in content["modules"] if record.get("class") == kind)
 
 
-BAD_FUNCTIONS = [
-    "os.system",
-    "builtins.eval",
-    "builtins.exec",
-    "builtins.__import__",
-    "torch.load",
-    "torch.hub.load",
-    "torch.save",
-    "torch.ops.load_library",
-    "operator.attrgetter",
-    "operator.methodcaller",
-    "torch.nn.functional.os",
-    "subprocess.run",
-    "eval",
-    "getattr",
-    "torch.Tensor.numpy",
-    "torch.nn.functional.__builtins__",
-    "torch.classes.load_library",
-    "numpy.load",
-]
-BAD_METHODS = [
-    "apply_",
-    "map_",
-    "register_hook",
-    "backward",
-    "__reduce_ex__",
-    "__class__",
-    "numpy",
-    "tofile",
-    "share_memory_",
-    "format",
-]
+_FUNCTIONS = (
+    "os.system builtins.eval builtins.exec builtins.__import__ torch.load torch.hub.load torch.save "
+    "torch.ops.load_library operator.attrgetter operator.methodcaller torch.nn.functional.os subprocess.run eval "
+    "getattr torch.Tensor.numpy torch.nn.functional.__builtins__ torch.classes.load_library numpy.load"
+)
+_METHODS = "apply_ map_ register_hook backward __reduce_ex__ __class__ numpy tofile share_memory_ format"
+BAD_FUNCTIONS, BAD_METHODS = _FUNCTIONS.split(), _METHODS.split()
 BAD_NAMES = ["x): import os #", "x=print('run')", "x.y", "class", "", " x", "*args", 3, None, ["x"], "x\n"]
 BAD_PATHS = [
     "norm\"); print('run'); (\"",
@@ -267,6 +242,7 @@ TOO_LARGE = {
     ),
     "a pair of tensors": chain(("torch.max", "x", 1), ("operator.mul", "a0", 10**9)),
     "a pair of a pool": chain(("torch.nn.functional.max_pool2d_with_indices", "x", 2), ("operator.mul", "a0", 10**9)),
+    "a pair of torch's pool": chain(("torch.adaptive_max_pool1d", "x", 2), ("operator.mul", "a0", 10**9)),
     "a wide number": chain(("operator.mod", "%999999999d", 1)),
     "lists in a list": chain(("operator.add", [[0]], []), ("operator.getitem", "a0", 0), ("operator.mul", "a1", 9**9)),
     "an item of a list": chain(("operator.getitem", ["%999999999d"], 0)),

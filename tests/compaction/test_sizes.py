@@ -12,38 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loco_ext import sparsity
+from loco_ext.fx.sizes import Inference
+from loco_ext.fx.trace import UntraceableError
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
-from loco_ext.sparsity.compaction.further import further_pairs
-from loco_ext.sparsity.compaction.sizes import Inference
-from loco_ext.sparsity.compaction.trace import UntraceableError, record, trace
-from tests.compaction.cases import compacted, strike
+from loco_ext.sparsity.compaction.graph import annotated_graph, record
+from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
+from tests.compaction.cases import Network, Two, compacted, strike
 
 Operation = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Network(nn.Module):
-    """Module whose forward is a function of its named layers, parameters, buffers and inputs."""
-
-    def __init__(self, function: Callable[..., object], **parts: nn.Module | Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, nn.Module):
-                self.add_module(name, part)
-            elif isinstance(part, nn.Parameter):
-                self.register_parameter(name, part)
-            else:
-                self.register_buffer(name, part)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> object:
-        return self.function(self, x) if y is None else self.function(self, x, y)
-
-
-class Two(Network):
-    """Network of two inputs."""
-
-    def forward(self, x: Tensor, y: Tensor) -> object:  # type: ignore[override]
-        return self.function(self, x, y)
 
 
 def check(
@@ -365,7 +341,7 @@ def test_sizes_that_are_said_to_be_numbers_or_the_same_are_so_for_every_input(st
         torch.manual_seed(seed)
         model, (shape, *others) = random_model(seed)
         try:
-            traced = trace(model.double().eval(), [torch.randn(shape, dtype=torch.double)])
+            traced = annotated_graph(model.double().eval(), [torch.randn(shape, dtype=torch.double)])
         except UntraceableError:  # too few tokens for one of the operations
             continue
         sizes = Inference(traced)
@@ -430,7 +406,7 @@ def test_a_badly_conditioned_model_allows_for_its_own_rounding_alone() -> None:
 
 
 def shapes_tried(function: Callable[..., object], *shapes: tuple[int, ...], **options: bool) -> list[Any]:
-    pairs = further_pairs(
+    pairs = pairs_of_other_sizes(
         Two(function) if len(shapes) > 1 else Network(function), [*map(torch.randn, shapes)], **options
     )
     tried = [[tuple(x.shape) for x in pair.inputs] for pair in pairs]
@@ -459,7 +435,7 @@ def test_arguments_of_one_batch_change_together_and_each_alone() -> None:
 def test_new_arguments_are_like_those_of_the_example() -> None:
     seen: list[Tensor] = []
     example = torch.tensor([[5, 7], [9, 7]]), torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    further_pairs(Two(lambda net, x, y: seen.extend([x, y])), example)
+    pairs_of_other_sizes(Two(lambda net, x, y: seen.extend([x, y])), example)
     assert all(set(x.flatten().tolist()) <= {5, 7, 9} and x.dtype == torch.int64 for x in seen[::2])
     assert all(y.is_contiguous(memory_format=torch.channels_last) and len(y.unique()) > 1 for y in seen[1::2])
 

@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
+from loco_ext.sparsity.compaction.graph import copies
 
 # Allowed differences whatever the model is, as parts of a result's largest number.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _TWICE = 2.0  # allowed distance from the float64 result, as a multiple of the model's own distance
 _MOST_MOVED = 0.05  # part of the largest number; a model that rounding moves farther cannot judge another network
-
-
-def copies(inputs: Sequence[Any]) -> list[Any]:
-    """Return the arguments with tensors cloned, because a model may write to its inputs."""
-    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,20 +13,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
+from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.sparsity.compaction import cost as costs
-from loco_ext.sparsity.compaction.agreement import Pair, copies, is_right
-from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.agreement import Pair, is_right
+from loco_ext.sparsity.compaction.channels import Channels, analyse
+from loco_ext.sparsity.compaction.channels_last import in_channels_last
 from loco_ext.sparsity.compaction.constant_channels import without_constant_channels
 from loco_ext.sparsity.compaction.describe import describe
-from loco_ext.sparsity.compaction.further import further_pairs
-from loco_ext.sparsity.compaction.layout import in_channels_last
+from loco_ext.sparsity.compaction.fallback import crop_modules
+from loco_ext.sparsity.compaction.graph import annotated_graph, copies
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
+from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
-from loco_ext.sparsity.compaction.trace import UntraceableError, trace
-from loco_ext.sparsity.compaction.unmix import unmix
-from loco_ext.sparsity.compaction.untraced import crop_modules
+from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
 
 _log = logging.getLogger(__name__)
 COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
@@ -39,7 +41,7 @@ def compact(
     fold_norms: bool = True,
     fixed_size: bool = False,
 ) -> tuple[nn.Module, Report]:
-    """Return a network without the zero kernels, rings and channels of ``model``, with the same outputs in eval mode.
+    """Return a network without the zero filters, rings and channels of ``model``, with the same outputs in eval mode.
 
     Kernels are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
     everywhere, are removed from all layers that they go through; their constants are folded into the next layer's bias
@@ -61,7 +63,7 @@ def compact(
         example_inputs: a batch, or several arguments, with the shapes and the device for which the result is optimized.
             Like the model, the result accepts other sizes, but only the same number of dimensions: an image without a
             batch dimension is not accepted if the example has one.
-        cost: ``"measured"``: kernels of several sizes in one layer become several convolutions, or one
+        cost: ``"measured"``: filters of several sizes in one layer become several convolutions, or one
             :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example; images are converted
             to channels_last at the input, and back at the output, where that is faster; and the model itself is
             returned if all this makes it slower. ``"multiply_adds"``: one convolution for each size; nothing is
@@ -72,7 +74,7 @@ def compact(
             accepts only inputs of the example's size.
     Returns:
         The network, a :class:`torch.fx.GraphModule`, and the report. A model that torch.fx cannot trace keeps its
-        channels and its class; only its kernels are cropped.
+        channels and its class; only its filters are cropped.
 
     Raises:
         TypeError, ValueError: the message names the argument, what was expected and what it got.
@@ -98,19 +100,22 @@ def compact(
         expected = dense(*copies(inputs))
     make_weights_plain(dense)
     example = Pair(dense, list(inputs), expected)
-    further = further_pairs(dense, inputs, batch_alone=fixed_size)
-    same: Callable[[], Result]
+    others = pairs_of_other_sizes(dense, inputs, batch_alone=fixed_size)
+    choose = COSTS[cost]
     try:
-        traced = trace(unmix(dense), inputs)
-        if not is_right(traced, [example, *further]):
+        graph = annotated_graph(split_mixed_convs(dense), inputs)
+        if not is_right(graph, [example, *others]):
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
-        smaller = [_untraced(dense, inputs, COSTS[cost], str(error))]
-        same = partial(_untraced, dense, inputs, costs.as_it_is, str(error))
+        why = str(error).removeprefix("model: ")
+        smaller: Sequence[Candidate] = [_cropped(dense, inputs, choose, why)]
+        unchanged = partial(_cropped, dense, inputs, costs.as_it_is, why)
     else:
-        smaller = _rewritten(traced, example, COSTS[cost], fixed_size, fold_norms)
-        same = partial(_as_it_is, dense, inputs)
-    network, report = _select(dense, smaller, same, example, further, measured=cost == "measured")
+        if fold_norms:
+            fold(graph)
+        smaller = (_by_time if cost == "measured" else _by_count)(graph, example, choose, fixed_size)
+        unchanged = partial(_unchanged, dense, inputs)
+    network, report = _select(smaller, unchanged, example, others, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
     training = {name: module.training for name, module in _unwrapped(model).named_modules()}
@@ -119,109 +124,104 @@ def compact(
     return network, report
 
 
-Result = tuple[nn.Module, Callable[[], Report]]  # a network, and a function that writes its report
-Version = tuple[fx.GraphModule, Channels, Result]  # a graph, its analysis and the network built from it
+@dataclass(frozen=True)
+class Candidate:
+    """A smaller network, and a function that returns the report on it."""
+
+    network: nn.Module
+    report: Callable[[], Report]
 
 
-def _rewritten(
-    traced: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool, norms_folded: bool
-) -> list[Result]:
-    """Return candidates for the smaller network in order of preference; the fastest is first if time is measured."""
-    if norms_folded:
-        fold(traced)
-    if choose is not costs.fastest:
-        narrow = without_constant_channels(traced, example.inputs)
-        graphs = [traced] if narrow is None else [narrow, traced]
-        return [result for graph in graphs for result in _versions(_version(graph, fixed_size, choose), choose)[1]]
-    version = _version(traced, fixed_size, choose)
-    for other in (in_channels_last, without_constant_channels):
-        version = _faster(version, other(version[0], example.inputs), example)
-    traced = version[0]
-    versions, results = _versions(version, choose)
-    best = _fastest(results, example)
-    if best is None:
-        return results
-    channels = versions[results.index(best)]
-    filled = [_rewrite(traced, channels, choose) for multiple in costs.MULTIPLES if channels.fill(multiple)]
-    best = _fastest([best, *filled], example) if filled else best
-    return results if best is None else [best, *results]
+@dataclass(frozen=True)
+class Version(Candidate):
+    """A candidate with the graph it was made of, in which the model computes the same in one of several ways."""
+
+    graph: fx.GraphModule
+    channels: Channels
 
 
-def _fastest(results: list[Result], example: Pair) -> Result | None:
+def _version(channels: Channels, choose: Choose) -> Version:
+    """Return the network that has the channels that are needed."""
+    rewriter = Rewriter(channels, choose)
+    return Version(rewriter.build(), partial(describe, channels, rewriter), channels.graph, channels)
+
+
+def _scattered(version: Version, choose: Choose) -> list[Version]:
+    """Return the version with sums of terms that have fewer channels than others, if the graph has such sums."""
+    scatter = version.channels.scatterable()
+    return [_version(analyse(version.graph, scatter, version.channels.fixed_size), choose)] if scatter else []
+
+
+def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Version]:
+    """Return smaller networks, the one with the fewest multiply-adds first."""
+    narrow = without_constant_channels(graph, example.inputs)
+    found = []
+    for each in [graph] if narrow is None else [narrow, graph]:
+        plain = _version(analyse(each, fixed_size=fixed_size), choose)
+        found += [*_scattered(plain, choose), plain]
+    return found
+
+
+def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Version]:
+    """Return smaller networks, the fastest first; each further way to compute the model is kept if it is faster."""
+    plain = _version(analyse(graph, fixed_size=fixed_size), choose)
+    for convert in (in_channels_last, without_constant_channels):
+        other = convert(plain.graph, example.inputs)
+        if other is not None:
+            plain = _fastest([plain, _version(analyse(other, fixed_size=fixed_size), choose)], example) or plain
+    versions = [*_scattered(plain, choose), plain]
+    best = _fastest(versions, example)
+    return versions if best is None else [best, *versions]
+
+
+def _fastest(versions: list[Version], example: Pair) -> Version | None:
     """Return the fastest of the networks with the right outputs; None if there is none."""
-    right = [result for result in results if is_right(result[0], [example])]
+    right = [version for version in versions if is_right(version.network, [example])]
     if len(right) < 2:
         return right[0] if right else None
-    times = _latencies([network for network, _ in right], example.inputs, costs.A_GLANCE)
+    times = _latencies([version.network for version in right], example.inputs, costs.A_GLANCE)
     return right[times.index(min(times))]
 
 
-def _version(traced: fx.GraphModule, fixed_size: bool, choose: Choose) -> Version:
-    channels = Channels(traced, fixed_size=fixed_size)
-    return traced, channels, _rewrite(traced, channels, choose)
+def _unchanged(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
+    """Return the model with all channels and taps, as a graph."""
+    return _version(analyse(annotated_graph(split_mixed_convs(dense), inputs), keep_all=True), costs.as_it_is)
 
 
-def _versions(version: Version, choose: Choose) -> tuple[list[Channels], list[Result]]:
-    """Return the analyses and networks of a graph: first with scattered sums, if there are any, then without."""
-    traced, plain, first = version
-    scatter = plain.scatterable()
-    if not scatter:
-        return [plain], [first]
-    scattered = Channels(traced, scatter, plain.fixed_size)
-    return [scattered, plain], [_rewrite(traced, scattered, choose), first]
-
-
-def _faster(version: Version, graph: fx.GraphModule | None, example: Pair) -> Version:
-    """Return the version of another graph if it exists, is right and is faster; else the given version."""
-    if graph is None:
-        return version
-    other = _version(graph, version[1].fixed_size, costs.fastest)
-    return other if _fastest([version[2], other[2]], example) is other[2] else version
-
-
-def _rewrite(traced: fx.GraphModule, channels: Channels, choose: Choose) -> Result:
-    rewriter = Rewriter(traced, channels, choose)
-    return rewriter.build(), partial(describe, channels, rewriter)
-
-
-def _as_it_is(dense: nn.Module, inputs: Sequence[Any]) -> Result:
-    traced = trace(unmix(dense), inputs)
-    return _rewrite(traced, Channels(traced, keep_all=True), costs.as_it_is)
-
-
-def _untraced(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> Result:
+def _cropped(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> Candidate:
+    """Return the model with cropped filters, for a model that has no graph."""
     network, report = crop_modules(dense, inputs, choose, why)
-    return network, lambda: report
+    return Candidate(network, lambda: report)
 
 
 def _select(
-    dense: nn.Module,
-    smaller: list[Result],
-    same: Callable[[], Result],
+    smaller: Sequence[Candidate],
+    unchanged: Callable[[], Candidate],
     example: Pair,
-    further: Sequence[Pair],
+    others: Sequence[Pair],
     measured: bool,
 ) -> tuple[nn.Module, Report]:
     """Return the first smaller network that is right; the model as it is if there is none, or if it is not faster.
 
     The network was selected as the fastest of several, partly by chance, so it and the model are timed again.
     """
-    able = [result for result in smaller if is_right(result[0], [example])]
-    right = next((result for result in able if is_right(result[0], further)), None)
+    dense = example.model
+    able = [each for each in smaller if is_right(each.network, [example])]
+    right = next((each for each in able if is_right(each.network, others)), None)
     why = f"the outputs of a smaller network would differ on {'inputs of other sizes' if able else 'the example'}"
     before = after = None
     if right is not None and measured:
-        before, after = _latencies([dense, right[0]], example.inputs, costs.A_LOOK)
+        before, after = _latencies([dense, right.network], example.inputs, costs.A_LOOK)
         if after > before:
             why = f"a smaller network takes {after / before:.3f} times as long on the example"
             right, after = None, before
-    network, report = same() if right is None else right
-    described = report()
+    result = unchanged() if right is None else right
+    network, report = result.network, result.report()
     if right is None:
-        described.notes["model"] = f"it stays as it is: {why}"
-        network = network if is_right(network, [example, *further]) else dense
-    described.latency_before, described.latency_after = before, after
-    return network, described
+        report.notes["model"] = f"it stays as it is: {why}"
+        network = network if is_right(network, [example, *others]) else dense
+    report.latency_before, report.latency_after = before, after
+    return network, report
 
 
 def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: float) -> list[float]:
@@ -231,8 +231,8 @@ def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: flo
 
 def _copy(model: nn.Module) -> nn.Module:
     """Return a deep copy; computed tensors, such as weights set by hooks, are copied without their history."""
-    held = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
-    memo = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}
+    attributes = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
+    memo = {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
     return copy.deepcopy(model, memo)
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from loco_ext.sparsity.compaction.atoms import Integers
-from loco_ext.sparsity.compaction.channels import Channels, Floats
+from loco_ext.fx.modules import unused
+from loco_ext.ops.channels import features_beside, layer_norm_with_constants, take_channels
+from loco_ext.sparsity.compaction.channels import Channels, analyse
+from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import paddings
-from loco_ext.sparsity.compaction.layer_norm import features_beside, layer_norm_with_constants
-from loco_ext.sparsity.compaction.places import unused
+from loco_ext.sparsity.compaction.disjoint_set import Integers
+from loco_ext.sparsity.compaction.graph import record
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
-from loco_ext.sparsity.compaction.take import take_channels
-from loco_ext.sparsity.compaction.trace import record
 
 WHOLE = "whole"  # key in the meta of a layer's node: the weight that the layer has in the model
 
@@ -36,7 +36,7 @@ def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[A
     if not any(type(module) is nn.LayerNorm for module in traced.modules()):
         return None
     result = copy.deepcopy(traced)
-    channels = Channels(result)
+    channels = analyse(result)
     norms = [node for node in channels.values if _is_over_channels(channels, node)]
     changed = [_narrow(result, channels, node) for node in norms]
     if not any(changed):
@@ -48,13 +48,13 @@ def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[A
 
 def _is_over_channels(channels: Channels, node: fx.Node) -> bool:
     """Return whether the node is a layer normalisation of channels along the last axis that may be rewritten."""
-    norm = channels.reader.module(node)
+    norm = channels.info.module(node)
     if type(norm) is not nn.LayerNorm or len(node.args) != 1 or node.kwargs:
         return False
-    if channels.reader.why_opaque(node) is not None or len(norm.normalized_shape) != 1:
+    if channels.info.why_opaque(node) is not None or len(norm.normalized_shape) != 1:
         return False
     (source,) = node.all_input_nodes
-    return source in channels.values and channels.reader.axis(source) == len(source.meta["shape"]) - 1
+    return source in channels.values and channels.info.axis(source) == len(source.meta["shape"]) - 1
 
 
 def _narrow(network: fx.GraphModule, channels: Channels, node: fx.Node) -> bool:
@@ -70,9 +70,9 @@ def _narrow(network: fx.GraphModule, channels: Channels, node: fx.Node) -> bool:
     variance = float(np.square(offsets).mean())
     if len(dead) <= features_beside(variance):
         return False
-    norm = channels.reader.module(node)
+    norm = channels.info.module(node)
     for reader in readers:
-        _read_features(reader, channels.reader.module(reader), norm, live, dead, offsets if variance else None)
+        _read_features(reader, channels.info.module(reader), norm, live, dead, offsets if variance else None)
     taken = _taken(network, channels, source, live)
     with network.graph.inserting_before(node):
         features = network.graph.call_function(
@@ -87,13 +87,13 @@ def _readers(channels: Channels, node: fx.Node) -> list[fx.Node] | None:
     """Return the layers that read the node's channels, along any axis; None if something else reads them."""
     found = []
     for user in node.users:
-        role = channels.readings[user].role
+        role = channels.role(user)
         if role is Role.PERMUTE:
             behind = _readers(channels, user)
             if behind is None:
                 return None
             found += behind
-        elif role is Role.CONVOLUTION and _is_linear_everywhere(channels.reader.module(user)):
+        elif role is Role.CONVOLUTION and _is_linear_everywhere(channels.info.module(user)):
             found.append(user)
         else:
             return None
@@ -141,16 +141,16 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
     """Return the varying channels of ``source``; a depthwise convolution that only feeds them computes no others."""
     layer = source
     while len(layer.users) == 1 and _passes_on(channels, layer):
-        (layer,) = channels.readings[layer].sources
-    module = channels.reader.module(layer)
-    if channels.readings[layer].role is Role.PER_CHANNEL and is_depthwise(module) and len(layer.users) == 1:
+        (layer,) = channels.sources(layer)
+    module = channels.info.module(layer)
+    if channels.role(layer) is Role.PER_CHANNEL and is_depthwise(module) and len(layer.users) == 1:
         layer.meta[WHOLE] = module.weight.detach()
         for name in ("weight", "bias"):
             whole = getattr(module, name)
             if whole is not None:
                 setattr(module, name, nn.Parameter(whole.detach()[live], requires_grad=whole.requires_grad))
         module.in_channels = module.out_channels = module.groups = len(live)
-        (read,) = channels.readings[layer].sources
+        (read,) = channels.sources(layer)
         layer.replace_input_with(read, _take(network, channels, read, live, before=layer))
         return source
     return _take(network, channels, source, live, before=source.next)
@@ -158,7 +158,7 @@ def _taken(network: fx.GraphModule, channels: Channels, source: fx.Node, live: I
 
 def _passes_on(channels: Channels, node: fx.Node) -> bool:
     """Return whether the node treats all channels the same, whatever their number, and has no weights."""
-    role, module = channels.readings[node].role, channels.reader.module(node)
+    role, module = channels.role(node), channels.info.module(node)
     plain = module is None or not any(True for _ in (*module.parameters(), *module.buffers()))
     return plain and role in (Role.PERMUTE, Role.PER_CHANNEL)
 
@@ -168,4 +168,4 @@ def _take(network: fx.GraphModule, channels: Channels, source: fx.Node, live: In
     network.register_buffer(name, torch.from_numpy(live).to(source.meta["device"]))
     with network.graph.inserting_before(before):
         index = network.graph.get_attr(name)
-        return network.graph.call_function(take_channels, (source, index, channels.reader.axis(source)))
+        return network.graph.call_function(take_channels, (source, index, channels.info.axis(source)))

@@ -1,6 +1,6 @@
 """A convolution with smaller kernels: the taps that are left, and the graph that gives the same outputs.
 
-A kernel's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
+A filter's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
 each axis. Kernels with the same box become one convolution. Its padding shrinks by the cropped taps; it may differ
 between the sides of an axis, and may be negative.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,16 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from loco_ext.fx.modules import put, unused
+from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.fusion import NOTHING, Epilogue
-from loco_ext.sparsity.compaction.places import put, unused
-from loco_ext.sparsity.compaction.take import take_channels
+from loco_ext.sparsity.compaction.fusion import Epilogue
 
 Box = tuple[tuple[int, int], ...]
 Pads = tuple[tuple[int, int], ...]
-MIXED = "mixed"  # style that computes all kernels of a layer at once with :func:`loco_ext.ops.mixed_conv2d`
-Part = tuple[tuple[int, ...], Box]  # kernels, and the box that holds the boxes of all of them
+Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
 # oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
 # channels than elements in a vector (uxlfoundation/oneDNN#6035).
 VECTOR = 16
@@ -46,7 +45,7 @@ class Convolution:
     padding_mode: str
     trained: bool
     channels_last: bool
-    then: Epilogue = NOTHING
+    then: Epilogue = field(default_factory=Epilogue)
 
     @property
     def axes(self) -> int:
@@ -54,11 +53,11 @@ class Convolution:
 
 
 def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: int, channels_last: bool) -> Convolution:
-    """Return the module's convolution with these kernels, which may be fewer and have fewer channels each.
+    """Return the module's convolution with these filters, which may be fewer and have fewer channels each.
 
     Args:
         channels: number of input channels, over all groups.
-        channels_last: memory format of the module's result, which strides do not show if image and kernel have size 1.
+        channels_last: memory format of the module's result, which strides hide if image and kernel have size 1.
     """
     return Convolution(
         weight=weight,
@@ -77,9 +76,9 @@ def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: i
 class Bucket:
     """Kernels that are computed together, with the taps of ``box``."""
 
-    kernels: tuple[int, ...]
+    filters: tuple[int, ...]
     box: Box
-    style: str = "pad"  # "pad" the input unevenly, "crop" the output of an evenly padded convolution, or MIXED
+    mixed: bool = False  # whether one :func:`loco_ext.ops.mixed_conv2d` computes all filters of the layer
 
 
 def paddings(module: Any) -> Pads:
@@ -93,7 +92,7 @@ def paddings(module: Any) -> Pads:
 
 
 def boxes(weight: Tensor) -> list[Box | None]:
-    """Return the box of each kernel; None if all its weights are zero."""
+    """Return the box of each filter; None if all its weights are zero."""
     live = (weight.detach() != 0).any(1).cpu()  # [C_out, *kernel_size]
     spans = []
     for axis in range(live.dim() - 1):
@@ -116,23 +115,8 @@ def taps(box: Box) -> int:
     return prod(b - a for a, b in box)
 
 
-def even(box: Box, convolution: Convolution) -> Box:
-    """Return the box grown until cropping leaves equal pads of at least 0 at both ends of each axis, if possible."""
-    grown = []
-    for (a, b), size, (lower, upper), step in zip(
-        box, convolution.weight.shape[2:], convolution.pads, convolution.dilation, strict=True
-    ):
-        first, last = a, size - b
-        while first and (lower - first * step < 0 or lower - first * step < upper - last * step):
-            first -= 1
-        while last and (upper - last * step < 0 or upper - last * step < lower - first * step):
-            last -= 1
-        grown.append((first, size - last))
-    return tuple(grown)
-
-
 def pads_of(box: Box, convolution: Convolution) -> Pads:
-    """Return the padding that the cropped kernels need."""
+    """Return the padding that the cropped filters need."""
     return tuple(
         (lower - a * step, upper - (size - b) * step)
         for (a, b), size, (lower, upper), step in zip(
@@ -147,17 +131,17 @@ def is_even(pads: Pads) -> bool:
 
 
 def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Part]:
-    """Return the kernels of each size in ascending order; all together if the convolution is grouped.
+    """Return the filters of each size in ascending order; all together if the convolution is grouped.
 
     Kernels without a non-zero weight join the smallest size, or have one tap of their own if ``dead_apart``. If there
     are more than ``most`` sizes, the rarest are joined with the next.
     """
-    kernels: dict[Box, list[int]] = {}
+    filters: dict[Box, list[int]] = {}
     dead: list[int] = []
-    for kernel, box in enumerate(boxes(convolution.weight)):
-        (dead if box is None else kernels.setdefault(box, [])).append(kernel)
+    for number, box in enumerate(boxes(convolution.weight)):
+        (dead if box is None else filters.setdefault(box, [])).append(number)
     middle: Box = tuple((size // 2, size // 2 + 1) for size in convolution.weight.shape[2:])
-    ranked = sorted(kernels.items(), key=lambda item: (taps(item[0]), item[0]))
+    ranked = sorted(filters.items(), key=lambda item: (taps(item[0]), item[0]))
     parts: list[Part] = [(tuple(some), box) for box, some in ranked]
     if dead and (not parts or (dead_apart and taps(parts[0][1]) > 1)):
         parts.insert(0, (tuple(dead), middle))
@@ -172,8 +156,8 @@ def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool 
 
 
 def join(parts: Sequence[Part]) -> Part:
-    """Return all kernels of the parts, with the box that holds them."""
-    return tuple(sorted(k for kernels, _ in parts for k in kernels)), union([box for _, box in parts])
+    """Return all filters of the parts, with the box that holds them."""
+    return tuple(sorted(k for filters, _ in parts for k in filters)), union([box for _, box in parts])
 
 
 def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
@@ -181,33 +165,6 @@ def partitions(parts: Sequence[Part]) -> Iterator[list[Part]]:
     for cuts in range(len(parts)):
         for places in itertools.combinations(range(1, len(parts)), cuts):
             yield [join(parts[a:b]) for a, b in itertools.pairwise([0, *places, len(parts)])]
-
-
-def filled(parts: Sequence[Part], multiple: int) -> list[Part]:
-    """Return the parts with kernels moved to larger sizes until these have a multiple of so many kernels."""
-    result: list[Part] = []
-    rest = list(parts)
-    while rest:
-        kernels, box = rest.pop()
-        while rest and len(kernels) % multiple:
-            (some, smaller), missing = rest.pop(), -len(kernels) % multiple
-            kernels, box = join([(kernels, box), (some[:missing], smaller)])
-            if some[missing:]:
-                rest.append((some[missing:], smaller))
-        result.insert(0, (kernels, box))
-    return result
-
-
-def styles(box: Box, convolution: Convolution) -> list[tuple[Box, str]]:
-    """Return the ways to compute kernels with the taps of a box: one if its padding is even, else up to three."""
-    if is_even(pads_of(box, convolution)):
-        return [(box, "pad")]
-    ways = [(box, "pad")]
-    if convolution.padding_mode == "zeros" and all(step == 1 for step in convolution.stride):
-        ways.append((box, "crop"))
-    if is_even(pads_of(even(box, convolution), convolution)):
-        ways.append((even(box, convolution), "pad"))
-    return ways
 
 
 def emit(
@@ -226,14 +183,14 @@ def emit(
     Args:
         order: indices that reorder the channels, as :func:`restoring` returns them.
     """
-    if any(bucket.style == MIXED for bucket in buckets):
+    if any(bucket.mixed for bucket in buckets):
         return _emit_mixed(owner, graph, source, name, convolution, buckets, order)
     result = _emit_each(owner, graph, source, name, convolution, buckets)
     return result if order is None else graph.call_function(take_channels, (result, order, -1 - convolution.axes))
 
 
 def is_narrow_and_strided(bucket: Bucket, convolution: Convolution) -> bool:
-    """Return whether the bucket's kernels have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
+    """Return whether the bucket's filters have one tap, a stride, and fewer input channels than :data:`VECTOR`."""
     strided = any(step > 1 for step in convolution.stride)
     return strided and taps(bucket.box) == 1 and convolution.weight.shape[1] < VECTOR
 
@@ -258,11 +215,6 @@ def _emit_each(
         elif is_even(pads):
             put(owner, target, _module(convolution, bucket, [lower for lower, _ in pads]))
             parts.append(graph.call_module(target, (source,)))
-        elif bucket.style == "crop":
-            same = [max(lower, upper, 0) for lower, upper in pads]
-            put(owner, target, _module(convolution, bucket, same))
-            extra = tuple((p - lower, p - upper) for p, (lower, upper) in zip(same, pads, strict=True))
-            parts.append(_crop(graph, graph.call_module(target, (source,)), extra))
         else:
             if pads not in padded:
                 padded[pads] = pad(graph, source, pads, convolution.padding_mode)
@@ -272,7 +224,7 @@ def _emit_each(
 
 
 def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = False) -> fx.GraphModule:
-    """Return a network of only these buckets; its channels are in the kernels' order unless they are ``free``."""
+    """Return a network of only these buckets; its channels are in the filters' order unless they are ``free``."""
     owner, graph = nn.Module(), fx.Graph()
     source, order = graph.placeholder("x"), None
     back = None if free else restoring(buckets, convolution.weight.device)
@@ -284,12 +236,12 @@ def alone(convolution: Convolution, buckets: Sequence[Bucket], free: bool = Fals
 
 
 def in_turn(buckets: Sequence[Bucket]) -> list[int]:
-    """Return the kernels in the order of the computed channels."""
-    return [kernel for bucket in buckets for kernel in bucket.kernels]
+    """Return the filters in the order of the computed channels."""
+    return [k for bucket in buckets for k in bucket.filters]
 
 
 def restoring(buckets: Sequence[Bucket], device: torch.device) -> Tensor | None:
-    """Return the indices that restore the order of the buckets' kernels; None if they are in order."""
+    """Return the indices that restore the order of the buckets' filters; None if they are in order."""
     back = torch.tensor(in_turn(buckets), device=device).argsort()
     return None if torch.equal(back, torch.arange(len(back), device=device)) else back
 
@@ -319,14 +271,14 @@ def _emit_mixed(
 
 
 def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.Module:
-    kernels = list(bucket.kernels)
-    place: Any = (kernels, slice(None), *(slice(a, b) for a, b in bucket.box))
+    filters = list(bucket.filters)
+    place: Any = (filters, slice(None), *(slice(a, b) for a, b in bucket.box))
     weight = convolution.weight[place].detach()
     kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[convolution.axes - 1]
     module = nn.utils.skip_init(
         kind,
         weight.shape[1] * convolution.groups,
-        len(kernels),
+        len(filters),
         tuple(weight.shape[2:]),
         stride=convolution.stride,
         padding=tuple(padding),
@@ -337,11 +289,11 @@ def _module(convolution: Convolution, bucket: Bucket, padding: list[int]) -> nn.
         device=weight.device,
         dtype=weight.dtype,
     )
-    channels_last = convolution.channels_last and bucket.style != MIXED
+    channels_last = convolution.channels_last and not bucket.mixed
     memory_format = FORMATS[weight.dim()] if channels_last else torch.contiguous_format
     module.weight = nn.Parameter(weight.clone(memory_format=memory_format), requires_grad=convolution.trained)
     if convolution.bias is not None:
-        module.bias = nn.Parameter(convolution.bias[kernels].detach().clone(), requires_grad=convolution.trained)
+        module.bias = nn.Parameter(convolution.bias[filters].detach().clone(), requires_grad=convolution.trained)
     return module
 
 

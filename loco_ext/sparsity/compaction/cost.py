@@ -8,7 +8,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,27 +17,23 @@ from torch import Tensor, fx
 from loco_ext.ops import backends, mixed_conv
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.sparsity.compaction.convolution import (
-    MIXED,
     Bucket,
     Convolution,
     Part,
     alone,
     by_size,
-    filled,
-    join,
     partitions,
     restoring,
-    styles,
     taps,
 )
-from loco_ext.sparsity.compaction.fusion import NOTHING, append
+from loco_ext.sparsity.compaction.fusion import append
+from loco_ext.sparsity.compaction.overwrite import finish
 
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
 VECTOR = 16  # channels that processors compute at once
-MULTIPLES = (1, VECTOR // 2, VECTOR)  # channels are filled up to these multiples: memory is read in halves of vectors
-_EACH = 0.5  # overhead of a convolution beside its multiply-adds, in vectors of kernels
-_MOST_SIZES, _MOST_WAYS, _MOST_WHOLE = 5, 4, 2  # limits: sizes considered, ways timed in parts, ways timed as a whole
+_EACH = 0.5  # overhead of a convolution beside its multiply-adds, in vectors of filters
+_MOST_SIZES, _MOST_WAYS = 5, 2  # limits: sizes considered, ways with several convolutions that are timed
 _MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
 A_GLANCE, A_LOOK = 0.6, 2.0  # seconds spent on comparing networks
 _MARGIN = 0.97  # several convolutions must take at most this part of the time of one
@@ -46,7 +41,7 @@ _MARGIN = 0.97  # several convolutions must take at most this part of the time o
 
 def fewest_multiply_adds(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return one convolution for each kernel size."""
-    return [Bucket(kernels, box) for kernels, box in by_size(convolution)]
+    return [Bucket(filters, box) for filters, box in by_size(convolution)]
 
 
 def as_it_is(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
@@ -69,53 +64,33 @@ def fastest(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> li
 
 
 def all_at_once(convolution: Convolution) -> list[Bucket]:
-    """Return the kernels of each size, for :func:`loco_ext.ops.mixed_conv2d`."""
-    return [Bucket(kernels, box, MIXED) for kernels, box in by_size(convolution, dead_apart=True)]
+    """Return the filters of each size, for :func:`loco_ext.ops.mixed_conv2d`."""
+    return [Bucket(filters, box, mixed=True) for filters, box in by_size(convolution, dead_apart=True)]
 
 
 def takes_mixed(convolution: Convolution, kind: Mapping[str, Any]) -> bool:
-    """Return whether compiled kernels can compute the convolution with each kernel at its own size."""
+    """Return whether compiled kernels can compute the convolution with each filter at its own size."""
     plain = convolution.axes == 2 and convolution.groups == 1 and convolution.padding_mode == "zeros"
     images = len(kind["shape"]) == 4 and kind["dtype"] in mixed_conv.DTYPES
     return plain and images and backends.missing("mixed_conv", "native", kind["device"].type) is None
 
 
 def _fastest_of_torch(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
-    """Return the fastest way with one or several of torch's convolutions.
+    """Return the fastest of one convolution and of the most promising ways with several, which join some of the sizes.
 
-    The kernels of each size, and of neighbouring sizes together, are timed alone. The ways with the least sums of these
-    times are then timed as a whole, including their concatenation, against one convolution for all kernels.
+    A way is promising if it has little to compute: vectors of filters times taps, and an overhead for each convolution.
     """
-    sizes = by_size(convolution, most=_MOST_SIZES)
-    ways = [[join(sizes)], *_promising(sizes)]
-    parts, plain = list(dict.fromkeys(part for way in ways for part in way)), replace(convolution, then=NOTHING)
-    candidates = [Bucket(kernels, like, style) for kernels, box in parts for like, style in styles(box, convolution)]
-    if len(candidates) == 1:
-        return candidates
-    times = dict(zip(candidates, _times(plain, [[c] for c in candidates], kind, free), strict=True))
-    best: dict[tuple[int, ...], Bucket] = {}
-    for candidate in candidates:
-        if candidate.kernels not in best or times[candidate] < times[best[candidate.kernels]]:
-            best[candidate.kernels] = candidate
-    single, *others = [[best[kernels] for kernels, _ in way] for way in ways]
-    if not others:
-        return single
-    others = sorted(others, key=lambda way: sum(times[bucket] for bucket in way))[:_MOST_WHOLE]
-    whole, *together = _times(convolution, [single, *others], kind, free)
-    least = min(together)
-    return others[together.index(least)] if least < _MARGIN * whole else single
-
-
-def _promising(sizes: Sequence[Part]) -> list[list[Part]]:
-    """Return the ways with several convolutions expected to be fastest if vectors are full and each has an overhead."""
 
     def effort(way: Sequence[Part]) -> float:
-        return sum(taps(box) * (math.ceil(len(kernels) / VECTOR) + _EACH) for kernels, box in way)
+        return sum(taps(box) * (math.ceil(len(filters) / VECTOR) + _EACH) for filters, box in way)
 
-    whole = list(partitions(sizes))[1:]
-    ways = [*whole, *(filled(way, VECTOR) for way in whole)]
-    distinct = [list(way) for way in dict.fromkeys(tuple(way) for way in ways) if len(way) > 1]
-    return sorted(distinct, key=effort)[:_MOST_WAYS]
+    single, *several = partitions(by_size(convolution, most=_MOST_SIZES))
+    ways = [[Bucket(*part) for part in way] for way in (single, *sorted(several, key=effort)[:_MOST_WAYS])]
+    if len(ways) == 1:
+        return ways[0]
+    whole, *together = _times(convolution, ways, kind, free)
+    least = min(together)
+    return ways[1 + together.index(least)] if least < _MARGIN * whole else ways[0]
 
 
 def latencies(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> list[float]:
@@ -149,20 +124,21 @@ def _times(
 
 def _description(convolution: Convolution, x: Tensor) -> str:
     kernel = "x".join(map(str, convolution.weight.shape[2:]))
-    return f"{len(convolution.weight)} kernels of {kernel} on inputs of {'x'.join(map(str, x.shape))}"
+    return f"{len(convolution.weight)} filters of {kernel} on inputs of {'x'.join(map(str, x.shape))}"
 
 
 def _network(convolution: Convolution, way: Sequence[Bucket], free: bool) -> fx.GraphModule:
     """Return a network that computes the convolution in this way, followed by its epilogue."""
     network = alone(convolution, way, free)
     append(network, convolution.then)
+    finish(network)
     return network
 
 
 def _name(convolution: Convolution, way: Sequence[Bucket], kind: Mapping[str, Any], free: bool) -> Hashable:
     """Return a key of everything that a way's time depends on."""
     layer = tuple(getattr(convolution, name) for name in ("stride", "pads", "dilation", "groups", "padding_mode"))
-    buckets = tuple((len(bucket.kernels), bucket.box, bucket.style) for bucket in way)
+    buckets = tuple((len(bucket.filters), bucket.box, bucket.mixed) for bucket in way)
     in_order = free or restoring(way, convolution.weight.device) is None
     weight = tuple(convolution.weight.shape[2:]), convolution.bias is None, convolution.channels_last
     example = _shape(kind, convolution), kind["dtype"], kind["device"], kind["channels_last"]

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from loco_ext.ops.channels import layer_norm_with_constants
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constant_channels import WHOLE
 from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
-from loco_ext.sparsity.compaction.layer_norm import layer_norm_with_constants
 from loco_ext.sparsity.compaction.report import LayerReport, Report
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
@@ -21,19 +21,19 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 def describe(channels: Channels, rewriter: Rewriter) -> Report:
     """Return a report on the result for every layer, and on why something was kept."""
     report = Report()
-    for node, reading in channels.readings.items():
-        module = channels.reader.module(node)
+    for node, info in channels.info.nodes.items():
+        module = channels.info.module(node)
         depthwise = module is not None and is_depthwise(module)
-        if reading.role is Role.CONVOLUTION or (reading.role is Role.PER_CHANNEL and depthwise):
+        if info.role is Role.CONVOLUTION or (info.role is Role.PER_CHANNEL and depthwise):
             name, weight = str(node.target), module.weight.detach()
             after, buckets = rewriter.layers.get(name, (None, ()))
             pixels = prod(node.meta["shape"][1:]) // len(weight)
             layer = describe_layer(name, node.meta.get(WHOLE, weight), pixels, after, buckets)
             layer.kept = _why_kept(channels, node, weight)
             report.layers.append(layer)
-        elif reading.role is Role.OTHER and not _is_no_layer(node):
+        elif info.role is Role.OTHER and not _is_no_layer(node):
             name = str(node.target) if node.op == "call_module" else node.name
-            report.notes[name] = f"all channels are kept: {channels.reader.why_kept(node)}"
+            report.notes[name] = f"all channels are kept: {channels.info.why_kept(node)}"
     return report
 
 
@@ -56,7 +56,7 @@ def describe_layer(
     found = [] if after is None else boxes(_with_axis(after))
     sizes = Counter("0" if box is None else _size([b - a for a, b in box]) for box in found)
     areas = sum(taps(box) for box in found if box is not None)
-    per_kernel = 0 if after is None else after.shape[1]
+    per_filter = 0 if after is None else after.shape[1]
     return LayerReport(
         name=name,
         kernels_before=len(before),
@@ -65,11 +65,11 @@ def describe_layer(
         channels_after=width,
         kernel_size=_size(before.shape[2:]),
         sizes=dict(sorted(sizes.items(), reverse=True)),
-        convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.kernels)) for bucket in buckets],
+        convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.filters)) for bucket in buckets],
         identity_kernels=_identities(_with_axis(before)),
         multiply_adds_before=pixels * before.numel(),
         multiply_adds_after=pixels * areas * width,
-        multiply_adds_executed=pixels * per_kernel * sum(len(b.kernels) * taps(b.box) for b in buckets),
+        multiply_adds_executed=pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets),
     )
 
 
@@ -82,7 +82,7 @@ def _with_axis(weight: Tensor) -> Tensor:
 
 
 def _identities(weight: Tensor) -> int:
-    """Return the number of kernels whose only non-zero weight lies at the centre (eq. 24 of the draft)."""
+    """Return the number of filters whose only non-zero weight lies at the centre (eq. 24 of the draft)."""
     live = weight != 0
     place: Any = (..., *((size - 1) // 2 for size in weight.shape[2:]))
     centre = live[place]  # [C_out, C_in/groups]
@@ -90,8 +90,8 @@ def _identities(weight: Tensor) -> int:
 
 
 def _why_kept(channels: Channels, node: fx.Node, weight: Tensor) -> str | None:
-    """Return why kernels without weights were kept."""
+    """Return why filters without weights were kept."""
     value = channels.values[node]
-    dead = ~(weight != 0).flatten(1).any(1).cpu().numpy() & channels.atoms.needed(value.atoms)
-    reasons = Counter(channels.atoms.reason(atom) for atom in value.atoms[dead].tolist())
-    return "; ".join(f"{count} dead kernels: {reason}" for reason, count in reasons.items()) or None
+    dead = ~(weight != 0).flatten(1).any(1).cpu().numpy() & channels.sets.needed(value.ids)
+    reasons = Counter(channels.sets.reason(one) for one in value.ids[dead].tolist())
+    return "; ".join(f"{count} dead filters: {reason}" for reason, count in reasons.items()) or None

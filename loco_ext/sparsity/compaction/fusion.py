@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
+from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.operations import is_sum, only_user, operation
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.memory import HOLDERS, overwrite, own_what_is_written
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
-from loco_ext.sparsity.compaction.trace import is_hooked
 
-_SUMS = (operator.add, operator.iadd, torch.add)
-_RELUS = (F.relu, torch.relu, torch.relu_)
+HOLDERS = "holders"  # key in a sum's meta: positions of the terms that have its shape and dtype
 
 
 @dataclass(frozen=True)
@@ -27,18 +24,15 @@ class Epilogue:
     relu: bool = False
 
 
-NOTHING = Epilogue()
-
-
 def epilogue_of(layer: fx.Node, modules: dict[str, nn.Module]) -> Epilogue:
     """Return what follows the layer in a traced graph; if two layers are added up, the first has the sum."""
-    user = _only_user(layer)
-    added = user is not None and _is_sum(user) and _are_alike(user.args)
+    user = only_user(layer)
+    added = user is not None and is_sum(user, modules) and _are_alike(user.args)
     if user is not None and added:
         if next((term for term in user.args if _is_layer(term, modules)), None) is not layer:
             return Epilogue()
-        user = _only_user(user)
-    return Epilogue(added, user is not None and _is_relu(user, modules))
+        user = only_user(user)
+    return Epilogue(added, user is not None and is_relu(user, modules))
 
 
 def append(network: fx.GraphModule, epilogue: Epilogue) -> None:
@@ -55,24 +49,20 @@ def append(network: fx.GraphModule, epilogue: Epilogue) -> None:
         if epilogue.relu:
             result = graph.call_function(torch.relu, (result,))
     output.args = (result,)
-    fuse(network)
-    network.recompile()
 
 
 def fuse(network: fx.GraphModule) -> None:
-    """Fuse what follows convolutions of mixed sizes into them, and make other sums and ReLUs overwrite their inputs."""
+    """Fuse what follows convolutions of mixed sizes into them."""
     modules = dict(network.named_modules())
     for node in list(network.graph.nodes):
-        if _is_sum(node) and node.meta.get(HOLDERS) == (0, 1) and node.args[0] is not node.args[1]:
+        if is_sum(node, modules) and node.meta.get(HOLDERS) == (0, 1) and node.args[0] is not node.args[1]:
             _fuse_sum(node)
     for node in list(network.graph.nodes):
-        user = _only_user(node)
-        if node.target is mixed_conv2d and user is not None and _is_relu(user, modules):
+        user = only_user(node)
+        if node.target is mixed_conv2d and user is not None and is_relu(user, modules):
             node.kwargs = {**node.kwargs, "relu": True}
             user.replace_all_uses_with(node)
             network.graph.erase_node(user)
-    own_what_is_written(network)
-    overwrite(network)
 
 
 def _fuse_sum(node: fx.Node) -> None:
@@ -89,17 +79,9 @@ def _fuse_sum(node: fx.Node) -> None:
 
 def _can_add(layer: Any) -> bool:
     """Return whether this is a convolution without an epilogue yet, and with a single reader."""
-    if not isinstance(layer, fx.Node) or layer.target is not mixed_conv2d or _only_user(layer) is None:
+    if not isinstance(layer, fx.Node) or layer.target is not mixed_conv2d or only_user(layer) is None:
         return False
     return layer.kwargs.get("add") is None and not layer.kwargs.get("relu")
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_sum(node: fx.Node) -> bool:
-    return node.target in _SUMS and len(node.args) == 2 and not node.kwargs
 
 
 def _are_alike(terms: tuple[Any, ...]) -> bool:
@@ -113,9 +95,8 @@ def _is_layer(node: Any, modules: dict[str, nn.Module]) -> bool:
     return node.op == "call_module" and type(modules[str(node.target)]) in CONVOLUTIONS and len(node.users) == 1
 
 
-def _is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    if node.op == "call_module":
-        module = modules[str(node.target)]
-        return type(module) is nn.ReLU and not is_hooked(module)
-    known = node.target in _RELUS or (node.op == "call_method" and node.target in ("relu", "relu_"))
-    return known and len(node.args) == 1
+def is_relu(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Return whether the node only computes a ReLU, in place or not."""
+    if operation(node, modules) != "relu" or len(node.args) != 1:
+        return False
+    return node.op != "call_module" or not is_hooked(modules[str(node.target)])

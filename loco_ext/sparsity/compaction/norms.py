@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from loco_ext.sparsity.compaction.places import put
-from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Reader, Role
+from loco_ext.fx.modules import put
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, GraphInfo, Role
 
 
-def fold_norms(traced: fx.GraphModule) -> None:
+def fold_norms(graph: fx.GraphModule) -> None:
     """Fold, in place, every batch normalisation that is the only reader of a layer, using its running statistics."""
-    reader = Reader(traced)
-    for node in list(traced.graph.nodes):
-        norm = reader.module(node)
-        if type(norm) not in BATCH_NORMS or norm.running_mean is None or reader.read(node).role is not Role.PER_CHANNEL:
+    info = GraphInfo(graph)
+    for node in list(graph.graph.nodes):
+        norm = info.module(node)
+        if type(norm) not in BATCH_NORMS or norm.running_mean is None or info.nodes[node].role is not Role.PER_CHANNEL:
             continue
         (source,) = node.all_input_nodes
-        layer = reader.module(source)
-        known = reader.read(source).role in (Role.CONVOLUTION, Role.PER_CHANNEL)
-        if not known or type(layer) not in (*CONVOLUTIONS, nn.Linear) or len(source.users) > 1:
+        known = info.nodes[source].role in (Role.CONVOLUTION, Role.PER_CHANNEL) and source.op == "call_module"
+        layer: Any = graph.get_submodule(str(source.target)) if known else None
+        if type(layer) not in (*CONVOLUTIONS, nn.Linear) or len(source.users) > 1:
             continue
-        fuse = cast(Callable[..., nn.Module], fuse_linear_bn_eval if type(layer) is nn.Linear else fuse_conv_bn_eval)
-        put(traced, str(source.target), fuse(layer, norm))
+        fused = fuse_linear_bn_eval(layer, norm) if type(layer) is nn.Linear else fuse_conv_bn_eval(layer, norm)
+        put(graph, str(source.target), fused)
         node.replace_all_uses_with(source)
-        traced.graph.erase_node(node)
-    traced.recompile()
+        graph.graph.erase_node(node)
+    graph.recompile()

@@ -15,14 +15,14 @@ class LayerReport:
     Args:
         name: name of the module in the model.
         kernels_before, kernels_after: number of output channels, and of those with a non-zero weight.
-        channels_before, channels_after: number of input channels that a kernel reads.
+        channels_before, channels_after: number of input channels that a filter reads.
         kernel_size: size in the model.
-        sizes: number of kernels of each size after compaction, from "3x3" to "0".
-        convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of kernels.
-        identity_kernels: number of kernels with a single weight, at the centre tap, which pass a channel on (eq. 24).
+        sizes: number of filters of each size after compaction, from "3x3" to "0".
+        convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of filters.
+        identity_kernels: number of filters with a single weight, at the centre tap, which pass a channel on (eq. 24).
         multiply_adds_before, multiply_adds_after: for one sample, by eq. 10 of the draft, with the sizes above.
         multiply_adds_executed: number that the convolutions of the smaller network compute for one sample.
-        kept: reasons why kernels without weights were kept.
+        kept: reasons why filters without weights were kept.
 
     Example:
         >>> import torch
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def multiply_adds_after(self) -> int:
-        """Multiply-adds for one sample by eq. 10: each kernel with its own size and the channels that are left."""
+        """Multiply-adds for one sample by eq. 10: each filter with its own size and the channels that are left."""
         return sum(layer.multiply_adds_after for layer in self.layers)
 
     @property
@@ -93,7 +93,7 @@ class Report:
         return {**asdict(self), **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
-        lines = [f"{'layer':24} {'kernels':>12} {'channels':>12} {'multiply-adds':>28}  sizes"]
+        lines = [f"{'layer':24} {'filters':>12} {'channels':>12} {'multiply-adds':>28}  sizes"]
         for layer in self.layers:
             sizes = ", ".join(f"{count} of {size}" for size, count in layer.sizes.items())
             lines.append(

@@ -14,24 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.sparsity.compaction.channels import Channels, Floats
+from loco_ext.fx.modules import put, unused
+from loco_ext.ops.channels import take_channels
+from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.constants import Floats
 from loco_ext.sparsity.compaction.convolution import (
     Bucket,
     Convolution,
     as_convolution,
     emit,
     in_turn,
-    paddings,
     restoring,
 )
-from loco_ext.sparsity.compaction.fusion import epilogue_of, fuse
-from loco_ext.sparsity.compaction.memory import HOLDERS
-from loco_ext.sparsity.compaction.places import put, unused
-from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, arithmetic, is_depthwise
+from loco_ext.sparsity.compaction.cut import cut
+from loco_ext.sparsity.compaction.fusion import HOLDERS, epilogue_of
+from loco_ext.sparsity.compaction.overwrite import finish
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, CONVOLUTIONS, Role, is_depthwise
 from loco_ext.sparsity.compaction.streams import leaders
-from loco_ext.sparsity.compaction.take import take_channels
 
-# Chooses buckets, given a convolution, the meta of its input and whether its kernels may come in any order.
+# Chooses buckets, given a convolution, the meta of its input and whether its filters may come in any order.
 Choose = Callable[[Convolution, Mapping[str, Any], bool], Sequence[Bucket]]
 
 
@@ -39,15 +40,13 @@ class Rewriter:
     """Builder of the network that has only the channels and taps that :class:`Channels` found to be needed.
 
     Args:
-        traced: the model's graph.
-        channels: analysis of the graph.
+        channels: analysis of the model's graph.
         choose: function that chooses how to compute a convolution.
     """
 
-    def __init__(self, traced: fx.GraphModule, channels: Channels, choose: Choose) -> None:
-        self._traced, self._channels, self._choose = traced, channels, choose
-        self._owner = copy.deepcopy(traced, {id(x): x for x in (*traced.parameters(), *traced.buffers())})
-        self._modules = dict(traced.named_modules())
+    def __init__(self, channels: Channels, choose: Choose) -> None:
+        self._channels, self._choose, graph = channels, choose, channels.graph
+        self._owner = copy.deepcopy(graph, {id(x): x for x in (*graph.parameters(), *graph.buffers())})
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._kept: dict[fx.Node, list[int]] = {}  # kept channels of each result in their new order
@@ -58,11 +57,11 @@ class Rewriter:
     def build(self) -> fx.GraphModule:
         for node in leaders(self._channels):
             self._lead(node)
-        for node in self._traced.graph.nodes:
+        for node in self._channels.graph.graph.nodes:
             self._add(node)
         network = fx.GraphModule(self._owner, self._graph)
         network.graph.eliminate_dead_code()
-        fuse(network)
+        finish(network)
         network.graph.lint()
         return self._without_unused(network)
 
@@ -77,18 +76,18 @@ class Rewriter:
 
     def _lead(self, node: fx.Node) -> None:
         """Choose the layer's buckets, and use the resulting order for everything that writes the same channels."""
-        (source,) = self._channels.readings[node].sources
+        (source,) = self._channels.sources(node)
         outputs, classes = self._channels.kept(node).tolist(), self._channels.classes(node)
         if not outputs:
             return
         inputs = self._channels.kept(source).tolist()
-        weight, bias, _ = self._cut(node, source, outputs, inputs)
+        weight, bias, _ = cut(self._channels, node, source, outputs, inputs)
         module = self._channels.layers[node].module
         buckets = self._choose(self._as_convolution(node, module, weight, bias, len(inputs)), source.meta, True)
         self._ranks.update({classes[outputs[k]]: rank for rank, k in enumerate(in_turn(buckets))})
-        ends = itertools.accumulate(len(bucket.kernels) for bucket in buckets)
+        ends = itertools.accumulate(len(bucket.filters) for bucket in buckets)
         self._led[node] = [
-            replace(bucket, kernels=tuple(range(end - len(bucket.kernels), end)))
+            replace(bucket, filters=tuple(range(end - len(bucket.filters), end)))
             for bucket, end in zip(buckets, ends, strict=True)
         ]
 
@@ -98,15 +97,15 @@ class Rewriter:
         return sorted(self._channels.kept(node).tolist(), key=lambda c: self._ranks.get(classes[c], 0))
 
     def _add(self, node: fx.Node) -> None:
-        reading = self._channels.readings[node]
+        role, sources = self._channels.role(node), self._channels.sources(node)
         if node in self._channels.values:
             self._kept[node] = self._in_order(node)
             if not self._kept[node]:
                 return
-        if reading.role is Role.PARTS:
+        if role is Role.PARTS:
             return
-        if reading.role in (Role.OTHER, Role.SIZE):
-            buffer = self._channels.reader.buffer(node)
+        if role in (Role.OTHER, Role.SIZE):
+            buffer = self._channels.info.buffer(node)
             if buffer is not None and node in self._kept and self._kept[node] != list(range(buffer.numel())):
                 kept = torch.tensor(self._kept[node], device=buffer.device)
                 self._new[node] = self._constant(node, "vector", buffer.index_select(self._axis(node), kept))
@@ -121,13 +120,13 @@ class Rewriter:
             Role.TAKE: self._take,
             Role.PERMUTE: self._permute,
             Role.FLATTEN: self._flatten,
-        }[reading.role]
-        self._new[node] = add(node, reading.sources)
+        }[role]
+        self._new[node] = add(node, sources)
 
     def _convolution(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         layer, source = self._channels.layers[node], sources[0]
         outputs, inputs = self._kept[node], self._kept[source]
-        weight, bias, border = self._cut(node, source, outputs, inputs)
+        weight, bias, border = cut(self._channels, node, source, outputs, inputs)
         if isinstance(layer.module, nn.Linear):
             put(self._owner, str(node.target), _linear(layer.module, weight, bias))
             self.layers[str(node.target)] = weight, [Bucket(tuple(range(len(weight))), ())]
@@ -146,69 +145,10 @@ class Rewriter:
         self, node: fx.Node, module: Any, weight: Tensor, bias: Tensor | None, channels: int
     ) -> Convolution:
         convolution = as_convolution(module, weight, bias, channels, node.meta["channels_last"])
-        return replace(convolution, then=epilogue_of(node, self._modules))
-
-    def _cut(
-        self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return weights between kept channels, the bias with folded constants, and the map of others, or None.
-
-        The remaining groups of a layer have equal numbers of channels and are concatenated.
-        """
-        layer = self._channels.layers[node]
-        height, width = len(layer.live) // layer.groups, layer.live.shape[1]
-        parts = []
-        for group in dict.fromkeys(k // height for k in outputs):
-            rows = [k for k in outputs if k // height == group]
-            columns = [c - group * width for c in inputs if c // width == group]
-            parts.append(self._cut_group(node, source, rows, columns, slice(group * width, (group + 1) * width)))
-        weights, biases, borders = zip(*parts, strict=True)
-        rows = [len(weight) for weight in weights]
-        return torch.cat(weights), _joined(biases, rows, 0), _joined(borders, rows, 1)
-
-    def _cut_group(
-        self, node: fx.Node, source: fx.Node, outputs: list[int], inputs: list[int], group: slice
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return weight, bias and map of one group; ``inputs`` are counted from the beginning of the group."""
-        layer = self._channels.layers[node]
-        module: Any = layer.module
-        needed, read = self._channels.needed(node)[outputs], self._channels.needed(source)[group][inputs]
-        whole = module.weight.detach()[outputs]
-        whole[~torch.from_numpy(needed)] = 0
-        bias = self._bias(node, module, outputs)
-        weight = whole[:, inputs]
-        weight[:, ~torch.from_numpy(read)] = 0
-        constants = self._channels.values[source].constants[group]
-        live = layer.live[outputs][needed].any(0) & (constants != 0)
-        gone = np.setdiff1d(np.flatnonzero(live), np.array(inputs)[read])
-        if not len(gone):
-            return weight, bias, None
-        foldable = layer.foldable[outputs][needed][:, gone].all(0)
-        if foldable.any():
-            bias = _folded(whole[:, gone[foldable]], constants[gone[foldable]], bias)
-        seen = gone[~foldable]
-        if not len(seen):
-            return weight, bias, None
-        if self._channels.fixed_size:
-            return weight, bias, _border(module, whole[:, seen], constants[seen], source.meta["shape"])
-        representative = int(np.abs(np.nan_to_num(constants[inputs]) * read).argmax())
-        factors = torch.from_numpy(constants[seen] / constants[inputs[representative]]).to(whole.device)
-        merged = torch.einsum("oi...,i->o...", whole[:, seen].double(), factors)
-        weight[:, representative] = (weight[:, representative].double() + merged).to(whole.dtype)
-        return weight, bias, None
-
-    def _bias(self, node: fx.Node, module: Any, outputs: list[int]) -> Tensor | None:
-        """Return the bias of these kernels; for those that do not matter, it is their supposed constant output."""
-        fillers = ~self._channels.needed(node)[outputs]
-        constants = np.where(fillers, np.nan_to_num(self._channels.values[node].constants[outputs]), 0.0)
-        if module.bias is None and not constants.any():
-            return None
-        bias = module.weight.new_zeros(len(outputs)) if module.bias is None else module.bias.detach()[outputs]
-        numbers = torch.from_numpy(constants).to(bias.device, bias.dtype)
-        return torch.where(torch.from_numpy(fillers).to(bias.device), numbers, bias)
+        return replace(convolution, then=epilogue_of(node, self._channels.info.modules))
 
     def _emit(self, node: fx.Node, source: fx.Node, convolution: Convolution, free: bool) -> tuple[fx.Node, list[int]]:
-        """Return the node of the convolution's result, and the order of its kernels."""
+        """Return the node of the convolution's result, and the order of its filters."""
         name = str(node.target)
         buckets = self._led.get(node) or self._choose(convolution, source.meta, free)
         self.layers[name] = convolution.weight, buckets
@@ -220,7 +160,7 @@ class Rewriter:
 
     def _per_channel(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         kept = self._kept[node] = self._kept[sources[0]]
-        module = self._channels.reader.module(node)
+        module = self._channels.info.module(node)
         if module is None:
             return self._graph.node_copy(node, self._new.__getitem__)
         if is_depthwise(module):
@@ -286,11 +226,11 @@ class Rewriter:
         kept = self._kept[node] = self._kept[sources[1 - constant]]
         numbers = self._channels.values[sources[constant]].constants[kept]
         other = self._new[sources[1 - constant]]
-        if not numbers.any() and arithmetic(node) == "add":
+        if not numbers.any() and self._channels.info.arithmetic(node) == "add":
             return other
         vector = self._vector(node, sources[1 - constant], numbers)
         operands = (vector, other) if constant == 0 else (other, vector)
-        return self._graph.call_function(getattr(torch, str(arithmetic(node))), operands)
+        return self._graph.call_function(getattr(torch, str(self._channels.info.arithmetic(node))), operands)
 
     def _cat(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         parts, kept, offset = [], [], 0
@@ -304,7 +244,7 @@ class Rewriter:
         return parts[0] if len(parts) == 1 else self._graph.call_function(torch.cat, (parts, 1))
 
     def _take(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
-        taken: Any = self._channels.reader.taken(node)
+        taken: Any = self._channels.info.taken(node)
         source = self._new[sources[0]]
         places = [self._kept[sources[0]].index(taken[c]) for c in self._kept[node]]
         first, past = places[0], places[0] + len(places)
@@ -324,7 +264,7 @@ class Rewriter:
         return self._graph.node_copy(node, self._new.__getitem__)
 
     def _axis(self, node: fx.Node) -> int:
-        return self._channels.reader.axis(node)
+        return self._channels.info.axis(node)
 
     def _flatten(self, node: fx.Node, sources: Sequence[fx.Node]) -> fx.Node:
         pixels = node.meta["shape"][1] // sources[0].meta["shape"][1]
@@ -342,33 +282,6 @@ class Rewriter:
         name = unused(self._owner, f"{node.name}_{what}")
         self._owner.register_buffer(name, value)
         return self._graph.get_attr(name)
-
-
-def _joined(parts: Sequence[Tensor | None], rows: Sequence[int], axis: int) -> Tensor | None:
-    """Concatenate the groups' biases or maps along an axis; groups that have none get zeros, as many as ``rows``."""
-    some = next((part for part in parts if part is not None), None)
-    if some is None:
-        return None
-    shapes = [[count if a == axis else size for a, size in enumerate(some.shape)] for count in rows]
-    return torch.cat(
-        [some.new_zeros(shape) if part is None else part for part, shape in zip(parts, shapes, strict=True)], axis
-    )
-
-
-def _folded(weight: Tensor, constants: Floats, bias: Tensor | None) -> Tensor:
-    """Return the bias plus the outputs of kernels ``(C_out, C_in, *kernel_size)`` for these constants."""
-    sums = weight.double().flatten(2).sum(2) if weight.dim() > 2 else weight.double()
-    folded = sums @ torch.from_numpy(constants).to(weight.device)
-    return (folded if bias is None else folded + bias.double()).to(weight.dtype)
-
-
-def _border(module: Any, weight: Tensor, constants: Floats, shape: tuple[int, ...]) -> Tensor:
-    """Return the outputs for images of these constants, behind the module's padding, ``(1, C_out, *output_size)``."""
-    axes = len(shape) - 2
-    image = torch.from_numpy(constants).to(weight.device).reshape(1, -1, *[1] * axes).expand(1, -1, *shape[2:])
-    pads = [p for axis in reversed(paddings(module)) for p in axis]
-    convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[axes - 1]
-    return convolve(F.pad(image, pads), weight.double(), None, module.stride, 0, module.dilation).to(weight.dtype)
 
 
 def _linear(module: Any, weight: Tensor, bias: Tensor | None) -> nn.Linear:

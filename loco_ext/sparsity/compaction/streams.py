@@ -1,6 +1,6 @@
 """Streams: channels that several layers write, as in a residual network, and that may have any order.
 
-One of the layers can then keep its kernels in the order in which it computes them; the others follow.
+One of the layers can then keep its filters in the order in which it computes them; the others follow.
 """
 
 from __future__ import annotations

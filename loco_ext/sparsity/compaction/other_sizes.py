@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.ops.memory_format import FORMATS, is_channels_last
-from loco_ext.sparsity.compaction.agreement import Pair, copies
+from loco_ext.sparsity.compaction.agreement import Pair
+from loco_ext.sparsity.compaction.graph import copies
 
 Axis = tuple[int, int]  # the position of an argument, and one of its axes
 _MOST_RUNS = 40  # calls of the model, which may refuse every other size, and only in its last layer
 
 
-def further_pairs(model: nn.Module, inputs: Sequence[Any], batch_alone: bool = False) -> list[Pair]:
+def pairs_of_other_sizes(model: nn.Module, inputs: Sequence[Any], batch_alone: bool = False) -> list[Pair]:
     """Return arguments of up to two other batch sizes and sizes, with the model's results; [] if it accepts none.
 
     Each axis of each tensor is tried, because only the model knows which of them are channels. Axes with the same

@@ -1,4 +1,4 @@
-"""Compaction of models without a graph: kernels are cropped module by module, and all channels are kept."""
+"""Compaction of models without a graph: filters are cropped module by module, and all channels are kept."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loco_ext.fx.modules import is_hooked, put
 from loco_ext.sparsity.compaction.convolution import alone, as_convolution
 from loco_ext.sparsity.compaction.describe import describe_layer
-from loco_ext.sparsity.compaction.places import put
+from loco_ext.sparsity.compaction.graph import copies, kind_of
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
-from loco_ext.sparsity.compaction.trace import kind_of
 
 
 def crop_modules(model: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> tuple[nn.Module, Report]:
-    """Return a copy of the model with cropped kernels, and the report, which says why nothing more was done."""
+    """Return a copy of the model with cropped filters, and the report, which says why nothing more was done."""
     result = copy.deepcopy(model)
     report = Report(notes={"model": f"all channels are kept: {why}"})
     for name, (read, written) in _calls(result, inputs).items():
@@ -42,8 +42,7 @@ def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str,
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     handles = []
     for name, module in model.named_modules():
-        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        if name and type(module) in CONVOLUTIONS and not hooked and owners[id(module.weight)] == 1:
+        if name and type(module) in CONVOLUTIONS and not is_hooked(module) and owners[id(module.weight)] == 1:
 
             def record(module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name) -> None:
                 calls[name] = kind_of(x[0]), kind_of(y)
@@ -51,7 +50,7 @@ def _calls(model: nn.Module, inputs: Sequence[Any]) -> dict[str, tuple[dict[str,
             handles.append(module.register_forward_hook(record))
     try:
         with torch.no_grad():
-            model(*[x.clone() if isinstance(x, Tensor) else x for x in inputs])
+            model(*copies(inputs))
     finally:
         for handle in handles:
             handle.remove()

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from loco_ext.ops.channels import take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.convolution import pad, paddings
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
-from loco_ext.sparsity.compaction.take import take_channels
 
 
-def unmix(model: nn.Module) -> nn.Module:
+def split_mixed_convs(model: nn.Module) -> nn.Module:
     """Return a copy in which one convolution per part replaces every ``mixed_conv2d`` that reads layers' weights."""
     result = copy.deepcopy(model)
     for module in result.modules():
         if isinstance(module, fx.GraphModule):
-            _unmix(module)
+            _split(module)
     return result
 
 
-def _unmix(network: fx.GraphModule) -> None:
+def _split(network: fx.GraphModule) -> None:
     for node in list(network.graph.nodes):
         layers = _layers(network, node) if node.target is mixed_conv2d else None
         if layers is not None:

@@ -1,4 +1,4 @@
-"""Layer normalisation over channels of which many are constant everywhere."""
+"""Selection and normalisation of channels, as compacted networks need them; torch.fx records one call of each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,38 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from loco_ext.ops.memory_format import is_channels_last
+
+
+def take_channels(x: Tensor, index: Tensor, axis: int = 1) -> Tensor:
+    """Return ``x.index_select(axis, index)`` in the memory format of ``x``; fast in every format.
+
+    If the channels of a pixel are contiguous, pixels are rows of a matrix and channels its columns. torch selects
+    columns several times faster than strided planes, and the result keeps its memory format.
+
+    Args:
+        x: ``(N, C, *)``, of any dtype.
+        index: int64, ``(channels of the result,)``.
+        axis: axis of the channels.
+
+    Raises:
+        IndexError, RuntimeError: an index is out of range.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+        >>> y = take_channels(x, torch.tensor([2, 0]))
+        >>> torch.equal(y, x[:, [2, 0]]), y.is_contiguous(memory_format=torch.channels_last)
+        (True, True)
+    """
+    if has_torch_function_unary(x):
+        result: Any = handle_torch_function(take_channels, (x,), x, index, axis)
+        return result
+    pixels = x.movedim(axis, -1)
+    if (x.is_contiguous() and not is_channels_last(x)) or not pixels.is_contiguous():
+        return x.index_select(axis, index)
+    return pixels.flatten(0, -2).index_select(1, index).unflatten(0, pixels.shape[:-1]).movedim(-1, axis)
 
 
 def layer_norm_with_constants(x: Tensor, constants: int, mean: float, variance: float, eps: float) -> Tensor:
@@ -19,8 +51,7 @@ def layer_norm_with_constants(x: Tensor, constants: int, mean: float, variance: 
         (x - M) r = result[:k] + constants / C result[k]
         (b - M) r = (b - mean(b)) result[k + 1] - k / C result[k]
 
-    The last feature, r, is omitted if all constants are equal. 16-bit numbers are summed in float32. torch.fx sees one
-    call.
+    The last feature, r, is omitted if all constants are equal. 16-bit numbers are summed in float32.
 
     Args:
         x: ``(*, k)``, of a floating dtype.

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from loco_ext.ops.memory_format import FORMATS
-from loco_ext.sparsity.compaction.roles import Reader, Role
-from loco_ext.sparsity.compaction.trace import record
+from loco_ext.sparsity.compaction.graph import record
+from loco_ext.sparsity.compaction.roles import GraphInfo, Role
 
 
 def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
@@ -23,15 +23,15 @@ def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     may lose the format.
     """
     result = copy.deepcopy(traced)
-    reader = Reader(result)
+    info = GraphInfo(result)
     strict = (Role.OTHER, Role.FLATTEN)  # these include views
     known = {
-        node: reader.read(node).role not in strict and "memory_format" not in node.kwargs for node in result.graph.nodes
+        node: info.nodes[node].role not in strict and "memory_format" not in node.kwargs for node in result.graph.nodes
     }
     images = [
         node
         for node in known
-        if len(node.meta.get("shape", ())) in FORMATS and node.op != "get_attr" and reader.axis(node) == 1
+        if len(node.meta.get("shape", ())) in FORMATS and node.op != "get_attr" and info.axis(node) == 1
     ]
     converted = False
     for node in images:

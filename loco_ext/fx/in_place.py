@@ -1,0 +1,117 @@
+"""Operations that write to their first argument: which they are, and graphs that stay right without them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from loco_ext.fx.operations import RETURNING_NEW, operation
+from loco_ext.fx.trace import UntraceableError
+
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)  # in eval mode
+Modules = Mapping[str, nn.Module]
+
+
+def is_in_place(node: fx.Node, modules: Modules) -> bool:
+    """Return whether the node writes to its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op not in ("call_method", "call_function"):
+        return False
+    named = name.endswith("_") and not name.endswith("__")
+    return named or (node.op == "call_function" and (node.target in _OUT_OF_PLACE or bool(node.kwargs.get("inplace"))))
+
+
+def may_alias(node: fx.Node, modules: Modules) -> bool:
+    """Return whether the node may return its first argument or a view of it."""
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], (*_IDENTITIES, nn.Flatten, nn.Unflatten))
+    written = is_in_place(node, modules)
+    return node.op in ("call_method", "call_function") and (written or operation(node, modules) not in RETURNING_NEW)
+
+
+def read_results_of_writes(graph: fx.GraphModule) -> None:
+    """Make readers of a value after an in-place operation on it read the result of that operation.
+
+    Raises:
+        UntraceableError: an operation writes to something else, or to a view of a value that is read later.
+    """
+    modules = dict(graph.named_modules())
+    order = {node: place for place, node in enumerate(graph.graph.nodes)}
+    sharing: dict[fx.Node, list[fx.Node]] = {}  # nodes that may share memory with each node, including itself
+    for node in graph.graph.nodes:
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        writes = is_in_place(node, modules)
+        if node.kwargs.get("out") is not None:
+            raise UntraceableError(f"{node.name} writes to its argument `out`")
+        if first is None or not (writes or may_alias(node, modules)):
+            if writes:
+                raise UntraceableError(f"{node.name} writes to something that is not its first argument")
+            sharing[node] = [node]
+            continue
+        if writes:
+            for other in sharing[first]:
+                later = [user for user in other.users if order[user] > order[node]]
+                if later and _origin(other, modules) is not _origin(first, modules):
+                    raise UntraceableError(f"{node.name} changes a view of {other.name} in place, which is read later")
+                for user in later:
+                    user.replace_input_with(other, node)
+        sharing[first].append(node)
+        sharing[node] = sharing[first]
+
+
+def _origin(node: fx.Node, modules: Modules) -> fx.Node:
+    """Return the node whose whole result this one returns, perhaps after writing to it."""
+    while _may_return_argument(node, modules) or is_in_place(node, modules):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _may_return_argument(node: fx.Node, modules: Modules) -> bool:
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], _IDENTITIES)
+    if node.op == "call_method":
+        return node.target in ("contiguous", "detach", "to")
+    return node.op == "call_function" and getattr(node.target, "__name__", "").endswith("dropout")
+
+
+def make_out_of_place(graph: fx.GraphModule) -> None:
+    """Replace in-place operations whose memory something else may read, or own, by those that return a new tensor."""
+    modules = dict(graph.named_modules())
+    for node in graph.graph.nodes:
+        if not is_in_place(node, modules) or _owns_memory(node, modules):
+            continue
+        if node.op == "call_module":
+            module = copy.copy(modules[str(node.target)])
+            module.inplace = False
+            node.target = f"{str(node.target).replace('.', '_')}_{node.name}"
+            graph.add_module(node.target, module)
+        elif node.op == "call_method":
+            node.target = str(node.target)[:-1]
+        elif node.target in _OUT_OF_PLACE:
+            node.target = _OUT_OF_PLACE[node.target]
+        elif node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+        else:
+            node.target = getattr(torch, node.target.__name__[:-1])
+
+
+def _owns_memory(node: fx.Node, modules: Modules) -> bool:
+    """Return whether nothing else reads the memory that the node writes to."""
+    source = node.args[0]
+    while isinstance(source, fx.Node) and len(source.users) == 1 and source.op not in ("placeholder", "get_attr"):
+        if not (may_alias(source, modules) or is_in_place(source, modules)):
+            return True
+        source = source.args[0]
+    return False

@@ -1,0 +1,64 @@
+"""Names of the operations in a graph, the same for layers, functions and methods, and what each does to shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx, nn
+
+ARITHMETIC = frozenset(["add", "sub", "mul", "div"])
+_POINTWISE = (
+    "relu relu6 leakyrelu elu selu celu gelu silu mish sigmoid tanh hardswish hardsigmoid hardtanh softplus softsign "
+    "logsigmoid tanhshrink softshrink hardshrink threshold abs neg square clamp identity contiguous clone detach "
+    "dropout dropout1d dropout2d dropout3d alphadropout featurealphadropout"
+)
+_OTHERS_KEEPING_SHAPE = (
+    "sqrt exp log prelu rrelu softmax logsoftmax softmin softmax2d batchnorm batchnorm1d batchnorm2d batchnorm3d "
+    "syncbatchnorm instancenorm instancenorm1d instancenorm2d instancenorm3d groupnorm layernorm rmsnorm "
+    "localresponsenorm normalize channelshuffle flip roll cumsum float double half bfloat16 zeroslike oneslike"
+)
+_RETURNING_NEW = (
+    "cat mean sum clone relu relu6 leakyrelu elu gelu silu mish sigmoid tanh hardswish hardsigmoid softmax logsoftmax "
+    "matmul adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d avgpool2d maxpool2d conv1d conv2d conv3d linear "
+    "batchnorm interpolate pad indexadd indexselect takechannels mixedconv2d layernormwithconstants"
+)
+POINTWISE = frozenset(_POINTWISE.split())  # each number of the result depends on one number of the input
+KEEPING_SHAPE = POINTWISE | frozenset(_OTHERS_KEEPING_SHAPE.split())
+# Functions and methods that return new tensors; all others may return their argument or a view of it.
+RETURNING_NEW = ARITHMETIC | frozenset(_RETURNING_NEW.split())
+POOLS = {f"{kind}{axes}d": axes for kind in ("maxpool", "avgpool") for axes in (1, 2, 3)}  # numbers of spatial axes
+ADAPTIVE_POOLS = {f"adaptive{name}": axes for name, axes in POOLS.items()}
+_SYNONYMS = {
+    **{"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div"},
+    **{"concat": "cat", "concatenate": "cat", "clip": "clamp", "reshape": "view"},
+}
+
+
+def operation(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of what the node calls, in lower case and without underscores; "" for code that is not torch's.
+
+    For example, it is "relu" for nn.ReLU, torch.relu and Tensor.relu_.
+    """
+    if node.op == "call_module":
+        kind = type(modules[str(node.target)])
+        return _plain(kind.__name__) if kind.__module__.startswith("torch.nn.modules.") else ""
+    if node.op == "call_method":
+        return _plain(str(node.target))
+    library = str(getattr(node.target, "__module__", None)).partition(".")[0]
+    known = node.op == "call_function" and library in ("None", "_operator", "torch", "loco_ext")
+    return _plain(getattr(node.target, "__name__", "")) if known else ""
+
+
+def _plain(name: str) -> str:
+    name = name.lower().replace("_", "")
+    return _SYNONYMS.get(name, name)
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """Return the node's only reader; None if it has none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def is_sum(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether the node adds up two terms."""
+    return operation(node, modules) == "add" and len(node.args) == 2 and not node.kwargs

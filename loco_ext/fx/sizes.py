@@ -1,0 +1,530 @@
+"""Sizes of the values in a graph, as formulas that hold for every input that the model accepts.
+
+An example only shows numbers: 8 tokens may look like 8 channels, and two images of one pixel look alike. Here a size is
+a number only if a layer, a parameter or a constant in the code makes it one; otherwise it is a sum of unknown sizes,
+such as those of the inputs. Sizes that a layer requires (a convolution its channels, a linear layer its features) hold
+in the whole graph, because the model accepts no other input. Operations without a rule have unknown sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from loco_ext.fx.modules import has_forward_hooks
+from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, KEEPING_SHAPE, POOLS, operation
+from loco_ext.ops.channels import features_beside
+
+_ONE = 0  # represents the number 1 among the unknown sizes, which are numbered from 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """A sum of unknown sizes, and of :data:`_ONE`, with non-zero coefficients."""
+
+    terms: frozenset[tuple[int, int]]
+
+    @property
+    def number(self) -> int | None:
+        """The size if it is the same for every input, else None."""
+        if not self.terms:
+            return 0
+        ((unknown, coefficient), *more) = self.terms
+        return coefficient if unknown == _ONE and not more else None
+
+    @property
+    def is_sum_of_sizes(self) -> bool:
+        """Whether nothing is subtracted, so that the size is not negative."""
+        return all(coefficient > 0 for _, coefficient in self.terms)
+
+    def __add__(self, other: Size | int) -> Size:
+        terms = Counter(dict(self.terms))
+        for unknown, coefficient in _size(other).terms:
+            terms[unknown] += coefficient
+        return _of(terms)
+
+    def __mul__(self, factor: int) -> Size:
+        return _of({unknown: coefficient * factor for unknown, coefficient in self.terms})
+
+
+Sizes = tuple[Size, ...]
+
+
+def _of(terms: Mapping[int, int]) -> Size:
+    return Size(frozenset((unknown, coefficient) for unknown, coefficient in terms.items() if coefficient))
+
+
+def _size(value: Size | int) -> Size:
+    return value if isinstance(value, Size) else _of({_ONE: value})
+
+
+class Unknowns:
+    """The unknown sizes of one graph, and what layers require of them."""
+
+    def __init__(self) -> None:
+        self.required: dict[int, int] = {}  # numbers that layers require for unknown sizes
+        self._numbers: dict[Hashable, int] = {_ONE: _ONE}  # by what defines an unknown size
+        self._factors: dict[int, list[Size]] = {}  # factors of unknown sizes that are products
+
+    def defined_by(self, what: Hashable) -> Size:
+        """Return an unknown size, which is identified by its definition."""
+        return _of({self._numbers.setdefault(what, len(self._numbers)): 1})
+
+    def known(self, size: Size) -> Size:
+        """Return the size with unknown sizes replaced by the numbers that layers require."""
+        result = _size(0)
+        for unknown, coefficient in size.terms:
+            number = self.required.get(unknown)
+            result += _of({unknown: coefficient}) if number is None else coefficient * number
+        return result
+
+    def require(self, size: Size, number: int) -> None:
+        """Record that the size has to be this number."""
+        terms = dict(size.terms)
+        number -= terms.pop(_ONE, 0)
+        if len(terms) == 1:
+            ((unknown, coefficient),) = terms.items()
+            if number % coefficient == 0:
+                self.required[unknown] = number // coefficient
+
+    def product(self, factors: Iterable[Size]) -> Size:
+        """Return the product as an unknown size times a number; it does not depend on the order of the factors."""
+        number, unknowns = 1, []
+        for factor in factors:
+            terms = list(factor.terms)
+            if len(terms) == 1:
+                ((unknown, coefficient),) = terms
+                number *= coefficient
+                if unknown != _ONE:
+                    unknowns += self._factors.get(unknown, [_of({unknown: 1})])
+            else:
+                unknowns.append(factor)
+        if len(unknowns) < 2 or not number:
+            return (unknowns[0] if unknowns else _size(1)) * number
+        result = self.defined_by(("product", frozenset(Counter(unknowns).items())))
+        ((unknown, _),) = result.terms
+        self._factors[unknown] = unknowns
+        return self.known(result * number)
+
+    def quotient(self, factors: Iterable[Size], divisors: Iterable[Size]) -> Size | None:
+        """Return the quotient of the two products if only numbers and equal sizes have to be cancelled, else None."""
+        rest, coefficient = list(factors), 1
+        for divisor in divisors:
+            if divisor in rest:
+                rest.remove(divisor)
+            elif divisor.number:
+                coefficient *= divisor.number
+            else:
+                return None
+        whole = self.product(rest)
+        if any(number % coefficient for _, number in whole.terms):
+            return None
+        return _of({unknown: number // coefficient for unknown, number in whole.terms})
+
+    def divided(self, size: Size, divisor: int) -> Size:
+        """Return the quotient, rounded down."""
+        whole, rest = {}, {}
+        for unknown, coefficient in size.terms:
+            whole[unknown], rest[unknown] = divmod(coefficient, divisor)
+        remainder = _of(rest)
+        if remainder.number is not None:
+            return _of(whole)
+        return _of(whole) + self.defined_by(("divided", remainder, divisor))
+
+    def broadcast(self, one: Size, other: Size) -> Size:
+        """Return the size that two sizes broadcast to."""
+        if one == other or other.number == 1:
+            return one
+        if one.number == 1 or other.number is not None:  # a size that broadcasts with a number is 1 or that number
+            return other
+        return one if one.number is not None else self.defined_by(("common", frozenset([one, other])))
+
+    def flat(self, sizes: Sizes, start: int, end: int) -> Sizes:
+        """Return the sizes with the axes from ``start`` to ``end`` joined."""
+        start, end = start % len(sizes), end % len(sizes)
+        return (*sizes[:start], self.product(sizes[start : end + 1]), *sizes[end + 1 :])
+
+    def sliced(self, size: Size, place: slice) -> Size:
+        """Return the size of a slice of an axis."""
+        start, stop, step = place.start, place.stop, place.step
+        if (start in (None, 0)) and stop is None and step in (None, 1):
+            return size
+        if any(isinstance(limit, fx.Node) for limit in (start, stop, step)):
+            return self.defined_by(("slice", size, start, stop, step))
+        if size.number is not None:
+            return _size(len(range(*place.indices(size.number))))
+        shorter = size + (-(start or 0) + (stop or 0))
+        if step in (None, 1) and (start or 0) >= 0 >= (stop or 0) and stop != 0 and shorter.is_sum_of_sizes:
+            return shorter
+        return self.defined_by(("slice", size, start, stop, step))
+
+    def windows(self, size: Size, kernel: int, stride: int, dilation: int, padding: int, ceil: bool = False) -> Size:
+        """Return the number of positions of a window along an axis that is longer by ``padding``."""
+        if ceil and stride > 1:
+            return self.defined_by(("rounded up", size, kernel, stride, dilation, padding))
+        return self.divided(size + (padding - dilation * (kernel - 1) - 1), stride) + 1
+
+
+class Inference:
+    """The sizes of all values in a graph whose nodes have the shapes of their results on an example in their meta."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.unknowns = Unknowns()
+        self.sizes: dict[fx.Node, Sizes] = {}
+        self.integers: dict[fx.Node, Size | Sizes] = {}  # values of nodes that read sizes
+        self._modules = dict(graph.named_modules())
+        count = -1
+        while count < len(self.unknowns.required):
+            count = len(self.unknowns.required)
+            for node in graph.graph.nodes:
+                self._infer(node)
+
+    def of(self, node: fx.Node) -> Sizes:
+        """Return the sizes of a tensor."""
+        return self.sizes[node]
+
+    def number(self, node: fx.Node, axis: int) -> int | None:
+        """Return the size of an axis if it is the same for every input; None if not, or if there is no such axis."""
+        sizes = self.sizes.get(node, ())
+        return sizes[axis].number if 0 <= axis < len(sizes) else None
+
+    def same(self, one: fx.Node, other: fx.Node) -> bool:
+        """Return whether two tensors have the same shape for every input."""
+        return self.sizes[one] == self.sizes[other]
+
+    def flattened(self, node: fx.Node) -> Sizes:
+        """Return the sizes of a tensor flattened to one row of numbers for each sample."""
+        return self.unknowns.flat(self.sizes[node], 1, -1)
+
+    def _infer(self, node: fx.Node) -> None:
+        shape = node.meta.get("shape")
+        if shape is None:
+            value = self._integer(node)
+            if value is not None:
+                self.integers[node] = value
+            return
+        sizes = self._rule(node)
+        if sizes is None or len(sizes) != len(shape):
+            sizes = tuple(self.unknowns.defined_by((node.name, axis)) for axis in range(len(shape)))
+        self.sizes[node] = tuple(self.unknowns.known(size) for size in sizes)
+        for axis, number in _required(self._module(node)).items() if node.args else ():
+            source = self.sizes.get(node.args[0], ())  # type: ignore[arg-type]
+            if -len(source) <= axis < len(source):
+                self.unknowns.require(source[axis], number)
+
+    def _module(self, node: fx.Node) -> Any:
+        """Return the module that the node calls, if the module alone determines what the call does."""
+        module = self._modules[str(node.target)] if node.op == "call_module" else None
+        return None if module is None or has_forward_hooks(module) else module
+
+    def _integer(self, node: fx.Node) -> Size | Sizes | None:
+        """Return the sizes, or the number computed from sizes, that the node reads."""
+        first = node.args[0] if node.args else None
+        sizes = self.sizes.get(first) if isinstance(first, fx.Node) else None
+        if node.op == "call_method" and node.target == "size" and sizes is not None:
+            return _picked(sizes, node.args[1]) if len(node.args) > 1 else sizes
+        if node.target is getattr and sizes is not None:
+            return sizes if node.args[1] == "shape" else None
+        values: list[Any] = [self.integers.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+        if node.target is operator.getitem and isinstance(values[0], tuple):
+            return _picked(values[0], node.args[1])
+        if len(values) != 2 or not all(isinstance(value, Size | int) for value in values):
+            return None
+        if node.target is operator.add:
+            return _size(values[0]) + values[1]
+        if node.target is operator.sub:
+            return _size(values[0]) + _size(values[1]) * -1
+        if node.target is operator.mul:
+            return self.unknowns.product([_size(values[0]), _size(values[1])])
+        if node.target is operator.floordiv and isinstance(values[1], int) and values[1] > 0:
+            return self.unknowns.divided(_size(values[0]), values[1])
+        return None
+
+    def _rule(self, node: fx.Node) -> Sizes | None:
+        if node.op == "get_attr":
+            return tuple(_size(length) for length in node.meta["shape"])
+        name, first = operation(node, self._modules), node.args[0] if node.args else None
+        if node.op == "call_module" and (self._module(node) is None or len(node.args) != 1 or node.kwargs):
+            return None
+        if name == "cat":
+            return self._joined(first, node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
+        if name in ARITHMETIC:
+            return self._of_arithmetic(node.args)
+        if not isinstance(first, fx.Node):
+            return None
+        if first not in self.sizes:
+            return self._part(first, node.args[1]) if name == "getitem" else None
+        call = _Call(node, self._module(node), self, self.sizes[first])
+        if name in KEEPING_SHAPE:
+            bounds = [x for x in node.all_input_nodes if x is not first and x in self.sizes]
+            return None if name == "clamp" and bounds else call.sizes
+        if name in POOLS:
+            return _pooled(call, name)
+        if name in ADAPTIVE_POOLS:
+            return _adapted(call, ADAPTIVE_POOLS[name])
+        rule = _RULES.get(name) if call.module is None else _LAYER_RULES.get(name)
+        return None if rule is None else rule(call)
+
+    def _of_arithmetic(self, operands: Sequence[Any]) -> Sizes | None:
+        """Return the sizes of the result of arithmetic on a tensor and a number, or on two tensors."""
+        if any(isinstance(x, fx.Node) and x not in self.sizes and x not in self.integers for x in operands):
+            return None
+        tensors = [self.sizes[x] for x in operands if isinstance(x, fx.Node) and x in self.sizes]
+        rank = max(map(len, tensors), default=0)
+        one, *others = [(_size(1),) * (rank - len(sizes)) + sizes for sizes in tensors] or [()]
+        return tuple(map(self.unknowns.broadcast, one, others[0])) if others else one
+
+    def _joined(self, parts: Any, dim: Any) -> Sizes | None:
+        if not isinstance(parts, list | tuple) or not parts or not isinstance(dim, int):
+            return None
+        if not all(isinstance(part, fx.Node) and part in self.sizes for part in parts):
+            return None
+        sizes = [self.sizes[part] for part in parts]
+        rank = len(sizes[0])
+        if any(len(each) != rank for each in sizes) or not -rank <= dim < rank:
+            return None
+        return _with_size(sizes[0], dim, sum((each[dim] for each in sizes), _size(0)))
+
+    def _part(self, whole: fx.Node, place: Any) -> Sizes | None:
+        """Return the sizes of one tensor of the tuple returned by split or chunk."""
+        source = whole.args[0] if whole.args else None
+        name = operation(whole, self._modules)
+        if name not in ("chunk", "split") or source not in self.sizes or len(whole.args) < 2:
+            return None
+        count, sizes = whole.args[1], self.sizes[source]  # type: ignore[index]
+        dim = whole.args[2] if len(whole.args) > 2 else whole.kwargs.get("dim", 0)
+        if len(whole.all_input_nodes) > 1 or not isinstance(dim, int) or not isinstance(place, int):
+            return None
+        number = sizes[dim].number
+        if number is None:
+            return None
+        parts = getattr(torch, name)(torch.empty(number, device="meta"), count)
+        return _with_size(sizes, dim, _size(len(parts[place])))
+
+
+@dataclass
+class _Call:
+    """A call of an operation on a tensor of these sizes; ``module`` is None for functions and methods."""
+
+    node: fx.Node
+    module: Any
+    inference: Inference
+    sizes: Sizes
+
+    @property
+    def unknowns(self) -> Unknowns:
+        return self.inference.unknowns
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments after the tensor."""
+        return self.node.args[1:]
+
+    def option(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an attribute of the module, or an argument of the function."""
+        if self.module is not None:
+            return getattr(self.module, name, default)
+        return self.args[place] if place < len(self.args) else self.node.kwargs.get(name, default)
+
+
+Rule = Callable[[_Call], Sizes | None]
+
+
+def _with_size(sizes: Sizes, axis: int, size: Size) -> Sizes:
+    result = list(sizes)
+    result[axis] = size
+    return tuple(result)
+
+
+def _picked(sizes: Sizes, place: Any) -> Size | Sizes | None:
+    return sizes[place] if isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
+
+
+def _each(option: Any, axes: int) -> tuple[Any, ...]:
+    """Return a layer's option for each of its axes."""
+    return tuple(option) if isinstance(option, tuple | list) else (option,) * axes
+
+
+def _convolved(call: _Call) -> Sizes:
+    layer, axes = call.module, call.module.weight.dim() - 2
+    options = zip(layer.kernel_size, layer.stride, layer.dilation, _paddings(layer), strict=True)
+    lengths = (call.unknowns.windows(size, *each) for size, each in zip(call.sizes[-axes:], options, strict=True))
+    return (*call.sizes[: -axes - 1], _size(layer.out_channels), *lengths)
+
+
+def _paddings(module: Any) -> list[int]:
+    """Return by how much a convolution's padding extends each axis."""
+    if module.padding == "valid":
+        return [0] * len(module.kernel_size)
+    if module.padding == "same":
+        return [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+    return [2 * p for p in module.padding]
+
+
+def _convolved_transposed(call: _Call) -> Sizes:
+    layer, axes = call.module, call.module.weight.dim() - 2
+    names = ("kernel_size", "stride", "dilation", "padding", "output_padding")
+    options = zip(*(getattr(layer, name) for name in names), strict=True)
+    lengths = (
+        (size + -1) * stride + (dilation * (kernel - 1) + extra + 1 - 2 * padding)
+        for size, (kernel, stride, dilation, padding, extra) in zip(call.sizes[-axes:], options, strict=True)
+    )
+    return (*call.sizes[: -axes - 1], _size(layer.out_channels), *lengths)
+
+
+def _pooled(call: _Call, name: str) -> Sizes | None:
+    axes, largest = POOLS[name], name.startswith("max")
+    if call.node.all_input_nodes != [call.node.args[0]] or call.option(6, "return_indices", False):
+        return None
+    kernel_size = call.option(0, "kernel_size")
+    stride, padding = call.option(1, "stride") or kernel_size, call.option(2, "padding", 0)
+    dilation = call.option(3, "dilation", 1) if largest else 1
+    ceil = call.option(4 if largest else 3, "ceil_mode", False)
+    options = zip(*(_each(option, axes) for option in (kernel_size, stride, dilation, padding)), strict=True)
+    lengths = (
+        call.unknowns.windows(size, k, s, d, 2 * p, ceil)
+        for size, (k, s, d, p) in zip(call.sizes[-axes:], options, strict=True)
+    )
+    return (*call.sizes[:-axes], *lengths)
+
+
+def _adapted(call: _Call, axes: int) -> Sizes | None:
+    given = _each(call.option(0, "output_size"), axes)
+    if not all(length is None or isinstance(length, int) for length in given):
+        return None
+    lengths = (old if new is None else _size(new) for old, new in zip(call.sizes[-axes:], given, strict=True))
+    return (*call.sizes[:-axes], *lengths)
+
+
+def _upsampled(call: _Call) -> Sizes:
+    layer, sizes = call.module, call.sizes
+    if layer.size is not None:
+        return (*sizes[:2], *(_size(int(length)) for length in _each(layer.size, len(sizes) - 2)))
+    lengths = (
+        size * int(scale) if scale == int(scale) else call.unknowns.defined_by(("scaled", size, scale))
+        for size, scale in zip(sizes[2:], _each(layer.scale_factor, len(sizes) - 2), strict=True)
+    )
+    return (*sizes[:2], *lengths)
+
+
+def _of_items(call: _Call) -> Sizes | None:
+    places = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
+    if not all(isinstance(place, slice) or place is ... for place in places):
+        return None
+    if ... in places:
+        before = places.index(...)
+        gap = len(call.sizes) - len(places) + 1
+        places = (*places[:before], *[slice(None)] * gap, *places[before + 1 :])
+    rest = call.sizes[len(places) :]
+    return (*map(call.unknowns.sliced, call.sizes, places), *rest)
+
+
+def _padded(call: _Call) -> Sizes | None:
+    pads = call.option(0, "pad")
+    if not isinstance(pads, list | tuple) or not all(isinstance(p, int) for p in pads) or len(pads) % 2:
+        return None
+    result = list(call.sizes)
+    for axis in range(len(pads) // 2):
+        result[-1 - axis] += pads[2 * axis] + pads[2 * axis + 1]
+    return tuple(result)
+
+
+def _reduced(call: _Call) -> Sizes | None:
+    axes, keep = call.option(0, "dim"), call.option(1, "keepdim", False)
+    axes = [axes] if isinstance(axes, int) else axes
+    if not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):
+        return None
+    gone = {axis % len(call.sizes) for axis in axes}
+    return tuple(_size(1) if axis in gone else size for axis, size in enumerate(call.sizes) if keep or axis not in gone)
+
+
+def _permuted(call: _Call) -> Sizes | None:
+    axes = call.args[0] if call.args and isinstance(call.args[0], list | tuple) else call.args
+    return tuple(call.sizes[axis] for axis in axes) if all(isinstance(axis, int) for axis in axes) else None
+
+
+def _transposed(call: _Call) -> Sizes | None:
+    if len(call.args) != 2 or not all(isinstance(axis, int) for axis in call.args):
+        return None
+    one, other = call.args
+    return _with_size(_with_size(call.sizes, one, call.sizes[other]), other, call.sizes[one])
+
+
+def _unsqueezed(call: _Call) -> Sizes | None:
+    if len(call.args) != 1 or not isinstance(call.args[0], int):
+        return None
+    place = call.args[0] % (len(call.sizes) + 1)
+    return (*call.sizes[:place], _size(1), *call.sizes[place:])
+
+
+def _flattened(call: _Call) -> Sizes | None:
+    start, end = call.option(0, "start_dim", 0), call.option(1, "end_dim", -1)
+    both = isinstance(start, int) and isinstance(end, int)
+    return call.unknowns.flat(call.sizes, start, end) if both else None
+
+
+def _viewed(call: _Call) -> Sizes | None:
+    if call.node.kwargs:
+        return None
+    asked = call.args[0] if len(call.args) == 1 and isinstance(call.args[0], list | tuple) else call.args
+    integers, unknowns = call.inference.integers, call.unknowns
+    new: list[Any] = [integers.get(length) if isinstance(length, fx.Node) else length for length in asked]
+    if len(new) == 1 and isinstance(new[0], tuple):  # the whole shape of another tensor
+        return new[0]
+    if not all(isinstance(length, Size | int) for length in new):
+        return None
+    lengths = [None if length == -1 else _size(length) for length in new]
+    known = [length for length in lengths if length is not None]
+    if len(known) == len(lengths):
+        return tuple(known)
+    rest = unknowns.quotient(call.sizes, known) or unknowns.defined_by((call.node.name, "rest"))
+    return tuple(rest if length is None else length for length in lengths)
+
+
+def _of_taken_channels(call: _Call) -> Sizes | None:
+    index = call.inference.sizes.get(call.args[0])
+    return None if index is None else _with_size(call.sizes, call.option(1, "axis", 1), index[0])
+
+
+def _of_layer_norm_with_constants(call: _Call) -> Sizes:
+    _, _, variance, _ = call.args
+    return _with_size(call.sizes, -1, call.sizes[-1] + features_beside(variance))
+
+
+_LAYER_RULES: dict[str, Rule] = {
+    "linear": lambda call: _with_size(call.sizes, -1, _size(call.module.out_features)),
+    **{f"conv{axes}d": _convolved for axes in (1, 2, 3)},
+    **{f"convtranspose{axes}d": _convolved_transposed for axes in (1, 2, 3)},
+    "flatten": _flattened,
+    "upsample": _upsampled,
+}
+_RULES: dict[str, Rule] = {
+    **{"getitem": _of_items, "pad": _padded, "mean": _reduced, "sum": _reduced, "flatten": _flattened},
+    **{"permute": _permuted, "transpose": _transposed, "unsqueeze": _unsqueezed, "view": _viewed},
+    "takechannels": _of_taken_channels,
+    "layernormwithconstants": _of_layer_norm_with_constants,
+}
+
+
+def _required(layer: Any) -> dict[int, int]:
+    """Return the input sizes that the layer requires, by axis."""
+    kind = type(layer)
+    if kind is nn.Linear:
+        return {-1: layer.in_features}
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+        return {1 - layer.weight.dim(): layer.in_channels}
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        return {1: layer.num_features} if layer.affine or layer.running_mean is not None else {}
+    if kind is nn.GroupNorm:
+        return {1: layer.num_channels} if layer.affine else {}
+    if kind is nn.LayerNorm:
+        return {axis - len(layer.normalized_shape): number for axis, number in enumerate(layer.normalized_shape)}
+    if kind is nn.PReLU and layer.num_parameters > 1:
+        return {1: layer.num_parameters}
+    return {}

@@ -1,0 +1,52 @@
+"""Tracing of models with torch.fx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx, nn
+
+
+class UntraceableError(ValueError):
+    """No graph equivalent to the model could be made; the message says why."""
+
+
+class _Tracer(fx.Tracer):
+    """Tracer that does not trace inside further modules, beside those of torch.nn."""
+
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._is_leaf = is_leaf
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def trace(
+    model: nn.Module,
+    is_leaf: Callable[[nn.Module], bool] = lambda module: False,
+    constants: Mapping[str, Any] | None = None,
+) -> fx.GraphModule:
+    """Return the model's graph, which uses the model's own modules.
+
+    Args:
+        model: the model, which is not run.
+        is_leaf: says which modules, beside those of torch.nn, stay one call in the graph.
+        constants: arguments of the model that become constants, by name.
+
+    Raises:
+        UntraceableError: torch.fx cannot trace the model.
+    """
+    try:
+        return fx.GraphModule(model, _Tracer(is_leaf).trace(model, None if constants is None else dict(constants)))
+    except Exception as error:  # the model's own code may raise anything when it is given proxies
+        kind = type(error).__name__
+        raise UntraceableError(
+            f"model: expected one that torch.fx can trace, got {kind} in {type(model).__name__}: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message, or its class if it has none."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -1,0 +1,114 @@
+"""Constant values of channels after operations, in float64; NaN stands for a channel that varies.
+
+Constants have shape [channels]. For a layer with groups, they are [groups, 1, C_in/groups], and what is known of its
+filters is [C_out, C_in/groups].
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from loco_ext.fx.operations import operation
+from loco_ext.sparsity.compaction.convolution import paddings
+from loco_ext.sparsity.compaction.roles import (
+    BATCH_NORMS,
+    GraphInfo,
+    is_depthwise,
+    is_padding,
+    is_resampling,
+    keeps_constants,
+)
+
+Floats = NDArray[np.float64]
+Booleans = NDArray[np.bool_]
+
+_NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+
+
+def live_weights(weight: Tensor) -> Booleans:
+    """Return which slices of the weight have a non-zero number, [C_out, C_in/groups]."""
+    return (weight != 0).flatten(2).any(2).cpu().numpy() if weight.dim() > 2 else (weight != 0).cpu().numpy()
+
+
+def sums_of_taps(weight: Tensor) -> Tensor:
+    """Return the sum over the taps of each slice of the weight, in float64, [C_out, C_in/groups]."""
+    return weight.double().flatten(2).sum(2) if weight.dim() > 2 else weight.double()
+
+
+def meets_no_padding(module: Any) -> Booleans:
+    """Return, as [C_out, C_in/groups], whether no non-zero weight meets zero padding at any size of the input."""
+    weight = module.weight.detach()
+    if weight.dim() == 2 or module.padding_mode != "zeros":
+        return np.ones(tuple(weight.shape[:2]), dtype=bool)
+    never = torch.ones(weight.shape[2:], dtype=torch.bool)
+    for axis, (lower, upper) in enumerate(paddings(module)):
+        taps, step = weight.shape[2 + axis], module.dilation[axis]
+        place = torch.arange(taps).reshape([-1 if i == axis else 1 for i in range(never.dim())])
+        never = never & (place * step >= lower) & ((taps - 1 - place) * step >= upper)
+    return ((weight.cpu() == 0) | never).flatten(2).all(2).numpy()
+
+
+def after_layer(module: Any, constants: Floats, live: Booleans, foldable: Booleans) -> Floats:
+    """Return the constant output of each filter, [C_out]; NaN if it reads a channel that is not foldable."""
+    groups, _, width = constants.shape
+    live, foldable = live.reshape(groups, -1, width), foldable.reshape(groups, -1, width)
+    sums = sums_of_taps(module.weight.detach()).cpu().numpy().reshape(live.shape)
+    outputs = (sums * np.where(live & foldable, constants, 0.0)).sum(2).reshape(-1)
+    if module.bias is not None:
+        outputs = outputs + module.bias.detach().double().cpu().numpy()
+    return _finite(np.where((live & ~foldable).any(2).reshape(-1), np.nan, outputs))
+
+
+def after_channel_operation(info: GraphInfo, node: fx.Node, constants: Floats) -> Floats:
+    """Return the constants after an operation that treats each channel alone."""
+    module, name = info.module(node), operation(node, info.modules)
+    if module is not None and is_depthwise(module):
+        columns = constants[:, None]
+        foldable = np.isfinite(columns) & ((columns == 0) | meets_no_padding(module))
+        live = live_weights(module.weight.detach())
+        return after_layer(module, constants.reshape(-1, 1, 1), live, foldable)
+    if is_padding(node):
+        zeros = node.kwargs.get("mode", "constant") == "constant"
+        return np.where((constants != 0) & zeros, np.nan, constants)
+    if node.target is operator.getitem:
+        return constants
+    if is_resampling(name):
+        return constants.copy() if keeps_constants(module) else np.where(constants == 0, 0.0, np.nan)
+    if type(module) in BATCH_NORMS and module.running_mean is None:
+        return np.full_like(constants, np.nan)
+    return _evaluate(node, module, constants)
+
+
+def _evaluate(node: fx.Node, module: Any, constants: Floats) -> Floats:
+    """Return the constants after a pointwise operation, computed by running it in float64."""
+    dims = len(node.meta["shape"])
+    x = torch.from_numpy(np.nan_to_num(constants)).reshape(1, -1, *[1] * (dims - 2))
+    with torch.no_grad():
+        if module is not None:
+            y = copy.deepcopy(module).double().cpu().eval()(x.clone())
+        else:
+            args = [x.clone() if isinstance(arg, fx.Node) else arg for arg in node.args]
+            function: Any = node.target if node.op == "call_function" else getattr(torch.Tensor, str(node.target))
+            y = function(*args, **node.kwargs)
+    return np.where(np.isnan(constants), np.nan, _finite(y.reshape(-1).numpy()))
+
+
+def after_arithmetic(name: str, one: Floats, other: Floats) -> Floats:
+    """Return the constants of the sum, difference, product or quotient of two tensors."""
+    with np.errstate(all="ignore"):
+        constants = _finite(_NUMPY[name](one, other))
+    if name == "mul":  # as for a filter of zeros, 0 times anything is 0
+        constants = np.where((one == 0) | (other == 0), 0.0, constants)
+    return constants
+
+
+def _finite(constants: Floats) -> Floats:
+    """Replace constants that are not finite by NaN: such channels count as varying, so that they are not hidden."""
+    return np.where(np.isfinite(constants), constants, np.nan)

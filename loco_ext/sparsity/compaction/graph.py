@@ -1,0 +1,145 @@
+"""The graph that compaction works on: every value is one node, and every node knows its tensor's shape."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from loco_ext.fx.in_place import read_results_of_writes
+from loco_ext.fx.modules import has_forward_hooks, is_hooked
+from loco_ext.fx.trace import UntraceableError, first_line, trace
+from loco_ext.ops.memory_format import is_channels_last
+from loco_ext.sparsity.compaction.layers import as_layers
+
+_READING = (getattr, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+_CHECKING = (torch._assert, *_READING, operator.and_, operator.or_, operator.not_)
+
+
+def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return the graph of a copy of the model in eval mode, with the shape of every node on the example.
+
+    After an operation has changed a value in place, readers of the value read that operation's result. Arguments that
+    the example omits keep their defaults; defaults that are None, bool or str become constants.
+
+    Raises:
+        UntraceableError: the model's forward depends on values, the model has hooks, or it changes a view in place.
+    """
+    if has_forward_hooks(model):
+        raise UntraceableError("the model has forward hooks")
+    root = copy.deepcopy(model).eval()
+    if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
+        root = nn.Sequential(root)  # torch.fx would trace inside a single layer
+    constants = _constants(root, len(example_inputs))
+    graph = trace(root, has_forward_hooks, constants)
+    _remove_arguments(graph, constants)
+    _remove_checks(graph)
+    _remove_identities(graph)
+    read_results_of_writes(graph)
+    try:
+        record(graph, example_inputs)
+        as_layers(graph, root)
+    except Exception as error:  # the graph lacks choices of the model's own code and may raise anything
+        raise UntraceableError(f"the graph that torch.fx makes of it does not run: {first_line(error)}") from error
+    return graph
+
+
+class _Recorder(fx.Interpreter):
+    """Interpreter that runs the graph once and records the kind of each node's tensor in its meta."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            n.meta.update(kind_of(result))
+        return result
+
+
+def record(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Record in every node's meta the kind of tensor that it gives on the example."""
+    with torch.no_grad():
+        _Recorder(graph).run(*copies(example_inputs))
+
+
+def kind_of(x: Tensor) -> dict[str, Any]:
+    """Return the properties of a tensor that determine the speed of operations on it, for a node's meta."""
+    return {"shape": tuple(x.shape), "dtype": x.dtype, "device": x.device, "channels_last": is_channels_last(x)}
+
+
+def copies(inputs: Sequence[Any]) -> list[Any]:
+    """Return the arguments with tensors cloned, because a model may write to its inputs."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _constants(root: nn.Module, given: int) -> dict[str, Any]:
+    """Return the defaults, on which code may branch, of arguments that the example omits."""
+    try:
+        parameters = list(inspect.signature(root.forward).parameters.values())[given:]
+    except (ValueError, TypeError) as error:  # code that is not Python's
+        raise UntraceableError(f"torch.fx cannot trace it: {first_line(error)}") from error
+    return {p.name: p.default for p in parameters if p.default is None or isinstance(p.default, bool | str)}
+
+
+def _remove_arguments(graph: fx.GraphModule, names: Iterable[str]) -> None:
+    """Remove arguments that the graph does not read, and the checks that torch.fx adds for their values."""
+    arguments = {f"{name}_1" for name in names}
+    gone: dict[fx.Node, None] = {}
+    for node in graph.graph.nodes:
+        if (node.op == "placeholder" and node.target in arguments) or any(x in gone for x in node.all_input_nodes):
+            gone[node] = None
+    for node in reversed(gone):
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _remove_checks(graph: fx.GraphModule) -> None:
+    """Remove assertions and their inputs that nothing else reads: they change no result, but read sizes."""
+    for node in reversed(graph.graph.nodes):
+        if not node.users and node.op == "call_function" and node.target in _CHECKING:
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _remove_identities(graph: fx.GraphModule) -> None:
+    """Remove nodes that return their argument, so that the layers and ReLUs around them are adjacent.
+
+    Functions of other packages, which torch.fx does not trace, are among them: an example is one that drops whole
+    samples in training and does nothing in eval mode.
+    """
+    modules = dict(graph.named_modules())
+    for node in list(graph.graph.nodes):
+        module = modules[str(node.target)] if node.op == "call_module" else None
+        given: Any = None
+        if type(module) is nn.Identity and not is_hooked(module) and len(node.args) == 1 and not node.kwargs:
+            given = node.args[0]
+        elif node.op == "call_function" and _is_foreign(node.target):
+            given = _returned(node)
+        if given is not None:
+            node.replace_all_uses_with(given)
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _is_foreign(function: Any) -> bool:
+    """Return whether this is a Python function that belongs to neither torch nor this package."""
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return inspect.isfunction(function) and package not in ("torch", "loco_ext")
+
+
+def _returned(node: fx.Node) -> fx.Node | None:
+    """Return the argument that the node's function returns unchanged; None if it does something else."""
+    scratch = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(scratch)
+    proxies: dict[fx.Node, Any] = {x: fx.Proxy(scratch.placeholder(x.name), tracer) for x in node.all_input_nodes}
+    function: Any = node.target
+    try:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxies.__getitem__)
+        result = function(*args, **kwargs)
+    except Exception:  # it may raise anything when it is given proxies
+        return None
+    made_nothing = len(scratch.nodes) == len(proxies)
+    return next((x for x, proxy in proxies.items() if result is proxy and made_nothing), None)
