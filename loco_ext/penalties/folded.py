@@ -98,7 +98,7 @@ class FoldedPenalty(Penalty):
             step: size of the corresponding gradient step, in either factor; finite and at least 0.
 
         Returns:
-            The convolution's weight, with the norm of each kernel unchanged, and the norm's weight.
+            The convolution's weight, with the norm of each filter unchanged, and the norm's weight.
 
         Raises:
             TypeError, ValueError: the message names the argument, what was expected and what it got.
@@ -131,7 +131,7 @@ class FoldedPenalty(Penalty):
         check_convolution("weight", weight)
         if len(weight) != self.batch_norm.num_features:
             raise ValueError(
-                f"weight: expected {self.batch_norm.num_features} kernels as batch_norm, got {len(weight)}"
+                f"weight: expected {self.batch_norm.num_features} filters as batch_norm, got {len(weight)}"
             )
         return FoldedFactors(self, weight)
 

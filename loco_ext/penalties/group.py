@@ -190,7 +190,7 @@ class RingPenalty(_GroupPenalty):
 
     Raises:
         TypeError, ValueError: the message names the argument; in use also for a tensor that is no convolution's weight,
-            for kernels without a weight, and for even sizes with ``kind="full"``.
+            for filters without a weight, and for even sizes with ``kind="full"``.
 
     Example:
         >>> import torch
