@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
+from loco_ext.errors import first_line
 from loco_ext.folders import owned
-from loco_ext.fx.trace import first_line
 from loco_ext.nn.computed import check_plain
 from loco_ext.output import json_text, replacing
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
