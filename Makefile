@@ -6,17 +6,23 @@ BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CPP := $(shell find csrc tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: demo test test-slow bench device-check lint format wheel clean
+.PHONY: demo test test-slow test-all bench device-check lint format wheel clean
 
 demo: $(VENV)/built
 	$(BIN)/loco-ext demo --out runs
 
-# A file's tests stay in one process, for what they build is shared among them.
+# Two processes begin at the first and at the middle test, so that what a file builds is shared among its tests, and the
+# one that is done first takes over tests of the other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(PYTEST) -m slow
+
+test-all: $(VENV)/built
+	$(PYTEST)
 
 bench: $(VENV)/built
 	$(BIN)/python -m bench.bench_optim_step

@@ -20,7 +20,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 import loco_ext
-from bench import harness, machine, tables
+from bench import harness, machine
 from bench.block_sparse_peers import PEERS, Candidate, Layer, Problem, cannot, trained
+from bench.command import Command, Save
 from bench.targets import target
 from loco_ext import ops
-from loco_ext.experiments.malloc import keep_freed_memory
 
 LAYERS = {
     "64-64 3x3 at 16": Layer(64, 64, 16, 3),
@@ -236,7 +235,7 @@ def targets(results: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]])
     return rows + target("memory besides, of the activations", MOST_MEMORY, shares, at_least=False)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     """Run the measurements that the command line asks for."""
     effort = harness.Effort(min_rounds=8, min_seconds=2.0, warmup=2, builds=1)
     if arguments.quick:
@@ -257,35 +256,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 peers = [name for name in wanted if cannot(name, LAYERS[layer]) is None]
                 for threads in arguments.threads:
                     report["results"] += measure(layer, batch, threads, effort, peers)
+                    save(report)
     report["memory"] = measure_memory(arguments.layers)
     report["targets"] = targets(report["results"], report["memory"])
     return report
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; only a full run writes the committed file by default."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_block_sparse", description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--batches", nargs="*", type=int, help="in place of each layer's own")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/block_sparse-<cpu>.json")
-    arguments = parser.parse_args(argv)
-    full = set(arguments.layers) == set(LAYERS) and not arguments.batches
-    if arguments.out is None and full and not arguments.quick:
-        arguments.out = harness.RESULTS / f"block_sparse-{machine.slug(machine.cpu_model())}.json"
-    return arguments
+BATCHES_OPTION = {"nargs": "*", "type": int, "help": "in place of each layer's own"}
+COMMAND = Command("bench_block_sparse", __doc__, {"layers": LAYERS}, {"batches": BATCHES_OPTION}, keep_memory=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file, print tables."""
-    arguments = parse(argv)
-    if os.getloadavg()[0] > 0.5:
-        print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
-    keep_freed_memory()
-    report = run(arguments)
-    tables.publish(report, arguments.out)
-    return 0
+    """Run the command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

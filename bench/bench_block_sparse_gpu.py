@@ -25,7 +25,7 @@ from bench import bench_block_sparse, harness, machine
 from bench.bench_block_sparse import LAYERS, PASSES, convolution, expected, make_problem
 from bench.bench_optim_step_gpu import Flush, make_flush, time_both
 from bench.block_sparse_peers import Candidate, Problem, cannot, unfold_bmm
-from bench.gpu_command import Command
+from bench.command import Command
 from bench.targets import target
 
 DEVICE = "cuda"
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
 
 
 OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}
-COMMAND = Command("bench_block_sparse_gpu", __doc__, OPTIONS, "block_sparse", "triton")
+COMMAND = Command("bench_block_sparse_gpu", __doc__, OPTIONS, gpu=("block_sparse", "triton"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,21 +12,21 @@ returns to the system depends on what ran before, and page faults would dominate
 
 import argparse
 import copy
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench import harness, machine, tables
+from bench import harness, machine
+from bench.command import Command, Save
 from loco_ext import geometry, sparsity
 from loco_ext.experiments.frontier import fold
-from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.models import MODELS
 
 NETWORKS = ("small", "resnet8", "vgg13", "resnet18")
@@ -118,35 +118,26 @@ def measure(name: str, pattern: str, memory_format: str, threads: int, effort: h
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_compact", description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", choices=MODELS, default=list(NETWORKS))
-    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/compact-<cpu>.json")
-    arguments = parser.parse_args(argv)
+def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+    """Run the measurements that the command line asks for."""
     quick = harness.Effort(min_rounds=3, min_seconds=0.2, warmup=1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
-    if arguments.out is None and arguments == parser.parse_args([]):
-        arguments.out = harness.RESULTS / f"compact-{machine.slug(machine.cpu_model())}.json"
-    keep_freed_memory()
-    report = {
-        "benchmark": "compact",
-        "machine": machine.describe(),
-        "settings": asdict(effort) | {"batch_size": BATCH_SIZE, "image": IMAGE},
-        "results": [
-            measure(network, pattern, memory_format, threads, effort)
-            for network in arguments.networks
-            for pattern in arguments.patterns
-            for memory_format in arguments.formats
-            for threads in arguments.threads
-        ],
-    }
-    tables.publish(report, arguments.out)
-    return 0
+    settings = asdict(effort) | {"batch_size": BATCH_SIZE, "image": IMAGE}
+    report: dict[str, Any] = {"benchmark": "compact", "machine": machine.describe(), "settings": settings}
+    report["results"] = []
+    for case in itertools.product(arguments.networks, arguments.patterns, arguments.formats, arguments.threads):
+        report["results"].append(measure(*case, effort))
+        save(report)
+    return report
+
+
+OPTIONS: dict[str, Collection[str]] = {"networks": NETWORKS, "patterns": PATTERNS, "formats": FORMATS}
+COMMAND = Command("bench_compact", __doc__, OPTIONS, keep_memory=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m bench.bench_optim_step                                measures all, writes bench/results/, prints tables
     python -m bench.bench_optim_step --quick --networks resnet18    a first impression; writes nothing without --out
-    python -m pytest bench/bench_optim_step.py --benchmark-enable   the same steps under pytest-benchmark
 
 The candidates of a network and rule run interleaved, on the same parameters, gradients and states: the addresses of
 tensors change times by several percent, and sharing them changes all candidates alike; in addition, all are rebuilt
@@ -19,16 +18,15 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import loco_ext
-from bench import harness, machine, shapes, tables
+from bench import harness, machine, shapes
+from bench.command import Command, Save
 from loco_ext import geometry, optim
 
 LEARNING_RATE = 1e-3
@@ -247,7 +245,7 @@ def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
     return {"rule": rule_name, "candidate": candidate, "extra_bytes": extra, "parameter_bytes": size}
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     """Run the measurements that the command line asks for."""
     effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
     cases = [(network, rule) for network in arguments.networks for rule in arguments.rules]
@@ -262,6 +260,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with loco_ext.backend("native"):
         for network, rule in cases:
             report["results"] += measure(network, rule, arguments.threads, effort, arguments.flush)
+            save(report)
     if "large" in arguments.networks:
         for rule in arguments.rules:
             for name in LARGE_CANDIDATES:
@@ -269,47 +268,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; only a full run writes the committed file by default."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_optim_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", choices=shapes.NETWORKS, default=list(shapes.NETWORKS))
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--flush", action="store_true", help="overwrite the caches before every call")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/optim_step-<cpu>.json")
-    arguments = parser.parse_args(argv)
-    full = set(arguments.networks) == set(shapes.NETWORKS) and set(arguments.rules) == set(RULES)
-    if arguments.out is None and full and not arguments.quick and not arguments.flush:
-        cpu = machine.slug(machine.cpu_model())
-        arguments.out = harness.RESULTS / f"optim_step-{cpu}.json"
-    return arguments
+OPTIONS: dict[str, Collection[str]] = {"networks": shapes.NETWORKS, "rules": RULES}
+FLUSH = {"action": "store_true", "help": "overwrite the caches before every call"}
+COMMAND = Command("bench_optim_step", __doc__, OPTIONS, {"flush": FLUSH})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file, print tables."""
-    arguments = parse(argv)
-    if os.getloadavg()[0] > 0.5:
-        print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
-    report = run(arguments)
-    tables.publish(report, arguments.out)
-    return 0
-
-
-@pytest.fixture(autouse=True)
-def native() -> Iterator[None]:
-    """Make a missing library fail the benchmark instead of timing the reference."""
-    with loco_ext.backend("native"):
-        yield
-
-
-@pytest.mark.parametrize("candidate", CANDIDATES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("network", [name for name in shapes.NETWORKS if name != "large"])
-def test_optim_step(benchmark: Callable[[Step], object], network: str, rule: str, candidate: str) -> None:
-    step = CANDIDATES[candidate](RULES[rule], make_parameters(network))
-    step()
-    benchmark(step)
+    """Run the command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from bench.bench_optim_step import (
     step_on,
     torch_step,
 )
-from bench.gpu_command import Command
+from bench.command import Command
 from bench.targets import target
 from loco_ext.ops import backends
 from loco_ext.optim.locality import decay_maps
@@ -359,7 +359,7 @@ OPTIONS: dict[str, Collection[str]] = {
     "dtypes": DTYPES,
     "modes": MODES,
 }
-COMMAND = Command("bench_optim_step_gpu", __doc__, OPTIONS, "optim_step", "native")
+COMMAND = Command("bench_optim_step_gpu", __doc__, OPTIONS, gpu=("optim_step", "native"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,16 +21,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import loco_ext
-from bench import harness, machine, ring_prox_peers, tables
+from bench import harness, machine, ring_prox_peers
 from bench.bench_optim_step import LEARNING_RATE, WEIGHT_DECAY, Parameters, Rule, State, Step, make_parameters, step_on
 from bench.bench_optim_step import RULES as STEP_RULES
+from bench.command import Command, Save
 from bench.ring_prox_peers import PEERS, Candidate, Problem
 from bench.table import RULE_NAMES
 from bench.targets import target
@@ -238,7 +238,7 @@ def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) 
     return rows
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     """Run the measurements that the command line asks for."""
     effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
     missing = ring_prox_peers.not_installed()
@@ -261,29 +261,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; only a full run writes the committed file by default."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_ring_prox", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--rules", nargs="*", choices=RULES, default=list(RULES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="in ascending order")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/ring_prox-<cpu>.json")
-    arguments = parser.parse_args(argv)
-    full = set(arguments.cases) == set(CASES) and set(arguments.rules) == set(RULES)
-    if arguments.out is None and full and not arguments.quick:
-        arguments.out = harness.RESULTS / f"ring_prox-{machine.slug(machine.cpu_model())}.json"
-    return arguments
+COMMAND = Command("bench_ring_prox", __doc__, {"cases": CASES, "rules": RULES})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file, print tables."""
-    arguments = parse(argv)
-    if os.getloadavg()[0] > 0.5:
-        print("warning: something else is running; with several threads that costs whole time slices", file=sys.stderr)
-    report = run(arguments)
-    tables.publish(report, arguments.out)
-    return 0
+    """Run the command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

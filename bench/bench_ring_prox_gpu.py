@@ -26,7 +26,7 @@ from bench import bench_optim_step_gpu, bench_ring_prox, harness, machine
 from bench.bench_optim_step import State, Step
 from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, capture, forced, make_flush, time_both
 from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, check, make_metric, make_weight, penalised_step
-from bench.gpu_command import Command
+from bench.command import Command
 from bench.ring_prox_peers import PEERS
 from loco_ext.ops import backends
 
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object])
 
 
 OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES}
-COMMAND = Command("bench_ring_prox_gpu", __doc__, OPTIONS, "ring_prox", "native")
+COMMAND = Command("bench_ring_prox_gpu", __doc__, OPTIONS, gpu=("ring_prox", "native"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

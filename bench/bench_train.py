@@ -11,22 +11,22 @@ values do not change the time.
 """
 
 import argparse
+import itertools
 import os
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from bench import harness, machine, tables
+from bench import harness, machine
+from bench.command import Command, Save
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Loader, Normalization
-from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train_epoch
@@ -115,28 +115,24 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the JSON file, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bench_train", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; a full run has bench/results/train-<cpu>.json")
-    arguments = parser.parse_args(argv)
+def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+    """Run the measurements that the command line asks for."""
     quick = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=4, min_seconds=6.0, warmup=1, builds=8)
-    if arguments.out is None and set(arguments.models) == set(STEPS) and not arguments.quick:
-        cpu = machine.slug(machine.cpu_model())
-        arguments.out = harness.RESULTS / f"train-{cpu}.json"
-    keep_freed_memory()
-    report = {
-        "benchmark": "train",
-        "machine": machine.describe(),
-        "settings": asdict(effort) | {"batch_size": BATCH_SIZE},
-        "results": [measure(model, effort, threads) for model in arguments.models for threads in arguments.threads],
-    }
-    tables.publish(report, arguments.out)
-    return 0
+    settings = asdict(effort) | {"batch_size": BATCH_SIZE}
+    report: dict[str, Any] = {"benchmark": "train", "machine": machine.describe(), "settings": settings, "results": []}
+    for model, threads in itertools.product(arguments.models, arguments.threads):
+        report["results"].append(measure(model, effort, threads))
+        save(report)
+    return report
+
+
+COMMAND = Command("bench_train", __doc__, {"models": STEPS}, keep_memory=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return COMMAND.main(argv, run)
 
 
 if __name__ == "__main__":

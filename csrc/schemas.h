@@ -36,9 +36,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, int[] penalties, "
       "bool amsgrad, bool maximize, bool decoupled, bool l1, "
       "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
-  m.def(
-      "ring_penalty_hold("
-      "Tensor like, int[] rings, Tensor thresholds, Tensor? squared, bool linf, bool coupled) -> int");
+  m.def("ring_penalty_hold(Tensor like, int[] rings, Tensor thresholds, Tensor? squared) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

@@ -25,9 +25,9 @@ def owned(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        held = FileLock(folder / LOCK).acquire(blocking=False)
+        lock = FileLock(folder / LOCK).acquire(blocking=False)
     except Timeout:
         raise BlockingIOError(errno.EWOULDBLOCK, "another process is writing to it", str(folder)) from None
-    with held:
+    with lock:
         remove_leftovers(folder)
         yield

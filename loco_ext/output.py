@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -69,6 +69,19 @@ def status(logger: str) -> Iterator[None]:
             log.setLevel(level)
 
 
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    """Print a table of cells; the first column is aligned on the left, the others on the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number else "left")
+    for cells in rows:
+        table.add_row(*cells)
+    Console().print(table)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, which replaces it if the block succeeds and is removed if it fails.
@@ -122,6 +135,12 @@ def json_text(record: Any, indent: int | None = None) -> str:
     '{"loss": null, "epochs": [1, 2]}'
     """
     return json.dumps(_finite(record), indent=indent, allow_nan=False)
+
+
+def write_json(path: Path, record: Any, indent: int | None = 2) -> None:
+    """Replace a file by the JSON of plain data."""
+    with replacing(path) as temporary:
+        temporary.write_text(json_text(record, indent) + "\n")
 
 
 def _finite(value: Any) -> Any:

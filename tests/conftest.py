@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import loco_ext
+from tests import triton_runs
 from tests.cuda_on_cpu import operators
 from tests.optim_step import cases as optim_step_cases
 from tests.optim_step import interpreter as optim_step_triton
@@ -43,6 +45,14 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield
 
 
+@pytest.fixture
+def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
+    """Force the GPU's compiled kernels, compiled for the CPU."""
+    operators.use(monkeypatch, compiled)
+    with loco_ext.backend("native"):
+        yield
+
+
 @pytest.fixture(params=["cpu", "cuda_on_cpu", *(["cuda", "triton"] if torch.cuda.is_available() else [])])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Force the compiled kernels as ``native`` does, for the tests of operators; a GPU, if any, steps cases too."""
@@ -56,16 +66,17 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Share the objects compiled for the CPU between processes and runs; delete those unused for a week."""
+def _compilations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Share what is compiled between processes and runs, keyed by content; delete what is older than a week."""
     cache = getattr(request.config, "cache", None)  # there is no cache with -p no:cacheprovider
-    folder = cache.mkdir("objects") if cache else tmp_path_factory.mktemp("objects")
-    for file in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - file.stat().st_mtime > 7 * 24 * 3600:
-                file.unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_ON_CPU_OBJECTS", str(folder))
+        for variable, name in (("CUDA_ON_CPU_OBJECTS", "objects"), ("TRITON_CACHE_DIR", "triton")):
+            folder = cache.mkdir(name) if cache else tmp_path_factory.mktemp(name)
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime > 7 * 24 * 3600:
+                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+            patch.setenv(variable, str(folder))
         yield
 
 
@@ -78,5 +89,5 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[optim_step_triton.Interpreter]:
     """Yield Triton's interpreter, which steps cases by the Triton kernels."""
-    with optim_step_triton.start_interpreter() as started:
-        yield started
+    with triton_runs.start_interpreter(optim_step_triton.prepare) as pool:
+        yield optim_step_triton.Interpreter(pool)

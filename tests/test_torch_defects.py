@@ -1,6 +1,6 @@
-"""Tests of six defects of torch 2.13's fused CPU optimizers: ours have none of them, torch's have all.
+"""Six defects of torch 2.13's fused CPU optimizers: ours have none of them, torch's have all.
 
-The tests of torch's optimizers document the claim. They run with torch 2.13 only: other versions may lack the defects.
+Torch's optimizers are tested to document the claim, and with torch 2.13 only: other versions may lack the defects.
 """
 
 import pytest
@@ -13,24 +13,33 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from loco_ext import optim
 from tests.tolerances import assert_within_ulps
 
-pytestmark = pytest.mark.usefixtures("native")
+
+def torchs(params, **options):
+    return torch.optim.SGD(params, fused=True, **options)
+
 
 only_torch_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="about torch 2.13; the defect may be fixed elsewhere"
 )
-ours = optim.SGD
-halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+pytestmark = [
+    pytest.mark.usefixtures("native"),
+    pytest.mark.parametrize(
+        "make", [pytest.param(optim.SGD, id="ours"), pytest.param(torchs, id="torch", marks=only_torch_2_13)]
+    ),
+]
 
 
-def theirs(params, **options):
-    return torch.optim.SGD(params, fused=True, **options)
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_1_half_precision_is_stepped_everywhere(make, dtype):
+    """Torch leaves full vectors alone."""
+    param = nn.Parameter(torch.ones(100, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    make([param], lr=0.5).step()
+    if make is torchs:
+        assert param.tolist().count(1.0) > 50
+        assert param[-1] == 0.5
+    else:
+        assert param.tolist() == [0.5] * 100
 
 
 @pytest.fixture
@@ -42,27 +51,9 @@ def filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def one_step_of_ones(make, dtype):
-    param = nn.Parameter(torch.ones(100, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    make([param], lr=0.5).step()
-    return param.tolist()
-
-
-@halves
-def test_1_half_precision_is_stepped_everywhere(dtype):
-    assert one_step_of_ones(ours, dtype) == [0.5] * 100
-
-
-@only_torch_2_13
-@halves
-def test_1_torch_leaves_full_vectors_of_half_precision_alone(dtype):
-    result = one_step_of_ones(theirs, dtype)
-    assert result.count(1.0) > 50
-    assert result[-1] == 0.5
-
-
-def momentum_after_a_skipped_first_step(make):
+@pytest.mark.usefixtures("filled_memory")
+def test_2_momentum_starts_after_a_skipped_first_step(make):
+    """Torch's starts from uninitialised memory."""
     param = nn.Parameter(torch.ones(64))
     optimizer = make([param], lr=0.5, momentum=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -71,58 +62,34 @@ def momentum_after_a_skipped_first_step(make):
         param.grad = torch.full_like(param, value)
         scaler.step(optimizer)
         scaler.update()
-    return param
+    if make is torchs:
+        assert param.isnan().all()
+    else:
+        assert param.tolist() == [0.5] * 64
 
 
-@pytest.mark.usefixtures("filled_memory")
-def test_2_momentum_starts_after_a_skipped_first_step():
-    assert momentum_after_a_skipped_first_step(ours).tolist() == [0.5] * 64
-
-
-@only_torch_2_13
-@pytest.mark.usefixtures("filled_memory")
-def test_2_torch_starts_momentum_from_uninitialised_memory():
-    assert momentum_after_a_skipped_first_step(theirs).isnan().all()
-
-
-def step_with_two_devices_found_inf(make):
+def test_3_inf_found_by_two_devices_skips_the_step(make):
     param = nn.Parameter(torch.ones(5))
     param.grad = torch.full_like(param, float("inf"))
     optimizer = make([param], lr=0.5)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(2.0)
     optimizer.step()
-    return param
+    assert param.isinf().all() if make is torchs else param.tolist() == [1.0] * 5
 
 
-def test_3_inf_found_twice_skips_the_step():
-    assert step_with_two_devices_found_inf(ours).tolist() == [1.0] * 5
-
-
-@only_torch_2_13
-def test_3_torch_steps_into_inf_found_twice():
-    assert step_with_two_devices_found_inf(theirs).isinf().all()
-
-
-def unfreeze_later(make):
+def test_4_a_parameter_unfrozen_later_joins_a_group_with_momentum(make):
     first, second = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     optimizer = make([first, second], lr=0.5, momentum=0.5)
     first.grad = torch.ones(5)
     optimizer.step()
     second.grad = torch.ones(5)
+    if make is torchs:
+        with pytest.raises(TypeError, match="NoneType"):
+            optimizer.step()
+        return
     optimizer.step()
-    return first, second
-
-
-def test_4_a_parameter_unfrozen_later_joins_a_group_with_momentum():
-    first, second = unfreeze_later(ours)
     assert first.tolist() == [-0.25] * 5  # 1 - 0.5 - 0.5 * 1.5
     assert second.tolist() == [0.5] * 5
-
-
-@only_torch_2_13
-def test_4_torch_refuses_a_parameter_unfrozen_later():
-    with pytest.raises(TypeError, match="NoneType"):
-        unfreeze_later(theirs)
 
 
 def step_channels_last_after_an_nchw_checkpoint(make):
@@ -150,39 +117,35 @@ def step_with_three_layouts(make):
     return param.detach(), weight - 0.5 * (grad + 0.5 * buffer)
 
 
-layouts = pytest.mark.parametrize("step", [step_channels_last_after_an_nchw_checkpoint, step_with_three_layouts])
+@pytest.mark.parametrize("step", [step_channels_last_after_an_nchw_checkpoint, step_with_three_layouts])
+def test_5_weights_gradients_and_states_may_differ_in_strides(make, step):
+    """Torch steps the wrong elements."""
+    result, expected = step(make)
+    if make is torchs:
+        assert (result - expected).abs().max() > 0.1
+    else:
+        assert_within_ulps(result, expected, scale=4.0)
 
 
-@layouts
-def test_5_weights_gradients_and_states_may_differ_in_strides(step):
-    assert_within_ulps(*step(ours), scale=4.0)
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
-@only_torch_2_13
-@layouts
-def test_5_torch_steps_the_wrong_elements_where_strides_differ(step):
-    result, expected = step(theirs)
-    assert (result - expected).abs().max() > 0.1
-
-
-def dtensor_step(make, mesh):
+def test_6_dtensors_are_stepped(make, mesh):
     param = nn.Parameter(distribute_tensor(torch.ones(5, 2, 3, 3), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.ones(5, 2, 3, 3), mesh, [Shard(0)])
     optimizer = make([param], lr=0.5, momentum=0.5)
+    if make is torchs:
+        with pytest.raises(NotImplementedError, match="_fused_sgd_"):
+            optimizer.step()
+        return
     optimizer.step()
     optimizer.step()
-    return param, optimizer.state[param]["momentum_buffer"]
-
-
-def test_6_dtensors_are_stepped(mesh):
-    param, buffer = dtensor_step(ours, mesh)
+    buffer = optimizer.state[param]["momentum_buffer"]
     assert isinstance(buffer, DTensor)
     assert buffer.placements == param.placements
     assert (param.full_tensor() == -0.25).all()
     assert (buffer.full_tensor() == 1.5).all()
-
-
-@only_torch_2_13
-def test_6_torch_cannot_step_dtensors(mesh):
-    with pytest.raises(NotImplementedError, match="_fused_sgd_"):
-        dtensor_step(theirs, mesh)

@@ -4,8 +4,8 @@ One launch steps all tensors whose operands have the same dtypes and are equally
 one more, which increments the step counts. Tables tell the programs about the tensors; they are copied to the device
 when something in them changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so
 that the host never waits for it and a CUDA graph can capture the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was captured with. The prox that ends the step of a parameter with a penalty is a launch of
-its own, :mod:`loco_ext.triton_kernels.optim_step_prox`.
+``rounding_step`` that it was captured with. Penalties are not supported here: :mod:`loco_ext.ops.shrink` applies
+their prox after the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import triton.language as tl
 from loco_ext.triton_kernels.optim_step_kernels import Form, prepare_kernel, step_kernel
-from loco_ext.triton_kernels.optim_step_prox import Proxes, adam_metric, learning_rate
 from loco_ext.triton_kernels.optim_step_tables import BLOCK, OPERANDS, Batch, Plan, Step, Tables
 from torch import Tensor
 
@@ -59,24 +58,16 @@ def optim_step_sgd(
 
     Raises:
         TypeError: for lazily negated views among params, grads and states; nothing is written then.
-        NotImplementedError: ``seed`` for bfloat16 parameters with a penalty; nothing is written then.
     """
     if not params:
         return
     states = [momentum_buffers] if momentum_buffers else []
-    proxes = Proxes(penalties, params, seed)
-    wide = proxes.widened(params)
-    step = Step(wide, grads, states, group_index, lrs, lr_index, maps, map_index, (), first, ordinals)
+    step = Step(params, grads, states, group_index, lrs, lr_index, maps, map_index, (), first, ordinals)
     form = {"rule": "sgd", "nesterov": nesterov, "maximize": maximize, "l1": l1}
     step.check()
     with _device(params[0]):
         plan = _TABLES.plan(step)
         _launch(plan, _TABLES.hyper(hyper, params[0].device), grad_scale, found_inf, seed, rounding_step, form)
-        for i in proxes.chosen:
-            _lr, _weight_decay, momentum, dampening = hyper[group_index[i]].tolist()
-            undamped = (1 - dampening) / (1 - momentum) if momentum_buffers else 1.0
-            size = learning_rate(hyper, lrs, lr_index, group_index[i]) * undamped
-            proxes.end(i, wide[i], size, None, found_inf)
 
 
 def optim_step_adam(
@@ -109,10 +100,8 @@ def optim_step_adam(
     """
     if not params:
         return
-    proxes = Proxes(penalties, params, seed)
-    wide, seconds = proxes.widened(params), [proxes.widened(exp_avg_sqs)]
-    seconds += [proxes.widened(max_exp_avg_sqs)] if amsgrad else []
-    step = Step(wide, grads, [exp_avgs, *seconds], group_index, lrs, lr_index, maps, map_index, steps, (), ordinals)
+    seconds = [exp_avg_sqs, max_exp_avg_sqs] if amsgrad else [exp_avg_sqs]
+    step = Step(params, grads, [exp_avgs, *seconds], group_index, lrs, lr_index, maps, map_index, steps, (), ordinals)
     form = {"rule": "adam", "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled, "l1": l1}
     step.check()
     with _device(params[0]):
@@ -120,12 +109,6 @@ def optim_step_adam(
         rows = _TABLES.hyper(hyper, params[0].device)
         prepare_kernel[(len(params),)](plan.rows, rows, found_inf, plan.scalars, num_warps=1, enable_fp_fusion=False)
         _launch(plan, plan.scalars, grad_scale, found_inf, seed, rounding_step, form)
-        for i in proxes.chosen:
-            _lr, _weight_decay, _beta1, beta2, eps = hyper[group_index[i]].tolist()
-            metric = adam_metric(seconds[-1][i], beta2, eps, steps[i])
-            proxes.end(i, wide[i], learning_rate(hyper, lrs, lr_index, group_index[i]), metric, found_inf)
-        for changed, kept in zip(seconds, (exp_avg_sqs, max_exp_avg_sqs), strict=False):
-            proxes.narrow(changed, kept)
 
 
 def form_of(batch: Batch, seed: int | None, **options: Any) -> Form:

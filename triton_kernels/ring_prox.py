@@ -55,15 +55,11 @@ def ring_prox(
     """Return the prox of nested groups; see :func:`loco_ext.ops.ring_prox`, which has checked the arguments.
 
     Args:
-        thresholds, squared: contiguous, in host memory.
+        thresholds, squared: contiguous, in host memory or on the weight's device.
     """
-    return ring_prox_by(weight, rings, *thresholds_on(weight.device, thresholds, squared), metric, linf)
-
-
-def ring_prox_by(
-    weight: Tensor, rings: Sequence[int], t: Tensor, q: Tensor | None, metric: Tensor | None, linf: bool
-) -> Tensor:
-    """Return :func:`ring_prox` with thresholds and squared that are contiguous on the weight's device."""
+    t, q = thresholds, squared
+    if t.device != weight.device:
+        t, q = thresholds_on(weight.device, thresholds, squared)
     weight = weight.resolve_neg()  # kernels ignore the lazy negation flag
     metric = None if metric is None else metric.resolve_neg()
     out = torch.empty_like(weight)

@@ -58,8 +58,6 @@ struct Cpu {
     call.rounding = arguments.rounding();
     call.parallel_for = parallel_for;
     call.threads = num_threads();
-    LayerMemory layer_memory;
-    call.layer_memory = &layer_memory;
     step_cpu<Rule>(call);
   }
 };

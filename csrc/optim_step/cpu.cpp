@@ -5,8 +5,7 @@
 // (common/operand.h). The map is read through map_nest. hyper is [groups, columns] and lrs [groups], both contiguous.
 //
 // One parallel region covers all tensors and gives each thread a share. Each element, or each filter with a penalty, is
-// processed independently of all others, so neither the shares nor the number of threads affects the result. A tensor
-// with a coupled penalty has parallel regions of its own; one thread adds up the contributions of its filters.
+// processed independently of all others, so neither the shares nor the number of threads affects the result.
 #include "optim_step/cpu.h"
 
 #include <algorithm>
@@ -15,7 +14,6 @@
 #include <vector>
 
 #include "optim_step/blocks.h"
-#include "optim_step/coupled.h"
 #include "optim_step/decay_table.h"
 #include "optim_step/shrinkage.h"
 #include "optim_step/staging.h"
@@ -36,16 +34,12 @@ struct Segment {
 
 using Share = std::vector<Segment>;
 
-// Returns whether the tensor's filters are shrunk together. Such a tensor belongs to no thread's share, but is stepped
-// after all others.
-bool are_coupled(const TensorStep& tensor) { return tensor.penalty != nullptr && tensor.penalty->coupled; }
-
 // Divides the tensors into one share per thread. Thread k gets the k-th slice of every tensor, as in torch's own
 // operators, because what the thread has read or written in the forward and backward passes may still be in its caches.
 // Small tensors go to the share with the least work. Tensors with a penalty are split between filters only.
 std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t threads) {
   int64_t total = 0;
-  for (int64_t t = 0; t < count; ++t) total += are_coupled(tensors[t]) ? 0 : tensors[t].numel + kSegmentCost;
+  for (int64_t t = 0; t < count; ++t) total += tensors[t].numel + kSegmentCost;
   const int64_t shares = std::max<int64_t>(1, std::min(threads, total / kLeastShare));
   std::vector<Share> result(shares);
   std::vector<int64_t> cost(shares, 0);
@@ -56,7 +50,6 @@ std::vector<Share> make_shares(const TensorStep* tensors, int64_t count, int64_t
   };
   for (int64_t t = 0; t < count; ++t) {
     const int64_t numel = tensors[t].numel;
-    if (are_coupled(tensors[t])) continue;
     if (shares == 1 || numel <= kSmallTensor) {
       add(std::min_element(cost.begin(), cost.end()) - cost.begin(), t, 0, numel);
       continue;
@@ -106,11 +99,6 @@ class Step {
 
   void run_segment(const Segment& segment) const {
     call_.tensors[segment.tensor].w.dtype == DType::f64 ? run<double>(segment) : run<float>(segment);
-  }
-
-  void run_coupled(int64_t tensor) const {
-    call_.tensors[tensor].w.dtype == DType::f64 ? run_coupled<double>(jobs_[tensor])
-                                                : run_coupled<float>(jobs_[tensor]);
   }
 
  private:
@@ -184,54 +172,16 @@ class Step {
     }
   }
 
-  // Steps all filters, then shrinks them together. Buffers hold all filters meanwhile.
-  template <typename T>
-  void run_coupled(const Job<Rule>& job) const {
-    const TensorStep& t = *job.tensor;
-    if (t.numel == 0) return;
-    const int64_t numel = t.numel / t.kernels;
-    const Layer<Rule, T> layer(call_, t, job.lr);
-    TensorStep held_tensor = t;
-    held_tensor.w = {layer.weights(), dtype_of<T>, nullptr};
-    Job<Rule> held_job = job;
-    held_job.tensor = &held_tensor;
-    held_job.metric = layer.metrics();
-    const bool staged = is_staged<T>(held_job);
-    const auto scalars = Rule::template as<T>(job.scalars);
-    layer.for_kernels([&](int64_t k, Shrinkage<Rule, T>& shrinkage) {
-      const int64_t begin = k * numel;
-      if (!in_place<T>(t.w)) copy_in(t.w, begin, numel, layer.weights(k));
-      if (staged) {
-        run_blocks<T>(held_job, begin, begin + numel);
-        return shrinkage.sum(layer.weights(k), layer.metrics(k), layer.sums(k));
-      }
-      const Block<T> block = direct_block<T>(held_job, begin, numel);
-      const bool summing = shrinkage.can_sum(block, job.flags, scalars);
-      shrinkage.step_and_sum(block, job.flags, scalars, summing, layer.sums(k));
-    });
-    const double factor = job.lr != 0 ? layer.factor() : 0;
-    layer.for_kernels([&](int64_t k, Shrinkage<Rule, T>& shrinkage) {
-      if (job.lr != 0) shrinkage.apply_by(factor, layer.weights(k), layer.metrics(k), layer.sums(k));
-      put_back(job, layer.weights(k), k * numel, numel);
-    });
-  }
-
   // Returns `numel` elements of the operand in the compute dtype: in place, or copied to `values`.
   template <typename T>
   static T* fetch(const Operand& operand, int64_t begin, int64_t numel, std::vector<T>& values) {
     if (in_place<T>(operand)) return static_cast<T*>(operand.data) + begin;
     values.resize(numel);
-    copy_in(operand, begin, numel, values.data());
-    return values.data();
-  }
-
-  // Copies `numel` elements of the operand to `to`, [numel].
-  template <typename T>
-  static void copy_in(const Operand& operand, int64_t begin, int64_t numel, T* to) {
     RawBlock raw;
     for (int64_t i = 0; i < numel; i += kBlock) {
-      stage_in(operand, begin + i, std::min(kBlock, numel - i), to + i, raw);
+      stage_in(operand, begin + i, std::min(kBlock, numel - i), values.data() + i, raw);
     }
+    return values.data();
   }
 
   // Writes the weights `w`, [numel], back to the parameter unless they lie there already.
@@ -374,9 +324,6 @@ void step_cpu(const Call& call) {
       for (const Segment& segment : shares[k]) step.run_segment(segment);
     }
   });
-  for (int64_t t = 0; t < call.count; ++t) {
-    if (are_coupled(call.tensors[t])) step.run_coupled(t);
-  }
 }
 
 template void step_cpu<Sgd>(const Call& call);

@@ -29,11 +29,6 @@ class Memory {
   std::vector<CacheLine> lines_;
 };
 
-// Buffers for a parameter with a coupled penalty (coupled.h); such parameters are stepped one at a time.
-struct LayerMemory {
-  Memory weights, metrics, sums, shares;
-};
-
 struct Call {
   const TensorStep* tensors;  // [count]
   int64_t count;
@@ -43,8 +38,7 @@ struct Call {
   double grad_scale;  // gradients are divided by it, also in memory; 0: none
   Rounding rounding;
   ParallelFor parallel_for;
-  int64_t threads;            // the most that parallel_for uses
-  LayerMemory* layer_memory;  // needed if a parameter has a coupled penalty
+  int64_t threads;  // the most that parallel_for uses
 };
 
 // Steps all tensors of a call. Rule: Sgd or Adam.

@@ -12,13 +12,12 @@
 //    memory.
 // 2. It solves for the scalars of the prox (ring_prox/gpu_solve.h).
 // 3. It writes every weight, rounded once, in memory order.
-// Filters of all entries for which the same number of threads is suitable share a launch. Filters that are shrunk
-// together are stepped in cuda_coupled.cu.
+// Filters of all entries for which the same number of threads is suitable share a launch.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/mistake.h"
-#include "optim_step/cuda_coupled.h"
 #include "optim_step/cuda_prox.h"
 #include "optim_step/gpu_prox.h"
 
@@ -32,7 +31,7 @@ template <class Rule, typename T, bool on_chip>
 __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     step_kernels(const __grid_constant__ Parameters<Rule> p, const __grid_constant__ ProxParameters q) {
   __shared__ ring_prox::Scratch scratch;
-  __shared__ ring_prox::AnySolver<Rule::has_metric> solver;
+  __shared__ std::conditional_t<Rule::has_metric, ring_prox::L2InMetric, ring_prox::L2> solver;
   __shared__ double plain[kMaxRings], squared[kMaxRings];
   __shared__ T coefficients[kCoefficients];
   LOCO_SHARED(memory);
@@ -50,31 +49,16 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
-    solver.solve(prox.linf, sums, thresholds);
+    ring_prox::solve(solver, sums, thresholds);
     write_kernel(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();
-      return solver.shrunk(prox.linf, kernel.weight(i), kernel.metric(i), walk.ring());
+      return solver.shrunk(kernel.weight(i), kernel.metric(i), walk.ring());
     });
   }
 }
 
 // Returns how many blocks a launch has.
 int64_t blocks_of(const ProxWork& work) { return work.on_chip ? work.kernels : std::min(work.kernels, kSlots); }
-
-// Offsets in bytes, in GPU memory, of what the launches need in addition to the table. Slots begin at 0.
-struct Layout {
-  int64_t held = 0, searches, shares, bytes;
-
-  explicit Layout(const GpuTable& table) {
-    constexpr int64_t unit = 16;
-    for (const ProxWork& work : table.prox_works) {
-      if (!work.on_chip && !work.coupled) held = std::max(held, blocks_of(work) * work.bytes);
-    }
-    searches = held + table.held_bytes;
-    shares = searches + (table.layers * static_cast<int64_t>(sizeof(Search)) + unit - 1) / unit * unit;
-    bytes = shares + table.layer_kernels * static_cast<int64_t>(sizeof(double));
-  }
-};
 
 template <class Rule, typename T>
 void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& work, void* stream) {
@@ -88,7 +72,13 @@ void launch(const Parameters<Rule>& p, const ProxParameters& q, const ProxWork& 
 
 }  // namespace
 
-int64_t prox_bytes(const GpuTable& table) { return Layout(table).bytes; }
+int64_t prox_bytes(const GpuTable& table) {
+  int64_t bytes = 0;
+  for (const ProxWork& work : table.prox_works) {
+    if (!work.on_chip) bytes = std::max(bytes, blocks_of(work) * work.bytes);
+  }
+  return bytes;
+}
 
 template <class Rule>
 void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned char* memory) {
@@ -98,18 +88,10 @@ void step_with_prox(const CudaCall& call, const Parameters<Rule>& p, unsigned ch
   q.taps = reinterpret_cast<const ring_prox::Tap*>(call.memory + t.taps);
   q.begins = reinterpret_cast<const uint32_t*>(call.memory + t.begins);
   q.thresholds = reinterpret_cast<const double*>(call.memory + t.thresholds);
-  const Layout layout(t);
   q.slots = memory;
-  q.held = memory + layout.held;
-  q.searches = reinterpret_cast<Search*>(memory + layout.searches);
-  q.shares = reinterpret_cast<double*>(memory + layout.shares);
   for (const ProxWork& work : t.prox_works) {
     q.first_chunk = work.first, q.chunks = work.count, q.kernels = work.kernels, q.slot_bytes = work.bytes;
-    if (work.coupled) {
-      step_together(p, q, work, call.stream);
-    } else {
-      work.is_double ? launch<Rule, double>(p, q, work, call.stream) : launch<Rule, float>(p, q, work, call.stream);
-    }
+    work.is_double ? launch<Rule, double>(p, q, work, call.stream) : launch<Rule, float>(p, q, work, call.stream);
   }
 }
 

@@ -8,8 +8,7 @@
 
 namespace loco::optim_step {
 
-// Returns the bytes of GPU memory needed for filters that are too large for a block's shared memory, and for those that
-// are shrunk together.
+// Returns the bytes of GPU memory needed for filters that are too large for a block's shared memory.
 int64_t prox_bytes(const GpuTable& table);
 
 // Launches the kernels of this step. memory: prox_bytes of GPU memory, aligned to 16 bytes.

@@ -22,12 +22,6 @@ using ring_prox::Walk;
 constexpr int kProxBlocks = 2;           // least number of blocks per multiprocessor
 constexpr uint32_t kCoefficients = 256;  // most coefficients of a cyclic map that a block caches in shared memory
 
-// State of the search for the factor shared by the filters of one entry.
-struct Search {
-  ring_prox::FactorSearch factor;
-  bool found;
-};
-
 // Parameters of a launch in addition to Parameters<Rule>. All arrays are contiguous and in global memory.
 struct ProxParameters {
   const Prox* proxes;          // [proxes], indexed by Entry::prox
@@ -38,11 +32,6 @@ struct ProxParameters {
   int64_t first_chunk, chunks, kernels;
   unsigned char* slots;  // [blocks, slot_bytes], memory for filters that do not fit in shared memory
   int64_t slot_bytes;
-  // For filters that are shrunk together:
-  unsigned char* held;  // weights, metrics and ring sums of all these filters (HeldKernel)
-  Search* searches;     // [chunks]
-  double* shares;       // [kernels]
-
   // Returns which of the launch's chunks its filter k belongs to. of_launch: [chunks].
   LOCO_DEVICE int64_t find(const Chunk* of_launch, int64_t k) const {
     int64_t low = 0, high = chunks;
@@ -184,25 +173,5 @@ LOCO_DEVICE ring_prox::Thresholds scaled_thresholds(const ProxParameters& q, con
   }
   return {plain, prox.squared >= 0 ? squared : nullptr};
 }
-
-// A filter in global memory, where it is kept until all filters of its layer have been updated.
-template <class Rule, typename T>
-struct HeldKernel {
-  T* weights;       // [numel], or [2, numel] with the metrics if the rule has any
-  double* squares;  // [rings + 1], sums of squares per ring, then the scale applied to the weights for these sums
-
-  LOCO_DEVICE HeldKernel(const ProxParameters& q, const Entry& entry, const Rings& rings, int64_t kernel) {
-    constexpr bool is_double = sizeof(T) == 8;
-    const int64_t bytes = bytes_of_held_kernel(rings.numel(), rings.count, is_double, Rule::has_metric);
-    unsigned char* const memory =
-        q.held + entry.held * kHeldUnit + (LOCO_MISTAKE(step_layers_apart) ? 0 : kernel) * bytes;
-    weights = reinterpret_cast<T*>(memory);
-    squares = reinterpret_cast<double*>(memory + bytes_of_kernel(rings.numel(), is_double, Rule::has_metric));
-  }
-
-  LOCO_DEVICE Ordered<T, false> ordered(const Rings& rings) const {
-    return {rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
-  }
-};
 
 }  // namespace loco::optim_step

@@ -83,11 +83,9 @@ ring_prox::Shape shape_of(const TensorStep& t) {
 // Returns the work of a single tensor, which may be merged with that of others.
 ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
   const ring_prox::Shape shape = shape_of(t);
-  const bool is_double = t.w.dtype == DType::f64, coupled = t.penalty->coupled;
-  const int64_t bytes = coupled ? bytes_of_held_kernel(shape.numel(), shape.rings, is_double, has_metric)
-                                : bytes_of_kernel(shape.numel(), is_double, has_metric);
-  const bool on_chip = !coupled && bytes <= ring_prox::kMostStaged;
-  return {is_double, on_chip, coupled, ring_prox::threads_for(shape), 0, 1, t.kernels, bytes};
+  const bool is_double = t.w.dtype == DType::f64;
+  const int64_t bytes = bytes_of_kernel(shape.numel(), is_double, has_metric);
+  return {is_double, bytes <= ring_prox::kMostStaged, ring_prox::threads_for(shape), 0, 1, t.kernels, bytes};
 }
 
 // Collects the table's sections, then writes them one after another. Maps and proxes that several tensors share
@@ -213,7 +211,6 @@ class Builder {
     prox.tap_count = static_cast<uint32_t>(shape.taps);
     prox.rings = shape.rings;
     prox.channels_fastest = shape.channels_fastest;
-    prox.linf = penalty.linf;
     s_.proxes.push_back(prox);
     s_.known_proxes.push_back({&penalty, shape.channels, shape.channels_fastest});
     return static_cast<int32_t>(s_.proxes.size() - 1);
@@ -259,40 +256,28 @@ class Builder {
   // Makes one chunk per entry with a prox, and groups into one ProxWork the entries whose filters can share launches.
   void add_prox_chunks(const std::vector<TensorStep>& tensors, bool has_metric) {
     constexpr int64_t most = std::numeric_limits<int32_t>::max();
-    constexpr int64_t most_held = std::numeric_limits<uint32_t>::max() * kHeldUnit;
     std::vector<std::pair<ProxWork, int32_t>> order;
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (s_.entries[i].prox < 0) continue;
       order.emplace_back(prox_work_of(tensors[i], has_metric), static_cast<int32_t>(i));
     }
-    const auto sort_of = [](const ProxWork& w) {
-      return std::make_tuple(w.is_double, w.on_chip, w.coupled, w.threads);
-    };
+    const auto sort_of = [](const ProxWork& w) { return std::make_tuple(w.is_double, w.on_chip, w.threads); };
     std::stable_sort(order.begin(), order.end(),
                      [&](const auto& a, const auto& b) { return sort_of(a.first) < sort_of(b.first); });
     table_.prox_works.clear();
-    table_.layers = table_.layer_kernels = table_.held_bytes = 0;
-    int64_t held = 0;
     for (const auto& [of_entry, entry] : order) {
       auto& works = table_.prox_works;
       if (works.empty() || sort_of(works.back()) != sort_of(of_entry) ||
-          works.back().kernels + of_entry.kernels > most || held > most_held) {
+          works.back().kernels + of_entry.kernels > most) {
         works.push_back(of_entry);
         works.back().first = static_cast<int64_t>(s_.chunks.size());
         works.back().count = works.back().kernels = 0;
-        held = 0;
       }
       ProxWork& work = works.back();
       s_.chunks.push_back({entry, static_cast<int32_t>(work.kernels)});
       ++work.count;
       work.kernels += of_entry.kernels;
       work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
-      if (!work.coupled) continue;
-      s_.entries[entry].held = static_cast<uint32_t>(held / kHeldUnit);
-      held += of_entry.kernels * of_entry.bytes;
-      table_.held_bytes = std::max(table_.held_bytes, held);
-      table_.layers = std::max(table_.layers, work.count);
-      table_.layer_kernels = std::max(table_.layer_kernels, work.kernels);
     }
   }
 

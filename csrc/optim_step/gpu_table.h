@@ -27,7 +27,7 @@ enum class Types : uint8_t { f32, f64, bf16, f16, bf16_f32, f16_f32, any, any_f6
 enum NestOf { kNestW, kNestG, kNestState, kNestLogical = kNestState + kStates, kNestMap, kNests };
 
 constexpr int32_t kFlat = -1;
-constexpr int64_t kHeldUnit = 16;
+constexpr int64_t kSlotUnit = 16;  // sizes of slots are multiples of it, in bytes
 
 // One parameter and its operands.
 struct Entry {
@@ -40,7 +40,6 @@ struct Entry {
   int32_t nests[kNests];  // indices into the table's nests, or kFlat
   int32_t group;          // row of hyper
   int32_t prox;           // index of the prox that ends the step, or -1
-  uint32_t held;          // where its filters are kept if they are shrunk together, in units of kHeldUnit bytes
   uint32_t ordinal;       // for stochastic rounding
   uint8_t head;           // elements before the first one at a 16-byte boundary; 0 for any and any_f64
   MapKind map_kind;
@@ -55,7 +54,7 @@ struct Prox {
   int64_t plain, squared;  // where its thresholds t and q begin in theirs; squared -1: none
   uint32_t channels, tap_count;
   int32_t rings;
-  bool channels_fastest, linf;
+  bool channels_fastest;
 };
 
 // Elements begin .. end - 1 of an entry, where begin is 0 (index 0) or head + index * kChunk. For an entry with a prox
@@ -73,13 +72,7 @@ struct DeviceScalar {
 
 // Returns the bytes of one filter including its metrics, in the compute dtype.
 LOCO_HD int64_t bytes_of_kernel(int64_t weights, bool is_double, bool has_metric) {
-  return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + kHeldUnit - 1) / kHeldUnit * kHeldUnit;
-}
-
-// Returns the bytes of one filter that is kept for a shared factor: the above, sums of squares per ring, and their
-// scale.
-LOCO_HD int64_t bytes_of_held_kernel(int64_t weights, int rings, bool is_double, bool has_metric) {
-  return bytes_of_kernel(weights, is_double, has_metric) + (rings + 2) / 2 * kHeldUnit;
+  return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + kSlotUnit - 1) / kSlotUnit * kSlotUnit;
 }
 
 // Consecutive chunks whose entries have the same types; one launch steps them.
@@ -92,7 +85,6 @@ struct Work {
 struct ProxWork {
   bool is_double;        // whether the compute dtype is float64
   bool on_chip;          // shared memory can hold a filter
-  bool coupled;          // filters of each entry are shrunk together
   unsigned threads;      // per block
   int64_t first, count;  // chunks
   int64_t kernels;       // filters of all entries
@@ -139,8 +131,6 @@ struct GpuTable {
   std::vector<Work> works;
   std::vector<ProxWork> prox_works;
   int64_t entry_count = 0;
-  // Maxima over all coupled ProxWorks: the number of entries, the number of their filters, and the bytes of these.
-  int64_t layers = 0, layer_kernels = 0, held_bytes = 0;
   // Offsets of the sections in bytes. Sections that change most often come first.
   int64_t grads = 0, hyper = 0, lrs = 0, entries = 0, nests = 0, maps = 0, chunks = 0;
   int64_t proxes = 0, taps = 0, begins = 0, thresholds = 0;

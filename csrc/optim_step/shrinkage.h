@@ -29,7 +29,7 @@ class Shrinkage {
   }
 
   // Shrinks a filter that has been updated. metric: null if the rule has none.
-  void apply(T* w, const T* metric) { solver_.prox(w, metric, thresholds(), penalty_.linf, w); }
+  void apply(T* w, const T* metric) { solver_.prox(w, metric, thresholds(), false, w); }
 
   // Updates a filter, then shrinks it. summing: the result of can_sum for the first of a sequence of blocks, each
   // `count` elements after the last.
@@ -42,50 +42,9 @@ class Shrinkage {
     solver_.prox_of_summed(kernel.w, kernel.metric, thresholds(), kernel.w);
   }
 
-  // The functions below are for filters that are shrunk together by a factor that depends on all of them. Each filter's
-  // ring sums are kept until that factor has been found.
-
-  // Returns the number of sums kept for each filter.
-  int sum_count() const { return penalty_.linf ? 0 : solver_.sum_count(Rule::has_metric); }
-
-  // Updates a filter and writes its sums.
-  void step_and_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing, double* sums) {
-    if (!summing) {
-      update(kernel, flags, scalars);
-      return sum(kernel.w, kernel.metric, sums);
-    }
-    update_summing(kernel, flags, scalars);
-    solver_.keep_sums(Rule::has_metric, sums);
-  }
-
-  // Writes the sums of a filter that has been updated.
-  void sum(const T* w, const T* metric, double* sums) {
-    if (penalty_.linf) return;
-    solver_.sum(w, metric);
-    solver_.keep_sums(Rule::has_metric, sums);
-  }
-
-  // Returns the filter's contribution to the layer's sum if it is shrunk by this factor. A filter without a finite norm
-  // contributes 0.
-  double share(const T* w, const T* metric, const double* sums, double factor) {
-    if (!penalty_.linf) solver_.take_sums(Rule::has_metric, sums);
-    const double share = penalty_.linf ? solver_.linf_penalty(w, metric, thresholds(), factor)
-                                       : solver_.penalty_of_summed(w, metric, thresholds(), factor);
-    return std::isfinite(share) ? share : 0;
-  }
-
-  // Shrinks a filter by the factor that was found.
-  void apply_by(double factor, T* w, const T* metric, const double* sums) {
-    double merged[ring_prox::kMaxRings];
-    ring_prox::merge(thresholds(), penalty_.rings(), factor, 1, merged);
-    if (penalty_.linf) return solver_.prox(w, metric, {merged, nullptr}, true, w);
-    solver_.take_sums(Rule::has_metric, sums);
-    solver_.prox_of_summed(w, metric, {merged, nullptr}, w);
-  }
-
   // Returns whether the filter's sums can be computed while it is updated.
   bool can_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) const {
-    bool all = std::is_same_v<T, float> && !penalty_.linf;
+    bool all = std::is_same_v<T, float>;
     if constexpr (std::is_same_v<T, float>) {
       for (const auto& part : solver_.parts()) all = all && sums_meanwhile(kernel, flags, scalars, part.run);
     }

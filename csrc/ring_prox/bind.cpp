@@ -6,8 +6,7 @@
 
 namespace loco::ring_prox {
 
-int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
-                          bool coupled) {
+int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared) {
   const auto read = [](const Tensor& tensor, const char* name) {
     const View view = view_of(tensor, name, 0);
     STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && view.numel >= 1 && view.numel <= kMaxRings &&
@@ -27,8 +26,6 @@ int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<T
                     ", got ", ring);
     penalty.ring_of_tap.push_back(static_cast<int>(ring));
   }
-  penalty.linf = linf;
-  penalty.coupled = coupled && squared;
   return keep(std::move(held));
 }
 

@@ -60,14 +60,16 @@ struct ThresholdRows {
   int64_t stride;
 };
 
-inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t kernels) {
-  const View t = view_of(thresholds, "thresholds", 0);
+// place: the device that the thresholds are on.
+inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::optional<Tensor>& squared, int64_t kernels,
+                                     const Place& place = Place::cpu()) {
+  const View t = view_of(thresholds, "thresholds", 0, place);
   STD_TORCH_CHECK(t.dtype == DType::f64 && (t.ndim == 1 || t.ndim == 2) && thresholds.is_contiguous(),
                   "thresholds: expected a contiguous float64 tensor of 1 or 2 dimensions");
   STD_TORCH_CHECK(t.ndim == 1 || t.sizes[0] == kernels, "thresholds: expected ", kernels, " rows, got ", t.sizes[0]);
   ThresholdRows rows{static_cast<const double*>(t.data), nullptr, t.ndim == 1 ? 0 : t.sizes[1]};
   if (squared) {
-    const View q = view_of(*squared, "squared", 0);
+    const View q = view_of(*squared, "squared", 0, place);
     STD_TORCH_CHECK(q.dtype == DType::f64 && same_shape(q, t) && squared->is_contiguous(),
                     "squared: expected a contiguous float64 tensor of the thresholds' shape");
     rows.squared = static_cast<const double*>(q.data);
@@ -76,8 +78,7 @@ inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::option
 }
 
 // Store a penalty for optimizer steps of parameters on the device of `like`, and return its handle.
-int64_t ring_penalty_hold(Tensor like, Ints rings, Tensor thresholds, std::optional<Tensor> squared, bool linf,
-                          bool coupled);
+int64_t ring_penalty_hold(Tensor like, Ints rings, Tensor thresholds, std::optional<Tensor> squared);
 
 // Return an uninitialised tensor [filters, rings] for norms: float64 for a float64 weight, float32 otherwise.
 inline Tensor empty_norms(const Tensor& weight, const Reader& reader) {

@@ -67,7 +67,9 @@ Tensor ring_norms(Tensor weight, Ints rings, int64_t count) {
 Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Tensor> squared,
                  std::optional<Tensor> metric, bool linf) {
   const Reader reader(weight, rings, thresholds.size(-1));
-  const ThresholdRows rows = read_thresholds(thresholds, squared, reader.kernel_count());
+  const bool on_device = place_of(thresholds).type != Place::cpu().type;
+  const ThresholdRows rows =
+      read_thresholds(thresholds, squared, reader.kernel_count(), on_device ? reader.place : Place::cpu());
   Tensor out = torch::stable::empty_like(weight);
   CudaCall call = call_of(reader);
   if (metric) call.metric = placed(reader.view_like(*metric, "metric"));
@@ -75,6 +77,7 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
   call.plain = rows.plain;
   call.squared = rows.squared;
   call.thresholds_stride = rows.stride;
+  call.thresholds_on_device = on_device;
   call.linf = linf;
   run(call, reader, weight, [&](const GpuTable& table, const unsigned char* memory, void* stream) {
     prox_cuda(call, table, memory, stream);

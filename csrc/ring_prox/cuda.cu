@@ -65,8 +65,8 @@ Parameters parameters_of(const CudaCall& call, const GpuTable& table, const unsi
           {reinterpret_cast<const Tap*>(memory + table.taps), reinterpret_cast<const uint32_t*>(memory + table.begins),
            static_cast<uint32_t>(call.shape.channels), static_cast<uint32_t>(call.shape.taps), call.shape.rings,
            call.shape.channels_fastest},
-          doubles(table.plain),
-          call.squared ? doubles(table.squared) : nullptr,
+          call.thresholds_on_device ? call.plain : doubles(table.plain),
+          call.thresholds_on_device || !call.squared ? call.squared : doubles(table.squared),
           call.thresholds_stride};
 }
 

@@ -26,8 +26,9 @@ struct CudaCall {
   Shape shape;  // of fewer than 2^31 weights
   Placed weight;
   Placed metric = {}, out = {};
-  const double *plain = nullptr, *squared = nullptr;  // t and q of math.h, in host memory, as in ProxCall of cpu.h
+  const double *plain = nullptr, *squared = nullptr;  // t and q of math.h, as in ProxCall of cpu.h
   int64_t thresholds_stride = 0;
+  bool thresholds_on_device = false;  // whether they are in the GPU's memory rather than the host's
   bool linf = false;
 };
 

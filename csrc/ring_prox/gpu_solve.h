@@ -343,38 +343,4 @@ LOCO_DEVICE void solve(Solver& solver, Sums& sums, const Thresholds& thresholds)
   });
 }
 
-// Return sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q. The result is valid in thread 0.
-template <class Solver, class Sums>
-LOCO_DEVICE double penalty_at(double factor, Solver& solver, Sums& sums, const Thresholds& thresholds) {
-  double result = 0;
-  solver.prepare(sums, thresholds, [&](const auto& solve, const auto& penalty, const double* found) {
-    solve(factor);
-    result = penalty(found);
-  });
-  return result;
-}
-
-// Shared memory of whichever solver the penalty needs.
-template <bool in_metric>
-union AnySolver {
-  Linf linf;
-  std::conditional_t<in_metric, L2InMetric, L2> l2;
-
-  template <class Sums>
-  LOCO_DEVICE void solve(bool is_linf, Sums& sums, const Thresholds& thresholds) {
-    is_linf ? ring_prox::solve(linf, sums, thresholds) : ring_prox::solve(l2, sums, thresholds);
-  }
-
-  template <class Sums>
-  LOCO_DEVICE double penalty_at(double factor, bool is_linf, Sums& sums, const Thresholds& thresholds) {
-    return is_linf ? ring_prox::penalty_at(factor, linf, sums, thresholds)
-                   : ring_prox::penalty_at(factor, l2, sums, thresholds);
-  }
-
-  template <typename T>
-  LOCO_DEVICE T shrunk(bool is_linf, T u, T d, int ring) const {
-    return is_linf ? linf.shrunk(u, d, ring) : l2.shrunk(u, d, ring);
-  }
-};
-
 }  // namespace loco::ring_prox

@@ -40,7 +40,7 @@ struct Offsets {
 struct GpuTable {
   std::vector<unsigned char> bytes;  // size is a multiple of 16
   // Byte offsets of the sections: Offsets and Tap [taps], begins of the ring order [rings + 1], t and q of math.h
-  // [filters or 1, rings]. Only the sections that the call needs are present.
+  // [filters or 1, rings]. Only the sections that the call needs are present: thresholds on the device are not copied.
   int64_t offsets, taps, begins, plain, squared;
 };
 

@@ -100,29 +100,6 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
 }
 
 template <typename T>
-void KernelSolver<T>::sum(const T* u, const T* d) {
-  turn_to(u, d);
-  leave_unscaled();
-  sum_up(false);
-}
-
-template <typename T>
-void KernelSolver<T>::keep_sums(bool in_metric, double* to) const {
-  const int rings = shape_.rings;
-  for (int at = 0; at < sum_count(in_metric); at += rings) {
-    std::copy(zero_.power[at / rings], zero_.power[at / rings] + rings, to + at);
-  }
-}
-
-template <typename T>
-void KernelSolver<T>::take_sums(bool in_metric, const double* from) {
-  const int rings = shape_.rings;
-  for (int at = 0; at < sum_count(in_metric); at += rings) {
-    std::copy(from + at, from + at + rings, zero_.power[at / rings]);
-  }
-}
-
-template <typename T>
 Moments& KernelSolver<T>::no_sums() {
   zero_.clear(shape_.rings);
   return zero_;
@@ -132,29 +109,6 @@ template <typename T>
 void KernelSolver<T>::prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out) {
   turn_to(u, d);
   prox_l2(thresholds, scaled_sums(true), out);
-}
-
-template <typename T>
-double KernelSolver<T>::penalty_of_summed(const T* u, const T* d, const Thresholds& thresholds, double factor) {
-  turn_to(u, d);
-  double result = 0;
-  with_l2(thresholds, scaled_sums(true), [&](const auto& solve, const auto& penalty, const double* found) {
-    solve(factor);
-    result = penalty(found);
-  });
-  return result;
-}
-
-template <typename T>
-double KernelSolver<T>::linf_penalty(const T* u, const T* d, const Thresholds& thresholds, double factor) {
-  turn_to(u, d);
-  turn_channels();
-  double result = 0;
-  with_linf(thresholds, [&](const auto& solve, const auto& penalty, const double* caps) {
-    solve(factor);
-    result = penalty(caps);
-  });
-  return result;
 }
 
 // Transpose u and d so that channels are fastest.

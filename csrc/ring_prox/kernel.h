@@ -39,15 +39,6 @@ class KernelSolver {
   // no_sums() what moments() adds without c, or, without a metric, what squares() adds, as power[0].
   void prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out);
   Moments& no_sums();
-  // Support for callers that visit each of several filters twice: sum() makes the sums of a filter, keep_sums() copies
-  // them out, and take_sums() copies them back for prox_of_summed(). There are sum_count() of them.
-  void sum(const T* u, const T* d);
-  int sum_count(bool in_metric) const { return shape_.rings * (in_metric ? Moments::kPowers : 1); }
-  void keep_sums(bool in_metric, double* to) const;
-  void take_sums(bool in_metric, const double* from);
-  // Return sum_n q_n ||x(G_n)|| of the prox with thresholds t + factor q.
-  double penalty_of_summed(const T* u, const T* d, const Thresholds& thresholds, double factor);
-  double linf_penalty(const T* u, const T* d, const Thresholds& thresholds, double factor);
   const std::vector<Part>& parts() const { return parts_; }
 
  private:

@@ -124,18 +124,11 @@ LOCO_HD double l2_penalty(const double* squares, const double* factors, const do
 // function's value at at() to take() until that returns true.
 class RootSearch {
  public:
-  // Until begin() is called, at() and best() return x.
-  LOCO_HD explicit RootSearch(double x) : x1_(x), f1_(0), x2_(x), f2_(0), part_(0) {}
-
-  LOCO_HD void begin(double lower, double f_lower, double upper, double f_upper) {
-    x1_ = upper, f1_ = f_upper, x2_ = lower, f2_ = f_lower;
-    part_ = f_upper / (f_upper - f_lower);
-  }
+  LOCO_HD RootSearch(double lower, double f_lower, double upper, double f_upper)
+      : x1_(upper), f1_(f_upper), x2_(lower), f2_(f_lower), part_(f_upper / (f_upper - f_lower)) {}
 
   LOCO_HD double at() const { return x1_ + part_ * (x2_ - x1_); }
   LOCO_HD double best() const { return f1_ != 0 && std::fabs(f2_) < std::fabs(f1_) ? x2_ : x1_; }
-  // Return a lower bound of the root of a rising function.
-  LOCO_HD double below() const { return f1_ <= 0 ? x1_ : x2_; }
 
   // Record the value at at(). Return whether best() has been found.
   LOCO_HD bool take(double f_x, double tolerance) {
@@ -305,52 +298,6 @@ LOCO_HD double linf_penalty(const double* sizes, const double* caps, const doubl
   return penalty;
 }
 
-// Step-by-step search for f of the squared part. The caller passes sum_n q_n ||x(G_n)|| of the prox with thresholds t +
-// at() q to take() until that returns true. If that sum is infinite even for f = 0, f is 0.
-class FactorSearch {
- public:
-  LOCO_HD FactorSearch() : root_(0), most_(0), above_(0), miss_above_(0), phase_(Phase::first) {}
-
-  LOCO_HD double at() const { return root_.at(); }
-  // Return a lower bound of f, so that groups do not all vanish where rounding cannot tell f from a value that makes
-  // them vanish.
-  LOCO_HD double best() const { return root_.below(); }
-  LOCO_HD bool begun() const { return phase_ != Phase::first; }
-
-  // Record the value at at(). Return whether best() has been found.
-  LOCO_HD bool take(double penalty, double tolerance) {
-    constexpr double kFar = 64;
-    const double x = at(), miss = x - 2 * penalty;
-    if (phase_ == Phase::within) return root_.take(miss, tolerance);
-    if (phase_ == Phase::first) {
-      most_ = -miss == kInfinity ? 0 : -miss;
-      root_ = RootSearch(most_);
-      phase_ = Phase::down;
-      return !(most_ > 0);
-    }
-    // f is usually near its upper bound, but it may be many powers of 2 below.
-    if (2 * penalty * kFar < x) {
-      above_ = x, miss_above_ = miss;
-      root_ = RootSearch(x / kFar);
-      return false;
-    }
-    phase_ = Phase::within;
-    if (miss > 0) {
-      root_.begin(0, -most_, x, miss);
-      return false;
-    }
-    if (x < most_) root_.begin(x, miss, above_, miss_above_);
-    return !(x < most_);
-  }
-
- private:
-  enum class Phase { first, down, within };
-
-  RootSearch root_;
-  double most_, above_, miss_above_;
-  Phase phase_;
-};
-
 // Find the factor f and leave its prox in `found`. solve(factor) finds the prox with thresholds t + factor q and writes
 // it to `found`; penalty(found) returns sum_n q_n ||x(G_n)|| there, and penalty(null) that of u.
 template <class Solve, class Penalty>
@@ -367,8 +314,7 @@ LOCO_HD void solve_squared(const Thresholds& thresholds, const Solve& solve, con
     factor = upper == kInfinity ? 0 : upper;
     const double of_upper = factor > 0 ? miss(factor) : 0;
     if (of_upper > 0) {
-      RootSearch search(factor);
-      search.begin(0, -factor, factor, of_upper);
+      RootSearch search(0, -factor, factor, of_upper);
       for (int i = 0; i < kMostTrials && !search.take(miss(search.at()), kTolerance); ++i) continue;
       factor = search.best();
     }

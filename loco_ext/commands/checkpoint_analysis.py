@@ -20,7 +20,7 @@ from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, lo
 from loco_ext.analysis.tables import locality_table, statistics_table
 from loco_ext.folders import owned
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
-from loco_ext.output import json_text, one_line, replacing
+from loco_ext.output import one_line, replacing, write_json
 
 _COLUMNS = 6  # pictures per row of the figure
 _MOST_PICTURES = 300  # pictures in the figure
@@ -88,8 +88,7 @@ def save(analysis: Analysis, out: Path) -> None:
         with replacing(out / "taps.png") as temporary, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for such a glyph
             tap_figure(analysis.mean_abs_weight).savefig(temporary, format="png", dpi=150)
-        with replacing(out / "analysis.json") as temporary:
-            temporary.write_text(json_text(analysis.to_dict(), indent=2) + "\n")
+        write_json(out / "analysis.json", analysis.to_dict())
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from loco_ext.commands import Device, Out, Result, command, make_writable, writing_to
+from loco_ext.output import json_text
 
 
 @command()
@@ -33,4 +34,4 @@ def run(
         demo.print_tables(results)
         print(f"Metrics, figure and checkpoints are in {out}")
 
-    return Result(lambda: demo.to_json(settings, results), show)
+    return Result(lambda: json_text(demo.to_dict(settings, results), indent=2), show)

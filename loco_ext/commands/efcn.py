@@ -9,8 +9,7 @@ from loco_ext.errors import UserError
 from loco_ext.experiments import data, efcn
 from loco_ext.experiments.efcn_settings import PRESETS, PRESETS_MEAN, EfcnSettings, efcn_preset
 from loco_ext.experiments.settings import PAPER, Settings
-from loco_ext.experiments.tables import print_table
-from loco_ext.output import json_text
+from loco_ext.output import json_text, print_table
 
 OF_THE_NETWORK = {"model", "data", "image_size", "epochs", "batch_size", "learning_rate", "seed", "width"}
 OPTIONS = (

@@ -5,8 +5,7 @@ from typing import Any
 from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
 from loco_ext.experiments import data, frontier
 from loco_ext.experiments.settings import PRESETS, Settings, from_preset
-from loco_ext.experiments.tables import print_table
-from loco_ext.output import json_text
+from loco_ext.output import json_text, print_table
 
 POINT = {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}  # replaces the preset's values
 OF_A_POINT = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "momentum"}

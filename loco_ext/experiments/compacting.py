@@ -26,7 +26,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import owned
-from loco_ext.output import json_text, replacing
+from loco_ext.output import write_json
 
 # Channels, and height = width, of the images of each data set.
 IMAGES = {"digits": (1, 8), "cifar10": (3, 32), "cifar100": (3, 32), "fashion-mnist": (1, 32)}
@@ -149,8 +149,7 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
             device = next(compacted.network.parameters()).device
             images = torch.zeros(2, trained.channels, trained.size, trained.size, device=device)
             sparsity.export_onnx(compacted.network, images, out / "model.onnx")
-        with replacing(out / "report.json") as path:
-            path.write_text(json_text(record, indent=2) + "\n")
+        write_json(out / "report.json", record)
 
 
 def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int]]:

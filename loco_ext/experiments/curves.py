@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from loco_ext.experiments.figures import write
+from loco_ext.experiments.figures import finish, write
 from loco_ext.experiments.train import Epoch
 
 
@@ -19,8 +19,7 @@ def save(history: Sequence[Epoch], path: Path) -> None:
             axes.plot(epochs, [getattr(epoch, f"{samples}_{what}") for epoch in history], marker=".", label=samples)
         axes.set(xlabel="epoch", title=what)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
+        finish(axes)
         axes.legend(frameon=False)
         if what == "accuracy":
             axes.yaxis.set_major_formatter(PercentFormatter(1))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.run import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
-from loco_ext.output import json_text, replacing
+from loco_ext.output import write_json
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def _write(settings: Settings, trainings: list["Training"], results: Results, ou
         save_checkpoint(out / f"{training.name}.pt", state)
     sparsity.save(results.shrunk.network, out / "smaller", results.shrunk.report)
     demo_networks.save_figure(results.networks, out / "demo.png")
-    with replacing(out / "demo.json") as path:
-        path.write_text(to_json(settings, results) + "\n")
+    write_json(out / "demo.json", to_dict(settings, results))
 
 
 def print_tables(results: Results) -> None:
@@ -104,16 +103,15 @@ def print_tables(results: Results) -> None:
     lifting.print_lifted(results.lifted)
 
 
-def to_json(settings: Settings, results: Results) -> str:
-    """Return the settings, the versions and all measurements as one JSON object."""
-    record = {
+def to_dict(settings: Settings, results: Results) -> dict[str, Any]:
+    """Return the settings, the versions and all measurements as plain data."""
+    return {
         "settings": asdict(settings),
         "versions": versions(),
         "networks": [asdict(network) for network in results.networks],
         "smaller": results.shrunk.to_dict(),
         "lifted": results.lifted.to_dict(),
     }
-    return json_text(record, indent=2)
 
 
 class Training(NamedTuple):

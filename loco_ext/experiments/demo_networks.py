@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from loco_ext import geometry
 from loco_ext.analysis import LocalityStatistics, locality_statistics
 from loco_ext.analysis.tables import statistics_table
-from loco_ext.experiments.figures import write
-from loco_ext.experiments.tables import print_table
+from loco_ext.experiments.figures import finish, write
+from loco_ext.output import print_table
 
 CLASSES = ("centre", "edge", "corner")  # distance classes of a 3x3 kernel, nearest first
 
@@ -121,8 +121,7 @@ def _draw_accuracies(axes: Axes, networks: list[Network]) -> None:
     axes.set(xlabel="epoch", ylim=(max(0.0, 1 - 6 * largest_error - 0.01), 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
+    finish(axes)
     axes.legend(frameon=False, loc="lower right")
 
 

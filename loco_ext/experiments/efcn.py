@@ -16,7 +16,7 @@ appendices A to C. The paper has no networks between the convolutional and the f
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from loco_ext.experiments.train import Epoch, evaluate, make_model
 from loco_ext.folders import owned
 from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
-from loco_ext.output import json_text, note, replacing
+from loco_ext.output import note, write_json
 
 Record = dict[str, Any]
 TOLERANCE = 1e-2  # on the residual of the power iteration
@@ -60,29 +60,16 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.training.check_data(data)
-    settings_path, processes = out / "settings.json", Processes(torch.device(device))
-    record: Record = {
-        "settings": asdict(settings),
-        "training_samples": len(data.train.labels),
-        "test_samples": len(data.test.labels),
-        "device": processes.device.type,
-        "versions": run.versions(),
-    }
-    text = json_text(record, indent=2) + "\n"
+    processes = Processes(torch.device(device))
     experiment = _Experiment(settings, data, out, processes)
     experiment.check()
     with owned(out):
-        if settings_path.exists():
-            if not resume:
-                raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
-            if settings_path.read_bytes() != text.encode():
-                raise SettingsError(f"{settings_path}: of another experiment; resume it with its own settings")
-        _write(settings_path, text)
+        record: Record = run.start_experiment(out, settings, data, processes, resume=resume)
         record["cnn"] = experiment.cnn()
         arms = [_Arm(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)]
         record["branches"] = [experiment.lifted(arm) for arm in arms]
         record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
-        _write_json(out / "efcn.json", record)
+        write_json(out / "efcn.json", record, indent=None)
         record = _read(out / "efcn.json")
         efcn_figures.save(record, out)
     return record
@@ -167,9 +154,9 @@ class _Experiment:
         if not after.exists():
             model = self.lift(arm)
             if not before.exists():
-                _write_json(before, self.before(model, arm))
+                write_json(before, self.before(model, arm), indent=None)
             history = self.train_on(model, arm)
-            _write_json(after, {"epochs": _epochs(history)} | self.after(model, arm))
+            write_json(after, {"epochs": _epochs(history)} | self.after(model, arm), indent=None)
         (folder / run.CHECKPOINT).unlink(missing_ok=True)  # the final weights are in model.safetensors
         return _read(before) | _read(after)
 
@@ -190,11 +177,11 @@ class _Experiment:
 
         def after_epoch(epoch: int) -> dict[str, float | None]:
             if epoch in arm.pictured(self.settings):
-                _write_json(_picture(folder, epoch), filter_of(model))
+                write_json(_picture(folder, epoch), filter_of(model), indent=None)
             return self.deviations(model, arm) | self.masked(model, arm)
 
         if arm.relax != CNN and not (folder / run.CHECKPOINT).exists():
-            _write_json(_picture(folder, 0), filter_of(model))
+            write_json(_picture(folder, 0), filter_of(model), indent=None)
         options: dict[str, Any] = {"resume": True, "model": model, "label": arm.label, "measure": after_epoch}
         return run.run(self.settings.branch(epochs), self.data, folder, self.processes, **options)
 
@@ -217,7 +204,7 @@ class _Experiment:
         """Return the losses and accuracies of the network at a switch time."""
         path = self.out / CNN / f"start-{time:03}.json"
         if not path.exists():
-            _write_json(path, self.evaluate(self.network(time)))
+            write_json(path, self.evaluate(self.network(time)), indent=None)
         return _read(path)
 
     def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
@@ -352,12 +339,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text())
     except (ValueError, FileNotFoundError) as error:
         raise SettingsError(f"{path}: cannot be read ({type(error).__name__})") from error
-
-
-def _write_json(path: Path, record: Any) -> None:
-    _write(path, json_text(record) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from loco_ext.experiments.efcn_settings import CNN
-from loco_ext.experiments.figures import write
+from loco_ext.experiments.figures import finish, write
 
 Record = dict[str, Any]
 MARKERS = "x+^sd*"
@@ -57,7 +57,7 @@ def dynamics(record: Record) -> Figure:
             axes.set(title=_title(relax), xlabel="epoch of its own training", ylabel=PANELS[name])
             if name == "train_loss":
                 axes.set_yscale("log")
-            _finish(axes)
+            finish(axes)
         row[-1].legend(frameon=False, fontsize="x-small")
     return figure
 
@@ -78,7 +78,7 @@ def landscape(record: Record) -> Figure:
         axes.set_yscale("log")
         axes.set(ylabel=title)
     for axes in (accuracy, *others):
-        _finish(axes)
+        finish(axes)
         axes.legend(frameon=False, fontsize="x-small")
     return figure
 
@@ -109,7 +109,7 @@ def deviations(record: Record) -> Figure:
         row[1].set(xlabel="initial training loss", ylabel=label)
         row[2].set(xlabel=label, ylabel="final test accuracy")
         for axes in row:
-            _finish(axes)
+            finish(axes)
             axes.legend(frameon=False, fontsize="x-small")
     return figure
 
@@ -149,7 +149,7 @@ def masked(record: Record) -> Figure:
         for number, (label, name) in enumerate(parts.items()):
             _draw_by_time(axes, record, relax, number, lambda b, name=name: b["epochs"][-1][name], label)
         axes.set(title=_title(relax), ylabel="final test accuracy", ylim=(0, 1))
-        _finish(axes)
+        finish(axes)
         axes.legend(frameon=False, fontsize="x-small")
     return figure
 
@@ -176,7 +176,7 @@ def interpolations(branches: list[Record]) -> Figure:
                 axes.plot(alphas, _numbers([point[name] for point in points]), color=color, marker=".", label=method)
             axes.set(xlabel="alpha", ylabel=title)
             axes.set_title(f"{_title(branch['relax'])} from {branch['switch_time']}", fontsize="small")
-            _finish(axes)
+            finish(axes)
         row[-1].legend(frameon=False, fontsize="x-small")
     return figure
 
@@ -254,8 +254,3 @@ def _draw_logarithm(axes: Axes, values: Any) -> AxesImage:
     sizes = np.abs(np.array(values, dtype=float))
     axes.set(xticks=[], yticks=[])
     return axes.imshow(np.log(sizes, out=np.full_like(sizes, np.nan), where=sizes > 0), cmap="viridis")
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

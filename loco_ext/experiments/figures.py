@@ -88,8 +88,7 @@ def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
         axes.set_xscale("symlog", linthresh=max(whole / 1000, 1))
         axes.set_xlim(0, 1.3 * whole)
         axes.set(title=title, xlabel="multiply-adds of one sample", ylabel="test error in percent")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish(axes)
         axes.legend(frameon=False, fontsize="small")
     return figure
 
@@ -112,6 +111,12 @@ def _draw_areas(figure: Figure | None, axes: Axes, areas: dict[float, list[int]]
     axes.spines[["top", "right"]].set_visible(False)
     if figure is not None:
         figure.colorbar(scale, ax=axes, label="strength")
+
+
+def finish(axes: Axes) -> None:
+    """Draw a faint grid and no frame at the top and on the right."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -17,7 +17,7 @@ factor.
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
-from loco_ext.output import json_text, replacing
+from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.sparsity.frontier import Frontier
@@ -158,28 +158,14 @@ def measure(
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.training.check_data(data)
-    settings_path, processes = out / "settings.json", Processes(torch.device(device))
-    record: dict[str, Any] = {
-        "settings": asdict(settings),
-        "training_samples": len(data.train.labels),
-        "test_samples": len(data.test.labels),
-        "latency_batch": LATENCY_BATCH,
-        "device": processes.device.type,
-        "versions": run.versions(),
-    }
-    text = json_text(record, indent=2) + "\n"
+    processes = Processes(torch.device(device))
     with owned(out):
-        if settings_path.exists():
-            if not resume:
-                raise SettingsError(f"{out}: holds a frontier already; resume it, or choose another folder")
-            if settings_path.read_bytes() != text.encode():
-                raise SettingsError(f"{settings_path}: of another frontier; resume it with its own settings")
-        _write(settings_path, text)
+        record = run.start_experiment(out, settings, data, processes, resume=resume, latency_batch=LATENCY_BATCH)
         paths = [_Path(settings, width, data, out, processes).measure() for width in settings.used_widths]
         record["paths"] = [
             {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)
         ]
-        _write(out / "frontier.json", json_text(record, indent=2) + "\n")
+        write_json(out / "frontier.json", record)
         figures.save(record, out)
     return record
 
@@ -306,8 +292,3 @@ def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 ]
             )
     return headers, cells
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text)

@@ -13,8 +13,8 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.tables import print_table
 from loco_ext.experiments.train import Epoch, evaluate, train
+from loco_ext.output import print_table
 
 RADIUS = 1  # pixels on each side beyond the receptive field of the convolutions
 SLOWER = 10.0  # factor by which the learning rate is divided, as in the eFCN paper

@@ -31,7 +31,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
-from loco_ext.output import json_text, replacing
+from loco_ext.output import json_text, replacing, write_json
 from loco_ext.sparsity import zero_dead_kernels
 from loco_ext.version import __version__
 
@@ -115,6 +115,32 @@ def run(
     return history
 
 
+def start_experiment(
+    out: Path, settings: Any, data: Dataset, processes: Processes, *, resume: bool, **facts: Any
+) -> dict[str, Any]:
+    """Record the settings of an experiment of several runs in ``out``, and return that record.
+
+    Raises:
+        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
+    """
+    path = out / "settings.json"
+    record = {
+        "settings": asdict(settings),
+        "training_samples": len(data.train.labels),
+        "test_samples": len(data.test.labels),
+        **facts,
+        "device": processes.device.type,
+        "versions": versions(),
+    }
+    if path.exists():
+        if not resume:
+            raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
+        if path.read_text() != json_text(record, indent=2) + "\n":
+            raise SettingsError(f"{path}: of another experiment; resume it with its own settings")
+    write_json(path, record)
+    return record
+
+
 def versions() -> dict[str, str]:
     """Return the versions of everything that the numbers depend on."""
     return {"loco_ext": __version__, "torch": torch.__version__}
@@ -149,7 +175,7 @@ def _begin(
     history = _restore(path, settings, facts, parts) if path.exists() else []
     if processes.first:
         record = {"settings": asdict(settings), **facts, "versions": versions()}
-        _write(out / "settings.json", json_text(record, indent=2) + "\n")
+        write_json(out / "settings.json", record)
     return history
 
 
@@ -193,10 +219,5 @@ def _check_finite(epoch: Epoch, out: Path) -> None:
 
 
 def _write_metrics(out: Path, history: list[Epoch]) -> None:
-    lines = "".join(json_text(asdict(epoch)) + "\n" for epoch in history)
-    _write(out / "metrics.jsonl", lines)
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text)
+    with replacing(out / "metrics.jsonl") as temporary:
+        temporary.write_text("".join(json_text(asdict(epoch)) + "\n" for epoch in history))

@@ -14,8 +14,8 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.tables import print_table
 from loco_ext.experiments.train import Epoch, evaluate, train
+from loco_ext.output import print_table
 
 STRENGTH, WEIGHTING = 0.015, "normalized"
 BATCH_SIZE = 64  # batch size for which latency is optimised

@@ -9,8 +9,8 @@ is the row's ``weight_decay`` times the map's entry for it (LOCO-REG, eq. 6.1; t
 weight ends with the exact prox of that penalty: for SGD with thresholds times ``lr * (1 - dampening) / (1 - momentum)``
 (lr without momentum; for the squared part the square root of that), for Adam in the metric
 ``(sqrt(v / (1 - beta2^t)) + eps) / lr``. Only then do weights converge to the minimum of loss and penalty. Compiled
-kernels apply the prox at the end of the step, on chip unless the penalty couples filters; Triton launches it after the
-step's kernels. The prox of a :class:`LayerPenalty`, which may be any function, follows the step in its own calls.
+kernels apply the prox of Euclidean norms at the end of the step. It follows the step in calls of its own where norms
+are largest weights or filters are joint, in Triton, and for a :class:`LayerPenalty`, which may be any function.
 
 ``lrs`` are one-element tensors on the parameters' device; ``lr_index[g]`` is the one that replaces the learning rate in
 row ``g``, -1 for none. The GPU reads them, ``steps``, ``grad_scale`` and ``found_inf`` itself, without a host sync.
@@ -39,7 +39,7 @@ from torch import Tensor
 from loco_ext.ops import backends
 from loco_ext.ops.checks import ARGUMENTS, check_step
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
-from loco_ext.ops.shrink import step_on_copies, step_then_shrink, stepped_in_place
+from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
 from loco_ext.reference import optim_step as _reference
 
 _FAMILY = "optim_step"
@@ -212,28 +212,25 @@ def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """Run a step with penalties: kernels end it with the prox of a StepPenalty; the prox of all others follows it."""
+    """Run a step with penalties: compiled kernels end it with the prox of some; that of all others follows it."""
     named = _named(name, arguments)
-    if chosen == "native" and all(map(stepped_in_place, named["params"], named["penalties"])):
-        named["penalties"] = _numbers(named["params"], named["penalties"])
-        _run_native(name, tuple(named.values()), arguments)
+    native, penalties = chosen == "native", named["penalties"]
+    within = [native and applied_by_kernels(*pair) for pair in zip(named["params"], penalties, strict=False)]
+    numbers = _numbers(named["params"], [p if inside else None for p, inside in zip(penalties, within, strict=False)])
+    if native and all(within):
+        _run_native(name, tuple({**named, "penalties": numbers}.values()), arguments)
         return
     check_step(name, arguments)
-    within = [penalty if isinstance(penalty, StepPenalty) else None for penalty in named["penalties"]]
-    after = [penalty if isinstance(penalty, LayerPenalty) else None for penalty in named["penalties"]]
 
-    def step(changed: dict[str, Any]) -> None:
-        _run_kernels(chosen, name, tuple({**named, **changed}.values()))
+    def step(changed: dict[str, list[Tensor]]) -> None:
+        _run_kernels(chosen, name, tuple({**named, **changed, "penalties": numbers if native else []}.values()))
 
-    def step_with_prox(held: dict[str, list[Tensor]]) -> None:
-        if chosen != "native":
-            step({**held, "penalties": within})
-            return
-        numbers = _numbers(named["params"], within)
-        copied = {**named, **held, "penalties": within}
-        step_on_copies(copied, lambda params: step({**held, "params": params, "penalties": numbers}))
-
-    step_then_shrink(name, {**named, "penalties": after}, step_with_prox)
+    found_inf = named["found_inf"]
+    if native and found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
+        step({})
+        return
+    after = [None if inside else p for p, inside in zip(penalties, within, strict=True)]
+    step_then_shrink(name, {**named, "penalties": after}, step)
 
 
 def _numbers(params: Sequence[Tensor], penalties: Sequence[StepPenalty | None]) -> list[int]:

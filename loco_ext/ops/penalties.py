@@ -16,7 +16,7 @@ MOST_RINGS = 64  # most rings of a filter that the compiled libraries support
 class StepPenalty:
     """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each filter.
 
-    If ``coupled``, the squared sum runs over all filters.
+    If ``coupled``, the squared sum runs over all filters: the penalty is joint.
 
     Args:
         rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.
@@ -52,7 +52,7 @@ class StepPenalty:
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
-        self.coupled = coupled and squared is not None
+        self.joint = coupled and squared is not None
         self._numbers: dict[ModuleType | None, int] = {}
 
     def number_for(self, param: Tensor) -> int:
@@ -63,7 +63,7 @@ class StepPenalty:
         library = backends.cuda_library if param.is_cuda else backends.library
         if library not in self._numbers:
             hold = backends.operators().ring_penalty_hold
-            number = hold(param, self.rings, self.thresholds, self.squared, self.linf, self.coupled)
+            number = hold(param, self.rings, self.thresholds, self.squared)
             if number == 0:  # fake tensors, which are never stepped
                 return 0
             self._numbers[library] = number
@@ -72,7 +72,7 @@ class StepPenalty:
     @property
     def of_layer(self) -> bool:
         """Whether the penalty is on all filters of a layer together."""
-        return self.coupled
+        return self.joint
 
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
         """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""

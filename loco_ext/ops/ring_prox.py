@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loco_ext.ops import backends, transforms
 from loco_ext.ops.checks import DTYPES
-from loco_ext.ops.coupled import group_norms_by, shared_factor
+from loco_ext.ops.joint import group_norms_by, shared_factor
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.reference import ring_prox as _reference
 
@@ -163,24 +163,38 @@ def ring_prox(
         check_metric(metric, weight)
     weight, rings = weight.detach(), list(rings)
     if not coupled or squared is None:
-        return _run("ring_prox", weight, rings, thresholds.contiguous(), squared, metric, linf)
-    if backends.choose(_FAMILY, weight.device) == "reference":
-        return _reference.ring_prox(weight, rings, thresholds, squared, metric, linf, coupled)
-    return _coupled_prox(weight, rings, thresholds, squared, metric, linf)
+        return run_prox(weight, rings, thresholds.contiguous(), squared, metric, linf)
+    t, q = thresholds.to(weight.device), squared.to(weight.device)
+    return run_joint_prox(weight, rings, t, q, metric, linf, plain=not thresholds.any())
 
 
-def _coupled_prox(
-    weight: Tensor, rings: list[int], thresholds: Tensor, squared: Tensor, metric: Tensor | None, linf: bool
+def run_prox(
+    weight: Tensor, rings: list[int], t: Tensor, q: Tensor | None, metric: Tensor | None, linf: bool
 ) -> Tensor:
-    q = squared.to(weight.device).expand(len(weight), -1)
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    """Return :func:`ring_prox` of each filter by itself, unchecked; t, q: contiguous, on the CPU or weight's device."""
+    return _run("ring_prox", weight, rings, t, q, metric, linf)
+
+
+def run_joint_prox(
+    weight: Tensor, rings: list[int], t: Tensor, q: Tensor, metric: Tensor | None, linf: bool, plain: bool
+) -> Tensor:
+    """Return :func:`ring_prox` of all filters together, unchecked; the host waits for no GPU.
+
+    Args:
+        t, q: contiguous, on the weight's device.
+        plain: whether t is known to be 0.
+    """
+    chosen = backends.choose(_FAMILY, weight.device)
+    if chosen == "reference":
+        return _reference.ring_prox(weight, rings, t, q, metric, linf, True)
 
     def prox(u: Tensor, factor: Tensor) -> Tensor:
-        return _run("ring_prox", u, rings, thresholds + factor.cpu() * squared, None, metric, linf)
+        return run_prox(u, rings, t + factor * q, None, metric, linf)
 
-    plain = metric is None and not linf and not thresholds.any()
-    norms_of = partial(group_norms, rings=rings, count=q.shape[1], linf=linf)
-    return prox(weight, shared_factor(partial(prox, wide), norms_of, wide, q, plain, waits=True))
+    norms_of = partial(group_norms, rings=rings, count=q.shape[-1], linf=linf)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    plain, waits = plain and metric is None and not linf, chosen == "native" and weight.is_cpu
+    return prox(weight, shared_factor(partial(prox, wide), norms_of, wide, q.expand(len(weight), -1), plain, waits))
 
 
 def group_norms(weight: Tensor, rings: Sequence[int], count: int, linf: bool) -> Tensor:
@@ -264,12 +278,5 @@ if backends.library is not None:
         return torch.empty_like(weight)
 
     @torch.library.register_fake("loco_ext::ring_penalty_hold")
-    def _(
-        like: Tensor,
-        rings: Sequence[int],
-        thresholds: Tensor,
-        squared: Tensor | None,
-        linf: bool,
-        coupled: bool,
-    ) -> int:
+    def _(like: Tensor, rings: Sequence[int], thresholds: Tensor, squared: Tensor | None) -> int:
         return 0

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam as torch_adam
 
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, uses_kernels, with_options
-from loco_ext.optim.plan import Batch, Plan, Rule, check_not_captured
+from loco_ext.optim.plan import Batch, Rule, check_not_captured
 from loco_ext.optim.states import new_state
-from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.penalties import Penalty
 from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 
@@ -93,38 +91,6 @@ class _FusedAdam(LocalityOptimizer):
             found_inf=self._found_inf(batch, found_inf),
             **self._shared_arguments(rule, batch),
         )
-
-    def _step_with_torch(self, group: Group, plan: Plan) -> None:
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        lists: tuple[list[Tensor], ...] = ([], [], [], [])
-        has_complex = self._init_group(group, params, grads, *lists)  # type: ignore[attr-defined]
-        beta1, beta2 = group["betas"]
-        for part in split_by_decay(group, plan, params, grads):
-            exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = (
-                [tensors[i] for i in part.indices] if tensors else [] for tensors in lists
-            )
-            torch_adam(
-                [params[i] for i in part.indices],
-                part.grads,
-                exp_avgs,
-                exp_avg_sqs,
-                max_exp_avg_sqs,
-                steps,
-                foreach=group["foreach"],
-                capturable=group["capturable"],
-                differentiable=group["differentiable"],
-                fused=False,
-                has_complex=has_complex,
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                amsgrad=group["amsgrad"],
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=part.weight_decay,
-                eps=group["eps"],
-                maximize=part.maximize,
-            )
 
 
 class Adam(_FusedAdam, torch.optim.Adam):

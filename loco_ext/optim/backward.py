@@ -25,31 +25,31 @@ class StepsInBackward:
 
     def remove(self) -> None:
         """End stepping in backward: the layers have gradients again, and ``optimizer.step()`` steps them."""
-        ended = {id(layer._backward_step.values) for layer in self._layers}
+        ended = {id(layer._backward_step.weight) for layer in self._layers}
         for layer in self._layers:
             layer._backward_step = None
         self._layers = []
         stepped = self._optimizer._stepped_in_backward
-        self._optimizer._stepped_in_backward = tuple(values for values in stepped if id(values) not in ended)
+        self._optimizer._stepped_in_backward = tuple(weight for weight in stepped if id(weight) not in ended)
         self._optimizer._refresh()
 
 
 def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInBackward:
     """Make ``backward()`` itself step the blocks of the model's locally connected layers from now on.
 
-    Each layer's ``values`` are stepped as soon as backward has passed it, in parts: a part's gradient is computed, used
-    and freed, and ``values.grad`` stays None. That saves the memory of all these gradients, which is as much as the
+    Each layer's ``weight`` is stepped as soon as backward has passed it, in parts: a part's gradient is computed, used
+    and freed, and ``weight.grad`` stays None. That saves the memory of all these gradients, which is as much as the
     weights themselves take; fully grown layers are most of a model. The weights become what ``optimizer.step()`` would
     have made of them, bit for bit, with the group's options of that moment, decay maps and states;
     ``optimizer.step()`` steps everything else as before.
 
     Every ``backward()`` that reaches the weights is then a step: gradients cannot be accumulated over several calls,
-    clipped, scaled or passed to hooks of ``values``. The loss must depend on ``values`` through their layer alone, used
-    once in a forward, in at most one reentrant checkpoint. A side stream must have ended before ``values`` are used
+    clipped, scaled or passed to hooks of ``weight``. The loss must depend on ``weight`` through its layer alone, used
+    once in a forward, in at most one reentrant checkpoint. A side stream must have ended before ``weight`` is used
     again.
 
     Args:
-        optimizer: an SGD, Adam or AdamW of this package that has the ``values`` of these layers, without ``penalty``,
+        optimizer: an SGD, Adam or AdamW of this package that has the ``weight`` of these layers, without ``penalty``,
             ``stochastic_rounding``, ``foreach`` and ``differentiable``.
         model: a module with locally connected layers. Its deep copies have ordinary gradients.
 
@@ -57,13 +57,13 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
         A handle whose ``remove()`` ends stepping in backward.
 
     Raises:
-        TypeError: ``optimizer`` is another one; ``model`` is no module; ``values`` are not an ordinary parameter, such
-            as sharded ones.
-        ValueError: the model has no such layer, or one whose ``values`` the optimizer lacks or that steps in backward
+        TypeError: ``optimizer`` is another one; ``model`` is no module; a ``weight`` is not an ordinary parameter, such
+            as a sharded one.
+        ValueError: the model has no such layer, or one whose ``weight`` the optimizer lacks or that steps in backward
             already; the group has one of the options excluded above.
         RuntimeError: in backward, with ``create_graph``, in several processes (nothing would average the gradients), at
             a layer's second use, or with states of another size; in ``optimizer.step()``, with a GradScaler, or if
-            ``values`` have also got a gradient by another path, as backward has stepped them already; in a forward
+            a ``weight`` has also got a gradient by another path, as backward has stepped it already; in a forward
             that torch.compile traces whole.
 
     Example:
@@ -98,35 +98,35 @@ def step_in_backward(optimizer: LocalityOptimizer, model: nn.Module) -> StepsInB
 
 
 class _BackwardStep:
-    """Steps one layer's values by the gradient that backward computes; see :data:`loco_ext.ops.Consume`."""
+    """Steps one layer's weight by the gradient that backward computes; see :data:`loco_ext.ops.Consume`."""
 
-    def __init__(self, optimizer: LocalityOptimizer, values: nn.Parameter) -> None:
-        self._optimizer, self.values = optimizer, values
+    def __init__(self, optimizer: LocalityOptimizer, weight: nn.Parameter) -> None:
+        self._optimizer, self.weight = optimizer, weight
         self._last_pass = -1
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # a copied or loaded layer has ordinary gradients
 
-    def of(self, values: Tensor) -> _BackwardStep | None:
-        """Return self if these are the values that it steps, None if others have taken their place."""
-        return self if values is self.values else None
+    def of(self, weight: Tensor) -> _BackwardStep | None:
+        """Return self if this is the weight that it steps, None if another has taken its place."""
+        return self if weight is self.weight else None
 
     @torch.no_grad()
     def __call__(self, parts: Iterator[tuple[slice, Tensor]]) -> None:
-        optimizer, values = self._optimizer, self.values
-        # Only autograd's engine knows whether this pass, identified by its task id, will give values a gradient.
-        if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(values).node):
+        optimizer, weight = self._optimizer, self.weight
+        # Only autograd's engine knows whether this pass, identified by its task id, will give weight a gradient.
+        if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node):
             return
         number = torch._C._current_graph_task_id()
         if number == self._last_pass:
             raise RuntimeError("step_in_backward: expected a layer that is used once in a forward, got a second use")
         if _processes() > 1:
             raise RuntimeError("step_in_backward: expected one process, as no gradients are averaged, got several")
-        group, plan, index = _place(optimizer, values)
+        group, plan, index = _place(optimizer, weight)
         _check_group(group)
         whole = _whole(optimizer, group, plan, index)
         self._last_pass = number
-        _step(optimizer, optimizer._rule(group, str(values.device)), whole, parts)
+        _step(optimizer, optimizer._rule(group, str(weight.device)), whole, parts)
 
 
 def _step(optimizer: LocalityOptimizer, rule: Rule, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
@@ -149,13 +149,13 @@ def _processes() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _place(optimizer: LocalityOptimizer, values: Tensor) -> tuple[Group, Plan, int]:
+def _place(optimizer: LocalityOptimizer, weight: Tensor) -> tuple[Group, Plan, int]:
     """Return the group that has a parameter, its plan and the parameter's index."""
     for group, plan in zip(optimizer.param_groups, optimizer._current_plans(), strict=True):
         for index, param in enumerate(plan.params):
-            if param is values:
+            if param is weight:
                 return group, plan, index
-    raise ValueError("optimizer: expected one that has the values of all locally connected layers of the model")
+    raise ValueError("optimizer: expected one that has the weights of all locally connected layers of the model")
 
 
 def _check_group(group: Group) -> None:
@@ -168,17 +168,17 @@ def _check_group(group: Group) -> None:
 
 def _whole(optimizer: LocalityOptimizer, group: Group, plan: Plan, index: int) -> Batch:
     """Return the operator's arguments for all blocks, except the gradient."""
-    values = plan.params[index]
-    lr = device_lr(group, values.device)
+    weight = plan.params[index]
+    lr = device_lr(group, weight.device)
     decay_map = plan.map_of(index)
-    batch = Batch(params=[values], group_index=[0], rows=[optimizer._row(group, lr)], lrs=[lr])
+    batch = Batch(params=[weight], group_index=[0], rows=[optimizer._row(group, lr)], lrs=[lr])
     batch.maps, batch.map_index = ([], [-1]) if decay_map is None else ([decay_map], [0])
-    optimizer._add_states(group, [values], batch)
+    optimizer._add_states(group, [weight], batch)
     for state in (state for states in batch.states for state in states):
-        if state.shape != values.shape:
+        if state.shape != weight.shape:
             raise RuntimeError(
                 f"optimizer: expected one that was given to grow and prune, got a state of shape {tuple(state.shape)} "
-                f"for values of shape {tuple(values.shape)}"
+                f"for a weight of shape {tuple(weight.shape)}"
             )
     return batch
 

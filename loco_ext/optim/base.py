@@ -7,8 +7,10 @@ decay map has been applied.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, 
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
 from loco_ext.optim.states import check_states, restore_states
+from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
 from loco_ext.reference.optim_step import arithmetic_dtype
 
@@ -139,11 +142,11 @@ class LocalityOptimizer(Optimizer):
         return loss
 
     def _check_stepped(self, found_inf: Tensor | None) -> None:
-        """Raise if backward has stepped values by a gradient that was scaled or incomplete."""
+        """Raise if backward has stepped weights by a gradient that was scaled or incomplete."""
         if found_inf is not None:
             raise RuntimeError("step_in_backward: expected gradients without a GradScaler's factor, got a step of one")
-        if any(values.grad is not None for values in self._stepped_in_backward):
-            raise RuntimeError("step_in_backward: expected values that the loss depends on by their layer alone")
+        if any(weight.grad is not None for weight in self._stepped_in_backward):
+            raise RuntimeError("step_in_backward: expected weights that the loss depends on by their layer alone")
 
     def _step_groups(self) -> None:
         plans = self._current_plans()
@@ -170,7 +173,7 @@ class LocalityOptimizer(Optimizer):
             for rule, batch in batches.items():
                 self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
-            self._step_with_torch(group, plan)
+            step_with_torch(self, group, plan, partial(inspect.unwrap(super().step), self))
             self._shrink(group, plan)
         for rule, batch in batches.items():
             self._launch_in_backend(rule, batch)
@@ -257,10 +260,6 @@ class LocalityOptimizer(Optimizer):
         """Make the operator call; with found_inf set it checks and changes nothing."""
         raise NotImplementedError
 
-    def _step_with_torch(self, group: Group, plan: Plan) -> None:
-        """Step the group by torch's own functions."""
-        raise NotImplementedError
-
     def _shrink(self, group: Group, plan: Plan) -> None:
         """Apply the prox of the group's penalties after a step by torch's own functions."""
         if plan.penalties and not plan.plain:
@@ -268,11 +267,7 @@ class LocalityOptimizer(Optimizer):
         for param, penalty in zip(plan.params, plan.penalties, strict=False):
             if penalty is None or param.grad is None:
                 continue
-            size, divisor = self._prox_size(group, param)
-            if size != 0:
-                size, metric = (float(size), None) if divisor is None else (1.0, divisor / float(size))
-                wide = param.to(arithmetic_dtype(param))
-                param.copy_(prox_of(penalty, wide, size, metric))
+            param.copy_(prox_of(penalty, param.to(arithmetic_dtype(param)), *self._prox_size(group, param)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch.optim's state dict; penalties are tuples of class name and settings, loadable without code."""

@@ -119,10 +119,10 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LocallyConnectedNd):
             how = computed(module)
-            values = module.weight if how is None else how.kernels if how.masked else None
-            if values is not None:
-                attach_pattern(values, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
-            layers[name] = _Layer(values, how, True)
+            weight = module.weight if how is None else how.kernels if how.masked else None
+            if weight is not None:
+                attach_pattern(weight, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
+            layers[name] = _Layer(weight, how, True)
         elif isinstance(module, _ConvNd):
             how = computed(module)
             kernels: Any = module.weight if how is None else how.kernels

@@ -65,9 +65,9 @@ def device_lr(group: Group, device: torch.device) -> Tensor | None:
 
 
 def lr_for(param: Tensor, group: Group) -> float | Tensor:
-    """Return the group's learning rate; a tensor, as float64 on the parameter's device, without waiting for it."""
+    """Return the group's learning rate; a tensor on a GPU as float64 of shape (), without waiting for it."""
     lr = group["lr"]
-    return lr.to(param.device, torch.float64) if isinstance(lr, Tensor) else lr
+    return lr.to(param.device, torch.float64).reshape(()) if isinstance(lr, Tensor) else lr
 
 
 def check_own(group: Group) -> None:

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd as torch_sgd
 
 from loco_ext import ops
 from loco_ext.optim.base import LocalityOptimizer, as_hyper
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, with_options
-from loco_ext.optim.plan import Batch, Plan, Rule
+from loco_ext.optim.plan import Batch, Rule
 from loco_ext.optim.states import new_state
-from loco_ext.optim.torch_path import split_by_decay
 from loco_ext.penalties import Penalty
 from loco_ext.reference.optim_step import SGD_COLUMNS
 
@@ -135,27 +133,3 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             found_inf=self._found_inf(batch, found_inf),
             **self._shared_arguments(rule, batch),
         )
-
-    def _step_with_torch(self, group: Group, plan: Plan) -> None:
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        buffers: list[Tensor | None] = []
-        has_sparse_grad = self._init_group(group, params, grads, buffers)
-        for part in split_by_decay(group, plan, params, grads):
-            part_buffers = [buffers[i] for i in part.indices] if buffers else []
-            torch_sgd(
-                [params[i] for i in part.indices],
-                part.grads,
-                part_buffers,
-                has_sparse_grad=has_sparse_grad,
-                foreach=group["foreach"],
-                fused=False,
-                weight_decay=part.weight_decay,
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=part.maximize,
-            )
-            for i, buffer in zip(part.indices, part_buffers, strict=False):
-                self.state[params[i]]["momentum_buffer"] = buffer

@@ -1,44 +1,44 @@
-"""Preparation of a group for torch's own optimizer functions, which have no decay map and no L1 decay."""
+"""Steps of torch's own optimizer classes, with the decay that they lack: by a map, or L1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from loco_ext.optim.options import Group
+from loco_ext.optim.options import Group, is_zero
 from loco_ext.optim.plan import Plan
 from loco_ext.optim.sharding import replicated_maps
 
 
-@dataclass
-class Part:
-    """Parameters, by index, that torch's function can take in one call with these arguments."""
+def step_with_torch(optimizer: Optimizer, group: Group, plan: Plan, step: Callable[[], object]) -> None:
+    """Step one group by ``step``, torch's function, which steps all groups of the optimizer.
 
-    indices: list[int]
-    grads: list[Tensor]
-    weight_decay: Any
-    maximize: bool
-
-
-def split_by_decay(group: Group, plan: Plan, params: list[Tensor], grads: list[Tensor]) -> Iterator[Part]:
-    """Yield the parameters that torch can decay itself, then those whose decay is applied here."""
-    maps = [plan.map_of(i) for i, p in enumerate(plan.params) if p.grad is not None]
-    l1 = group["norm"] == "l1"
-    by_hand = [i for i, m in enumerate(maps) if (m is not None or l1) and _nonzero(group["weight_decay"])]
-    rest = [i for i in range(len(params)) if i not in set(by_hand)]
-    if rest:
-        yield Part(rest, [grads[i] for i in rest], group["weight_decay"], group["maximize"])
-    if by_hand:
-        decayed = [_decay(group, params[i], grads[i], maps[i], l1) for i in by_hand]
-        yield Part(by_hand, decayed, 0, maximize=False)
-
-
-def _nonzero(weight_decay: float | Tensor) -> bool:
-    return isinstance(weight_decay, Tensor) or weight_decay != 0
+    Parameters whose decay torch does not know are given their decayed gradients, and no further decay, for the step.
+    """
+    l1, decays = group["norm"] == "l1", not is_zero(group["weight_decay"])
+    plain: list[Tensor] = []
+    by_hand: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for i, param in enumerate(plan.params):
+        if not decays or param.grad is None or (plan.map_of(i) is None and not l1):
+            plain.append(param)
+        else:
+            by_hand.append((param, param.grad, plan.map_of(i)))
+    by_torch = {**group, "fused": False, "params": plain}
+    decayed = {**group, "fused": False, "params": [p for p, _, _ in by_hand], "weight_decay": 0, "maximize": False}
+    groups = optimizer.param_groups
+    try:
+        for param, grad, decay_map in by_hand:
+            param.grad = _decay(group, param, grad, decay_map, l1)
+        optimizer.param_groups = [each for each in (by_torch, decayed) if each["params"]]
+        step()
+    finally:
+        optimizer.param_groups = groups
+        for param, grad, _ in by_hand:
+            param.grad = grad
 
 
 def _decay(group: Group, param: Tensor, grad: Tensor, decay_map: Tensor | None, l1: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
-from loco_ext.ops.coupled import factor_of_norms
+from loco_ext.ops.joint import factor_of_norms
 from loco_ext.penalties.base import Penalty
 from loco_ext.penalties.checks import check_convolution, check_number
 from loco_ext.penalties.group import KernelPenalty, RingPenalty

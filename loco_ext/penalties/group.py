@@ -175,7 +175,7 @@ def _shrink_rings(values: Tensor, filters: BlockFilters, prox: Callable[..., Ten
 class RingPenalty(_GroupPenalty):
     """``strength * sum_n w_n ||k(G_n)||``, summed over filters: rings vanish one by one, from the outside in.
 
-    For the ``values`` parameter of a locally connected layer, a filter is the weights of one output unit, and its rings
+    For the ``weight`` of a locally connected layer, a filter is the weights of one output unit, and its rings
     are those of :func:`loco_ext.geometry.block_rings`, at most 64.
 
     Args:

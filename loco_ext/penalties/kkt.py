@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loco_ext.ops.coupled import power_of_two
+from loco_ext.ops.joint import power_of_two
 from loco_ext.ops.ring_prox import check_thresholds
 from loco_ext.penalties.checks import check_metric, check_norm, thresholds_of
 from loco_ext.penalties.filters import conv_filters

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from loco_ext.nn.computed import check_plain, is_convolution, weight_of
-from loco_ext.ops.coupled import power_of_two
+from loco_ext.ops.joint import power_of_two
 from loco_ext.penalties.checks import check_convolution
 from loco_ext.penalties.group import GroupPenalty
 

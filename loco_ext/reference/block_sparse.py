@@ -42,8 +42,8 @@ def block_sparse_input_gradient(
     pixels, n_in = _rows(crow_indices, len(rows)), len(crow_indices) - 1
     out = grad.new_zeros((n_in, groups, len(grad), depth), dtype=_wide(grad.dtype))
     for part in _parts(len(rows), n_in):
-        turned = values[blocks[part]].to(out.dtype).transpose(-1, -2)
-        out = out.index_add(0, pixels[part], _gather(grad, rows[part], groups) @ turned)
+        transposed = values[blocks[part]].to(out.dtype).transpose(-1, -2)
+        out = out.index_add(0, pixels[part], _gather(grad, rows[part], groups) @ transposed)
     return _pixels_last(out).to(grad.dtype)
 
 

@@ -7,14 +7,14 @@ both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from loco_ext.reference.ring_prox import ring_prox
-from loco_ext.reference.rounding import round_stochastically
+from loco_ext.reference.rounding import RoundedResults
 
 SGD_COLUMNS = ("lr", "weight_decay", "momentum", "dampening")
 ADAM_COLUMNS = ("lr", "weight_decay", "beta1", "beta2", "eps")
@@ -55,7 +55,7 @@ def optim_step_sgd(
         w = param.to(arithmetic_dtype(param))
         g = _gradient(grads[i], w, grad_scale, maximize)
         d = _decayed(g, w, weight_decay, _map(maps, map_index[i]), l1)
-        words = _Words(param, ordinals, i, seed, rounding_step)
+        words = RoundedResults(param, ordinals, i, seed, rounding_step)
         if momentum_buffers:
             buffer = momentum_buffers[i]
             b = d if first and first[i] else _fma(1 - dampening, d, buffer.to(w.dtype) * momentum)
@@ -106,7 +106,7 @@ def optim_step_adam(
         if decoupled and weight_decay != 0:
             w = w * _cast(1 - lr * weight_decay * decay_map, w)
         d = g if decoupled else _decayed(g, w, weight_decay, decay_map, l1)
-        words = _Words(param, ordinals, i, seed, rounding_step)
+        words = RoundedResults(param, ordinals, i, seed, rounding_step)
 
         m = exp_avgs[i].to(w.dtype)
         from_end = 1 - beta1 >= 0.5  # as torch.lerp does, so that a weight of 1 gives d exactly
@@ -124,21 +124,6 @@ def optim_step_adam(
         words.store(param, w, 0)
 
 
-def prox_step(name: str, named: Mapping[str, Any], index: int, dtype: torch.dtype) -> tuple[float, Tensor | None]:
-    """Return the step size (0: no prox) and the metric of the prox that ends a parameter's step.
-
-    ``named``: the operator's arguments by name, after the step. ``dtype``: the compute dtype.
-    """
-    lr, *row = _rows(named["hyper"], named["lrs"], named["lr_index"])[named["group_index"][index]]
-    if name == "optim_step_sgd":
-        _, momentum, dampening = row
-        return lr * (_undamped(momentum, dampening) if named["momentum_buffers"] else 1.0), None
-    _, _, beta2, eps = row
-    second = named["max_exp_avg_sqs" if named["amsgrad"] else "exp_avg_sqs"][index].to(dtype)
-    correction = (1 - beta2 ** named["steps"][index].double()).sqrt().to(second)
-    return float(lr != 0), (correctly_rounded_sqrt(second) / correction + eps) / lr if lr != 0 else None
-
-
 def _undamped(momentum: float, dampening: float) -> float:
     """Return the step size that a constant gradient approaches, in units of the learning rate."""
     return (1 - dampening) / (1 - momentum)
@@ -148,7 +133,7 @@ def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor
     if hasattr(penalty, "prox"):  # a LayerPenalty
         return penalty.prox(w, step, metric)
     thresholds, squared = penalty.scaled(step)
-    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.coupled)
+    return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.joint)
 
 
 def _rows(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int]) -> list[list[float]]:
@@ -199,17 +184,3 @@ def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | floa
     if weight_decay == 0:
         return g
     return _fma(weight_decay * decay_map, torch.sign(w) if l1 else w, g)
-
-
-class _Words:
-    """Writer of a parameter's results, which rounds bfloat16 stochastically if a seed is given."""
-
-    def __init__(self, param: Tensor, ordinals: Sequence[int], index: int, seed: int | None, step: int) -> None:
-        self.key: tuple[int, int, int] | None = None
-        if seed is not None and param.dtype == torch.bfloat16:
-            self.key = (seed, ordinals[index], step)
-
-    def store(self, destination: Tensor, value: Tensor, word: int) -> None:
-        if self.key is not None and destination.dtype == torch.bfloat16:
-            value = round_stochastically(value, *self.key, word)
-        destination.copy_(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,3 +31,18 @@ def round_stochastically(value: Tensor, seed: int, tensor: int, step: int, word:
     bits = value.contiguous().view(torch.int32)
     rounded = (bits + (random & 0xFFFF).to(torch.int32)) & ~0xFFFF
     return torch.where(value.isfinite(), rounded.view(torch.float32), value).to(torch.bfloat16)
+
+
+class RoundedResults:
+    """Writer of the results of one parameter's step, which rounds bfloat16 stochastically if a seed is given."""
+
+    def __init__(self, param: Tensor, ordinals: Sequence[int], index: int, seed: int | None, step: int) -> None:
+        self.key: tuple[int, int, int] | None = None
+        if seed is not None and param.dtype == torch.bfloat16:
+            self.key = (seed, ordinals[index], step)
+
+    def store(self, destination: Tensor, value: Tensor, word: int) -> None:
+        """Write the value; ``word``: 0 for the parameter, 1 to 3 for its states."""
+        if self.key is not None and destination.dtype == torch.bfloat16:
+            value = round_stochastically(value, *self.key, word)
+        destination.copy_(value)

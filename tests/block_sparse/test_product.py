@@ -22,6 +22,7 @@ from tests.block_sparse.cases import (
     make_problem,
     sizes_of_terms,
 )
+from tests.covering import covering
 from tests.tolerances import assert_sum_of_products, same_bits
 
 LEVELS = tuple(name.removeprefix("native, ") for name in BACKENDS[1:])
@@ -59,8 +60,9 @@ def test_the_compiled_kernels_are_here():
     assert LEVELS[-1] == "portable"
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"), covering(CASES, FLOATS, BACKENDS, sweep=True), ids=str, indirect=["backend"]
+)
 def test_results_are_those_of_a_dense_matrix(backend, name, dtype):
     problem = make_problem(CASES[name], dtype)
     operands = (tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad))
@@ -102,14 +104,18 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
     return wide[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", [spread, shifted, channels_first, in_wider_rows])
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("convolution", "odd groups", "not a multiple of anything", "rgb, side by side", "short, several strips"),
-        *("depthwise", "depthwise, several parts", "depthwise, rows in any order", "depthwise, all of many pixels"),
-    ],
+    ("name", "layout", "dtype", "backend"),
+    covering(
+        [
+            *("convolution", "odd groups", "not a multiple of anything", "rgb, side by side", "short, several strips"),
+            *("depthwise", "depthwise, several parts", "depthwise, rows in any order", "depthwise, all of many pixels"),
+        ],
+        [spread, shifted, channels_first, in_wider_rows],
+        FLOATS,
+        BACKENDS,
+    ),
+    indirect=["backend"],
 )
 def test_layouts_change_nothing(backend, name, layout, dtype):
     problem = make_problem(CASES[name], dtype)
@@ -147,9 +153,11 @@ def test_pixels_that_lie_apart_change_nothing(backend, case, dtype):
         assert same_bits(found, expected)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(2, 64, 100), (3, 1, 7), (1, 37, 1), (2, 130, 16), (0, 3, 4), (2, 17, 33)])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "shape", "dtype"),
+    covering(LEVELS, [(2, 64, 100), (3, 1, 7), (1, 37, 1), (2, 130, 16), (0, 3, 4), (2, 17, 33)], FLOATS),
+    ids=str,
+)
 def test_activations_are_brought_into_order(level, shape, dtype):
     samples, pixels, channels = shape
     with using(f"native, {level}"):
@@ -203,18 +211,20 @@ def test_depthwise_products_read_images_in_place():
     assert not [name for name in calls.names if "clone" in name or "copy" in name]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(64, 1, 32, 48, 36, 36, kernel=3),
-        Case(70, 1, 3, 64, 36, 36, kernel=3),
-        Case(70, 24, 1, 1, 64, 64, kernel=5),
-        Case(300, 2, 8, 16, 16, 16, kernel=3),
-    ],
+    ("level", "case", "dtype"),
+    covering(
+        LEVELS,
+        [
+            Case(64, 1, 32, 48, 36, 36, kernel=3),
+            Case(70, 1, 3, 64, 36, 36, kernel=3),
+            Case(70, 24, 1, 1, 64, 64, kernel=5),
+            Case(300, 2, 8, 16, 16, 16, kernel=3),
+        ],
+        FLOATS,
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("level", LEVELS)
 def test_the_number_of_threads_changes_no_bit(level, case, dtype):
     problem = make_problem(case, dtype)
     operands = [tensor.to(dtype) for tensor in (problem.x, problem.values, problem.bias, problem.grad)]
@@ -239,11 +249,17 @@ def test_a_sample_does_not_depend_on_the_others(sizes, dtype):
             assert all(same_bits(part, full[some]) for part, full in zip(parts, whole, strict=True))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "name", ["convolution", "rgb, whole vectors", "depthwise, whole vectors", "not a multiple of anything"]
+    ("value", "name", "dtype", "backend"),
+    covering(
+        [torch.nan, torch.inf],
+        ["convolution", "rgb, whole vectors", "depthwise, whole vectors", "not a multiple of anything"],
+        FLOATS,
+        BACKENDS,
+    ),
+    ids=str,
+    indirect=["backend"],
 )
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nan_and_infinity_reach_what_reads_them_and_nothing_else(backend, name, value, dtype):
     problem = make_problem(CASES[name], dtype)
     live = problem.live

@@ -35,7 +35,7 @@ def assert_same(path, model, *shapes):
 
 
 @needs_onnx
-@pytest.mark.parametrize("example", [1, 4])
+@pytest.mark.parametrize("example", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_run_at_any_batch_size(name, example, tmp_path):
     model = network(name)
@@ -90,7 +90,9 @@ OPERATORS = {
 
 
 @needs_onnx
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "(-1, -2" in name else []) for name in OPERATORS]
+)
 def test_operators_that_compacted_networks_use(name, tmp_path):
     model = torch.fx.symbolic_trace(nn.Sequential(OPERATORS[name], nn.Tanh())).eval()
     sparsity.export_onnx(model, (torch.randn(2, 3, 9, 11),), tmp_path / "model.onnx")

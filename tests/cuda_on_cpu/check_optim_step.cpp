@@ -173,12 +173,10 @@ void add_penalty(Random& random, const Shape& shape, Twins& twins, TensorStep& t
   const int rings = static_cast<int>(chance(random, 20) ? ring_prox::kMaxRings : 1 + below(random, 6));
   ring_prox::Penalty& penalty = twins.penalties.emplace_back();
   for (int64_t k = 0; k < taps; ++k) penalty.ring_of_tap.push_back(static_cast<int>(below(random, rings)));
-  penalty.linf = chance(random, 3);
-  const double size = penalty.linf ? numel : std::sqrt(numel);
+  const double size = std::sqrt(numel);
   const bool shrinks = !chance(random, 5);
   penalty.plain = thresholds(random, rings, shrinks ? 8 * size : 0);
   if (chance(random, 3)) penalty.squared = thresholds(random, rings, shrinks ? 1 : 0);
-  penalty.coupled = !penalty.squared.empty() && chance(random, 2);
   t.penalty = &penalty;
 }
 
@@ -270,7 +268,6 @@ void run_serially(int64_t begin, int64_t end, int64_t, void (*body)(int64_t, int
 template <class Rule>
 void step_on_cpu(const Settings& s, const std::vector<double>& hyper, const double* lrs, const Twins& twins) {
   if (s.found_inf) return;
-  LayerMemory layer_memory;
   Call call;
   call.tensors = twins.cpu.data();
   call.count = static_cast<int64_t>(twins.cpu.size());
@@ -281,7 +278,6 @@ void step_on_cpu(const Settings& s, const std::vector<double>& hyper, const doub
   call.rounding = s.rounding;
   call.parallel_for = run_serially;
   call.threads = 1;
-  call.layer_memory = &layer_memory;
   step_cpu<Rule>(call);
 }
 

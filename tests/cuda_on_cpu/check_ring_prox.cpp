@@ -191,6 +191,7 @@ bool check(Random& random, const Case& c, Digest& digest) {
   if (c.has_metric) call.metric = d.placed(shape);
   if (c.has_squared) call.squared = q.data();
   call.thresholds_stride = c.rows ? shape.rings : 0;
+  call.thresholds_on_device = chance(random, 2);
   call.linf = c.linf;
   std::vector<T> norms(c.kernels * shape.rings);
   run(call, norms.data());

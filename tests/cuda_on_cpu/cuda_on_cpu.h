@@ -17,8 +17,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <cstdlib>
-#include <cstring>
+#include <type_traits>
 
 // After CUDA's headers, which define most of these as nothing for other compilers.
 #undef __shared__
@@ -38,11 +39,19 @@
 #include "warp.h"
 
 #if defined(CUDA_ON_CPU_MISTAKES)
-// Whether this run makes the mistake of this name, given in CUDA_ON_CPU_MISTAKE (see csrc/common/mistake.h).
-#define LOCO_MISTAKE(name)                                                \
-  ([] {                                                                   \
-    static const char* const chosen = std::getenv("CUDA_ON_CPU_MISTAKE"); \
-    static const bool made = chosen && !std::strcmp(chosen, #name);       \
-    return made;                                                          \
-  }())
+namespace cuda_on_cpu {
+
+// A number for the name of a mistake, so that comparing costs kernels nothing (FNV-1a).
+constexpr uint64_t hash(const char* name) {
+  uint64_t number = 0xcbf29ce484222325;
+  for (; *name; ++name) number = (number ^ static_cast<unsigned char>(*name)) * 0x100000001b3;
+  return number;
+}
+
+// The mistake that this run makes, named by CUDA_ON_CPU_MISTAKE.
+inline const uint64_t mistake = hash(std::getenv("CUDA_ON_CPU_MISTAKE") ? std::getenv("CUDA_ON_CPU_MISTAKE") : "");
+
+}  // namespace cuda_on_cpu
+
+#define LOCO_MISTAKE(name) (cuda_on_cpu::mistake == std::integral_constant<uint64_t, cuda_on_cpu::hash(#name)>::value)
 #endif

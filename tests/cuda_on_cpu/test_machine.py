@@ -132,7 +132,7 @@ def test_orders(plain):
 LOAD = "import ctypes, sys; planted = ctypes.CDLL(sys.argv[1]).planted; [planted(c.encode()) for c in sys.argv[2:]]"
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("sanitize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kernels_in_a_shared_library(tmp_path, sanitize):
     library = compile_program([PLANTED], tmp_path / "planted.so", sanitize=sanitize, shared=True)
     preload = sanitizer_to_preload() if sanitize else ""

@@ -2,13 +2,10 @@
 
 import copy
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import matplotlib.image
 import pytest
@@ -20,30 +17,20 @@ from torch.nn.functional import cross_entropy
 from loco_ext import analysis
 from loco_ext import nn as loco_nn
 from loco_ext.cli import main
-from loco_ext.experiments import data, efcn, efcn_figures, run
+from loco_ext.experiments import efcn, efcn_figures, run
 from loco_ext.experiments.efcn_settings import PRESETS, efcn_preset, switch_times
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, vanilla_cnn
-from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import evaluate, make_model, make_optimizer, train
+from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
 
-CPU = Processes(torch.device("cpu"))
 SAMPLES, BATCH, SEED = 300, 8, 3  # the last batch has 4
 TINY = ["--model", "plain8", "--width", "0.25", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
 TINY += ["--epochs", "2", "--lr", "0.1", "--batch-size", str(BATCH), "--branch-epochs", "2", "--fcn-epochs", "1"]
 TINY += ["--landscape-samples", "50", "--power-iterations", "4", "--interpolation-points", "3", "--string-steps", "2"]
 RUN = [*TINY, "--switch", "0,2", "--relax", "lcn,1,full"]
 FIGURES = ["dynamics", "landscape", "deviations", "filters", "fcn_filters", "masked", "corners", "interpolations"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
-def digits(samples=SAMPLES):
-    return data.load("digits", None).first(samples)
 
 
 def settings(**overrides):
@@ -125,7 +112,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
                 raise Killed
             return {"norm": model[2].weight.norm().item(), "nothing": None}
 
-        history = run.run(setting, digits(), tmp_path / name, CPU, model=model, measure=measure, **options)
+        history = run.run(setting, digits(SAMPLES), tmp_path / name, CPU, model=model, measure=measure, **options)
         return model, [epoch.measures for epoch in history]
 
     whole, expected = go("whole", 1)
@@ -138,7 +125,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits_with_what_was_measured(tmp_
     lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert [line["measures"] for line in lines] == expected
     before = torch.get_rng_state()
-    train(whole, make_optimizer(setting, whole), digits(), setting, CPU, label="")
+    train(whole, make_optimizer(setting, whole), digits(SAMPLES), setting, CPU, label="")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -146,7 +133,7 @@ def test_dropout_differs_from_epoch_to_epoch(tmp_path):
     """Nothing is learned and the samples keep their order, so only dropout can differ."""
     options = {"epochs": 2, "batch_size": 50, "learning_rate": 0.0, "shuffle": False}
     setting = from_preset("quick", model="small", data="digits", **options)
-    first, second = run.run(setting, digits(), tmp_path, CPU, model=with_dropout())
+    first, second = run.run(setting, digits(SAMPLES), tmp_path, CPU, model=with_dropout())
     assert first.train_loss != second.train_loss
     assert first.test_loss == second.test_loss
 
@@ -157,8 +144,7 @@ def finished(tmp_path_factory):
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("efcn") / "out"
     command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(out), "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=ONE_THREAD).stdout
     return out, json.loads(printed, parse_constant=pytest.fail)
 
 
@@ -199,7 +185,7 @@ def test_the_record_has_every_network(finished):
 
 def lifted(branch, out, trained):
     """Return a branch's network, before or after its training, rebuilt from the files."""
-    model = make_model(settings().training, digits())
+    model = make_model(settings().training, digits(SAMPLES))
     if branch["switch_time"]:
         model.load_state_dict(load_file(out / "cnn" / f"weights-{branch['switch_time']:03}.safetensors"))
     how = {"lcn": "sharing", "full": "all", "1": 1, "cnn": None}[branch["relax"]]
@@ -214,7 +200,7 @@ def lifted(branch, out, trained):
 def test_branches_start_where_the_network_was_and_are_trained_by_plain_gradient_descent(finished):
     """The reference is torch.optim.SGD in a loop over the samples in their order."""
     out, record = finished
-    samples = digits()
+    samples = digits(SAMPLES)
     images, labels = Normalization(samples.train)(samples.train.images), samples.train.labels
     for branch in record["branches"]:
         model = lifted(branch, out, trained=False)
@@ -236,7 +222,7 @@ def test_branches_start_where_the_network_was_and_are_trained_by_plain_gradient_
 
 def test_what_is_measured_is_that_of_the_trained_networks(finished):
     out, record = finished
-    samples = digits()
+    samples = digits(SAMPLES)
     normalization = Normalization(samples.train)
     batch = normalization(samples.train.images[:50]), samples.train.labels[:50]
     assert record["cnn"]["epochs"][-1]["test_accuracy"] > 0.3
@@ -277,7 +263,7 @@ def test_pictures_are_weights_of_the_first_layer(finished):
             continue
         assert list(branch["filters"]) == ["0", "1", "2"] if branch["relax"] != "fcn" else ["0", "1"]
         start, end = (lifted(branch, out, trained=trained)[0] for trained in (False, True))
-        kernel = make_model(settings().training, digits())[0].weight[0, 0]
+        kernel = make_model(settings().training, digits(SAMPLES))[0].weight[0, 0]
         if branch["switch_time"] == 0:
             picture = torch.tensor(branch["filters"]["0"])
             # With padding 1, the first output pixel whose taps all lie in the image is (1, 1).
@@ -331,17 +317,11 @@ def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys
 @pytest.mark.slow
 def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
     whole, _ = finished
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(tmp_path), "--resume"]
     moments = ["cnn/weights-002.safetensors", "branches/000-1/checkpoint.pt", "branches/002-lcn/before.json"]
     for there in (*moments, "branches/002-full/model.safetensors"):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while process.poll() is None and not list(tmp_path.glob(there)):
-            time.sleep(0.001)
-        assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+        kill_when(command, lambda there=there: list(tmp_path.glob(there)))
+    subprocess.run(command, env=ONE_THREAD, check=True, capture_output=True)
     assert (tmp_path / "efcn.json").read_bytes() == (whole / "efcn.json").read_bytes()
     for path in whole.rglob("*.safetensors"):
         assert (tmp_path / path.relative_to(whole)).read_bytes() == path.read_bytes()

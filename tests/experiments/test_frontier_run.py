@@ -1,48 +1,28 @@
 """``loco-ext frontier`` and training with a penalty: options, written files, and resuming."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 
 import matplotlib.image
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from loco_ext import sparsity
 from loco_ext.cli import main
-from loco_ext.experiments import data, frontier, run
+from loco_ext.experiments import frontier
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
-from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, penalty_term, train
+from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when, quick
 
-CPU = Processes(torch.device("cpu"))
 # Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
 BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
 TINY = ["--model", "plain8", "--dataset", "digits", "--samples", "100", "--width", "0.25", "--seed", "3"]
 TINY += ["--dense-epochs", "3", "--dense-lr", "0.05", "--epochs", "2", "--batch-size", "50"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
-def setting(**overrides):
-    values = {"model": "small", "data": "digits", "epochs": 2, "batch_size": 100, "learning_rate": 0.05}
-    return from_preset("quick", **values | overrides)
-
-
-def digits(samples=200):
-    return data.load("digits", None).first(samples)
 
 
 def convolutions(model):
@@ -73,50 +53,29 @@ def test_the_base_architectures_are_those_of_table_2(depth):
 
 
 def test_widths_multiply_all_channels():
-    model = make_model(setting(model="resnet8", width=0.3), digits())
+    model = make_model(quick(model="resnet8", width=0.3), digits())
     assert [conv.out_channels for conv in convolutions(model) if conv.kernel_size == (3, 3)] == [5] * 3 + [10] * 2 + [
         19
     ] * 2
     assert [conv.out_channels for conv in convolutions(MODELS["plain8"].make(1, 10, 8, width=0.01))] == [1] * 7
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"penalty": "groups"},
-        {"strength": 0.1},
-        {"penalty": "rings", "strength": -1.0},
-        {"penalty": "rings", "weighting": "heavy"},
-        {"folded": True, "penalty": "complexity"},
-        {"penalty": "rings", "kind": "quarter"},
-        {"penalty": "rings", "solver": "magic"},
-        {"penalty": "rings", "momentum": 1.0},
-        {"width": 0.5},
-        {"model": "resnet8", "width": 0.0},
-    ],
-    ids=str,
-)
-def test_impossible_settings_are_named(bad):
-    with pytest.raises(SettingsError, match=list(bad)[-1]):
-        setting(**bad)
-
-
 def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
     options = {"penalty": "rings", "strength": 0.3, "weighting": "scaled", "kind": "full"}
-    model = make_model(setting(), digits())
+    model = make_model(quick(), digits())
     expected = sparsity.RingPenalty(0.3, "full", "scaled")
-    assert make_optimizer(setting(**options), model).param_groups[0]["penalty"] == [expected] * 3
-    assert make_optimizer(setting(**options, solver="subgradient"), model).param_groups[0]["penalty"] is None
-    folded = make_optimizer(setting(**options, folded=True), model).param_groups[0]["penalty"]
+    assert make_optimizer(quick(**options), model).param_groups[0]["penalty"] == [expected] * 3
+    assert make_optimizer(quick(**options, solver="subgradient"), model).param_groups[0]["penalty"] is None
+    folded = make_optimizer(quick(**options, folded=True), model).param_groups[0]["penalty"]
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     assert folded == [sparsity.FoldedPenalty(expected, norm) for norm in norms]
-    term = penalty_term(setting(**options, folded=True, solver="subgradient"), model)
+    term = penalty_term(quick(**options, folded=True, solver="subgradient"), model)
     values = [penalty.value(conv.weight) for penalty, conv in zip(folded, convolutions(model), strict=True)]
     assert term().item() == pytest.approx(sum(values).item())
-    kernels = setting(penalty="kernels", strength=0.2, weighting="normalized").make_penalty()
+    kernels = quick(penalty="kernels", strength=0.2, weighting="normalized").make_penalty()
     assert kernels == sparsity.KernelPenalty(0.2, "normalized")
     for solver in ("prox", "subgradient"):
-        chosen = setting(**options | {"penalty": "complexity"}, solver=solver)
+        chosen = quick(**options | {"penalty": "complexity"}, solver=solver)
         expected = sparsity.complexity_penalties(
             model, (torch.zeros(1, 1, 8, 8),), 0.3, kind="full", weighting="scaled"
         )
@@ -134,7 +93,7 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
 def test_training_with_a_penalty_is_the_written_out_loop(solver):
     """The loop takes torch.optim's step and penalty.prox; for the subgradient it adds the values to the loss."""
     options = {"penalty": "rings", "strength": 0.02, "solver": solver, "momentum": 0.0, "weight_decay": 0.0}
-    settings, samples = setting(epochs=1, **options), digits()
+    settings, samples = quick(epochs=1, **options), digits()
     model, expected = make_model(settings, samples), make_model(settings, samples)
     train(model, make_optimizer(settings, model), samples, settings, CPU, label="")
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
@@ -156,41 +115,8 @@ def test_training_with_a_penalty_is_the_written_out_loop(solver):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", ["prox", "subgradient"])
-def test_a_resumed_run_with_a_penalty_ends_with_the_same_bits(tmp_path, solver):
-    settings = setting(epochs=3, penalty="rings", strength=0.01, solver=solver)
-    start = make_model(setting(seed=5), digits())
-
-    class Killed(Exception):
-        pass
-
-    original = run._save
-
-    def save_then_die(*arguments):
-        original(*arguments)
-        if len(arguments[-1]) == 2:
-            raise Killed
-
-    def go(name, **options):
-        model = make_model(setting(seed=5), digits())
-        run.run(settings, digits(), tmp_path / name, CPU, model=model, **options)
-        return model
-
-    whole = go("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_save", save_then_die)
-        with pytest.raises(Killed):
-            go("cut")
-    resumed = go("cut", resume=True)
-    for a, b, c in zip(whole.parameters(), resumed.parameters(), start.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_folding_leaves_the_outputs_and_scales_the_norms():
-    model = make_model(setting(model="resnet8"), digits())
+    model = make_model(quick(model="resnet8"), digits())
     x = torch.randn(20, 1, 8, 8)
     for _ in range(5):
         model(x)
@@ -205,7 +131,7 @@ def test_folding_leaves_the_outputs_and_scales_the_norms():
 
 
 def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone():
-    model = make_model(setting(model="plain8"), digits())
+    model = make_model(quick(model="plain8"), digits())
     x = torch.randn(50, 1, 8, 8)
     model.train()
     found = []
@@ -231,7 +157,7 @@ PATH = {"width", "penalty", "path", "multiply_adds", "latency", "metrics", "tria
 @pytest.mark.parametrize(
     ("options", "points"),
     [
-        (["--points", "3", "--span", "0.1", "--latency"], [(None, 0.0)] * 3),
+        (["--points", "2", "--span", "0.5", "--latency"], [(None, 0.0)] * 2),
         (
             ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
             [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
@@ -264,6 +190,10 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
         assert 0 <= point["metrics"]["accuracy"] <= 1
         for name, widths in zip(point["kernels"], [4, 4, 4, 8, 8, 16, 16], strict=True):
             assert width_only or sum(point["kernels"][name]) == widths
+    if "--points" in options:  # the first strength, which leaves nothing, is found by trial
+        counts = [sum(sum(sizes[1:]) for sizes in point["kernels"].values()) for point in found]
+        assert counts[0] == 0 < counts[1]
+        assert found[0]["multiply_adds"] < record["paths"][0]["multiply_adds"] / 20
     figures = ["errors.png"] + ["sizes.png", "widths.png"] * (not width_only)
     assert sorted(path.name for path in out.glob("*.png")) == sorted(figures)
     for name in figures:
@@ -277,32 +207,18 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
     assert json.loads((out / "frontier.json").read_text()) == record
 
 
-def test_a_strength_that_leaves_nothing_is_found(tmp_path):
-    assert main(["frontier", *TINY, "--out", str(tmp_path), "--points", "2", "--span", "0.5"]) == 0
-    (path,) = json.loads((tmp_path / "frontier.json").read_text())["paths"]
-    counts = [sum(sum(sizes[1:]) for sizes in point["kernels"].values()) for point in path["points"]]
-    assert counts[0] == 0 < counts[1]
-    assert path["points"][0]["multiply_adds"] < path["multiply_adds"] / 20
-
-
 @pytest.mark.slow
 def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
     options = ["--strengths", "0.01,0.03,0.1,0.3", "--path", "up", "--epochs", "6"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def command(out, *more):
         return [sys.executable, "-m", "loco_ext.cli", "frontier", *TINY, *options, "--out", str(out), *more]
 
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     for there in ("dense-0.25/checkpoint.pt", "runs/*/checkpoint.pt", "path-0.25/point-01.pt"):
-        process = subprocess.Popen(command(cut, "--resume"), env=environment, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not list(cut.glob(there)):
-            time.sleep(0.001)
-        assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        kill_when(command(cut, "--resume"), lambda there=there: list(cut.glob(there)))
     for out, more in ((cut, ["--resume"]), (whole, [])):
-        subprocess.run(command(out, *more), env=environment, check=True, capture_output=True)
+        subprocess.run(command(out, *more), env=ONE_THREAD, check=True, capture_output=True)
     assert (cut / "frontier.json").read_bytes() == (whole / "frontier.json").read_bytes()
 
 
@@ -313,13 +229,13 @@ def test_a_frontier_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     assert main(["frontier", *TINY, *options]) == 2
     assert main(["frontier", *TINY, *options, "--resume", "--lr", "0.3"]) == 2
     said = capsys.readouterr().err
-    assert "holds a frontier already" in said
-    assert "of another frontier" in said
+    assert "holds an experiment already" in said
+    assert "of another experiment" in said
     assert (tmp_path / "frontier.json").read_bytes() == before
 
 
 def test_settings_say_what_is_trained():
-    training = setting(penalty="rings", epochs=3, learning_rate=0.02)
+    training = quick(penalty="rings", epochs=3, learning_rate=0.02)
     whole = frontier.FrontierSettings(training, method="subgradient", dense_epochs=7)
     dense, point = whole.dense(1.0), whole.point(1.0, 0.3)
     assert (dense.epochs, dense.learning_rate, dense.penalty, dense.strength) == (7, 0.1, None, 0.0)

@@ -23,8 +23,8 @@ from tests.tolerances import assert_within_ulps
 RINGS = sparsity.RingPenalty(0.5)
 ALL = {
     **PENALTIES,
-    "coupled": sparsity.KernelPenalty(0.3, power=2),
-    "coupled largest": sparsity.KernelPenalty(0.1, norm="linf", power=2),
+    "joint": sparsity.KernelPenalty(0.3, power=2),
+    "joint, largest": sparsity.KernelPenalty(0.1, norm="linf", power=2),
 }
 RICH = {
     "SGD": {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "locality": (0.5, 2.0)},
@@ -82,7 +82,7 @@ def test_kernels_end_with_the_references_prox_and_wait_for_nothing(backend, name
         assert_near(*twins)
 
 
-@pytest.mark.parametrize("penalty", ["rings", "coupled", "coupled largest"])
+@pytest.mark.parametrize("penalty", ["rings", "joint", "joint, largest"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_replays_follow_what_lives_on_the_gpu(backend, name, penalty):  # noqa: F811
     ours, reference = twins = make_twins(name, penalty)

@@ -192,7 +192,7 @@ def test_what_is_refused():
         optim.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with pytest.raises(ValueError, match="model: expected a module with locally connected layers, found none"):
         optim.step_in_backward(sgd, nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="optimizer: expected one that has the values"):
+    with pytest.raises(ValueError, match="optimizer: expected one that has the weights"):
         optim.step_in_backward(optim.SGD(model[2].parameters(), lr=0.1), model)
     with pytest.raises(ValueError, match="foreach, differentiable: expected None or False"):
         optim.step_in_backward(optim.SGD(model.parameters(), lr=0.1, foreach=True), model)
@@ -282,7 +282,7 @@ def test_a_loss_that_uses_the_values_otherwise_is_refused():
     model, optimizer, _ = make("SGD")
     ((x, y),) = batches(count=1)
     (nn.functional.cross_entropy(model(x), y) + model[2].weight.square().sum()).backward()
-    with pytest.raises(RuntimeError, match="expected values that the loss depends on by their layer alone"):
+    with pytest.raises(RuntimeError, match="expected weights that the loss depends on by their layer alone"):
         optimizer.step()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from loco_ext import optim
+from tests.covering import covering
 from tests.optim.stepping import (
     CLASSES,
     RICH,
@@ -60,10 +61,11 @@ def assert_close(actual, expected, steps):
     assert_within_ulps(actual.detach(), expected, steps * ULPS[actual.dtype], expected.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@pytest.mark.parametrize("factors", ["pair", "per class"])
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("name", "factors", "kernel", "dtype"),
+    covering(["SGD", "AdamW"], ["pair", "per class"], KERNELS, [torch.float32, torch.float64]),
+    ids=str,
+)
 def test_without_gradients_weights_shrink_by_the_map_alone(name, factors, kernel, dtype):
     factors = LOCALITY if factors == "pair" else per_class(kernel)
     params = make_params([(3, 2, *kernel), (1, 1, *kernel)], dtype)

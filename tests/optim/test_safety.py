@@ -1,4 +1,7 @@
-"""Tests of the arguments that an optimizer refuses and of the version counters that it bumps for autograd."""
+"""Tests of the arguments that an optimizer refuses, of the version counters that it bumps, and of what it imports."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -40,3 +43,13 @@ def test_the_version_of_what_is_written_goes_up(name):
         assert param._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("native", ["cpu"], indirect=True)
+def test_optimizers_import_no_compaction():
+    """The first argument makes the package import nothing by itself, as for its command line."""
+    code = "import sys; import loco_ext.optim; print(*sys.modules)"
+    command = [sys.executable, "-c", f"import sys; sys.argv[0] = 'loco-ext'; {code}"]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "loco_ext.penalties" in modules
+    assert not [name for name in modules if name.startswith("loco_ext.sparsity")]

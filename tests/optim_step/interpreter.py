@@ -1,11 +1,6 @@
 """Steps of cases by the Triton kernels in Triton's interpreter, compared with the reference."""
 
-import io
-import mmap
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +9,7 @@ import torch
 
 from tests.optim_step.cases import Case
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
+from tests.triton_runs import loaded, reserved, saved
 
 ORDER = {
     "sgd": "first group_index hyper lrs lr_index maps map_index penalties nesterov maximize l1",
@@ -58,15 +54,27 @@ def run(data: bytes, narrow: int | None) -> bytes:
     from loco_ext.triton_kernels import optim_step_tables as tables
 
     tables.NARROW = tables.NARROW if narrow is None else narrow
-    jobs = torch.load(io.BytesIO(data), weights_only=False)
+    jobs = loaded(data)
     for case, before in jobs:
         for tensor, values in before:
             tensor.copy_(values)
-        (optim_step.optim_step_sgd if case.rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
+        if case.options.get("penalties"):
+            step_and_shrink(case)
+        else:
+            (optim_step.optim_step_sgd if case.rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
     tables.NARROW = 2**31 - tables.BLOCK
-    out = io.BytesIO()
-    torch.save(jobs[-1][0], out)
-    return out.getvalue()
+    return saved(jobs[-1][0])
+
+
+def step_and_shrink(case: Case) -> None:
+    """Step by the operator, which launches the prox after the step; its checks may read values of CPU tensors."""
+    from loco_ext.ops import backends, optim_step
+
+    kernels = {family: {**of_family, "triton": ("cpu",)} for family, of_family in backends.KERNELS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "KERNELS", kernels)
+        patch.setattr(optim_step, "check_step", lambda *_arguments: None)
+        case.step("triton")
 
 
 def scalars(data: bytes) -> torch.Tensor:
@@ -74,7 +82,7 @@ def scalars(data: bytes) -> torch.Tensor:
     from loco_ext.triton_kernels import optim_step
     from loco_ext.triton_kernels import optim_step_tables as tables
 
-    case = torch.load(io.BytesIO(data), weights_only=False)
+    case = loaded(data)
     run_adam, optim_step._TABLES = optim_step.optim_step_adam, tables.Tables()
     run_adam(*arguments(case))
     ((_key, plan),) = optim_step._TABLES._recent["plan"]
@@ -89,9 +97,7 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
 
     skipped = numel // tables.BLOCK - 1
     begin = skipped * tables.BLOCK
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
-    memory = [mmap.mmap(-1, 2 * numel * stride, flags=flags) for _ in range(2)]
-    w, g = (torch.frombuffer(m, dtype=torch.bfloat16)[::stride] for m in memory)
+    w, g = (reserved(numel * stride, torch.bfloat16)[::stride] for _ in range(2))
     w[begin:], g[begin:] = 1, torch.arange(numel - begin)
     step = tables.Step([w], [g], [], [0], [], [], [], [-1], ordinals=[0])
     plan = tables._Builder(step).plan(w.device)
@@ -107,33 +113,15 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
 # ---- These run in the test's own process.
 
 
-def saved(thing: object) -> bytes:
-    out = io.BytesIO()
-    torch.save(thing, out)
-    return out.getvalue()
-
-
 @dataclass
 class Interpreter:
     pool: ProcessPoolExecutor
 
     def steps(self, *jobs: tuple[Case, list], narrow: int | None = None) -> Case:
-        data = self.pool.submit(run, saved(jobs), narrow).result()
-        return torch.load(io.BytesIO(data), weights_only=False)
+        return loaded(self.pool.submit(run, saved(jobs), narrow).result())
 
     def step(self, case: Case, narrow: int | None = None) -> Case:
         return self.steps((case.copy(), []), narrow=narrow)
-
-
-@contextmanager
-def start_interpreter() -> Iterator[Interpreter]:
-    """Start the interpreter in a separate process, because it must be chosen before triton is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        pool.submit(prepare).result()
-    with pool:
-        yield Interpreter(pool)
 
 
 def assert_same_as(actual: Case, expected: Case) -> None:

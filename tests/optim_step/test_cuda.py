@@ -17,7 +17,6 @@ SOURCES = [
         for name in (
             "cuda.cu",
             "cuda_prox.cu",
-            "cuda_coupled.cu",
             "gpu_table.cpp",
             "cpu.cpp",
             "blocks.cpp",
@@ -29,8 +28,7 @@ SOURCES = [
 ]
 MISTAKES = (
     *("tail", "chunk", "barrier", "phase", "found_inf", "prox_found_inf", "prox_barrier", "prox_kernel"),
-    *("prox_squared", "prox_rounding", "layers_apart", "layer_sum", "layer_factor", "layer_found_inf", "prox_memory"),
-    "prox_step",
+    *("prox_squared", "prox_rounding", "prox_memory", "prox_step"),
 )
 
 

@@ -2,9 +2,6 @@
 
 These tests check what the tests of penalties, which run the same kernels too, do not see."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -21,13 +18,6 @@ from tests.tolerances import assert_within_ulps
 CLASSES = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {"amsgrad": True}}
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, compiled: Path) -> Iterator[None]:
-    operators.use(monkeypatch, compiled)
-    with loco_ext.backend("native"):
-        yield
-
-
 def without_threshold() -> ops.StepPenalty:
     rings = geometry.ring_index((3, 3)).flatten().tolist()
     return ops.StepPenalty(rings, torch.zeros(max(rings) + 1, dtype=torch.float64))
@@ -36,7 +26,7 @@ def without_threshold() -> ops.StepPenalty:
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name in ("contiguous", "channels_last")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_a_prox_that_changes_nothing_leaves_every_bit_of_the_step(rule, dtype, layout):
     options = {"maps": [LOCO_2D], "map_index": [0, -1], "grad_scale": torch.tensor(2.0), "seed": 7, "rounding_step": 3}
     case = make_case(rule, [(6, 5, 3, 3), (3, 33, 3, 3)], dtypes=[dtype] * 3, ordinals=[4, 9], **options)
@@ -62,7 +52,7 @@ def test_blocks_share_slots_where_kernels_are_too_large_to_stay_on_chip(monkeypa
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("cuda_on_cpu")
 def test_many_small_parameters_are_few_launches(compiled, name):
     """Penalised parameters of one width are stepped in one launch, and all other parameters in another."""
     shapes = [(4, channels, 3, 3) for channels in range(1, 41)] + [(4,)] * 40
@@ -74,19 +64,3 @@ def test_many_small_parameters_are_few_launches(compiled, name):
     optimizer.step()
     table, counts = 1, name != "SGD"
     assert library.launches() - before == table + counts + 1 + 1
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.usefixtures("cuda")
-def test_kernels_that_are_shrunk_together_are_as_many_launches_whatever_the_search_takes(compiled, name):
-    """All layers of a width share one update, a fixed number of search rounds (without host syncs), and one prox."""
-    library, counts = operators.library(compiled), []
-    for strength, layers in ((1e-6, 1), (10.0, 5)):
-        params = [nn.Parameter(torch.randn(4, channels, 3, 3)) for channels in range(1, layers + 1)]
-        optimizer = getattr(optim, name)(params, lr=0.01, penalty=sparsity.KernelPenalty(strength, power=2))
-        train(optimizer, 2)
-        before = library.launches()
-        optimizer.step()
-        counts.append(library.launches() - before)
-    table, steps = 1, name != "SGD"
-    assert counts[0] == counts[1] == table + steps + 1 + 2 * 64 + 1

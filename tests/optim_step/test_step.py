@@ -1,6 +1,5 @@
 """Tests of the optimizer step's arithmetic: kernels give the reference's bits, both agree with NumPy and autograd."""
 
-import itertools
 import math
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from loco_ext import geometry, ops
+from tests.covering import covering
 from tests.optim_step.cases import HYPER, assert_native_is_reference, assert_same, make_case
 from tests.tolerances import assert_within_ulps
 
@@ -37,11 +37,11 @@ def hyper_with(rule, decay=None, **columns):
     return tuple((row if decay is None else row | {"decay": decay}).values())
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("momentum", MOMENTUM)
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "maximize", "decay", "dtype"),
+    covering(MOMENTUM, [False, True], [False, True], DECAYS, FLOATS, strength=3),
+    ids=str,
+)
 def test_sgd_gives_the_references_bits(momentum, nesterov, maximize, decay, dtype):
     options = {**MOMENTUM[momentum], **DECAYS[decay]}
     hyper = hyper_with("sgd", options.pop("decay", None), dampening=0.0 if nesterov else 0.1)
@@ -49,11 +49,11 @@ def test_sgd_gives_the_references_bits(momentum, nesterov, maximize, decay, dtyp
     assert_native_is_reference(case)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("decay", ADAM_DECAYS)
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("beta1", [0.9, 0.4, 0.0])
+@pytest.mark.parametrize(
+    ("beta1", "amsgrad", "maximize", "decay", "dtype"),
+    covering([0.9, 0.4, 0.0], [False, True], [False, True], ADAM_DECAYS, FLOATS, strength=3),
+    ids=str,
+)
 def test_adam_gives_the_references_bits(beta1, amsgrad, maximize, decay, dtype):
     options = dict(ADAM_DECAYS[decay])
     hyper = hyper_with("adam", options.pop("decay", None), beta1=beta1)
@@ -123,9 +123,11 @@ ANY_MAP = {
 }
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "last"])
-@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("which", ANY_MAP)
+@pytest.mark.parametrize(
+    ("which", "rule", "memory_format"),
+    covering(ANY_MAP, ["sgd", "adam", "adamw"], [torch.contiguous_format, torch.channels_last]),
+    ids=str,
+)
 def test_any_map_gives_the_references_bits(which, rule, memory_format):
     shape, decay_map = ANY_MAP[which]
     if memory_format == torch.channels_last and len(shape) != 4:
@@ -174,14 +176,12 @@ def numpy_adam(w, g, states, step, row, decay_map, amsgrad, maximize, decoupled,
 
 
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
-PRECISE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-@PRECISE
-@BOTH
 @pytest.mark.parametrize(
-    ("momentum", "nesterov", "maximize", "l1"),
-    list(itertools.product(MOMENTUM, [False, True], [False, True], [False, True])),
+    ("momentum", "nesterov", "maximize", "l1", "backend", "dtype"),
+    covering(MOMENTUM, *[[False, True]] * 3, ["native", "reference"], [torch.float32, torch.float64], strength=3),
+    ids=str,
 )
 def test_sgd_is_the_formula(momentum, nesterov, maximize, l1, backend, dtype):
     options = {"maps": [LOCO_2D], "map_index": [0, 0], "nesterov": nesterov, "maximize": maximize, "l1": l1}
@@ -200,12 +200,17 @@ def test_sgd_is_the_formula(momentum, nesterov, maximize, l1, backend, dtype):
             assert_within_ulps(case.lists["momentum_buffers"][i], torch.from_numpy(buffer), scale=1.0)
 
 
-@PRECISE
-@BOTH
-@pytest.mark.parametrize("beta1", [0.9, 0.4, 0.0])
 @pytest.mark.parametrize(
-    ("amsgrad", "maximize", "decay"),
-    list(itertools.product([False, True], [False, True], ["l2", "l1", "decoupled"])),
+    ("amsgrad", "maximize", "decay", "beta1", "backend", "dtype"),
+    covering(
+        *[[False, True]] * 2,
+        ["l2", "l1", "decoupled"],
+        [0.9, 0.4, 0.0],
+        ["native", "reference"],
+        [torch.float32, torch.float64],
+        strength=3,
+    ),
+    ids=str,
 )
 def test_adam_is_the_formula(amsgrad, maximize, decay, beta1, backend, dtype):
     hyper = hyper_with("adam", beta1=beta1)

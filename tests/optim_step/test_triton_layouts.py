@@ -1,6 +1,5 @@
 """Tests of the optimizer step's Triton kernels on any strides, sizes and dtypes, in Triton's interpreter."""
 
-import importlib.util
 import itertools
 import sys
 
@@ -14,8 +13,9 @@ from tests.optim_step.interpreter import Interpreter, arguments, assert_is_refer
 from tests.optim_step.test_layouts import KINDS, LAYOUTS, OTHER_SHAPES, SPECIAL, gaps
 from tests.optim_step.test_step import ANY_MAP, FLOATS, LOCO_2D
 from tests.tolerances import same_bits
+from tests.triton_runs import needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 GUARD = 77.0
 

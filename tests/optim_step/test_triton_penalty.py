@@ -1,7 +1,6 @@
 """Tests of the Triton step of parameters with a penalty, in Triton's interpreter: the step and the prox after it match
 the reference. Learning rates, step counts and found_inf are tensors whose values the host must not read."""
 
-import importlib.util
 import itertools
 
 import pytest
@@ -12,8 +11,9 @@ from tests.optim_step.cases import Case, assert_untouched, make_case
 from tests.optim_step.test_layouts import LAYOUTS
 from tests.optim_step.test_step import FLOATS, LOCO_2D
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, same_bits
+from tests.triton_runs import needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 SHAPES = [(2, 20, 3, 3), (7,), (1, 2, 3, 3)]
 RULES = {
@@ -41,8 +41,8 @@ def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
     return ops.StepPenalty(rings, t, torch.full_like(t, squared) if squared else None, linf)
 
 
-def coupled(linf: bool = False) -> ops.StepPenalty:
-    """Return a coupled penalty with one group per kernel: the whole kernel."""
+def joint(linf: bool = False) -> ops.StepPenalty:
+    """Return a joint penalty with one group per kernel: the whole kernel."""
     zero = torch.zeros(1, dtype=torch.float64)
     return ops.StepPenalty([0] * 9, zero, torch.full_like(zero, 0.3), linf, coupled=True)
 
@@ -91,9 +91,9 @@ def test_the_step_ends_with_the_references_search(interpreter, rule):
 
 @pytest.mark.parametrize("linf", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", ["momentum", pytest.param("adam", marks=pytest.mark.slow)])
-def test_kernels_are_shrunk_together_without_a_look_at_numbers_of_the_device(interpreter, rule, linf):
+def test_joint_filters_are_shrunk_without_a_look_at_numbers_of_the_device(interpreter, rule, linf):
     case = make_case(RULES[rule][0], [(3, 2, 3, 3)], dtypes=[torch.float32] * 3, lrs=[torch.tensor(0.03)], lr_index=[0])
-    case.options["penalties"] = [coupled(linf)]
+    case.options["penalties"] = [joint(linf)]
     unread = case.copy()
     unread.options["lrs"] = [lr.as_subclass(Unread) for lr in case.options["lrs"]]
     if "steps" in unread.lists:
@@ -143,7 +143,10 @@ def test_a_learning_rate_of_0_shrinks_nothing(interpreter, rule):
     assert all(torch.equal(p, q) for p, q in zip(done.params, case.params, strict=True))
 
 
-def test_random_rounding_before_the_prox_is_refused(interpreter):
-    case = penalised("sgd", dtypes=[torch.bfloat16] * 3, seed=7)
-    with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
-        interpreter.step(case)
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_random_rounding_is_of_what_the_prox_leaves(interpreter, rule):
+    weak = ops.StepPenalty([0] * 9, torch.full((1,), 0.5, dtype=torch.float64))
+    case = penalised(rule, dtypes=[torch.bfloat16] * 3, seed=7, rounding_step=2).copy(penalties=[weak, None, weak])
+    done, nearest = interpreter.step(case), interpreter.step(case.copy(seed=None))
+    assert_is_reference(done, case)
+    assert not same_bits(done.params[0], nearest.params[0])

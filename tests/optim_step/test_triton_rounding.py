@@ -1,7 +1,5 @@
 """Tests of dtype conversions and stochastic rounding by the optimizer step's Triton kernels."""
 
-import importlib.util
-
 import pytest
 import torch
 from loco_ext.triton_kernels import optim_step_tables as tables
@@ -9,8 +7,9 @@ from loco_ext.triton_kernels import optim_step_tables as tables
 from tests.optim_step.cases import make_case
 from tests.optim_step.interpreter import assert_is_reference
 from tests.optim_step.test_layouts import LAYOUTS
+from tests.triton_runs import needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = needs_triton
 
 
 @pytest.mark.parametrize("seed", [None, 3])

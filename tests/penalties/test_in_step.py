@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 import pickle
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import loco_ext
 from loco_ext import optim, sparsity
+from tests.covering import covering
 from tests.optim.stepping import CLASSES, clones, set_gradients, train
 from tests.tolerances import assert_within_ulps, same_bits
 
@@ -60,18 +60,15 @@ def stepped(kind, penalty, backend, dtype=torch.float32, layout="contiguous", st
     return params
 
 
-def kinds_and_penalties():
-    """Yield all pairs; the reference's slow searches run only once outside the slow tests."""
-    for kind, penalty in itertools.product(KINDS, PENALTIES):
-        again = (kind, penalty) == ("AdamW", "squared")
-        yield pytest.param(kind, PENALTIES[penalty], id=f"{kind}-{penalty}", marks=pytest.mark.slow if again else [])
+# The reference takes seconds for Adam's squares, which nest two searches.
+STEPS = covering(KINDS, [name for name in PENALTIES if name != "squared"], DTYPES)
+STEPS += [(kind, "squared", torch.float64) for kind in KINDS if "Adam" not in kind]
+STEPS += [("Adam", "squared", torch.float32), pytest.param("AdamW", "squared", torch.float32, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kind", "penalty"), [*kinds_and_penalties()])
+@pytest.mark.parametrize(("kind", "penalty", "dtype"), STEPS, ids=str)
 def test_the_fused_step_is_that_of_the_reference(kind, penalty, dtype):
-    if "Adam" in kind and penalty.power == 2 and dtype != torch.float32:
-        pytest.skip("the reference takes seconds for two nested searches")
+    penalty = PENALTIES[penalty]
     ours = stepped(kind, penalty, "native", dtype)
     theirs = stepped(kind, penalty, "reference", dtype)
     # Shrinking a weight to almost zero leaves few digits, so results are compared relative to the weights before it.
@@ -83,9 +80,11 @@ def test_the_fused_step_is_that_of_the_reference(kind, penalty, dtype):
         assert sum((p == 0).sum() for p in ours) > 0
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["momentum", "Adam"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "layout"),
+    covering(["momentum", "Adam"], [torch.float32, torch.bfloat16], [name for name in LAYOUTS if name != "contiguous"]),
+    ids=str,
+)
 def test_any_layout_gives_the_same(kind, dtype, layout):
     for penalty in (PENALTIES["rings"], PENALTIES["largest"]):
         expected = stepped(kind, penalty, "native", dtype, steps=2)

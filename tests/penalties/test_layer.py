@@ -150,13 +150,25 @@ def test_several_batches_are_checked_before_the_first_is_stepped():
     assert same_bits(params[0].detach(), alone[0].detach())
 
 
-def test_random_rounding_is_refused_where_the_prox_follows_the_step():
-    weight = torch.ones(2, 1, 3, dtype=torch.bfloat16)
-    hyper = torch.tensor([[0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    penalty = ops.LayerPenalty(lambda w, step, metric: w / 2)
-    with pytest.raises(NotImplementedError, match="stochastic_rounding: expected None for bfloat16"):
-        ops.optim_step_sgd([weight], [torch.ones_like(weight)], [], hyper, penalties=[penalty], seed=7)
-    assert torch.equal(weight, torch.ones_like(weight))
+@pytest.mark.parametrize("kind", ["momentum", "Adam"])
+def test_random_rounding_is_of_what_the_prox_leaves(kind):
+    results = []
+    for backend in ("native", "reference"):
+        weight = torch.linspace(-2, 2, 600).view(20, 10, 3).bfloat16()
+        states = [torch.full_like(weight, 0.01 * n) for n in range(1, 4)]
+        penalty = ops.LayerPenalty(lambda w, step, metric: w * 0.999)
+        options = {"penalties": [penalty], "seed": 7, "rounding_step": 3, "ordinals": [5]}
+        with loco_ext.backend(backend):
+            if kind == "momentum":
+                hyper = torch.tensor([[0.5, 0.0, 0.9, 0.0]], dtype=torch.float64)
+                ops.optim_step_sgd([weight], [torch.ones_like(weight)], states[:1], hyper, **options)
+            else:
+                hyper = torch.tensor([[0.1, 0.0, 0.9, 0.99, 1e-3]], dtype=torch.float64)
+                lists = [[state] for state in states]
+                steps = [torch.zeros(())]
+                ops.optim_step_adam([weight], [weight / 2], *lists, steps, hyper, amsgrad=True, **options)
+        results.append([weight, *states])
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 # ---- the minimum

@@ -10,6 +10,7 @@ from scipy.optimize import minimize
 
 import loco_ext
 from loco_ext.sparsity import KernelPenalty, RingPenalty, kernel_sizes
+from tests.covering import covering, label
 from tests.ring_prox.cases import BACKENDS, FLOATS, WEIGHTINGS, Rings, group_norms, group_weights
 from tests.ring_prox.solvers import clarabel
 from tests.tolerances import (
@@ -26,7 +27,7 @@ OPTIONS = [
     {"weighting": weighting, "norm": norm, "power": power}
     for weighting, norm, power in itertools.product(WEIGHTINGS, NORMS, (1, 2))
 ]
-ALL_OPTIONS = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+ALL_OPTIONS = pytest.mark.parametrize("options", OPTIONS, ids=label)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -53,8 +54,9 @@ def both_penalties(strength, options):
 
 
 @pytest.mark.usefixtures("_backend")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@ALL_OPTIONS
+@pytest.mark.parametrize(
+    ("options", "dtype", "_backend"), covering(OPTIONS, FLOATS, BACKENDS), ids=label, indirect=["_backend"]
+)
 def test_values_are_those_of_the_formulas(options, dtype):
     for kernel_size, channels in (((5, 5), 3), ((3, 3), 1), ((1, 1), 8), ((7,), 2), ((3, 1, 5), 2)):
         weight = torch.randn(6, channels, *kernel_size).to(dtype)
@@ -106,8 +108,12 @@ def objective(penalty, weight, x, step, metric):
 
 
 @pytest.mark.usefixtures("_backend")
-@pytest.mark.parametrize("with_metric", [False, True])
-@ALL_OPTIONS
+@pytest.mark.parametrize(
+    ("options", "with_metric", "_backend"),
+    covering(OPTIONS, [False, True], BACKENDS),
+    ids=label,
+    indirect=["_backend"],
+)
 def test_the_prox_is_lower_than_all_around_it(options, with_metric):
     """A convex function that decreases in no direction from a point has its minimum there."""
     weight = torch.randn(4, 2, 3, 3, dtype=torch.float64) * torch.logspace(-1, 0.5, 4).view(4, 1, 1, 1)
@@ -214,8 +220,9 @@ def test_plain_powers_take_kernels_and_rings_to_zero(norm):
 
 
 @pytest.mark.usefixtures("_backend")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@ALL_OPTIONS
+@pytest.mark.parametrize(
+    ("options", "dtype", "_backend"), covering(OPTIONS, FLOATS, BACKENDS), ids=label, indirect=["_backend"]
+)
 def test_strength_0_and_step_0_change_no_bit(options, dtype):
     weight = torch.randn(4, 2, 3).to(dtype)
     weight[0] = -0.0
@@ -228,9 +235,12 @@ def test_strength_0_and_step_0_change_no_bit(options, dtype):
 
 
 @pytest.mark.usefixtures("_backend")
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("with_metric", [False, True])
-@ALL_OPTIONS
+@pytest.mark.parametrize(
+    ("options", "with_metric", "number", "_backend"),
+    covering(OPTIONS, [False, True], [torch.nan, torch.inf], BACKENDS),
+    ids=label,
+    indirect=["_backend"],
+)
 def test_weights_that_are_not_finite_stay_and_raise_nothing(options, with_metric, number):
     weight = torch.randn(4, 2, 3, dtype=torch.float64)
     weight[2, 1, 1] = number

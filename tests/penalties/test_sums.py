@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import loco_ext
 from loco_ext import optim, sparsity
+from tests.covering import covering
 from tests.tolerances import assert_within_ulps, same_bits
 
 pytestmark = [
@@ -75,10 +76,9 @@ def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter], before: li
 
 
 @pytest.mark.parametrize("native", ["cpu"], indirect=True)  # a GPU always sums a kernel after updating it
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "penalty", "layout"), covering(KINDS, PENALTIES, LAYOUTS))
 def test_the_fused_step_is_that_of_the_reference(kind, penalty, layout):
+    penalty = PENALTIES[penalty]
     ours = stepped(kind, penalty, "native", layout)
     assert_same(ours, stepped(kind, penalty, "reference", layout), make_params(penalty, layout))
 

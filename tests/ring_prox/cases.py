@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import loco_ext
 from loco_ext import geometry, ops, sparsity
+from tests.covering import covering
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BACKENDS = ("native", "reference")
@@ -149,6 +152,13 @@ MODES = [
     {"norm": norm, "metric": metric, "power": power}
     for norm, metric, power in product(("l2", "linf"), (False, True), ("plain", "squared", "both"))
 ]
+
+
+def covered_modes(*axes: Iterable[Any]) -> list[Any]:
+    """Return parameters of a mode and one value of each axis: every three values of options and axes meet."""
+    met = covering(("l2", "linf"), (False, True), ("plain", "squared", "both"), *axes, strength=3)
+    options = ("norm", "metric", "power")
+    return [(dict(zip(options, p.values[:3], strict=True)), *p.values[3:]) for p in met]
 
 
 def mode_id(mode: dict[str, object]) -> str:

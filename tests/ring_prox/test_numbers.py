@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from loco_ext import sparsity
-from tests.ring_prox.cases import BACKENDS, FLOATS, MODES, Rings, make_case, mode_id
+from tests.covering import covering, label
+from tests.ring_prox.cases import BACKENDS, FLOATS, MODES, Rings, covered_modes, make_case
 from tests.tolerances import RESIDUAL, ULPS_OF_ROOTS, largest_of_kernels, same_bits
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
-ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
-DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+BOTH = pytest.mark.parametrize("backend", BACKENDS)
+ALL_MODES = pytest.mark.parametrize(("mode", "dtype", "backend"), covered_modes(FLOATS, BACKENDS), ids=label)
 RINGS = Rings((3, 3), "half", "auto")
 
 
@@ -25,11 +25,10 @@ def _not_all_of_the_slow(request):
     given = request.node.callspec.params
     mode = given.get("mode", {"metric": False})
     slow = given["backend"] == "reference" and mode["metric"] and mode["norm"] == "l2" and mode["power"] != "plain"
-    if slow and (given.get("dtype") != torch.float32 or "scale" in given or given.get("where") == "outermost"):
+    if slow and (given.get("dtype") != torch.float32 or "magnitude" in given or given.get("where") == "outermost"):
         pytest.skip("slow, and one dtype tells what others would")
 
 
-@DTYPES
 @ALL_MODES
 def test_zeros_stay_zeros(mode, dtype, backend):
     case = case_of(mode, dtype)
@@ -42,7 +41,6 @@ def test_zeros_stay_zeros(mode, dtype, backend):
     assert (result[case.weight == 0] == 0).all()
 
 
-@DTYPES
 @ALL_MODES
 def test_without_thresholds_nothing_changes(mode, dtype, backend):
     case = case_of(mode, dtype)
@@ -55,7 +53,6 @@ def test_without_thresholds_nothing_changes(mode, dtype, backend):
     assert same_bits(none.prox(backend), case.weight)
 
 
-@DTYPES
 @ALL_MODES
 def test_huge_thresholds_leave_nothing_or_with_squares_almost_nothing(mode, dtype, backend):
     case = case_of(mode, dtype)
@@ -67,6 +64,7 @@ def test_huge_thresholds_leave_nothing_or_with_squares_almost_nothing(mode, dtyp
         assert (squared.double().abs() <= 1e-8 * case.weight.double().abs().amax() * 10).all()
 
 
+@BOTH
 @pytest.mark.parametrize("strength", [1e-12, 1e-6, 1e3, 1e6])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_squares_of_any_strength_are_balanced(norm, strength, backend):
@@ -85,9 +83,9 @@ def test_squares_of_any_strength_are_balanced(norm, strength, backend):
     assert (of_weights[strong] <= 1e-6).all()
 
 
-@DTYPES
-@ALL_MODES
-@pytest.mark.parametrize("where", ["outermost", "innermost"])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "where", "backend"), covered_modes(FLOATS, ["outermost", "innermost"], BACKENDS), ids=label
+)
 def test_a_nan_makes_its_own_kernel_nan_and_no_other(where, mode, dtype, backend):
     case = case_of(mode, dtype)
     clean = case.prox(backend)
@@ -100,9 +98,9 @@ def test_a_nan_makes_its_own_kernel_nan_and_no_other(where, mode, dtype, backend
     assert replace(case, thresholds=case.thresholds + 1e300).prox(backend)[place].isnan()
 
 
-@DTYPES
-@ALL_MODES
-@pytest.mark.parametrize("where", ["outermost", "innermost"])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "where", "backend"), covered_modes(FLOATS, ["outermost", "innermost"], BACKENDS), ids=label
+)
 def test_an_infinite_weight_stays_and_makes_no_nan(where, mode, dtype, backend):
     case = case_of(mode, dtype)
     clean = case.prox(backend)
@@ -133,10 +131,14 @@ SCALES = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "scale"), SCALES, ids=str)
-@pytest.mark.parametrize("mode", [m for m in MODES if m["power"] != "squared"], ids=mode_id)
-def test_tiny_and_huge_weights_are_shrunk_as_others_are(mode, dtype, scale, backend):
+@pytest.mark.parametrize(
+    ("mode", "magnitude", "backend"),
+    covering([mode for mode in MODES if mode["power"] != "squared"], SCALES, BACKENDS),
+    ids=label,
+)
+def test_tiny_and_huge_weights_are_shrunk_as_others_are(mode, magnitude, backend):
     """Weights and thresholds times a power of two give the result times it, up to the spacing of subnormal numbers."""
+    dtype, scale = magnitude
     case = make_case(RINGS, 6, 4, **mode)
     factor = 2.0 ** round(torch.tensor(scale, dtype=torch.float64).log2().item())
     if mode["power"] == "both" and not 1e-300 < factor * factor < 1e300:
@@ -157,7 +159,8 @@ def test_tiny_and_huge_weights_are_shrunk_as_others_are(mode, dtype, scale, back
         assert torch.equal(result == 0, expected.to(dtype) == 0)
 
 
-@DTYPES
+@BOTH
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_norms_of_zeros_infinities_nan_and_tiny_and_huge_weights(dtype, backend):
     weight = torch.zeros(6, 2, 3, dtype=dtype)
     info = torch.finfo(dtype)

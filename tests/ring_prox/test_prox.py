@@ -8,8 +8,9 @@ from torch import Tensor
 
 import loco_ext
 from loco_ext import ops, sparsity
+from tests.covering import covering, label
 from tests.optim_step.test_layouts import GUARD
-from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case, mode_id, ring_prox_of_taps
+from tests.ring_prox.cases import FLOATS, MODES, Rings, covered_modes, make_case, mode_id, ring_prox_of_taps
 from tests.tolerances import ULPS_OF_ROOTS, assert_within_ulps, largest_of_kernels, same_bits
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES, ids=mode_id)
@@ -45,9 +46,7 @@ def assert_native_is_reference(case) -> None:
     assert_near(case.prox("native"), case.prox("reference"), case.weight)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("mode", FLAT_MODES, ids=mode_id)
+@pytest.mark.parametrize(("mode", "size", "dtype"), covering(FLAT_MODES, SIZES, FLOATS), ids=label)
 def test_kernels_find_what_the_reference_finds(mode, size, dtype):
     rings, channels = SIZES[size]
     case = make_case(rings, 11, channels, **mode).to(dtype)
@@ -146,9 +145,7 @@ LAYOUTS = {
 LAID_OUT = [Rings((3, 5), "half", "auto"), Rings((3, 2, 4), "half", "auto")]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rings", LAID_OUT, ids=["2d", "3d"])
+@pytest.mark.parametrize(("rings", "layout", "dtype"), covering(LAID_OUT, LAYOUTS, FLOATS), ids=str)
 def test_a_weight_may_lie_in_any_layout(rings, layout, dtype):
     for mode in MODES:
         case = make_case(rings, 5, 18, **mode).to(dtype)
@@ -199,8 +196,7 @@ def test_thresholds_may_be_a_row_for_each_kernel_in_any_layout(mode):
     assert same_bits(by_rows.prox("native"), torch.cat(one_by_one))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@ALL_MODES
+@pytest.mark.parametrize(("mode", "dtype"), covered_modes(FLOATS), ids=label)
 def test_the_number_of_threads_changes_no_bit(mode, dtype):
     """There are enough weights for every thread to get some."""
     case = make_case(Rings((5, 5), "half", "auto"), 48, 31, **mode).to(dtype)

@@ -3,13 +3,9 @@
 The tests call the launcher itself; instead of a launch, the kernel is compiled for the arguments that it received.
 """
 
-import importlib.util
 import itertools
-import os
 import re
-import subprocess
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,51 +14,11 @@ from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
 from loco_ext import geometry
-from tests.optim_step.test_triton_compile import CUDA, count, gpu, vectors
+from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources, slow, vectors
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
-]
+pytestmark = needs_compiler
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
-@dataclass
-class Driver:
-    """Stand-in for a GPU's driver."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> str:
-        return str(self.target)
-
-    def get_current_stream(self, _device: str) -> int:
-        return 0
-
-
-@dataclass
-class Warmed:
-    """Stand-in for a kernel that compiles it instead of running it."""
-
-    kernel: Any
-    launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.launches.append((grid, options, self.kernel.warmup(*arguments, grid=grid, **options)))
-
-        return launch
 
 
 @dataclass
@@ -119,16 +75,6 @@ def operands(mode: str, channels_last: bool, shape: tuple[int, ...] = (8, 512, 3
     return weight, d, linf, squared
 
 
-def resources(cubin: bytes, path: Path) -> dict[str, int]:
-    """Return the number of registers and the bytes of stack, which holds spilled registers."""
-    import triton
-
-    path.write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
-
-
 MODES = {  # weight, metric, linf, squared
     "l2": (F32, None, False, False),
     "l2_squared": (F32, None, False, True),
@@ -146,7 +92,7 @@ STORES[F16] = STORES[BF16]
 @pytest.mark.parametrize(
     ("mode", "arch"),
     [
-        pytest.param(mode, arch, marks=pytest.mark.slow if arch != 90 and mode != "metric_squared" else [])
+        pytest.param(mode, arch, marks=[] if arch == 90 else pytest.mark.slow)
         for mode, arch in itertools.product(MODES, CUDA)
     ],
 )
@@ -199,8 +145,9 @@ def test_weights_that_are_not_aligned_are_accessed_one_by_one(compiler):
     assert [bool(number) for number in loads] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("arch", CUDA)
-@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [(F32, 80), (F32, 90), (F32, 100), (F64, 90), (BF16, 90), (F16, 90)], ids=str
+)
 def test_norms_compile(compiler, dtype, arch):
     grid, options, kernel = compiler.norms("cuda", arch, torch.ones(8, 512, 3, 3, dtype=dtype))
     assert grid == (8,)
@@ -209,7 +156,7 @@ def test_norms_compile(compiler, dtype, arch):
     assert count(r"sqrt\.rn\.f64", kernel.asm["ptx"]) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [m if m == "metric_squared" else slow(m) for m in MODES])
 def test_kernels_compile_for_amd(compiler, mode):
     for channels_last in (False, True):
         _grid, options, kernel = compiler.prox("hip", "gfx942", *operands(mode, channels_last))

@@ -12,7 +12,6 @@ ROUNDS = 80  # a fixed count if the host must not wait: checking for convergence
 MOST_ROUNDS = 200  # limit if the host checks for convergence
 FAR = 64  # the upper end is divided by this if the root is estimated to be even farther below it
 
-
 RingNorms = Callable[[Tensor, Sequence[int], int], Tensor]
 
 
@@ -51,7 +50,7 @@ def shared_factor(
     plain: bool,
     waits: bool,
 ) -> Tensor:
-    """Return ``f`` for which the coupled penalty's prox is that of the uncoupled one with thresholds ``t + f q``.
+    """Return ``f`` for which the joint penalty's prox is that of the penalty without q and with thresholds ``t + f q``.
 
     Args:
         prox: returns the weights shrunk by thresholds ``t + f q``, given ``f``, a float64 scalar on their device.

@@ -1,4 +1,4 @@
-"""Penalties on the square of a layer's sum, which couple its kernels: their prox, and steps that end with it."""
+"""Penalties on the square of a layer's sum, which join its filters: their prox, and steps that end with it."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import loco_ext
 from loco_ext import geometry, ops, optim, sparsity
-from loco_ext.ops.coupled import group_norms_by, shared_factor
+from loco_ext.ops.joint import group_norms_by, shared_factor
 from tests.optim.stepping import train
 from tests.penalties.test_in_step import KINDS, LAYOUTS, make, make_params
 from tests.tolerances import assert_within_ulps, same_bits
@@ -130,7 +130,7 @@ def test_the_factor_is_found_without_a_look_at_numbers_of_the_device(linf, count
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("linf", [False, True])
-def test_without_squares_kernels_are_not_coupled(backend, linf):
+def test_without_squares_filters_are_not_joint(backend, linf):
     weight, t = torch.randn(3, 2, 3, 3), torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     with loco_ext.backend(backend):
         alone = ops.ring_prox(weight, RINGS, t, linf=linf)
@@ -168,7 +168,7 @@ def test_small_kernels_vanish_and_a_layer_never_does(kind):
 @pytest.mark.parametrize("kind", ["plain", "Adam"])
 @pytest.mark.parametrize("linf", [False, True])
 @pytest.mark.usefixtures("native")
-def test_rings_with_thresholds_of_their_own_are_coupled_too(linf, kind):
+def test_rings_with_thresholds_of_their_own_are_joint_too(linf, kind):
     weight = torch.randn(4, 5, 3, 3, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1.0, 2.0]).view(4, 1, 1, 1)
     grad, zeros = torch.randn_like(weight), torch.zeros_like(weight)
     t, q = torch.tensor([0.3, 0.0, 0.6], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.1], dtype=torch.float64)

@@ -1,0 +1,39 @@
+"""Selections of a product of parameters that still let every few values meet."""
+
+import itertools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def covering(*axes: Iterable[Any], strength: int = 2, sweep: bool = False) -> list[Any]:
+    """Return the combinations of one value of each axis in which all values of every ``strength`` axes meet.
+
+    A fault that takes fewer values to show, such as one of a dtype in a layout, is seen by some combination. With
+    ``sweep``, all other combinations follow as slow tests.
+    """
+    values = [list(axis) for axis in axes]
+    everything = list(itertools.product(*(range(len(axis)) for axis in values)))
+    shuffled = random.Random(0).sample(everything, len(everything))
+    places = list(itertools.combinations(range(len(axes)), min(strength, len(axes))))
+    met: set[Any] = set()
+    chosen: set[tuple[int, ...]] = set()
+    for least in range(len(places), 0, -1):  # first those combinations that let most values meet
+        for numbers in shuffled:
+            meets = {(place, tuple(numbers[axis] for axis in place)) for place in places} - met
+            if len(meets) >= least:
+                chosen.add(numbers)
+                met |= meets
+
+    def parameter(numbers: tuple[int, ...]) -> Any:
+        marks = [] if numbers in chosen else [pytest.mark.slow]
+        return pytest.param(*(axis[number] for axis, number in zip(values, numbers, strict=True)), marks=marks)
+
+    return [parameter(numbers) for numbers in everything if sweep or numbers in chosen]
+
+
+def label(value: Any) -> str:
+    """Return the id of a parameter; a dictionary's is made of its values."""
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)

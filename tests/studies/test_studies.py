@@ -1,0 +1,153 @@
+"""The studies on CIFAR-10, run on a few random images: their summaries and tables; README.md has the committed ones."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+
+from bench import harness, readme
+from loco_ext.analysis import estimate_locality
+from loco_ext.experiments import data
+from studies import (
+    efcn_cifar10,
+    efcn_paths_cifar10,
+    frontier_cifar10,
+    locality_cifar10,
+    summaries,
+    tables,
+    trained_cifar10,
+)
+
+
+def few_images(monkeypatch, module, count, size=32, **constants):
+    """Replace CIFAR-10 by random images in a study, and its constants by others."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
+    samples = data.Samples(images, torch.randint(10, (count,), generator=generator))
+    dataset = data.Dataset("cifar10", samples, samples, 10, True)
+    monkeypatch.setattr(module, "load", lambda name, folder: dataset, raising=False)
+    for name, value in constants.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def section(name, folder):
+    return readme.section(name, tables.RENDERERS, folder)
+
+
+def test_the_readme_has_the_committed_results():
+    assert tables.main(["--check"]) == 0
+
+
+def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(tmp_path, monkeypatch):
+    few_images(monkeypatch, locality_cifar10, 100)
+    locality_cifar10.main(tmp_path, tmp_path, seeds=3, epochs=1, stat="rms", out=tmp_path / "locality_cifar10-rms.json")
+    arms = json.loads((tmp_path / "locality_cifar10-rms.json").read_text())["arms"]
+    uniform = [load_file(tmp_path / f"uniform-{seed}" / "model.safetensors") for seed in range(3)]
+    errors = {}
+    for arm, runs in (("uniform", "uniform"), ("local", "local-rms"), ("paper", "paper-rms")):
+        lines = [(tmp_path / f"{runs}-{seed}" / "metrics.jsonl").read_text().splitlines()[-1] for seed in range(3)]
+        errors[arm] = np.array([100 * (1 - json.loads(line)["test_accuracy"]) for line in lines])
+        summary = arms[arm]["summary"]
+        assert summary["error"] == pytest.approx(errors[arm].mean())
+        assert summary["standard_error"] == pytest.approx(stats.sem(errors[arm]))
+        assert (summary["median"], summary["count"]) == (pytest.approx(np.median(errors[arm])), 3)
+    for rule in ("local", "paper"):
+        expected = estimate_locality(uniform, eta_rule=rule, stat="rms")
+        settings = json.loads((tmp_path / f"{rule}-rms-2" / "settings.json").read_text())["settings"]
+        assert settings["seed"] == 2
+        assert settings["locality"] == {name: list(factors) for name, factors in expected.items()}
+        assert arms[rule]["locality"].keys() == expected.keys()
+        difference = errors[rule] - errors["uniform"]
+        assert arms[rule]["summary"]["difference"] == pytest.approx(difference.mean())
+        p = stats.ttest_1samp(difference, 0).pvalue if difference.any() else 1.0
+        assert arms[rule]["summary"]["paired_p"] == pytest.approx(p)
+    assert "| local |" in section("locality_cifar10", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_frontiers_arms_are_comparable_and_its_tables_say_what_was_measured(tmp_path, monkeypatch):
+    """One arm, then all arms run on a few random images, with two strengths; the second call reuses the first's run."""
+    tiny = {"STRENGTHS": (0.1, 0.5), "TAUS": (0.1,), "WIDTHS": (0.25, 0.125), "DENSE_EPOCHS": 1, "REFIT_EPOCHS": 1}
+    tiny |= {"SEARCHED_POINTS": 2, "BATCH_NORM_STRENGTHS": (0.1,), "MODELS": ("resnet8",)}
+    few_images(monkeypatch, frontier_cifar10, 100, **tiny)
+    arms = frontier_cifar10.arms("resnet8")
+    assert {name: setting.method for name, setting in arms.items() if "," not in name} == {
+        **{"width": "width", "width with batch norm": "width"},
+        **{f"{penalty} {method}": method for penalty in ("rings", "kernels") for method in ("prox", "subgradient")},
+    }
+    # The epochs are one dense, one for each of two strengths, and one of the refit.
+    assert {sum((arms[name].dense_epochs, arms[name].refit_epochs)) for name in arms if "width" in name} == {1 + 2 + 1}
+    runs, out = tmp_path / "runs", tmp_path / "frontier_cifar10-x.json"
+    frontier_cifar10.main(tmp_path, runs, out, only="resnet8 rings prox")
+    assert [path.name for path in runs.iterdir()] == ["resnet8-dense", "resnet8-rings-prox"]
+    frontier_cifar10.main(tmp_path, runs, out)
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    record = json.loads((runs / "resnet8-rings-prox" / "frontier.json").read_text())
+    best = 100 * (1 - max(point["refitted"]["accuracy"] for point in record["paths"][0]["points"]))
+    text = section("frontier_cifar10", tmp_path)
+    assert f"| rings prox, refitted | {best:.1f} |" in text
+    assert "| down |" in text
+    assert "Batch normalisation live, live with" in text
+
+
+@pytest.mark.slow
+def test_trained_networks_are_timed_as_they_are_and_compacted(tmp_path, monkeypatch):
+    few_images(monkeypatch, frontier_cifar10, 60)
+    few_images(monkeypatch, trained_cifar10, 60, STRENGTHS={0.25: (0.1, 0.5)}, DENSE_EPOCHS=1, MODELS=("plain8",))
+    out = tmp_path / "trained_cifar10-x.json"
+    trained_cifar10.main(tmp_path, tmp_path / "runs", out)
+    point = json.loads(out.read_text())["networks"]["plain8, width 0.25"]["paths"][0]["points"][0]
+    assert f"| {point['latency_before'] / point['latency_after']:.2f} |" in section("trained_cifar10", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(tmp_path, monkeypatch):
+    """All studies run on a few random images and a small network; then the report is made from the existing runs."""
+    tiny = {"EPOCHS": 2, "BRANCH_EPOCHS": 1, "LANDSCAPE_SAMPLES": 20}
+    few_images(monkeypatch, efcn_paths_cifar10, 40, 8, **tiny, SWITCH_TIMES=(1,), POINTS=3, STRING_STEPS=1)
+    tiny |= {"SWITCH_TIMES": (0, 1, 2), "FEW_SWITCH_TIMES": (0, 1), "POWER_ITERATIONS": 2, "FEW_POWER_ITERATIONS": 1}
+    effort = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1)
+    few_images(monkeypatch, efcn_cifar10, 40, 8, **tiny, RADIUS="1", EFFORT=effort)
+    preset = efcn_cifar10.efcn_preset
+    small = {"model": "plain8", "width": 0.1, "batch_size": 20}
+    for module in (efcn_cifar10, efcn_paths_cifar10):
+        monkeypatch.setattr(module, "efcn_preset", lambda name, **options: preset(name, **options | small))
+    runs, out = tmp_path / "runs", tmp_path / "efcn_cifar10-x.json"
+    efcn_cifar10.main(tmp_path, runs, out, only="lcn")
+    assert not out.exists()
+    efcn_cifar10.main(tmp_path, runs, out)
+    weights = [(runs / name / "cnn" / "model.safetensors").read_bytes() for name in efcn_cifar10.studies()]
+    assert len(weights) == 3
+    assert len(set(weights)) == 1
+    for name in efcn_cifar10.FIGURES:
+        assert (tmp_path / f"efcn_cifar10-x-{name}.png").stat().st_size > 10_000
+    report = json.loads(out.read_text())
+    assert [(network["relax"], network["switch_time"]) for network in report["networks"]] == [
+        ("cnn", None),
+        *((relax, time) for time in (0, 1, 2) for relax in ("cnn", "lcn")),
+        *((relax, time) for relax in ("1", "full") for time in (0, 1)),
+        ("fcn", None),
+    ]
+    text = section("efcn_cifar10", tmp_path)
+    full = next(network for network in report["networks"] if network["relax"] == "full")
+    shares = " | ".join(f"{100 * full['last'][name]:.1f}" for name in ("delta_locality", "delta_sharing"))
+    assert f"| eFCN | 0 | {full['parameters']:,} | 1 |" in text
+    assert shares in text
+    assert f"| {full['before']['gradient_norm']:.3g} | {full['after']['gradient_norm']:.3g} |" in text
+    assert list(report["step_seconds"]) == ["cnn", "lcn", "2", "full"]
+    assert f"| LCN | {1e3 * report['step_seconds']['lcn']:.3g} |" in text
+    efcn_paths_cifar10.main(tmp_path, tmp_path / "paths", tmp_path / "efcn_paths-x.json")
+    paths = json.loads((tmp_path / "paths" / "efcn.json").read_text())["branches"][1]["interpolations"]
+    best = max(point["test_accuracy"] for point in paths["string"])
+    assert f" {100 * best:.1f} |" in section("efcn_paths", tmp_path)
+
+
+def test_a_loss_that_is_not_finite_is_kept_as_null_and_shown_as_infinite():
+    points = [{"test_accuracy": 0.5, "train_loss": loss} for loss in (1.0, None)]
+    network = {"relax": "lcn", "switch_time": 3, "interpolations": dict.fromkeys(("linear", "string"), points)}
+    assert summaries.paths(network)["methods"]["linear"]["highest_loss"] is None
+    (table,) = tables.efcn_paths({"networks": [summaries.paths(network)]})
+    assert table.rows == [["LCN", "3", "50.0", "50.0", "50.0", "50.0", "inf", "inf"]]

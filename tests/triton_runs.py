@@ -1,0 +1,145 @@
+"""Runs of Triton kernels without a GPU: in Triton's interpreter, and compiled for GPUs that need not be there."""
+
+import importlib.util
+import io
+import mmap
+import multiprocessing
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_compiler = [
+    needs_triton,
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing"),
+]
+
+CUDA = [80, 90, 100]  # compute capabilities that compiled kernels are looked at for
+VECTOR = r"v4\.b32|v2\.b64|v4\.u32|v2\.u64|v4\.f32|v2\.f64"
+GUARD = 77.0  # surrounds results, and must stay unchanged
+
+
+# ---- the interpreter
+
+
+@contextmanager
+def start_interpreter(prepare: Callable[[], None]) -> Iterator[ProcessPoolExecutor]:
+    """Start the interpreter in a separate process, because it must be chosen before triton is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pool.submit(prepare).result()
+    with pool:
+        yield pool
+
+
+def saved(thing: object) -> bytes:
+    """Return the bytes by which tensors travel to the interpreter's process and back, strides and gaps included."""
+    out = io.BytesIO()
+    torch.save(thing, out)
+    return out.getvalue()
+
+
+def loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def reserved(size: int, dtype: torch.dtype) -> Tensor:
+    """Return memory that is not allocated until it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+class Guarded:
+    """Stand-in for a torch function that surrounds its output with GUARD."""
+
+    def __init__(self, make: Callable[..., Tensor]) -> None:
+        self.make, self.made = make, []
+
+    def __call__(self, *arguments, **options) -> Tensor:
+        plain = self.make(*arguments, **options)
+        if plain.numel() == 0:
+            return plain
+        span = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
+        memory = torch.full((span + 8192,), GUARD, dtype=plain.dtype)
+        self.made.append((memory, span))
+        return memory.as_strided(plain.shape, plain.stride(), 4096)
+
+    def check(self) -> None:
+        for memory, span in self.made:
+            assert (memory[:4096] == GUARD).all(), "memory before a result was written"
+            assert (memory[4096 + span :] == GUARD).all(), "memory behind a result was written"
+
+
+# ---- the compiler
+
+
+def slow(value: Any) -> Any:
+    """Return a parameter of the slow tests."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def gpu(backend: str, arch: int | str) -> Any:
+    """Return the target: backend "cuda" or "hip"."""
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+
+
+@dataclass
+class Driver:
+    """Stand-in for a GPU's driver."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target)
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+@dataclass
+class Warmed:
+    """Stand-in for a kernel that compiles it instead of running it."""
+
+    kernel: Any
+    launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.launches.append((grid, options, self.kernel.warmup(*arguments, grid=grid, **options)))
+
+        return launch
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def vectors(text: str) -> tuple[int, int]:
+    """Return the numbers of loads and of stores of 16 bytes in PTX."""
+    return count(rf"ld\.global\S*\.(?:{VECTOR})\b", text), count(rf"st\.global\S*\.(?:{VECTOR})\b", text)
+
+
+def resources(cubin: bytes, path: Path) -> dict[str, int]:
+    """Return the number of registers and the bytes of stack, which holds spilled registers."""
+    import triton
+
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
