@@ -22,7 +22,7 @@ from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_
 from loco_ext.penalties.checks import check_number
 from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
-from loco_ext.sparsity.tracing import zero_dead_kernels
+from loco_ext.sparsity.folded_norms import zero_dead_kernels
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # doublings or halvings
