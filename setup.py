@@ -55,14 +55,14 @@ ROOT = Path(__file__).parent.resolve()
 # Sources of the CUDA library beside its .cu files; those without "cuda" in their name are in both libraries.
 CUDA_SOURCES = (
     *("library_cuda.cpp", "module_cuda.cpp", "common/device.cpp", "common/overlap.cpp", "common/registry.cpp"),
-    *("optim_step/bind.cpp", "optim_step/bind_cuda.cpp", "optim_step/gather.cpp", "optim_step/gpu_table.cpp"),
+    *("optim_step/bind_cuda.cpp", "optim_step/gather.cpp", "optim_step/gpu_table.cpp", "optim_step/step_args.cpp"),
     *("ring_prox/bind.cpp", "ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
 )
 
 
 def cpu_sources() -> list[str]:
     """Every C++ file below csrc that is not for GPUs alone, relative to this one."""
-    gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "gpu" in name or "device" in name}
+    gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "device" in name}
     files = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
     return sorted(f"csrc/{name}" for name in files - gpu_only)
 

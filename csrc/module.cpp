@@ -11,6 +11,7 @@
 #include "common/registry.h"
 #include "mixed_conv/cpu.h"
 #include "optim_step/cpu.h"
+#include "optim_step/gpu_table.h"
 
 namespace {
 
@@ -28,6 +29,21 @@ void define_levels(pybind11::module_& module, const std::string& family, const c
   });
 }
 
+// Returns the offsets in bytes by which Triton's kernels read a table of optim_step/gpu_table.h.
+pybind11::dict table_fields() {
+  using namespace loco::optim_step;
+  pybind11::dict fields;
+#define LOCO_FIELD(name) fields[#name] = offsetof(Entry, name)
+  LOCO_FIELD(w), LOCO_FIELD(state), LOCO_FIELD(counter), LOCO_FIELD(numel), LOCO_FIELD(map), LOCO_FIELD(run);
+  LOCO_FIELD(period), LOCO_FIELD(nests), LOCO_FIELD(group), LOCO_FIELD(ordinal), LOCO_FIELD(map_kind);
+  LOCO_FIELD(first), LOCO_FIELD(counter_is_double);
+#undef LOCO_FIELD
+  fields["entry_size"] = sizeof(Entry);
+  fields["nest_size"] = sizeof(loco::Nest);
+  fields["nest_axes"] = offsetof(loco::Nest, axes);
+  return fields;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -37,6 +53,7 @@ PYBIND11_MODULE(_C, module) {
     info["cpu_capability"] = loco::optim_step::cpu_capability();
     return info;
   });
+  module.def("optim_step_table_fields", &table_fields);
   module.def("release", &loco::release);
   loco::block_sparse::define_pattern(module);
   define_levels(module, "block_sparse", loco::block_sparse::levels, loco::block_sparse::use_level);

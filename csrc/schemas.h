@@ -5,9 +5,10 @@
 
 namespace loco {
 
-// The optim_step operators share these arguments: `group_index` holds each parameter's row of `hyper`, `map_index` its
-// index into `maps` (-1: uniform decay), and `lr_index` each row's index into `lrs` (-1, or an empty list: the learning
-// rate is the one in the row). `grads` are written only if `grad_scale` is given. `seed` turns on stochastic rounding.
+// optim_step serves all update rules; optim_step/step_args.h describes its arguments, in the same order. `rule` is a
+// RuleId, and `flags` are maximize, l1, nesterov, amsgrad and decoupled. `grads` are written only if `grad_scale` is
+// given. `seed` turns on stochastic rounding. optim_step_table takes the same arguments and writes nothing: it returns
+// the table for GPU kernels, uint8 on the CPU, and where its sections and launches begin (bind_table.cpp).
 //
 // ring_penalty_hold returns a handle to a penalty. It stays valid until it is passed to `release` of the library that
 // created it. `penalties` has one handle per parameter (0: no penalty), or is empty. `like` is any tensor on the device
@@ -22,20 +23,14 @@ namespace loco {
 //
 // Each part of mixed_conv2d has filters of one size and four entries of `pads`: above, below, left, right. Channel i of
 // the result is computed by filter order[i], counted over all parts.
+#define LOCO_STEP_ARGS                                                                                           \
+  "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "   \
+  "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, " \
+  "int[] penalties, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step"
+
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
-  m.def(
-      "optim_step_sgd("
-      "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, int[] first, int[] group_index, "
-      "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, int[] penalties, "
-      "bool nesterov, bool maximize, bool l1, "
-      "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
-  m.def(
-      "optim_step_adam("
-      "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-      "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, int[] group_index, "
-      "Tensor hyper, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, int[] penalties, "
-      "bool amsgrad, bool maximize, bool decoupled, bool l1, "
-      "Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step) -> ()");
+  m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");
+  m.def("optim_step_table(" LOCO_STEP_ARGS ") -> (Tensor, int[])");
   m.def("ring_penalty_hold(Tensor like, int[] rings, Tensor thresholds, Tensor? squared) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
@@ -54,5 +49,7 @@ inline void define_operators(torch::stable::detail::StableLibrary& m) {
       "mixed_conv2d(Tensor x, Tensor[] weights, Tensor[] biases, int[] pads, Tensor? order, int[] stride, int[] "
       "dilation, Tensor? add, bool relu, bool channels_last) -> Tensor");
 }
+
+#undef LOCO_STEP_ARGS
 
 }  // namespace loco

@@ -1,4 +1,4 @@
-"""Errors that the user can correct."""
+"""Errors that the user can correct, and the texts of others."""
 
 from collections.abc import Mapping
 
@@ -22,3 +22,8 @@ def name_options(text: str, options: Mapping[str, str]) -> str:
     if not colon or not all(name in options for name in names.split(", ")):
         return text
     return ", ".join(options[name] for name in names.split(", ")) + colon + rest
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message, or its class if it has none."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -25,8 +25,8 @@ def step() -> float:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record "reference" for each call of the optimizer step that the reference ran."""
     ran: list[str] = []
-    original = reference.optim_step_sgd
-    monkeypatch.setattr(reference, "optim_step_sgd", lambda *arguments: (ran.append("reference"), original(*arguments)))
+    original = reference.optim_step
+    monkeypatch.setattr(reference, "optim_step", lambda *arguments: (ran.append("reference"), original(*arguments)))
     return ran
 
 

@@ -1,148 +1,106 @@
 """The optimizer step in Triton, for GPUs that the compiled library is not built for.
 
 One launch steps all tensors whose operands have the same dtypes and are equally suitable for vector access; Adam has
-one more, which increments the step counts. Tables tell the programs about the tensors; they are copied to the device
-when something in them changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so
-that the host never waits for it and a CUDA graph can capture the step. A graph repeats the hyperparameters and the
-``rounding_step`` that it was captured with. Penalties are not supported here: :mod:`loco_ext.ops.shrink` applies
-their prox after the step.
+one more, which increments the step counts. The table that tells the programs about the tensors is that of the CUDA
+kernels (``csrc/optim_step/gpu_table.h``), built and checked by the compiled library, and copied to the device when
+something in it changes. Learning rates, step counts, ``grad_scale`` and ``found_inf`` are read on the device, so that
+the host never waits for it and a CUDA graph can capture the step. A graph repeats the hyperparameters and the
+``rounding_step`` that it was captured with. Penalties are not supported here: :mod:`loco_ext.ops.shrink` applies their
+prox after the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
-from loco_ext.triton_kernels.optim_step_kernels import Form, prepare_kernel, step_kernel
-from loco_ext.triton_kernels.optim_step_tables import BLOCK, OPERANDS, Batch, Plan, Step, Tables
+from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, SCALARS, Form, prepare_kernel, step_kernel
+from loco_ext.triton_kernels.uploads import Uploads, upload
 from torch import Tensor
 
-DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from loco_ext.ops import backends
+from loco_ext.ops.step_args import SGD, StepArgs
 
 # 256 threads, also in HIP, whose warps have 64; each has 8 elements of a block: 16 bytes in bfloat16.
 WARPS = 4 if torch.version.hip else 8
 
-_TABLES = Tables()
+_DTYPES = (None, tl.float64, tl.float32, tl.bfloat16, tl.float16)  # by 1 + DType, 0 if absent
+_UPLOADS = Uploads()
 
 
-def optim_step_sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    first: Sequence[int],
-    group_index: Sequence[int],
-    hyper: Tensor,
-    lrs: Sequence[Tensor],
-    lr_index: Sequence[int],
-    maps: Sequence[Tensor],
-    map_index: Sequence[int],
-    penalties: Sequence[object],
-    nesterov: bool,
-    maximize: bool,
-    l1: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ordinals: Sequence[int],
-    seed: int | None,
-    rounding_step: int,
-) -> None:
-    """Make an SGD step with momentum; see :func:`loco_ext.ops.optim_step_sgd`, which has checked the arguments.
+@dataclass
+class Table:
+    """The table of one step on the device, and where its sections and launches begin."""
 
-    Args:
-        hyper, maps: in host memory; all other tensors are on the device of the parameters.
-        lrs, lr_index: ``lrs[lr_index[g]]``, one float32 or float64 element, replaces the learning rate of row ``g``;
-            -1, or an empty ``lr_index``, keeps the row's own.
+    memory: Tensor  # uint8
+    hyper_at: int
+    lrs_at: int
+    entries_at: int
+    nests_at: int
+    maps_at: int
+    chunks_at: int
+    launches: list[tuple[int, int, int]]  # kind, first chunk, number of chunks
+
+
+def optim_step(args: StepArgs) -> None:
+    """Make the step; see :func:`loco_ext.ops.optim_step_sgd` and :func:`loco_ext.ops.optim_step_adam`.
+
+    Adam's step counts must be whole numbers. ``beta^t`` is rounded once, from about 100 bits.
 
     Raises:
-        TypeError: for lazily negated views among params, grads and states; nothing is written then.
+        RuntimeError: the step cannot be made; nothing is written then.
     """
-    if not params:
-        return
-    states = [momentum_buffers] if momentum_buffers else []
-    step = Step(params, grads, states, group_index, lrs, lr_index, maps, map_index, (), first, ordinals)
-    form = {"rule": "sgd", "nesterov": nesterov, "maximize": maximize, "l1": l1}
-    step.check()
-    with _device(params[0]):
-        plan = _TABLES.plan(step)
-        _launch(plan, _TABLES.hyper(hyper, params[0].device), grad_scale, found_inf, seed, rounding_step, form)
+    if args.rule.counts_steps and not args.flags.amsgrad:
+        args = replace(args, states=args.states[:2])
+    with _device(args.params[0]):
+        table = make_table(args)
+        launch(table, args, prepare(table, args) if args.rule.counts_steps else None)
 
 
-def optim_step_adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    group_index: Sequence[int],
-    hyper: Tensor,
-    lrs: Sequence[Tensor],
-    lr_index: Sequence[int],
-    maps: Sequence[Tensor],
-    map_index: Sequence[int],
-    penalties: Sequence[object],
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    l1: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ordinals: Sequence[int],
-    seed: int | None,
-    rounding_step: int,
-) -> None:
-    """Make an Adam (coupled decay) or AdamW step; see :func:`loco_ext.ops.optim_step_adam`, :func:`optim_step_sgd`.
-
-    Step counts must be whole numbers. ``beta^t`` is rounded once, from about 100 bits.
-    """
-    if not params:
-        return
-    seconds = [exp_avg_sqs, max_exp_avg_sqs] if amsgrad else [exp_avg_sqs]
-    step = Step(params, grads, [exp_avgs, *seconds], group_index, lrs, lr_index, maps, map_index, steps, (), ordinals)
-    form = {"rule": "adam", "amsgrad": amsgrad, "maximize": maximize, "decoupled": decoupled, "l1": l1}
-    step.check()
-    with _device(params[0]):
-        plan = _TABLES.plan(step)
-        rows = _TABLES.hyper(hyper, params[0].device)
-        prepare_kernel[(len(params),)](plan.rows, rows, found_inf, plan.scalars, num_warps=1, enable_fp_fusion=False)
-        _launch(plan, plan.scalars, grad_scale, found_inf, seed, rounding_step, form)
+def make_table(args: StepArgs) -> Table:
+    """Check the step, and return its table on the device."""
+    host, layout = backends.operators().optim_step_table(*args.for_operator())
+    device, data = args.params[0].device, host.numpy()
+    (memory,), _host = _UPLOADS.find("step", device, data.tobytes, lambda: upload([data], device))
+    works = iter(layout[6:])
+    hyper, lrs, entries, nests, maps, chunks = layout[:6]
+    return Table(memory, hyper, lrs, entries, nests, maps, chunks, list(zip(works, works, works, strict=True)))
 
 
-def form_of(batch: Batch, seed: int | None, **options: Any) -> Form:
-    """Return the compile-time constants of a batch's kernel."""
-    dtypes = [DTYPES[dtype] for dtype in batch.kind.dtypes]
-    absent = (None,) * (OPERANDS - len(dtypes))
-    stochastic = seed is not None and dtypes[0] == tl.bfloat16
-    _dtypes, flat, aligned, wide = batch.kind
-    return Form(
-        dtypes=(*dtypes, *absent), flat=flat, aligned=aligned, wide=wide, block=BLOCK, stochastic=stochastic, **options
-    )
+def prepare(table: Table, args: StepArgs) -> Tensor:
+    """Increment the step counts, and return the scalars of each tensor's step: float64, [tensors, SCALARS]."""
+    count = len(args.params)
+    scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=table.memory.device)
+    sections = (table.hyper_at, table.lrs_at, table.entries_at)
+    prepare_kernel[(count,)](table.memory, *sections, args.found_inf, scalars, num_warps=1, enable_fp_fusion=False)
+    return scalars
 
 
-def _launch(
-    plan: Plan,
-    numbers: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    seed: int | None,
-    rounding_step: int,
-    form: dict[str, Any],
-) -> None:
-    words = [_signed(value) for value in (seed or 0, (seed or 0) >> 32, rounding_step)]
-    for batch in plan.batches:
-        step_kernel[(len(batch.owners),)](
-            plan.rows,
-            plan.axes,
-            batch.owners,
-            plan.maps,
-            numbers,
-            grad_scale,
-            found_inf,
+def form_of(kind: int, args: StepArgs) -> Form:
+    """Return the compile-time constants of a launch's kernel; ``kind``: as in ``csrc/optim_step/bind_table.cpp``."""
+    dtypes = tuple(_DTYPES[kind >> 3 * k & 7] for k in range(OPERANDS))
+    flat, aligned, wide = (bool(kind >> 3 * OPERANDS + k & 1) for k in range(3))
+    stochastic = args.seed is not None and dtypes[0] == tl.bfloat16
+    rule = "sgd" if args.rule is SGD else "adam"
+    return Form(rule, dtypes, flat, aligned, wide, stochastic=stochastic, **args.flags._asdict())
+
+
+def launch(table: Table, args: StepArgs, scalars: Tensor | None) -> None:
+    """Launch the kernels that step all tensors; ``scalars``: from :func:`prepare`, None for SGD."""
+    words = [_signed(value) for value in (args.seed or 0, (args.seed or 0) >> 32, args.rounding_step)]
+    sections = (table.hyper_at, table.lrs_at, table.entries_at, table.nests_at, table.maps_at)
+    for kind, first, count in table.launches:
+        step_kernel[(count,)](
+            table.memory,
+            *sections,
+            table.chunks_at + 8 * first,
+            scalars,
+            args.grad_scale,
+            args.found_inf,
             *words,
-            FORM=form_of(batch, seed, **form),
+            FORM=form_of(kind, args),
             num_warps=WARPS,
             enable_fp_fusion=False,
         )

@@ -9,9 +9,12 @@ float64 and rounded once. Operations and their order are those of ``csrc/optim_s
 where ``tl.fma`` says so and nowhere else (launch with ``enable_fp_fusion=False``), quotients and roots are correctly
 rounded.
 
-One program steps one block of elements of one tensor, which it finds in the tables of
-:mod:`loco_ext.triton_kernels.optim_step_tables`. Element indices have 32 bits if all fit, as the walk along strides
-divides them; chunks, addresses and offsets have 64.
+``table`` is the table of ``csrc/optim_step/gpu_table.h`` in device memory, uint8; the arguments that end in ``_at`` are
+the byte offsets of its sections, and ``entries``, ``nests`` and ``chunks`` below are pointers into it. An entry
+describes one tensor: the addresses of its operands, of [numel] elements each, and for each operand the nest of strides
+that maps the number of an element, counted in the parameter's memory order, to its offset. One program steps one chunk
+of BLOCK elements of one tensor. Element numbers have 32 bits if all fit, as the walk along strides divides them;
+chunks, addresses and offsets have 64.
 """
 
 # mypy: disallow-incomplete-defs=False
@@ -19,37 +22,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from loco_ext.triton_kernels.conversions import load, store
-from loco_ext.triton_kernels.optim_step_tables import KINDS, OPERANDS, ROW
+
+from loco_ext.ops import backends
+
+BLOCK = tl.constexpr(2048)  # elements that one program steps, as in csrc/optim_step/bind_table.cpp
+OPERANDS = 5  # parameter, gradient and three states
+
+_FIELDS = backends.library.optim_step_table_fields()  # type: ignore[union-attr]
 
 
-def _column(name: str) -> tl.constexpr:
-    return tl.constexpr(ROW.fields[name][1] // 8)
+def _field_at(name: str) -> tl.constexpr:
+    return tl.constexpr(_FIELDS[name])
 
 
-COLUMNS = tl.constexpr(ROW.itemsize // 8)
-NUMEL, FIRST_CHUNK, GROUP = _column("numel"), _column("first_chunk"), _column("group")
-LR, LR_KIND, STEP, STEP_KIND = _column("lr"), _column("lr_kind"), _column("step"), _column("step_kind")
-FIRST, ORDINAL, MAP = _column("first"), _column("ordinal"), _column("map")
-POINTERS, NESTS = _column("pointers"), _column("nests")
+ENTRY_SIZE, NEST_SIZE, NEST_AXES = _field_at("entry_size"), _field_at("nest_size"), _field_at("nest_axes")
+W, STATE, COUNTER, COUNTER_IS_DOUBLE = map(_field_at, ("w", "state", "counter", "counter_is_double"))
+NUMEL, GROUP, ORDINAL, FIRST, NESTS = map(_field_at, ("numel", "group", "ordinal", "first", "nests"))
+MAP, MAP_KIND, RUN, PERIOD = map(_field_at, ("map", "map_kind", "run", "period"))
 LOGICAL_NEST, MAP_NEST = tl.constexpr(OPERANDS), tl.constexpr(OPERANDS + 1)
-SINGLE, DOUBLE = tl.constexpr(KINDS[torch.float32]), tl.constexpr(KINDS[torch.float64])
+UNIFORM, CYCLIC = tl.constexpr(0), tl.constexpr(1)  # MapKind
 SGD_COLUMNS, ADAM_COLUMNS, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(8)
 
 
 @dataclass(frozen=True)
 class Form:
-    """The compile-time constants of a kernel; ``flat``, ``aligned`` and ``wide`` as in ``optim_step_tables.Kind``."""
+    """The compile-time constants of a kernel."""
 
     rule: str  # "sgd" or "adam"
     dtypes: tuple[tl.dtype | None, ...]  # of parameter, gradient and states; None if absent
-    flat: bool
-    aligned: bool
-    wide: bool
-    block: int
+    flat: bool  # element i of every operand lies at its address + i
+    aligned: bool  # flat, and all operands begin at a multiple of 16 bytes
+    wide: bool  # element numbers have 64 bits
     maximize: bool
     l1: bool
     nesterov: bool = False
@@ -66,10 +72,15 @@ class Form:
 
 
 @triton.jit
-def _walk(axes, nest, position):
-    """Return the offsets of the elements number ``position`` from an operand's first; nest: (index, count) of axes."""
-    axis = axes + 2 * tl.load(nest)
-    count = tl.load(nest + 1)
+def _field(entry, OFFSET: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load((entry + OFFSET).to(tl.pointer_type(TYPE)))
+
+
+@triton.jit
+def _walk(nest, position):
+    """Return the offsets, int64, to which a nest maps the elements number ``position``."""
+    axis = (nest + NEST_AXES).to(tl.pointer_type(tl.int64))  # (size, stride) of each axis
+    count = tl.load(nest.to(tl.pointer_type(tl.int32)))
     offset = position.to(tl.int64) * 0
     rest = position
     while count > 1:
@@ -83,36 +94,62 @@ def _walk(axes, nest, position):
 
 
 @triton.jit
-def _addresses(row, axes, operand: tl.constexpr, start, position, FORM: tl.constexpr):
+def _offsets(entry, nests, WHICH: tl.constexpr, position):
+    """Return the offsets, int64, of the elements number ``position`` of an operand, whose nest may be absent."""
+    number = _field(entry, NESTS + 4 * WHICH, tl.int32)
+    offsets = position.to(tl.int64)
+    if number >= 0:
+        offsets = _walk(nests + number.to(tl.int64) * NEST_SIZE, position)
+    return offsets
+
+
+@triton.jit
+def _addresses(entry, grad, nests, operand: tl.constexpr, start, position, FORM: tl.constexpr):
     dtype: tl.constexpr = FORM.dtypes[operand]
-    held_as: tl.constexpr = tl.uint16 if dtype == tl.bfloat16 else dtype
-    pointer = tl.load(row + POINTERS + operand).to(tl.pointer_type(held_as))
+    stored_as: tl.constexpr = tl.uint16 if dtype == tl.bfloat16 else dtype
+    if operand == 0:
+        address = _field(entry, W, tl.int64)
+    elif operand == 1:
+        address = grad
+    else:
+        address = _field(entry, STATE + 8 * (operand - 2), tl.int64)
+    pointer = address.to(tl.pointer_type(stored_as))
     if FORM.flat:
         if FORM.aligned:
             pointer = tl.multiple_of(pointer, 16)
-        addresses = pointer + start + tl.arange(0, FORM.block)
+        addresses = pointer + start + tl.arange(0, BLOCK)
     else:
-        addresses = pointer + _walk(axes, row + NESTS + 2 * operand, position)
+        addresses = pointer + _offsets(entry, nests, operand, position)
     return addresses
 
 
 @triton.jit
-def _number(address, kind, default):
-    """Return the float32 or float64 number at an address as float64, or the default if there is none."""
-    single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=kind == SINGLE, other=0.0).to(tl.float64)
-    double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=kind == DOUBLE, other=0.0)
-    return tl.where(kind == DOUBLE, double, tl.where(kind == SINGLE, single, default))
+def _number(address, is_double, default):
+    """Return the float32 or float64 number at an address as float64, or the default if the address is 0."""
+    single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=(address != 0) & ~is_double, other=0.0)
+    double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=(address != 0) & is_double, other=0.0)
+    return tl.where(address == 0, default, tl.where(is_double, double, single.to(tl.float64)))
+
+
+@triton.jit
+def _learning_rate(table, lrs_at, entry, row):
+    """Return the learning rate: the one in the row of hyperparameters, or in the tensor that replaces it."""
+    lr = tl.load(row)
+    if lrs_at >= 0:
+        scalar = (table + lrs_at).to(tl.pointer_type(tl.int64)) + 2 * _field(entry, GROUP, tl.int32)
+        lr = _number(tl.load(scalar), tl.load(scalar + 1) != 0, lr)
+    return lr
 
 
 # ---- random words
 
 
 @triton.jit
-def _words(row, axes, position, seed_low, seed_high, rounding_step):
+def _words(entry, nests, position, seed_low, seed_high, rounding_step):
     """Return four random words for each element: Philox4x32-10 of its index in a contiguous tensor."""
-    element = _walk(axes, row + NESTS + 2 * LOGICAL_NEST, position)
+    element = _offsets(entry, nests, LOGICAL_NEST, position)
     low, high = element.to(tl.uint32), (element >> 32).to(tl.uint32)
-    ordinal = low * 0 + tl.load(row + ORDINAL).to(tl.uint32)
+    ordinal = low * 0 + _field(entry, ORDINAL, tl.uint32)
     step = low * 0 + rounding_step.to(tl.uint32, bitcast=True)
     key_low, key_high = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
     return tl.philox_impl(low, high, ordinal, step, key_low, key_high)
@@ -138,14 +175,19 @@ def _decay(factor, lr, weight_decay, FORM: tl.constexpr):
 
 
 @triton.jit
-def _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM: tl.constexpr):
+def _coefficients(entry, nests, maps, position, mask, lr, weight_decay, FORM: tl.constexpr):
     """Return the decay coefficient of each element in the compute dtype."""
-    place = tl.load(row + MAP)
-    if place >= 0:
-        factors = tl.load(maps + place + _walk(axes, row + NESTS + 2 * MAP_NEST, position), mask=mask)
-        c = _decay(factors, lr, weight_decay, FORM).to(FORM.arithmetic)
+    kind = _field(entry, MAP_KIND, tl.uint8)
+    factors = maps + _field(entry, MAP, tl.int64)
+    if kind == UNIFORM:
+        c = tl.full([BLOCK], _decay(tl.load(factors), lr, weight_decay, FORM), tl.float64).to(FORM.arithmetic)
     else:
-        c = tl.full([FORM.block], _decay(1, lr, weight_decay, FORM), tl.float64).to(FORM.arithmetic)
+        if kind == CYCLIC:
+            run, period = _field(entry, RUN, tl.int32), _field(entry, PERIOD, tl.int32)
+            value = (position // run.to(position.dtype) % period.to(position.dtype)).to(tl.int64)
+        else:
+            value = _offsets(entry, nests, MAP_NEST, position)
+        c = _decay(tl.load(factors + value, mask=mask), lr, weight_decay, FORM).to(FORM.arithmetic)
     return c
 
 
@@ -199,7 +241,7 @@ def _adam(w, g, m, v, largest, c, decays, numbers, FORM: tl.constexpr):
 
 @triton.jit
 def _step_block(
-    row, axes, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel,
+    entry, grad, nests, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Step the elements start .. start + block - 1 of a tensor; MASKED: only those below numel."""
@@ -210,35 +252,35 @@ def _step_block(
     S2: tl.constexpr = FORM.dtypes[4]
     T: tl.constexpr = FORM.arithmetic
     STOCHASTIC: tl.constexpr = FORM.stochastic
-    position = (start if FORM.wide else start.to(tl.int32)) + tl.arange(0, FORM.block)
+    position = (start if FORM.wide else start.to(tl.int32)) + tl.arange(0, BLOCK)
     mask = position < numel.to(position.dtype) if MASKED else None
     # All loads from global memory are issued first.
-    w_at = _addresses(row, axes, 0, start, position, FORM)
-    g_at = _addresses(row, axes, 1, start, position, FORM)
+    w_at = _addresses(entry, grad, nests, 0, start, position, FORM)
+    g_at = _addresses(entry, grad, nests, 1, start, position, FORM)
     w, g = load(w_at, mask, W, T), load(g_at, mask, G, T)
     s0, s1, s2 = w, w, w
     if S0 is not None:
-        s0_at = _addresses(row, axes, 2, start, position, FORM)
+        s0_at = _addresses(entry, grad, nests, 2, start, position, FORM)
         s0 = load(s0_at, mask, S0, T)
     if S1 is not None:
-        s1_at = _addresses(row, axes, 3, start, position, FORM)
+        s1_at = _addresses(entry, grad, nests, 3, start, position, FORM)
         s1 = load(s1_at, mask, S1, T)
     if S2 is not None:
-        s2_at = _addresses(row, axes, 4, start, position, FORM)
+        s2_at = _addresses(entry, grad, nests, 4, start, position, FORM)
         s2 = load(s2_at, mask, S2, T)
     weight_decay = tl.load(numbers + 1)
     decays = weight_decay != 0
-    c = _coefficients(row, axes, maps, position, mask, lr, weight_decay, FORM)
+    c = _coefficients(entry, nests, maps, position, mask, lr, weight_decay, FORM)
     r0, r1, r2, r3 = position, position, position, position
     if STOCHASTIC:
-        r0, r1, r2, r3 = _words(row, axes, position, seed_low, seed_high, rounding_step)
+        r0, r1, r2, r3 = _words(entry, nests, position, seed_low, seed_high, rounding_step)
     if grad_scale is not None:
         g = _divide(g, tl.load(grad_scale).to(T))
         store(g_at, g, mask, G, None, False)
     if FORM.maximize:
         g = g * -1
     if FORM.rule == "sgd":
-        w, s0 = _sgd(w, g, s0, c, decays, tl.load(row + FIRST) != 0, numbers, lr, FORM)
+        w, s0 = _sgd(w, g, s0, c, decays, _field(entry, FIRST, tl.uint8) != 0, numbers, lr, FORM)
     else:
         w, s0, s1, s2 = _adam(w, g, s0, s1, s2, c, decays, numbers, FORM)
     store(w_at, w, mask, W, r0, STOCHASTIC)
@@ -250,13 +292,22 @@ def _step_block(
         store(s2_at, s2, mask, S2, r3, STOCHASTIC)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "rounding_step"])
+_NUMBERS = (
+    *("hyper_at", "lrs_at", "entries_at", "nests_at", "maps_at", "chunks_at"),
+    *("seed_low", "seed_high", "rounding_step"),
+)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def step_kernel(
-    rows,  # int64, [tensors, COLUMNS]
-    axes,  # int64, [axes, 2]
-    owners,  # int32, [programs]
-    maps,  # float64
-    hyper,  # float64, [groups, SGD_COLUMNS]; for Adam [tensors, SCALARS]
+    table,  # uint8; begins with the addresses of the gradients, int64 [entries]
+    hyper_at,  # float64 [groups, columns]
+    lrs_at,  # (address, whether float64), int64 [groups, 2]; address 0: none; lrs_at -1: none at all
+    entries_at,  # Entry [entries]
+    nests_at,  # Nest
+    maps_at,  # float64
+    chunks_at,  # (entry, index of the chunk within it), int32 [programs, 2]
+    scalars,  # float64 [entries, SCALARS], from prepare_kernel; None for SGD
     grad_scale,  # one float32 or float64, or None
     found_inf,  # like grad_scale
     seed_low,
@@ -264,28 +315,33 @@ def step_kernel(
     rounding_step,
     FORM: tl.constexpr,
 ):
-    """Step one block of one tensor."""
-    tensor = tl.load(owners + tl.program_id(0)).to(tl.int64)
-    row = rows + tensor * COLUMNS
-    start = (tl.program_id(0) - tl.load(row + FIRST_CHUNK)) * FORM.block
-    numel = tl.load(row + NUMEL)
+    """Step one chunk of one tensor."""
+    chunk = (table + chunks_at).to(tl.pointer_type(tl.int32)) + 2 * tl.program_id(0)
+    number = tl.load(chunk).to(tl.int64)
+    start = tl.load(chunk + 1).to(tl.int64) * BLOCK
+    entry = table + entries_at + number * ENTRY_SIZE
+    grad = tl.load((table + 8 * number).to(tl.pointer_type(tl.int64)))
+    nests, maps = table + nests_at, (table + maps_at).to(tl.pointer_type(tl.float64))
+    numel = _field(entry, NUMEL, tl.int64)
     if found_inf is not None:
         numel = tl.where(tl.load(found_inf) == 0, numel, 0)
     if FORM.rule == "sgd":
-        numbers = hyper + tl.load(row + GROUP) * SGD_COLUMNS
-        lr = _number(tl.load(row + LR), tl.load(row + LR_KIND), tl.load(numbers))
+        numbers = (table + hyper_at).to(tl.pointer_type(tl.float64)) + _field(entry, GROUP, tl.int32) * SGD_COLUMNS
+        lr = _learning_rate(table, lrs_at, entry, numbers)
     else:
-        numbers = hyper + tensor * SCALARS
+        numbers = scalars + number * SCALARS
         lr = tl.load(numbers)
     # Whole blocks are loaded and stored without a mask, which would prevent vector instructions.
-    if start + FORM.block <= numel:
+    if start + BLOCK <= numel:
         _step_block(
-            row, axes, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel, False, FORM
-        )
+            entry, grad, nests, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel,
+            False, FORM,
+        )  # fmt: skip
     else:
         _step_block(
-            row, axes, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel, True, FORM
-        )
+            entry, grad, nests, maps, numbers, lr, grad_scale, seed_low, seed_high, rounding_step, start, numel,
+            True, FORM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -321,33 +377,36 @@ def _power(base, exponent):
     return power
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hyper_at", "lrs_at", "entries_at"])
 def prepare_kernel(
-    rows,  # int64, [tensors, COLUMNS]
-    hyper,  # float64, [groups, ADAM_COLUMNS]
+    table,  # as for step_kernel
+    hyper_at,
+    lrs_at,
+    entries_at,
     found_inf,  # one float32 or float64, or None
-    scalars,  # float64, [tensors, SCALARS]
+    scalars,  # float64 [entries, SCALARS]
 ):
     """Increment Adam's step count and compute the tensor's scalars: lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
     -lr / (1 - beta1^t) and sqrt(1 - beta2^t).
     """
-    tensor = tl.program_id(0).to(tl.int64)
-    row = rows + tensor * COLUMNS
-    numbers = hyper + tl.load(row + GROUP) * ADAM_COLUMNS
-    address, kind = tl.load(row + STEP), tl.load(row + STEP_KIND)
-    step = _number(address, kind, 0.0) + 1
+    number = tl.program_id(0).to(tl.int64)
+    entry = table + entries_at + number * ENTRY_SIZE
+    row = (table + hyper_at).to(tl.pointer_type(tl.float64)) + _field(entry, GROUP, tl.int32) * ADAM_COLUMNS
+    address, is_double = _field(entry, COUNTER, tl.int64), _field(entry, COUNTER_IS_DOUBLE, tl.uint8) != 0
+    step = _number(address, is_double, 0.0) + 1
+    counts = address != 0
     if found_inf is not None:
-        kind = tl.where(tl.load(found_inf) == 0, kind, 0)
-    tl.store(address.to(tl.pointer_type(tl.float32)), step.to(tl.float32), mask=kind == SINGLE)
-    tl.store(address.to(tl.pointer_type(tl.float64)), step, mask=kind == DOUBLE)
-    lr = _number(tl.load(row + LR), tl.load(row + LR_KIND), tl.load(numbers))
-    beta1, beta2 = tl.load(numbers + 2), tl.load(numbers + 3)
-    out = scalars + tensor * SCALARS
+        counts = counts & (tl.load(found_inf) == 0)
+    tl.store(address.to(tl.pointer_type(tl.float32)), step.to(tl.float32), mask=counts & ~is_double)
+    tl.store(address.to(tl.pointer_type(tl.float64)), step, mask=counts & is_double)
+    lr = _learning_rate(table, lrs_at, entry, row)
+    beta1, beta2 = tl.load(row + 2), tl.load(row + 3)
+    out = scalars + number * SCALARS
     tl.store(out, lr)
-    tl.store(out + 1, tl.load(numbers + 1))
+    tl.store(out + 1, tl.load(row + 1))
     tl.store(out + 2, 1 - beta1)
     tl.store(out + 3, beta2)
     tl.store(out + 4, 1 - beta2)
-    tl.store(out + 5, tl.load(numbers + 4))
+    tl.store(out + 5, tl.load(row + 4))
     tl.store(out + 6, lr / (1 - _power(beta1, step.to(tl.int64))) * -1)
     tl.store(out + 7, tl.sqrt(1 - _power(beta2, step.to(tl.int64))))

@@ -16,6 +16,14 @@ namespace loco {
 
 using torch::stable::Tensor;
 
+// Refers to a tensor that someone else owns.
+struct TensorRef {
+  AtenTensorHandle handle;
+
+  TensorRef(AtenTensorHandle handle) : handle(handle) {}
+  TensorRef(const Tensor& tensor) : handle(tensor.get()) {}
+};
+
 // A strided tensor of one of the four element types. Sizes and strides (in elements, [ndim]) stay owned by the tensor.
 struct View {
   void* data;
@@ -36,10 +44,10 @@ struct Place {
   }
 };
 
-inline Place place_of(const Tensor& tensor) {
+inline Place place_of(TensorRef tensor) {
   Place place;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.handle, &place.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.handle, &place.index));
   return place;
 }
 
@@ -68,15 +76,12 @@ inline bool to_dtype(int32_t code, DType& dtype) {
 }
 
 // Throws unless all elements lie inside the storage, which may have been freed or shrunk since the tensor was created
-// (untyped_storage().resize_).
-inline void check_storage(const Tensor& tensor, int64_t element_bytes, const char* list, size_t index) {
-  const AtenTensorHandle handle = tensor.get();
-  int64_t ndim = 0, bytes = 0, last = 0, *sizes, *strides;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &ndim));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &last));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
+// (untyped_storage().resize_). Sizes and strides: [ndim].
+inline void check_storage(TensorRef tensor, int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                          int64_t element_bytes, const char* list, size_t index) {
+  int64_t bytes = 0, last = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.handle, &last));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.handle, &bytes));
   for (int64_t d = 0; d < ndim; ++d) {
     if (sizes[d] == 0) return;
     last += (sizes[d] - 1) * strides[d];
@@ -85,11 +90,19 @@ inline void check_storage(const Tensor& tensor, int64_t element_bytes, const cha
                   " bytes of storage, got ", bytes, ": it has been freed or made smaller");
 }
 
+inline void check_storage(TensorRef tensor, int64_t element_bytes, const char* list, size_t index) {
+  int64_t ndim = 0, *sizes, *strides;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.handle, &ndim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.handle, &strides));
+  check_storage(tensor, ndim, sizes, strides, element_bytes, list, index);
+}
+
 // Returns a view of the tensor; throws unless it is on the expected device, of one of the four element types, and
 // inside its storage. Errors name the tensor by list and index: "grads[3]". For layouts without strides or memory of
 // their own (sparse, mkldnn), torch itself throws when asked for these.
-inline View view_of(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
-  const AtenTensorHandle handle = tensor.get();
+inline View view_of(TensorRef tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
+  const AtenTensorHandle handle = tensor.handle;
   int32_t code = 0;
   const Place place = place_of(tensor);
   STD_TORCH_CHECK(place.type == expected.type && place.index == expected.index, list, "[", index,
@@ -107,12 +120,12 @@ inline View view_of(const Tensor& tensor, const char* list, size_t index, const 
   view.strides = strides;
   view.numel = 1;
   for (int64_t d = 0; d < view.ndim; ++d) view.numel *= sizes[d];
-  check_storage(tensor, element_size(view.dtype), list, index);
+  check_storage(tensor, view.ndim, view.sizes, view.strides, element_size(view.dtype), list, index);
   return view;
 }
 
 // Returns a view of a one-element float32 or float64 tensor; throws for any other.
-inline View scalar_view(const Tensor& tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
+inline View scalar_view(TensorRef tensor, const char* list, size_t index, const Place& expected = Place::cpu()) {
   const View view = view_of(tensor, list, index, expected);
   STD_TORCH_CHECK(view.numel == 1 && (view.dtype == DType::f32 || view.dtype == DType::f64), list, "[", index,
                   "]: expected one float32 or float64 element");

@@ -1,4 +1,4 @@
-// Implements torch.ops.loco_ext.optim_step_* for CPU tensors.
+// Implements torch.ops.loco_ext.optim_step for CPU tensors.
 #include "optim_step/bind.h"
 #include "optim_step/cpu.h"
 
@@ -6,21 +6,21 @@ namespace loco::optim_step {
 namespace {
 
 // Returns the gradient scale, or 0 if there is none.
-double read_grad_scale(const Arguments& arguments) {
-  if (!arguments.grad_scale) return 0;
-  const double scale = value_of(scalar_view(*arguments.grad_scale, "grad_scale", 0));
+double read_grad_scale(const StepArgs& args) {
+  if (!args.grad_scale) return 0;
+  const double scale = value_of(scalar_view(*args.grad_scale, "grad_scale", 0));
   STD_TORCH_CHECK(scale != 0, "grad_scale: expected a number other than 0");
   return scale;
 }
 
-bool found_inf(const Arguments& arguments) {
-  return arguments.found_inf && value_of(scalar_view(*arguments.found_inf, "found_inf", 0)) != 0;
+bool found_inf(const StepArgs& args) {
+  return args.found_inf && value_of(scalar_view(*args.found_inf, "found_inf", 0)) != 0;
 }
 
 // Returns the learning rate of each row of hyper, shape [groups], or nothing if all are the rows' own.
-std::vector<double> merged_lrs(const Arguments& arguments, const double* hyper, int64_t groups, int columns) {
+std::vector<double> merged_lrs(const StepArgs& args, const double* hyper, int64_t groups, int columns) {
   std::vector<double> result;
-  for (const View& view : read_lrs(arguments, groups, Place::cpu())) {
+  for (const View& view : read_lrs(args, groups, Place::cpu())) {
     result.push_back(view.data ? value_of(view) : hyper[result.size() * columns]);
   }
   return result;
@@ -41,21 +41,21 @@ void count_steps(std::vector<TensorStep>& steps) {
 
 struct Cpu {
   template <class Rule>
-  static void step(Gather& gather, const Lists&, const Arguments& arguments) {
+  static void step(Gather& gather, const StepArgs& args) {
     STD_TORCH_CHECK(gather.place().type == Place::cpu().type, "params[0]: expected a tensor on cpu, got one on ",
                     place_text(gather.place()));
     std::vector<TensorStep>& steps = gather.steps();
     Call call;
-    call.grad_scale = read_grad_scale(arguments);
-    const std::vector<double> lrs = merged_lrs(arguments, gather.hyper(), gather.groups(), Rule::columns);
-    if (found_inf(arguments)) return;
+    call.grad_scale = read_grad_scale(args);
+    const std::vector<double> lrs = merged_lrs(args, gather.hyper(), gather.groups(), Rule::columns);
+    if (found_inf(args)) return;
     count_steps(steps);
     call.tensors = steps.data();
     call.count = static_cast<int64_t>(steps.size());
     call.hyper = gather.hyper();
     call.lrs = lrs.empty() ? nullptr : lrs.data();
-    call.options = arguments.options;
-    call.rounding = arguments.rounding();
+    call.options = args.options;
+    call.rounding = args.rounding();
     call.parallel_for = parallel_for;
     call.threads = num_threads();
     step_cpu<Rule>(call);
@@ -65,4 +65,4 @@ struct Cpu {
 }  // namespace
 }  // namespace loco::optim_step
 
-STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) { loco::optim_step::Operators<loco::optim_step::Cpu>::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) { m.impl("optim_step", &loco::optim_step::boxed<loco::optim_step::Cpu>); }

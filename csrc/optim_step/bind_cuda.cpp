@@ -1,4 +1,4 @@
-// Implements torch.ops.loco_ext.optim_step_* for tensors on an NVIDIA GPU.
+// Implements torch.ops.loco_ext.optim_step for tensors on an NVIDIA GPU.
 #include "optim_step/bind_cuda.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -10,12 +10,17 @@
 #include "common/device.h"
 #include "optim_step/bind.h"
 #include "optim_step/cuda.h"
+#include "optim_step/hyper.h"
 
 namespace loco::optim_step {
 namespace {
 
-// Uploads the table's bytes and returns a tensor of them, followed by `scratch` uninitialised bytes.
-Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, const Tensor& like, void* stream) {
+// Uploads the table's bytes to the device of `neighbour` and returns a tensor of them, followed by `scratch`
+// uninitialised bytes.
+Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, TensorRef neighbour, void* stream) {
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(neighbour.handle, &handle));
+  const Tensor like(handle);
   const auto size = static_cast<int64_t>(bytes.size());
   Tensor memory =
       torch::stable::new_empty(like, {std::max<int64_t>(size + scratch, 1)}, torch::headeronly::ScalarType::Byte,
@@ -24,34 +29,30 @@ Tensor upload_table(const std::vector<unsigned char>& bytes, int64_t scratch, co
   return memory;
 }
 
-DeviceScalar device_scalar(const View& view) { return {view.data, view.dtype == DType::f64}; }
-
-DeviceScalar device_scalar(const std::optional<Tensor>& tensor, const char* name, const Place& place) {
+DeviceScalar scalar_or_none(const std::optional<Tensor>& tensor, const char* name, const Place& place) {
   return tensor ? device_scalar(scalar_view(*tensor, name, 0, place)) : DeviceScalar{nullptr, 0};
 }
 
 struct Cuda {
   template <class Rule>
-  static void step(Gather& gather, const Lists& lists, const Arguments& arguments) {
+  static void step(Gather& gather, const StepArgs& args) {
     if (gather.steps().empty()) return;
     const Place& place = gather.place();
     STD_TORCH_CHECK(place.type == aoti_torch_device_type_cuda(), "params[0]: expected a tensor on cuda, got one on ",
                     place_text(place));
-    std::vector<DeviceScalar> lrs;
-    for (const View& view : read_lrs(arguments, gather.groups(), place)) lrs.push_back(device_scalar(view));
     CudaCall call;
-    call.grad_scale = device_scalar(arguments.grad_scale, "grad_scale", place);
-    call.found_inf = device_scalar(arguments.found_inf, "found_inf", place);
-    call.options = arguments.options;
-    call.rounding = arguments.rounding();
+    call.grad_scale = scalar_or_none(args.grad_scale, "grad_scale", place);
+    call.found_inf = scalar_or_none(args.found_inf, "found_inf", place);
+    call.options = args.options;
+    call.rounding = args.rounding();
     const torch::stable::accelerator::DeviceGuard guard(place.index);
     call.stream = current_stream(place.index);
-    check_capture(is_capturing(call.stream), arguments);
+    check_capture(is_capturing(call.stream), args);
     for (size_t i = 0; i < gather.steps().size(); ++i) check_kernels(gather.steps()[i], i);
 
     GpuTable table;
-    build(table, gather.steps(), gather.hyper(), gather.groups(), Rule::columns, Rule::has_metric, lrs);
-    const Tensor memory = upload_table(table.bytes, scratch_bytes<Rule>(table), lists.params[0], call.stream);
+    build(table, kCudaDivision, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
+    const Tensor memory = upload_table(table.bytes, scratch_bytes<Rule>(table), args.params[0], call.stream);
     call.table = &table;
     call.memory = static_cast<unsigned char*>(memory.mutable_data_ptr());
     step_cuda<Rule>(call);
@@ -68,7 +69,7 @@ struct Cuda {
                     t.kernels, " of ", t.numel / t.kernels);
   }
 
-  static void check_capture(bool capturing, const Arguments& a) {
+  static void check_capture(bool capturing, const StepArgs& a) {
     if (!capturing) return;
     const bool first = std::any_of(a.first.begin(), a.first.end(), [](int64_t f) { return f != 0; });
     STD_TORCH_CHECK(!first, "first: expected 0 while a CUDA graph is captured, got 1: make one step before");
@@ -78,6 +79,6 @@ struct Cuda {
 
 }  // namespace
 
-void implement_cuda(torch::stable::detail::StableLibrary& library) { Operators<Cuda>::implement(library); }
+void implement_cuda(torch::stable::detail::StableLibrary& library) { library.impl("optim_step", &boxed<Cuda>); }
 
 }  // namespace loco::optim_step

@@ -157,7 +157,7 @@ void launch_elements(const Parameters<Rule>& p, const Work& work, void* stream) 
 
 template <class Rule>
 void launch(const Parameters<Rule>& p, const Work& work, void* stream) {
-  switch (work.types) {
+  switch (static_cast<Types>(work.kind)) {
     case Types::f32:
       return launch_vectors<Rule, DType::f32, DType::f32>(p, work, stream);
     case Types::f64:

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
-    ring_prox::solve(solver, sums, thresholds);
+    solver.solve(sums, thresholds);
     write_kernel(task, rings, [&](const Walk& walk) {
       const uint32_t i = walk.place();
       return solver.shrunk(kernel.weight(i), kernel.metric(i), walk.ring());

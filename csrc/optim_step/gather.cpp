@@ -10,15 +10,31 @@ void check_length(const char* name, size_t length, size_t expected) {
   STD_TORCH_CHECK(length == expected, name, ": expected ", expected, " entries, one per parameter, got ", length);
 }
 
+void check_length_unless_empty(const char* name, const Ints& list, size_t expected) {
+  if (!list.empty()) check_length(name, list.size(), expected);
+}
+
+// Returns how many states each parameter has.
+template <class Rule>
+int state_count(const StepArgs& args) {
+  const size_t params = args.params.size();
+  const bool counts = Rule::counts_steps;
+  const size_t least = !counts ? 0 : args.options.amsgrad ? 3 : 2, most = counts ? 3 : 1;
+  const size_t count = params == 0 ? least : args.states.size() / params;
+  STD_TORCH_CHECK(least <= count && count <= most && count * params == args.states.size(), "states: expected ", least,
+                  " to ", most, " per parameter, got ", args.states.size(), " for ", params, " parameters");
+  return static_cast<int>(count);
+}
+
 // Prefetches what view_of will read. These loops are so short that the processor waits for the cache lines of many
 // tensors at a time, whereas the loops that check the tensors one by one would wait for each.
 void bring_near(const Tensors& tensors) {
-  for (const Tensor& tensor : tensors) __builtin_prefetch(tensor.get());
-  for (const Tensor& tensor : tensors) {
+  for (AtenTensorHandle tensor : tensors) __builtin_prefetch(tensor);
+  for (AtenTensorHandle tensor : tensors) {
     void* data;
     int64_t* strides;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
     __builtin_prefetch(strides);
   }
 }
@@ -27,30 +43,35 @@ std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
 
 }  // namespace
 
-void Gather::read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout,
-                  bool grads_written, bool logical) {
-  const size_t count = lists.params.size();
-  place_ = count > 0 ? place_of(lists.params[0]) : Place::cpu();
-  bring_near(grads);
-  bring_near(lists.params);
-  for (const Tensors& states : lists.states) bring_near(states);
-  bring_near(lists.steps);
-  check_length("grads", grads.size(), count);
-  check_length("group_index", lists.group_index.size(), count);
-  check_length("map_index", lists.map_index.size(), count);
-  if (!lists.penalties.empty()) check_length("penalties", lists.penalties.size(), count);
-  if (logical) check_length("ordinals", lists.ordinals.size(), count);
-  read_hyper(hyper, layout.columns);
+template <class Rule>
+void Gather::read(const StepArgs& args) {
+  const size_t count = args.params.size();
+  place_ = count > 0 ? place_of(args.params[0]) : Place::cpu();
+  for (const Tensors* tensors : {&args.grads, &args.params, &args.states, &args.steps}) bring_near(*tensors);
+  check_length("grads", args.grads.size(), count);
+  check_length_unless_empty("group_index", args.group_index, count);
+  check_length_unless_empty("map_index", args.map_index, count);
+  check_length_unless_empty("penalties", args.penalties, count);
+  if (args.seed) check_length("ordinals", args.ordinals.size(), count);
+  const int states = state_count<Rule>(args);
+  check_length_unless_empty("first", args.first, states * count);
+  read_hyper(args.hyper, Rule::columns);
   steps_.resize(count);
   leads_.resize(count);
+  regions_.reserve((3 + states) * count);
+  names_.reserve((3 + states) * count);
   for (size_t i = 0; i < count; ++i) {
-    read_param(lists, i, logical);
-    add_operand(view_of(grads[i], "grads", i, place_), "grads", i, grads_written, steps_[i].g);
+    read_param(args, i);
+    const View grad = view_of(args.grads[i], "grads", i, place_);
+    add_operand(grad, "grads", i, args.grad_scale.has_value(), steps_[i].g);
   }
-  read_states(lists, layout);
-  if (!lists.steps.empty()) read_steps(lists.steps);
+  read_states(args.states, states, Rule::state_names);
+  if (Rule::counts_steps) read_steps(args.steps);
   check_overlap();
 }
+
+template void Gather::read<Sgd>(const StepArgs& args);
+template void Gather::read<Adam>(const StepArgs& args);
 
 void Gather::read_hyper(const Tensor& hyper, int columns) {
   const View view = view_of(hyper, "hyper", 0);
@@ -61,41 +82,34 @@ void Gather::read_hyper(const Tensor& hyper, int columns) {
   groups_ = view.sizes[0];
 }
 
-void Gather::read_param(const Lists& lists, size_t index, bool logical) {
+void Gather::read_param(const StepArgs& args, size_t index) {
   TensorStep& step = steps_[index];
   Lead& lead = leads_[index];
-  lead.view = view_of(lists.params[index], "params", index, place_);
+  lead.view = view_of(args.params[index], "params", index, place_);
   STD_TORCH_CHECK(lead.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
                   lead.view.ndim);
   lead.axes = memory_order(lead.view.ndim, lead.view.sizes, lead.view.strides, lead.order);
+  step = TensorStep{};
   step.numel = lead.view.numel;
   add_operand(lead.view, "params", index, true, step.w);
-  for (Operand& state : step.state) state.data = nullptr;
-  step.group = lists.group_index[index];
+  step.group = args.group_index.empty() ? 0 : args.group_index[index];
   STD_TORCH_CHECK(step.group >= 0 && step.group < groups_, "group_index[", index, "]: expected 0 to ", groups_ - 1,
                   ", got ", step.group);
-  step.map = nullptr;
-  step.map_nest = nullptr;
-  if (const int64_t which = lists.map_index[index]; which != -1) {
-    const int64_t maps = static_cast<int64_t>(lists.maps.size());
+  if (const int64_t which = args.map_index.empty() ? -1 : args.map_index[index]; which != -1) {
+    const int64_t maps = static_cast<int64_t>(args.maps.size());
     STD_TORCH_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
-    read_map(lists.maps[which], index, which);
+    read_map(args.maps[which], index, which);
   }
-  step.penalty = nullptr;
-  if (!lists.penalties.empty() && lists.penalties[index] != 0) read_penalty(lists.penalties, index);
-  step.first = false;
-  step.counter = nullptr;
-  step.step = 0;
-  step.ordinal = 0;
-  step.logical_nest = nullptr;
-  if (!logical) return;
-  step.ordinal = static_cast<uint32_t>(lists.ordinals[index]);
+  if (!args.penalties.empty() && args.penalties[index] != 0) read_penalty(args.penalties, index);
+  step.first = !args.first.empty() && args.first[index] != 0;
+  if (!args.seed) return;
+  step.ordinal = static_cast<uint32_t>(args.ordinals[index]);
   int64_t contiguous[kMaxDims];
   for (int64_t d = lead.view.ndim - 1, stride = 1; d >= 0; stride *= lead.view.sizes[d--]) contiguous[d] = stride;
   step.logical_nest = keep_unless_flat(lead, contiguous, "params", index);
 }
 
-void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
+void Gather::read_map(TensorRef map, size_t index, int64_t which) {
   const View view = view_of(map, "maps", which);
   const View& param = leads_[index].view;
   STD_TORCH_CHECK(view.dtype == DType::f64, "maps[", which, "]: expected float64");
@@ -111,7 +125,7 @@ void Gather::read_map(const Tensor& map, size_t index, int64_t which) {
                   ", got ", text(view));
   TensorStep& step = steps_[index];
   step.map = static_cast<const double*>(view.data);
-  step.map_nest = keep_nest(leads_[index], strides, "maps", which);
+  step.map_nest = &nests_.emplace_back(nest_of(leads_[index], strides, "maps", which));
 }
 
 // Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
@@ -149,14 +163,11 @@ void Gather::read_penalty(const Ints& penalties, size_t index) {
   penalties_.push_back(held);
 }
 
-void Gather::read_states(const Lists& lists, const Layout& layout) {
-  for (int k = 0; k < kStates; ++k) {
-    const Tensors& list = lists.states[k];
-    if (list.empty()) continue;
-    check_length(layout.state_names[k], list.size(), steps_.size());
-    for (size_t i = 0; i < list.size(); ++i) {
-      const View view = view_of(list[i], layout.state_names[k], i, place_);
-      add_operand(view, layout.state_names[k], i, true, steps_[i].state[k]);
+void Gather::read_states(const Tensors& states, int count, const char* const* names) {
+  const size_t params = steps_.size();
+  for (int k = 0; k < count; ++k) {
+    for (size_t i = 0; i < params; ++i) {
+      add_operand(view_of(states[k * params + i], names[k], i, place_), names[k], i, true, steps_[i].state[k]);
     }
   }
 }
@@ -183,18 +194,16 @@ void Gather::add_operand(const View& view, const char* list, size_t index, bool 
   add_region(view, list, index, written);
 }
 
-const Nest* Gather::keep_nest(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
-  Nest& nest = nests_.emplace_back();
+Nest Gather::nest_of(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
+  Nest nest;
   STD_TORCH_CHECK(make_nest(lead.order, lead.axes, lead.view.sizes, strides, nest), list, "[", index,
                   "]: its strides are too irregular, at most ", kMaxAxes, " separate axes are supported");
-  return &nest;
+  return nest;
 }
 
 const Nest* Gather::keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
-  const Nest* nest = keep_nest(lead, strides, list, index);
-  if (!nest->flat()) return nest;
-  nests_.pop_back();
-  return nullptr;
+  const Nest nest = nest_of(lead, strides, list, index);
+  return nest.flat() ? nullptr : &nests_.emplace_back(nest);
 }
 
 void Gather::add_region(const View& view, const char* list, size_t index, bool written) {

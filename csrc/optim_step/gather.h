@@ -1,50 +1,24 @@
-// Converts lists of tensors to TensorStep structs and makes every check of memory safety.
+// Converts the arguments of a step to TensorStep structs and makes every check of memory safety.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "common/overlap.h"
-#include "common/stable.h"
-#include "optim_step/tensor_step.h"
+#include "optim_step/step_args.h"
 #include "ring_prox/held_penalty.h"
 
 namespace loco::optim_step {
 
-using Tensors = std::vector<Tensor>;
-using Ints = std::vector<int64_t>;
-
-// The tensors of a step other than its gradients, and the indices that link them. All lists but maps have one entry per
-// parameter. Lists of states (momentum_buffers; or exp_avgs, exp_avg_sqs, max_exp_avg_sqs) and steps are empty if the
-// rule has none.
-struct Lists {
-  Tensors params;
-  Tensors states[kStates];
-  Tensors steps;     // Adam's counters
-  Ints group_index;  // row of hyper
-  Tensors maps;
-  Ints map_index;  // index into maps; -1: uniform decay
-  Ints penalties;  // handles to penalties, 0: none; may be empty
-  Ints ordinals;   // needed only for stochastic rounding
-};
-
-// Properties of a rule that reading its lists depends on.
-struct Layout {
-  const char* state_names[kStates];
-  int columns;  // number of columns of hyper
-};
-
-// Reads and checks the lists of one step.
+// The tensors of one step, read and checked.
 class Gather {
  public:
-  // Throws, before anything is written, unless the step can be executed. hyper and maps are expected on the CPU, all
-  // other tensors on the device of the first parameter. logical: stochastic rounding needs logical indices.
-  void read(const Lists& lists, const Tensors& grads, const Tensor& hyper, const Layout& layout, bool grads_written,
-            bool logical);
+  // Throws, before anything is written, unless the step can be executed. Rule: Sgd or Adam.
+  template <class Rule>
+  void read(const StepArgs& args);
 
   const Place& place() const { return place_; }
 
@@ -61,14 +35,14 @@ class Gather {
   };
 
   void read_hyper(const Tensor& hyper, int columns);
-  void read_param(const Lists& lists, size_t index, bool logical);
-  void read_map(const Tensor& map, size_t index, int64_t which);
+  void read_param(const StepArgs& args, size_t index);
+  void read_map(TensorRef map, size_t index, int64_t which);
   void read_penalty(const Ints& penalties, size_t index);
-  void read_states(const Lists& lists, const Layout& layout);
+  void read_states(const Tensors& states, int count, const char* const* names);
   void read_steps(const Tensors& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
   void add_region(const View& view, const char* list, size_t index, bool written);
-  const Nest* keep_nest(const Lead& lead, const int64_t* strides, const char* list, size_t index);
+  static Nest nest_of(const Lead& lead, const int64_t* strides, const char* list, size_t index);
   const Nest* keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index);
   void check_overlap() const;
 

@@ -1,4 +1,4 @@
-// Builds the table that the CUDA kernels of a step read.
+// Builds the table that the GPU kernels of a step read.
 #include "optim_step/gpu_table.h"
 
 #include <algorithm>
@@ -39,6 +39,12 @@ Types types_of(const TensorStep& t, MapKind map_kind) {
   if (state == DType::f32 && w == DType::f16) return Types::f16_f32;
   if (state != w) return any;
   return w == DType::f32 ? Types::f32 : w == DType::f64 ? Types::f64 : w == DType::bf16 ? Types::bf16 : Types::f16;
+}
+
+uint32_t cuda_kind(const TensorStep& t, Entry& e) {
+  e.types = types_of(t, e.map_kind);
+  e.head = e.types < Types::any ? static_cast<uint8_t>(head_of(t)) : 0;
+  return static_cast<uint32_t>(e.types);
 }
 
 // A decay map's distinct values, and which of them each element of the parameter has.
@@ -92,24 +98,29 @@ ProxWork prox_work_of(const TensorStep& t, bool has_metric) {
 // are stored once.
 class Builder {
  public:
-  explicit Builder(GpuTable& table) : table_(table), s_(table.sections) { s_.clear(); }
+  Builder(GpuTable& table, const Division& division) : table_(table), division_(division), s_(table.sections) {
+    s_.clear();
+  }
 
   void add(const std::vector<TensorStep>& tensors, bool has_metric) {
     s_.entries.reserve(tensors.size());
     for (const TensorStep& t : tensors) {
       s_.entries.push_back(entry_of(t));
+      Entry& entry = s_.entries.back();
+      const uint32_t kind = division_.kind_of(t, entry);
+      if (t.numel > 0 && entry.prox < 0) s_.order.emplace_back(kind, static_cast<int32_t>(s_.grads.size()));
       s_.grads.push_back(t.g.data);
     }
-    add_chunks(tensors);
+    add_chunks();
     add_prox_chunks(tensors, has_metric);
   }
 
-  void write(const double* hyper, int64_t groups, int columns, const std::vector<DeviceScalar>& lrs) {
+  void write(const Hyper& hyper) {
     table_.bytes.clear();
     table_.grads = append(s_.grads.data(), static_cast<int64_t>(s_.grads.size()));
-    table_.hyper = append(hyper, groups * columns);
-    table_.has_lrs = !lrs.empty();
-    table_.lrs = append(lrs.data(), static_cast<int64_t>(lrs.size()));
+    table_.hyper = append(hyper.rows, hyper.groups * hyper.columns);
+    table_.has_lrs = !hyper.lrs.empty();
+    table_.lrs = append(hyper.lrs.data(), static_cast<int64_t>(hyper.lrs.size()));
     table_.entries = append(s_.entries.data(), static_cast<int64_t>(s_.entries.size()));
     table_.nests = append(s_.nests.data(), static_cast<int64_t>(s_.nests.size()));
     table_.maps = append(s_.maps.data(), static_cast<int64_t>(s_.maps.size()));
@@ -143,8 +154,6 @@ class Builder {
     e.first = t.first;
     e.prox = t.penalty != nullptr && t.numel > 0 ? keep_prox(t) : -1;
     set_map(t, e);
-    e.types = types_of(t, e.map_kind);
-    e.head = e.types < Types::any ? static_cast<uint8_t>(head_of(t)) : 0;
     return e;
   }
 
@@ -234,19 +243,15 @@ class Builder {
     return static_cast<int32_t>(s_.nests.size() - 1);
   }
 
-  // Divides entries without a prox into chunks, sorted by types, and makes one Work per run of equal types.
-  void add_chunks(const std::vector<TensorStep>& tensors) {
+  // Divides entries without a prox into chunks, sorted by kind, and makes one Work per kind.
+  void add_chunks() {
     table_.works.clear();
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (tensors[i].numel > 0 && s_.entries[i].prox < 0)
-        s_.order.emplace_back(s_.entries[i].types, static_cast<int32_t>(i));
-    }
     std::stable_sort(s_.order.begin(), s_.order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (const auto& [types, entry] : s_.order) {
-      const int64_t body = tensors[entry].numel - s_.entries[entry].head;
-      const int64_t count = std::max<int64_t>(1, (body + kChunk - 1) / kChunk);
-      if (table_.works.empty() || table_.works.back().types != types) {
-        table_.works.push_back({types, static_cast<int64_t>(s_.chunks.size()), 0});
+    for (const auto& [kind, entry] : s_.order) {
+      const int64_t body = s_.entries[entry].numel - s_.entries[entry].head;
+      const int64_t count = std::max<int64_t>(1, (body + division_.chunk - 1) / division_.chunk);
+      if (table_.works.empty() || table_.works.back().kind != kind) {
+        table_.works.push_back({kind, static_cast<int64_t>(s_.chunks.size()), 0});
       }
       for (int64_t k = 0; k < count; ++k) s_.chunks.push_back({entry, static_cast<int32_t>(k)});
       table_.works.back().count += count;
@@ -292,16 +297,19 @@ class Builder {
   }
 
   GpuTable& table_;
+  const Division& division_;
   Sections& s_;
 };
 
 }  // namespace
 
-void build(GpuTable& table, const std::vector<TensorStep>& tensors, const double* hyper, int64_t groups, int columns,
-           bool has_metric, const std::vector<DeviceScalar>& lrs) {
-  Builder builder(table);
+const Division kCudaDivision{kChunk, cuda_kind};
+
+void build(GpuTable& table, const Division& division, const std::vector<TensorStep>& tensors, const Hyper& hyper,
+           bool has_metric) {
+  Builder builder(table, division);
   builder.add(tensors, has_metric);
-  builder.write(hyper, groups, columns, lrs);
+  builder.write(hyper);
 }
 
 }  // namespace loco::optim_step

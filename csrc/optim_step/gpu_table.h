@@ -1,4 +1,5 @@
-// The table that describes a step's tensors to its CUDA kernels: one contiguous buffer that is copied to the GPU.
+// The table that describes a step's tensors to its GPU kernels, in CUDA and in Triton: one contiguous buffer that is
+// copied to the GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace loco::optim_step {
 
-constexpr int64_t kChunk = 8192;  // most elements that a block steps, not counting an entry's head
+constexpr int64_t kChunk = 8192;  // most elements that a CUDA block steps, not counting an entry's head
 
 // How the decay map's value at an element is looked up.
 enum class MapKind : uint8_t {
@@ -57,8 +58,8 @@ struct Prox {
   bool channels_fastest;
 };
 
-// Elements begin .. end - 1 of an entry, where begin is 0 (index 0) or head + index * kChunk. For an entry with a prox
-// the chunk is the whole entry, and index counts the filters of the launch before the entry's first.
+// Elements begin .. end - 1 of an entry, where begin is 0 (index 0) or head + index * Division::chunk. For an entry
+// with a prox the chunk is the whole entry, and index counts the filters of the launch before the entry's first.
 struct Chunk {
   int32_t entry;
   int32_t index;
@@ -75,10 +76,17 @@ LOCO_HD int64_t bytes_of_kernel(int64_t weights, bool is_double, bool has_metric
   return (weights * (is_double ? 8 : 4) * (has_metric ? 2 : 1) + kSlotUnit - 1) / kSlotUnit * kSlotUnit;
 }
 
-// Consecutive chunks whose entries have the same types; one launch steps them.
+// Consecutive chunks whose entries are of the same kind; one launch steps them.
 struct Work {
-  Types types;
+  uint32_t kind;
   int64_t first, count;
+};
+
+// How a backend divides a step's elements among launches and blocks.
+struct Division {
+  int64_t chunk;  // most elements that a block steps, not counting an entry's head
+  // Returns the kind of an entry, and sets its types and head if the backend uses them.
+  uint32_t (*kind_of)(const TensorStep& tensor, Entry& entry);
 };
 
 // Consecutive chunks of entries with a prox whose filters are stepped by the same launches.
@@ -113,7 +121,7 @@ struct Sections {
   std::vector<double> maps;
   std::vector<Map> known_maps;
   std::vector<Chunk> chunks;
-  std::vector<std::pair<Types, int32_t>> order;  // entries with elements and without a prox, by types
+  std::vector<std::pair<uint32_t, int32_t>> order;  // entries with elements and without a prox, by kind
   std::vector<Prox> proxes;
   std::vector<KnownProx> known_proxes;  // parallel to proxes
   std::vector<ring_prox::Tap> taps;
@@ -138,9 +146,19 @@ struct GpuTable {
   Sections sections;
 };
 
-// Builds the table. hyper: [groups, columns], contiguous. lrs: [groups], or empty. has_metric: the rule's proxes need a
-// metric.
-void build(GpuTable& table, const std::vector<TensorStep>& tensors, const double* hyper, int64_t groups, int columns,
-           bool has_metric, const std::vector<DeviceScalar>& lrs);
+// The groups' hyper-parameters.
+struct Hyper {
+  const double* rows;  // [groups, columns], contiguous
+  int64_t groups;
+  int columns;
+  std::vector<DeviceScalar> lrs;  // [groups], or empty
+};
+
+// The division for the CUDA kernels; an entry's kind is its types.
+extern const Division kCudaDivision;
+
+// Builds the table. has_metric: the rule's proxes need a metric.
+void build(GpuTable& table, const Division& division, const std::vector<TensorStep>& tensors, const Hyper& hyper,
+           bool has_metric);
 
 }  // namespace loco::optim_step

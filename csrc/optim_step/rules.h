@@ -11,6 +11,9 @@ namespace loco::optim_step {
 
 constexpr int kStates = 3;  // most states of a rule
 
+// Identifies a rule in a call of the operator.
+enum class RuleId : int64_t { sgd, adam };
+
 // Columns of hyper.
 enum SgdColumn { kSgdLr, kSgdWeightDecay, kSgdMomentum, kSgdDampening, kSgdColumns };
 enum AdamColumn { kAdamLr, kAdamWeightDecay, kAdamBeta1, kAdamBeta2, kAdamEps, kAdamColumns };
@@ -23,7 +26,8 @@ struct Coefficients {
   LOCO_HD double at(double map) const { return decay == Decay::decoupled ? 1 - factor * map : factor * map; }
 };
 
-// Options that apply to all tensors of a call. Each rule ignores those of the other.
+// Options that apply to all tensors of a call, in the order of the operator's `flags`. Each rule ignores those of the
+// other.
 struct Options {
   bool maximize, l1;
   bool nesterov;            // SGD
@@ -35,6 +39,7 @@ struct Sgd {
   template <typename T>
   using Scalars = SgdScalars<T>;
   static constexpr int columns = kSgdColumns, states = 1;
+  static constexpr const char* state_names[kStates] = {"momentum_buffers", "", ""};
   static constexpr bool counts_steps = false;
 
   LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double) {
@@ -65,6 +70,7 @@ struct Adam {
   template <typename T>
   using Scalars = AdamScalars<T>;
   static constexpr int columns = kAdamColumns, states = 3;
+  static constexpr const char* state_names[kStates] = {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
   static constexpr bool counts_steps = true;
 
   LOCO_HD static Coefficients coefficients(const Options& o, const double* row, double lr) {

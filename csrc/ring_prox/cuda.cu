@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks) prox(const __grid_const
   LOCO_SHARED(memory);
   const Kernel<T, staged> kernel(p, memory);
   Sums<T, Kernel<T, staged>> sums(kernel, p.rings.count, scratch);
-  solve(solver, sums, p.thresholds());
+  solver.solve(sums, p.thresholds());
   kernel.write([&](T u, T d, int ring) { return solver.shrunk(u, d, ring); });
 }
 

@@ -1,16 +1,15 @@
-// Solver for the scalars of math.h for the filter of a block. All threads take the same branches: a sum over weights is
-// that of the whole block, in float64, in an order that depends on the shape alone, and every thread receives it.
-// Arrays of scalars lie in shared memory, and only thread 0 writes to them.
+// Solver for the scalars of math.h and metric.h for the filter of a block. All threads take the same branches: a sum
+// over weights is that of the whole block, in float64, in an order that depends on the shape alone, and every thread
+// receives it. Arrays of scalars lie in shared memory, and only thread 0 writes to them.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/mistake.h"
 #include "common/platform.h"
 #include "ring_prox/gpu_table.h"
-#include "ring_prox/math.h"
+#include "ring_prox/metric.h"
 
 namespace loco::ring_prox {
 
@@ -54,19 +53,19 @@ class Sums {
   // Reduce all threads' values by op in a fixed order; every thread receives the result.
   template <int count, class Op>
   LOCO_DEVICE void reduce(double (&values)[count], const Op& op) {
-    turn_ ^= !LOCO_MISTAKE(ring_turn);
+    buffer_ ^= !LOCO_MISTAKE(ring_turn);
 #pragma unroll
     for (int k = 0; k < count; ++k) {
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) {
         values[k] = op(k, values[k], __shfl_xor_sync(0xffffffff, values[k], lanes));
       }
-      if (threadIdx.x % 32 == 0) scratch_.parts[turn_][k][threadIdx.x / 32] = values[k];
+      if (threadIdx.x % 32 == 0) scratch_.parts[buffer_][k][threadIdx.x / 32] = values[k];
     }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      const double* parts = scratch_.parts[turn_][k];
+      const double* parts = scratch_.parts[buffer_][k];
       values[k] = parts[0];
       for (unsigned w = 1; w < blockDim.x / 32; ++w) values[k] = op(k, values[k], parts[w]);
     }
@@ -181,7 +180,7 @@ class Sums {
   int rings_;
   Scratch& scratch_;
   double scale_ = 1;
-  int turn_ = 0;
+  int buffer_ = 0;
 };
 
 // An array that only thread 0 reads and writes; reads of other threads give 0 and their writes are dropped.
@@ -198,14 +197,13 @@ struct OfLeader {
   LOCO_DEVICE Element operator[](int i) const { return {threadIdx.x == 0 ? values + i : nullptr}; }
 };
 
-// Each of the following structs is the shared memory of one way to solve. prepare(sums, thresholds, use) calls
-// use(solve, penalty, found), whose arguments are those of solve_squared; the last solve() leaves in the struct what
+// Each of the following structs is the shared memory of one way to solve. solve(sums, thresholds) leaves in it what
 // shrunk(weight, its metric, its ring) needs, for all threads to read.
 struct L2 {
   double squares[kMaxRings], t[kMaxRings], factors[kMaxRings];
 
-  template <class Sums, class Use>
-  LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
+  template <class Sums>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
     const double scale = sums.scaled_squares({squares});
     const int rings = sums.rings();
     if (threadIdx.x == 0) {
@@ -214,7 +212,7 @@ struct L2 {
         chain(squares, t, rings, factors);
       };
       const auto penalty = [&](const double* of) { return l2_penalty(squares, of, thresholds.squared, rings) / scale; };
-      use(solve, penalty, factors);
+      solve_squared(thresholds, solve, penalty, factors);
     }
     if (!LOCO_MISTAKE(ring_factors)) __syncthreads();
   }
@@ -225,23 +223,16 @@ struct L2 {
   }
 };
 
-// The sums that solve_metric takes, over the block's filter.
+// The weights that DirectSums sums over.
 template <class Sums>
-struct MetricSums {
+struct ScaledWeights {
   Sums& sums;
 
-  LOCO_DEVICE double tolerance() const { return 1e-9; }
-
-  LOCO_DEVICE Damped operator()(int ring, double c) {
-    double values[2] = {0, 0};
-    sums.for_ring(ring, [&](auto u, auto d) {
-      const double value = damped(sums.scaled(u), d, c);
-      values[0] += value * value;
-      values[1] += value * value / (static_cast<double>(d) + c);
-    });
-    sums.reduce(values, Add());
-    return {values[0], values[1]};
+  template <class Visit>
+  LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
+    sums.for_ring(ring, [&](auto u, auto d) { visit(sums.scaled(u), d); });
   }
+  LOCO_DEVICE void add_up(double (&values)[2]) const { sums.reduce(values, Add()); }
 };
 
 struct L2InMetric {
@@ -250,13 +241,14 @@ struct L2InMetric {
   int first;             // first ring that does not vanish
   int weighed_exponent;  // exponent of the power of two that scales `weighed`
 
-  template <class Sums, class Use>
-  LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
+  template <class Sums>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
     const double scale = sums.scaled_squares({squares, weighed});
     const int rings = sums.rings();
     const int exponent = sums.scale_weighed(weighed);
     if (threadIdx.x == 0) weighed_exponent = exponent;
-    MetricSums<Sums> in_metric{sums};
+    const ScaledWeights<Sums> weights{sums};
+    const DirectSums<const ScaledWeights<Sums>> in_metric{weights};
     if (threadIdx.x == 0) {
       double sum = 0;
       for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += squares[r]);
@@ -279,7 +271,7 @@ struct L2InMetric {
                  : l2_penalty(squares, nullptr, thresholds.squared, rings)) /
              scale;
     };
-    use(solve, penalty, coefficients);
+    solve_squared(thresholds, solve, penalty, coefficients);
   }
 
   template <typename T>
@@ -292,8 +284,8 @@ struct L2InMetric {
 struct Linf {
   double sizes[kMaxRings], t[kMaxRings], caps[kMaxRings];
 
-  template <class Sums, class Use>
-  LOCO_DEVICE void prepare(Sums& sums, const Thresholds& thresholds, const Use& use) {
+  template <class Sums>
+  LOCO_DEVICE void solve(Sums& sums, const Thresholds& thresholds) {
     const int rings = sums.rings();
     const double scale = sums.scale_of_products();
     const auto above = [&](int n, OfLeader, double level) {
@@ -326,7 +318,7 @@ struct Linf {
     }
     __syncthreads();
     const auto penalty = [&](const double* of) { return linf_penalty(sizes, of, thresholds.squared, rings); };
-    use(solve, penalty, caps);
+    solve_squared(thresholds, solve, penalty, caps);
   }
 
   template <typename T>
@@ -335,12 +327,5 @@ struct Linf {
     return std::copysign(size > cap || cap != cap ? cap : size, u);
   }
 };
-
-template <class Solver, class Sums>
-LOCO_DEVICE void solve(Solver& solver, Sums& sums, const Thresholds& thresholds) {
-  solver.prepare(sums, thresholds, [&](const auto& solve, const auto& penalty, const double* found) {
-    solve_squared(thresholds, solve, penalty, found);
-  });
-}
 
 }  // namespace loco::ring_prox

@@ -7,7 +7,7 @@
 // [rings].
 //
 // One thread works on a filter. The filter is divided into runs (rows.h); vectorised loops over the runs give sums by
-// ring, from which scalar code (math.h, metric_model.h) finds one factor, coefficient or cap per ring, and a last pass
+// ring, from which scalar code (math.h, metric.h) finds one factor, coefficient or cap per ring, and a last pass
 // over the runs applies it. The linf norm needs the channels of each tap next to each other: a filter whose taps are
 // fastest is transposed first, and its result transposed back.
 #include "ring_prox/kernel.h"
@@ -16,7 +16,7 @@
 #include <cmath>
 #include <limits>
 
-#include "ring_prox/metric_model.h"
+#include "ring_prox/metric.h"
 #include "ring_prox/rows.h"
 
 namespace loco::ring_prox {
@@ -35,7 +35,7 @@ void merge_scaled(const Thresholds& thresholds, int rings, double factor, const 
 
 // Transpose [rows, columns] to [columns, rows].
 template <typename T>
-void turn(const T* from, int64_t rows, int64_t columns, T* to) {
+void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t c = 0; c < columns; ++c) {
     for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
   }
@@ -80,23 +80,22 @@ void KernelSolver<T>::divide() {
 
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
-  turn_to(u, nullptr);
+  point_to(u, nullptr);
   const Scale scale = scaled_sums(false);
   for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale.weight;
 }
 
 template <typename T>
 void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out) {
-  turn_to(u, d);
+  point_to(u, d);
   if (!linf) return prox_l2(thresholds, scaled_sums(false), out);
-  turn_channels();
-  T* const to = turned() ? turned_u_.data() : out;
-  with_linf(thresholds, [&](const auto& solve, const auto& penalty, const double* caps) {
-    solve_squared(thresholds, solve, penalty, caps);
-    for_taps(
-        [&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r] / scale_.weight), to + at); });
-  });
-  if (turned()) turn(to, shape_.taps, shape_.channels, out);
+  transpose_channels();
+  T* const to = transposes() ? transposed_u_.data() : out;
+  double caps[kMaxRings];
+  find_caps(thresholds, caps);
+  for_taps(
+      [&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r] / scale_.weight), to + at); });
+  if (transposes()) transpose(to, shape_.taps, shape_.channels, out);
 }
 
 template <typename T>
@@ -107,54 +106,30 @@ Moments& KernelSolver<T>::no_sums() {
 
 template <typename T>
 void KernelSolver<T>::prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out) {
-  turn_to(u, d);
+  point_to(u, d);
   prox_l2(thresholds, scaled_sums(true), out);
 }
 
 // Transpose u and d so that channels are fastest.
 template <typename T>
-void KernelSolver<T>::turn_channels() {
-  if (!turned()) return;
-  turned_u_.resize(shape_.numel());
-  turn(u_, shape_.channels, shape_.taps, turned_u_.data());
-  u_ = turned_u_.data();
+void KernelSolver<T>::transpose_channels() {
+  if (!transposes()) return;
+  transposed_u_.resize(shape_.numel());
+  transpose(u_, shape_.channels, shape_.taps, transposed_u_.data());
+  u_ = transposed_u_.data();
   if (d_ == nullptr) return;
-  turned_d_.resize(shape_.numel());
-  turn(d_, shape_.channels, shape_.taps, turned_d_.data());
-  d_ = turned_d_.data();
+  transposed_d_.resize(shape_.numel());
+  transpose(d_, shape_.channels, shape_.taps, transposed_d_.data());
+  d_ = transposed_d_.data();
 }
 
 // Write the l2 prox. `scale` is what the sums were made with.
 template <typename T>
 void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, T* out) {
-  if (d_ == nullptr && thresholds.squared == nullptr) return prox_plain(thresholds, scale, out);
-  with_l2(thresholds, scale, [&](const auto& solve, const auto& penalty, double* found) {
-    solve_squared(thresholds, solve, penalty, found);
-    if (d_ == nullptr) {
-      for (const Part& part : parts_) multiply(u_ + part.at, part.run, found, out + part.at);
-    } else {
-      for (int r = 0; r < first_; ++r) found[r] = kInfinity;
-      for (const Part& part : parts_) damp(u_ + part.at, scaled_d_ + part.at, part.run, found, out + part.at);
-    }
-  });
-}
-
-// The fast path of most optimizer steps, which call it for many filters of few weights: no metric and no squared part.
-template <typename T>
-void KernelSolver<T>::prox_plain(const Thresholds& thresholds, const Scale& scale, T* out) {
-  double t[kMaxRings], factors[kMaxRings];
-  merge_scaled(thresholds, shape_.rings, 0, scale, t);
-  chain(zero_.power[0], t, shape_.rings, factors);
-  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out + part.at);
-}
-
-template <typename T>
-template <class Use>
-void KernelSolver<T>::with_l2(const Thresholds& thresholds, const Scale& scale, const Use& use) {
-  if (d_ != nullptr) return with_metric(thresholds, scale, use);
   double t[kMaxRings], factors[kMaxRings];
   const int rings = shape_.rings;
   const double* const squares = zero_.power[0];
+  if (d_ != nullptr) return prox_in_metric(thresholds, scale, out);
   const auto solve = [&](double factor) {
     merge_scaled(thresholds, rings, factor, scale, t);
     chain(squares, t, rings, factors);
@@ -162,28 +137,31 @@ void KernelSolver<T>::with_l2(const Thresholds& thresholds, const Scale& scale, 
   const auto penalty = [&](const double* of) {
     return l2_penalty(squares, of, thresholds.squared, rings) / scale.weight;
   };
-  use(solve, penalty, factors);
+  solve_squared(thresholds, solve, penalty, factors);
+  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out + part.at);
 }
 
 template <typename T>
-template <class Use>
-void KernelSolver<T>::with_metric(const Thresholds& thresholds, const Scale& scale, const Use& use) {
-  double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings];
+void KernelSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& scale, T* out) {
+  double t[kMaxRings], norms[kMaxRings], coefficients[kMaxRings], left[kMaxRings];
   const int rings = shape_.rings;
+  int first = 0;  // first ring that does not vanish
   double sum = 0;
   for (int r = 0; r < rings; ++r) norms[r] = std::sqrt(sum += zero_.power[0][r]);
   const auto solve = [&](double factor) {
     merge_scaled(thresholds, rings, factor, scale, t);
-    first_ = first_alive(t);
-    find_coefficients(norms, t, first_, coefficients);
+    first = first_alive(t);
+    find_coefficients(norms, t, first, coefficients, left);
   };
-  const auto found = [&](int r, double) { return Damped{squares_[r], 0}; };
+  const auto found = [&](int r, double) { return Damped{left[r], 0}; };
   const auto penalty = [&](const double* of) {
-    return (of ? metric_penalty(found, coefficients, thresholds.squared, first_, rings)
+    return (of ? metric_penalty(found, coefficients, thresholds.squared, first, rings)
                : l2_penalty(zero_.power[0], nullptr, thresholds.squared, rings)) /
            scale.weight;
   };
-  use(solve, penalty, coefficients);
+  solve_squared(thresholds, solve, penalty, coefficients);
+  std::fill(coefficients, coefficients + first, kInfinity);
+  for (const Part& part : parts_) damp(u_ + part.at, scaled_d_ + part.at, part.run, coefficients, out + part.at);
 }
 
 // Return the first ring that does not vanish. The Cauchy-Schwarz inequality (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2
@@ -228,90 +206,41 @@ void KernelSolver<T>::weigh() {
   });
 }
 
-// The sums that solve_metric takes, computed directly: for weights and metrics outside the range of MetricModel.
+// The weights that DirectSums sums over, for those outside the range of MetricModel.
 template <typename T>
-struct KernelSolver<T>::DirectSums {
+struct KernelSolver<T>::AllWeights {
   const KernelSolver& solver;
 
-  double tolerance() const { return 1e-9; }
-
-  Damped operator()(int ring, double c) const {
-    Damped sums{0, 0};
+  template <typename Visit>
+  void for_ring(int ring, const Visit& visit) const {
     solver.for_weights([&](int64_t i, int r) {
-      if (r != ring) return;
-      const double d = finite_metric(solver.scaled_d_[i]);
-      const double x = static_cast<double>(solver.scaled_[i]) * (d / (d + c));
-      sums.squares += x * x;
-      sums.slope += x * x / (d + c);
+      if (r == ring) visit(solver.scaled_[i], finite_metric(solver.scaled_d_[i]));
     });
-    return sums;
   }
+  void add_up(double (&)[2]) const {}
 };
 
-// Write c of each ring from `first` on, and to squares_ each ring's remaining sum of squares, by solving one model
-// after the other. Floats are summed in float32 as long as the error of that moves no weight by much more than rounding
-// does.
+// Write c of each ring from `first` on, and to `left` each ring's remaining sum of squares.
 template <typename T>
-void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients) {
-  constexpr int kMostModels = 20;
-  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
-  constexpr double kRoughly = 1e-6;   // relative error of sums in float32
-  constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
+void KernelSolver<T>::find_coefficients(const double* norms, const double* t, int first, double* coefficients,
+                                        double* left) {
   const int rings = shape_.rings;
   if (first == rings) return;  // all rings vanish
-  double c0[kMaxRings], derivatives[kMaxRings];
-  if (!moderate_) {
-    DirectSums sums{*this};
-    ring_prox::solve_metric<true>(sums, norms, t, first, rings, coefficients, derivatives);
-    for (int r = first; r < rings; ++r) squares_[r] = sums(r, coefficients[r]).squares;
-    return;
+  if (moderate_) {
+    const auto sum = [&](bool wide, const double* c, Moments& to) { sum_moments(wide, c, to); };
+    return solve_by_models<T>(zero_, sum, norms, t, first, rings, coefficients, left);
   }
-  const bool from_zero = finite(zero_, first);
-  bool wide = sizeof(T) == 8 || !safe(zero_.power[3], first);
-  const auto sum = [&] {
-    std::fill(c0, c0 + first, 0.0);
-    sum_moments(wide, c0, moments_);
-    if (wide || (safe(moments_.power[0], first) && safe(moments_.power[3], first))) return;
-    wide = true;
-    sum_moments(wide, c0, moments_);
-  };
-  for (int r = first; r < rings; ++r) c0[r] = from_zero ? 0 : least_coefficient(norms, t, r, rings);
-  if (!from_zero) sum();
-  for (int i = 0; i < kMostModels; ++i) {
-    const MetricModel model(i == 0 && from_zero ? zero_ : moments_, c0, first, rings, wide ? 1e-9 : 3e-5);
-    const double part = iterate(model, norms, t, first, rings, kAllowed, coefficients);
-    const double derivative =
-        part < 1 ? 1 - part
-                 : ring_prox::solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
-    double error = 0, least = kInfinity;
-    for (int r = first; r < rings; ++r) {
-      const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);
-      squares_[r] = model(r, c).squares;
-      error = of_ring > error ? of_ring : error;
-      least = c > 0 && c < least ? c : least;
-    }
-    if (derivative == 0) return;
-    if (wide && coefficients[first] > kVanished * least_coefficient(norms, t, first, rings)) {
-      std::fill(coefficients + first, coefficients + rings, kInfinity);
-      return std::fill(squares_ + first, squares_ + rings, 0.0);
-    }
-    // The relative error of c is half of that of its sum, divided by the derivative, and the relative error of a weight
-    // is at most a fourth of that of c.
-    const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
-    const bool coarse = !wide && !(sensitivity <= kModerate);
-    if (!coarse && !(error * sensitivity > kAllowed)) return;
-    wide |= coarse;
-    // If the solution depends on the last digits of the float32 sums, it is far off and no use as a start.
-    if (!coarse || sensitivity < kHopeless) std::copy(coefficients + first, coefficients + rings, c0 + first);
-    sum();
-  }
+  const AllWeights weights{*this};
+  const DirectSums<const AllWeights> sums{weights};
+  double derivatives[kMaxRings];
+  solve_metric<true>(sums, norms, t, first, rings, coefficients, derivatives);
+  for (int r = first; r < rings; ++r) left[r] = sums(r, coefficients[r]).squares;
 }
 
+// Write the cap of each ring for the linf prox, at the weights' scale.
 template <typename T>
-template <class Use>
-void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
-  double t[kMaxRings], caps[kMaxRings], sizes[kMaxRings];
-  double floors[kMaxRings];
+void KernelSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
+  double t[kMaxRings], sizes[kMaxRings], floors[kMaxRings];
   const int rings = shape_.rings;
   set_infinite_metrics_aside(floors);
   leave_unscaled();
@@ -354,7 +283,7 @@ void KernelSolver<T>::with_linf(const Thresholds& thresholds, const Use& use) {
   const auto penalty = [&](const double* of) {
     return ring_prox::linf_penalty(sizes, of, thresholds.squared, rings) / scale_.weight;
   };
-  use(solve, penalty, caps);
+  solve_squared(thresholds, solve, penalty, caps);
 }
 
 // Replace infinite metrics by 0, in a copy, and write the largest magnitude of their weights in each ring. Channels
@@ -428,7 +357,7 @@ Scale KernelSolver<T>::scaled_sums(bool summed) {
 // Return whether the sums for c = 0 are safe. `zeros`: accept rings that consist of zeros, too.
 template <typename T>
 bool KernelSolver<T>::all_safe(bool zeros) const {
-  if (d_ == nullptr) return safe(zero_.power[0], 0);
+  if (d_ == nullptr) return are_safe<T>(zero_.power[0], 0, shape_.rings);
   // MetricModel multiplies sums by one another, which narrows the range for doubles.
   constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-75;
   bool all = true;
@@ -450,22 +379,6 @@ template <typename T>
 void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
   to.clear(shape_.rings);
   for (const Part& part : parts_) moments(scaled_ + part.at, scaled_d_ + part.at, part.run, wide, c, to);
-}
-
-// Return whether the sums of rings from `first` on are far from where squares vanish or overflow.
-template <typename T>
-bool KernelSolver<T>::safe(const double* sums, int first) const {
-  constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
-  bool all = true;
-  for (int r = first; r < shape_.rings; ++r) all &= sums[r] > kLeast && sums[r] < 1 / kLeast;
-  return all;
-}
-
-template <typename T>
-bool KernelSolver<T>::finite(const Moments& moments, int first) const {
-  bool all = true;
-  for (int r = first; r < shape_.rings; ++r) all &= moments.power[3][r] < kInfinity;
-  return all;
 }
 
 // Return whether sums of weights times metrics neither vanish nor overflow.

@@ -48,23 +48,17 @@ class KernelSolver {
 
   void divide();
   void prox_l2(const Thresholds& thresholds, const Scale& scale, T* out);
-  void prox_plain(const Thresholds& thresholds, const Scale& scale, T* out);
-  // Each of these calls use(solve, penalty, found), whose arguments are those of solve_squared.
-  template <class Use>
-  void with_l2(const Thresholds& thresholds, const Scale& scale, const Use& use);
-  template <class Use>
-  void with_metric(const Thresholds& thresholds, const Scale& scale, const Use& use);
-  template <class Use>
-  void with_linf(const Thresholds& thresholds, const Use& use);
-  void turn_to(const T* u, const T* d) { u_ = u, d_ = d; }
-  bool turned() const { return !shape_.channels_fastest; }
-  void turn_channels();
-  void find_coefficients(const double* norms, const double* t, int first, double* coefficients);
+  void prox_in_metric(const Thresholds& thresholds, const Scale& scale, T* out);
+  void find_caps(const Thresholds& thresholds, double* caps);
+  void point_to(const T* u, const T* d) { u_ = u, d_ = d; }
+  bool transposes() const { return !shape_.channels_fastest; }
+  void transpose_channels();
+  void find_coefficients(const double* norms, const double* t, int first, double* coefficients, double* left);
   template <typename Visit>
   void for_taps(const Visit& visit) const;
   void set_infinite_metrics_aside(double* floors);
   void measure(double* sizes) const;
-  struct DirectSums;
+  struct AllWeights;
   template <typename Visit>
   void for_weights(const Visit& visit) const;
   void leave_unscaled();
@@ -74,8 +68,6 @@ class KernelSolver {
   int first_alive(const double* t);
   void weigh();
   void sum_moments(bool wide, const double* c, Moments& to);
-  bool safe(const double* sums, int first) const;
-  bool finite(const Moments& moments, int first) const;
   bool products_safe() const;
   void bring_near_one();
 
@@ -85,14 +77,13 @@ class KernelSolver {
   std::vector<int64_t> ring_of_long_lane_;
   std::vector<Line> lanes_;
   const T *u_ = nullptr, *d_ = nullptr, *scaled_ = nullptr, *scaled_d_ = nullptr;
-  double squares_[kMaxRings], weighed_[kMaxRings];
-  int first_ = 0;  // first ring that does not vanish, with a metric
+  double weighed_[kMaxRings];
   bool weighed_is_known_ = false;
   Scale scale_;           // the scale of scaled_ and scaled_d_
   bool moderate_ = true;  // whether all sums with a metric are in the range that MetricModel can use
   double weighed_scale_ = 1;
-  Moments zero_, moments_;  // moments for c = 0 (without a metric, only the squares) and for the latest c
-  std::vector<T> scaled_copy_, scaled_d_copy_, finite_d_, turned_u_, turned_d_;
+  Moments zero_;  // moments for c = 0; without a metric, only the squares
+  std::vector<T> scaled_copy_, scaled_d_copy_, finite_d_, transposed_u_, transposed_d_;
 };
 
 }  // namespace loco::ring_prox

@@ -7,10 +7,7 @@
 // l2    Groups are shrunk one after the other, smallest first: a = sqrt(b^2 + rho_n^2), f_n = 1 - t_n/a, or 0 where
 //       a <= t_n, b = f_n a; rho_n is the norm of ring n. Ring r is multiplied by the product of f_n over n >= r
 //       (Jenatton et al. 2010).
-// l2 in a metric d   That chain on d*u tells which groups vanish. On the others x = u d / (d + c_r) with
-//       c_r - c_(r+1) = t_r / ||x(G_r)|| and c = 0 beyond the last ring. The c of the first ring alive is found by
-//       shooting: c beyond the last ring rises with it as long as no c on the way is negative, and a negative c shows
-//       that it is too small.
+// l2 in a metric d   That chain on d*u tells which groups vanish; metric.h solves for the others.
 // linf  Groups are clipped one after the other, smallest first, at the level where sum d max(|x| - level, 0) = t_n, but
 //       not below the largest weight with an infinite metric.
 //
@@ -43,13 +40,6 @@ constexpr T kLargest = sizeof(T) == 8 ? static_cast<T>(__DBL_MAX__) : static_cas
 template <typename T>
 LOCO_HD T finite_metric(T d) {
   return d > kLargest<T> ? kLargest<T> : d;
-}
-
-// Return u d / (d + c).
-template <typename T>
-LOCO_HD double damped(T u, T d, double c) {
-  const double weight = d;
-  return static_cast<double>(u) * (weight / (weight + c));
 }
 
 // Powers of two that a filter's weights and metric are multiplied by so that sums of their products neither vanish nor
@@ -154,102 +144,6 @@ class RootSearch {
  private:
   double x1_, f1_, x2_, f2_, part_;
 };
-
-// Sums over a ring for x = u d / (d + c): of x^2 (`squares`) and of x^2 / (d + c) (`slope`). The derivative of squares
-// by c is -2 slope.
-struct Damped {
-  double squares, slope;
-};
-
-// How far c beyond the last ring misses 0, and the derivative of that by c of ring `first`.
-struct Shot {
-  double miss, derivative;
-};
-
-// Return a lower bound of c of ring `first`, which holds because no ||x(G_r)|| exceeds that of u. norms[r] is the norm
-// of u on rings 0..r.
-LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
-  double least = 0;
-  for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
-  return least;
-}
-
-// Follow c from ring `first` to beyond the last ring and return how far it misses 0. sums(r, c) returns Damped of ring
-// r. Where c of a ring is below its lower bound, the difference is added to the miss, and the recursion continues from
-// the bound. Writes c of each ring and its derivative by c of ring `first`.
-template <class Sums, class Array>
-LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c, Array coefficients,
-                   Array derivatives) {
-  double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
-  Shot lacking{0, 0};
-  for (int r = first; r < rings; ++r) {
-    if (c < least) {
-      lacking = {lacking.miss + (c - least), lacking.derivative + derivative};
-      c = least;
-      derivative = 0;
-    }
-    coefficients[r] = c;
-    derivatives[r] = derivative;
-    const Damped ring = sums(r, c);
-    squares += ring.squares;
-    slope += ring.slope * derivative;
-    if (t[r] == 0) continue;
-    const double pull = t[r] / std::sqrt(squares);
-    c -= pull;
-    derivative -= pull * slope / squares;
-    least -= t[r] / norms[r];
-  }
-  return {c + lacking.miss, derivative + lacking.derivative};
-}
-
-// Write c of every ring from `first` on, by Newton's method inside a bracket: if all d of a filter are equal, c beyond
-// the last ring is linear in that of the first. sums.tolerance() is the relative size of a step at which to stop; the
-// error is about its square. derivatives is scratch, [rings]. start is 0 or a guess of c of the first ring, less than
-// twice the solution. uneven: metrics of very different magnitudes may occur in the filter, for which Newton's steps
-// alone may stay short for ever. Return the derivative of c beyond the last ring by that of the first, or 0 if there
-// was nothing to solve.
-template <bool uneven = false, class Sums, class Array>
-LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
-                            Array derivatives, double start = 0) {
-  double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
-  if (start > c) c = start;
-  if (start / 2 > lower) lower = start / 2;
-  if (!(c > 0 && c < kInfinity)) {
-    for (int r = first; r < rings; ++r) coefficients[r] = c;
-    return 0;
-  }
-  double step = kInfinity, derivative = 1;
-  for (int i = 0; i < kMostTrials && std::fabs(step) > sums.tolerance() * c; ++i) {
-    const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
-    (shot.miss < 0 ? lower : upper) = c;
-    double next = c - shot.miss / shot.derivative;
-    const bool slow = uneven && i >= kMostNewton && i % 2 == 0;
-    if (slow || !(shot.derivative > 0 && next >= lower && next <= upper && next < kInfinity)) {
-      next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
-      if (slow && upper == kInfinity) next = 0x1p64 * c;
-      if (slow && upper < kInfinity && upper > 4 * lower) next = std::sqrt(lower) * std::sqrt(upper);
-    }
-    derivative = shot.derivative;
-    step = next - c;
-    c = next;
-  }
-  for (int r = first; r < rings; ++r) {
-    const double found = coefficients[r] + derivatives[r] * step;
-    coefficients[r] = found < 0 ? 0 : found;
-  }
-  return derivative;
-}
-
-// Return sum_n q_n ||x(G_n)|| of the x that solve_metric has found.
-template <class Sums>
-LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const double* q, int first, int rings) {
-  double sum = 0, penalty = 0;
-  for (int r = first; r < rings; ++r) {
-    sum += sums(r, coefficients[r]).squares;
-    if (q[r] != 0) penalty += q[r] * std::sqrt(sum);
-  }
-  return penalty;
-}
 
 // Sums over the weights that exceed a level: of d |x| (`mass`) and of d (`weight`). `floor` is the largest magnitude of
 // a weight whose d is infinite, 0 if there is none; such weights are in neither sum.

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ring_prox/math.h"
+#include "ring_prox/metric.h"
 
 namespace loco::ring_prox {
 
@@ -26,16 +26,6 @@ struct Run {
   // The distance from one sum's lanes to those of the next.
   int64_t stride() const { return (period + kLanes - 1) / kLanes * kLanes; }
   bool uniform() const { return period == 0; }
-};
-
-// Sums over each ring for x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
-struct Moments {
-  static constexpr int kPowers = 4;
-  double power[kPowers][kMaxRings];
-
-  void clear(int rings) {
-    for (auto& sums : power) std::fill(sums, sums + rings, 0.0);
-  }
 };
 
 // All sums are accumulated into the output, by ring. Unless `wide` is set, terms are computed in the type of the

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from loco_ext.errors import first_line
+
 
 class UntraceableError(ValueError):
     """No graph equivalent to the model could be made; the message says why."""
@@ -45,8 +47,3 @@ def trace(
         raise UntraceableError(
             f"model: expected one that torch.fx can trace, got {kind} in {type(model).__name__}: {first_line(error)}"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, or its class if it has none."""
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

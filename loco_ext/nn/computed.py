@@ -22,13 +22,13 @@ class Computed:
 
     Attributes:
         by: name of what computes it, for messages.
-        kernels: the parameter whose kernels are those of the weight, tap by tap, up to one factor for each kernel or
+        filters: the parameter whose filters are those of the weight, tap by tap, up to one factor for each filter or
             for all of them, or up to masked taps; None if no such parameter is known.
-        masked: whether the weight is ``kernels`` with some elements set to zero.
+        masked: whether the weight is ``filters`` with some elements set to zero.
     """
 
     by: str
-    kernels: nn.Parameter | None
+    filters: nn.Parameter | None
     masked: bool = False
 
 
@@ -138,12 +138,12 @@ def _parametrized(parts: parametrize.ParametrizationList) -> Computed:
     by = ", ".join(type(part).__name__.removeprefix("_") for part in parts)
     first, *others = parts
     known = isinstance(first, _SpectralNorm) or (isinstance(first, _WeightNorm) and _keeps_taps(first))
-    kernels = None
+    filters = None
     if known and all(isinstance(part, _SpectralNorm) for part in others):
-        kernels = parts._parameters.get("original1" if isinstance(first, _WeightNorm) else "original")
-    return Computed(by, kernels)
+        filters = parts._parameters.get("original1" if isinstance(first, _WeightNorm) else "original")
+    return Computed(by, filters)
 
 
 def _keeps_taps(norm: Any) -> bool:
-    """Return whether a weight norm has one factor for all taps of a kernel: its dim is one of channels, or -1, all."""
+    """Return whether a weight norm has one factor for all taps of a filter: its dim is one of channels, or -1, all."""
     return norm.dim < 2

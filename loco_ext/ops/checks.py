@@ -10,70 +10,63 @@ from torch import Tensor
 
 from loco_ext.ops.overlap import check_overlap
 from loco_ext.ops.penalties import StepPenalty
-from loco_ext.reference.optim_step import ADAM_COLUMNS, SGD_COLUMNS
+from loco_ext.ops.step_args import StepArgs
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# The arguments of each operator, in order.
-ARGUMENTS = {
-    "optim_step_sgd": (
-        *("params", "grads", "momentum_buffers", "first", "group_index", "hyper"),
-        *("lrs", "lr_index", "maps", "map_index", "penalties", "nesterov", "maximize", "l1"),
-        *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
-    ),
-    "optim_step_adam": (
-        *("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps", "group_index", "hyper"),
-        *("lrs", "lr_index", "maps", "map_index", "penalties", "amsgrad", "maximize", "decoupled", "l1"),
-        *("grad_scale", "found_inf", "ordinals", "seed", "rounding_step"),
-    ),
-}
-_COLUMNS = {"optim_step_sgd": SGD_COLUMNS, "optim_step_adam": ADAM_COLUMNS}
-_STATES = ("momentum_buffers", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
-def check_step(name: str, arguments: tuple[Any, ...], by_kernels: bool = True) -> None:
-    """Raise TypeError or ValueError if the operator ``name`` cannot take ``arguments``.
+def check_step(args: StepArgs, by_kernels: bool = True) -> None:
+    """Raise TypeError or ValueError if the step cannot be made.
 
     Kernels read scalars on the parameters' device; the reference, ``by_kernels=False``, reads them from any device.
     """
-    named = dict(zip(ARGUMENTS[name], arguments, strict=True))
-    params = named["params"]
-    _check_lengths(named)
-    for key in ("params", "grads", *_STATES):
-        for i, tensor in enumerate(named.get(key, ())):
-            _check_tensor(f"{key}[{i}]", tensor, params[i], params[0].device)
-    _check_hyper(named["hyper"], _COLUMNS[name], named["group_index"])
-    _check_index("lr_index", named["lr_index"], len(named["lrs"]))
-    if named["lr_index"]:
-        _check_length("lr_index", named["lr_index"], named["hyper"].shape[0])
-    _check_maps(named["maps"], named["map_index"], params)
-    _check_penalties(named["penalties"], params)
+    params, operands = args.params, args.operands()
+    check_lengths(args)
+    for name, tensors in operands.items():
+        for i, tensor in enumerate(tensors):
+            _check_tensor(f"{name}[{i}]", tensor, params[i], params[0].device)
+    _check_hyper(args.hyper, args.rule.columns, args.group_index)
+    _check_index("lr_index", args.lr_index, len(args.lrs))
+    if args.lr_index:
+        _check_length("lr_index", args.lr_index, args.hyper.shape[0])
+    _check_index("map_index", args.map_index, len(args.maps))
+    for i, param in enumerate(params):
+        if (decay_map := args.map_of(i)) is not None:
+            _check_map(f"maps[{args.map_index[i]}]", decay_map, i, tuple(param.shape))
+    _check_penalties(args.penalties, params)
     device = params[0].device if by_kernels else None
-    for key in ("steps", "lrs"):
-        for i, scalar in enumerate(named.get(key, ())):
-            _check_scalar(f"{key}[{i}]", scalar, device)
-    for key in ("grad_scale", "found_inf"):
-        if named[key] is not None:
-            _check_scalar(key, named[key], device)
-    scale = named["grad_scale"]
+    for name, scalars in (("steps", args.steps), ("lrs", args.lrs)):
+        for i, scalar in enumerate(scalars):
+            _check_scalar(f"{name}[{i}]", scalar, device)
+    for name, value in (("grad_scale", args.grad_scale), ("found_inf", args.found_inf)):
+        if value is not None:
+            _check_scalar(name, value, device)
+    scale = args.grad_scale
     if scale is not None and scale.is_cpu and scale.item() == 0:
         raise ValueError("grad_scale: expected a number other than 0, got 0")
-    writes = {"params": True, "grads": named["grad_scale"] is not None, **dict.fromkeys((*_STATES, "steps"), True)}
-    check_overlap((f"{key}[{i}]", t, write) for key, write in writes.items() for i, t in enumerate(named.get(key, ())))
+    check_overlap(
+        (f"{name}[{i}]", tensor, name != "grads" or scale is not None)
+        for name, tensors in (*operands.items(), ("steps", args.steps))
+        for i, tensor in enumerate(tensors)
+    )
 
 
-def _check_lengths(named: dict[str, Any]) -> None:
-    count = len(named["params"])
-    for key in ("grads", "exp_avgs", "exp_avg_sqs", "steps", "group_index", "map_index"):
-        if key in named:
-            _check_length(key, named[key], count)
-    if named.get("momentum_buffers"):
-        _check_length("momentum_buffers", named["momentum_buffers"], count)
-    if named.get("amsgrad") or named.get("max_exp_avg_sqs"):
-        _check_length("max_exp_avg_sqs", named["max_exp_avg_sqs"], count)
-    if named.get("first"):
-        _check_length("first", named["first"], len(named["momentum_buffers"]))
-    if named["seed"] is not None:
-        _check_length("ordinals", named["ordinals"], count)
+def check_lengths(args: StepArgs) -> None:
+    """Raise ValueError if a list has not as many entries as it needs."""
+    count = len(args.params)
+    for name, tensors in args.operands().items():
+        _check_length(name, tensors, count)
+    if args.rule.counts_steps:
+        _check_length("steps", args.steps, count)
+    for name, index in (("group_index", args.group_index), ("map_index", args.map_index)):
+        if index:
+            _check_length(name, index, count)
+    if args.first:
+        _check_length("first", args.first, count if args.states else 0)
+    if args.penalties:
+        _check_length("penalties", args.penalties, count)
+    if args.seed is not None:
+        _check_length("ordinals", args.ordinals, count)
 
 
 def _check_length(name: str, values: Sequence[object], expected: int) -> None:
@@ -107,25 +100,17 @@ def _check_hyper(hyper: Tensor, columns: Sequence[str], group_index: Sequence[in
             raise ValueError(f"group_index[{i}]: expected 0 to {hyper.shape[0] - 1}, got {group}")
 
 
-def _check_maps(maps: Sequence[Tensor], map_index: Sequence[int], params: Sequence[Tensor]) -> None:
-    _check_index("map_index", map_index, len(maps))
-    for i, which in enumerate(map_index):
-        if which < 0:
-            continue
-        decay_map, shape = maps[which], params[i].shape
-        if decay_map.dtype != torch.float64:
-            raise TypeError(f"maps[{which}]: expected float64, got {decay_map.dtype}")
-        trailing = zip(reversed(decay_map.shape), reversed(shape), strict=False)
-        if decay_map.dim() > len(shape) or any(m not in (1, s) for m, s in trailing):
-            raise ValueError(
-                f"maps[{which}]: expected a shape that broadcasts to params[{i}], {tuple(shape)}, "
-                f"got {tuple(decay_map.shape)}"
-            )
+def _check_map(name: str, decay_map: Tensor, index: int, shape: tuple[int, ...]) -> None:
+    if decay_map.dtype != torch.float64:
+        raise TypeError(f"{name}: expected float64, got {decay_map.dtype}")
+    trailing = zip(reversed(decay_map.shape), reversed(shape), strict=False)
+    if decay_map.dim() > len(shape) or any(m not in (1, s) for m, s in trailing):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to params[{index}], {shape}, got {tuple(decay_map.shape)}"
+        )
 
 
 def _check_penalties(penalties: Sequence[Any], params: Sequence[Tensor]) -> None:
-    if penalties:
-        _check_length("penalties", penalties, len(params))
     for i, penalty in enumerate(penalties):
         if not isinstance(penalty, StepPenalty):
             continue

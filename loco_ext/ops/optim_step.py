@@ -30,16 +30,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.checks import ARGUMENTS, check_step
+from loco_ext.ops.checks import check_lengths, check_step
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
+from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from loco_ext.reference import optim_step as _reference
 
 _FAMILY = "optim_step"
@@ -87,31 +88,28 @@ def optim_step_sgd(
         >>> round(w.mean().item(), 4)
         0.9
     """
-    count = len(params)
-    _run(
-        "optim_step_sgd",
-        (params, grads if grad_scale is not None else (), momentum_buffers),
-        (
+    run_step(
+        StepArgs(
+            SGD,
+            Flags(maximize, l1, nesterov=nesterov),
             params,
             grads,
-            momentum_buffers,
-            first or [],
-            [0] * count if group_index is None else group_index,
+            [momentum_buffers] if momentum_buffers else [],
+            (),
             hyper.contiguous(),
+            first or (),
+            () if group_index is None else group_index,
             lrs,
             lr_index,
             maps,
-            [-1] * count if map_index is None else map_index,
+            () if map_index is None else map_index,
             penalties,
-            nesterov,
-            maximize,
-            l1,
             grad_scale,
             found_inf,
-            list(range(count)) if ordinals is None and seed is not None else ordinals or [],
+            list(range(len(params))) if ordinals is None and seed is not None else ordinals or (),
             seed,
             rounding_step,
-        ),
+        )
     )
 
 
@@ -159,98 +157,79 @@ def optim_step_adam(
         >>> round(w[0].item(), 4), t.item()
         (0.9, 1.0)
     """
-    count = len(params)
-    _run(
-        "optim_step_adam",
-        (params, grads if grad_scale is not None else (), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps),
-        (
+    run_step(
+        StepArgs(
+            ADAM,
+            Flags(maximize, l1, amsgrad=amsgrad, decoupled=decoupled),
             params,
             grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
+            [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if amsgrad or max_exp_avg_sqs else [])],
             steps,
-            [0] * count if group_index is None else group_index,
             hyper.contiguous(),
+            (),
+            () if group_index is None else group_index,
             lrs,
             lr_index,
             maps,
-            [-1] * count if map_index is None else map_index,
+            () if map_index is None else map_index,
             penalties,
-            amsgrad,
-            maximize,
-            decoupled,
-            l1,
             grad_scale,
             found_inf,
-            list(range(count)) if ordinals is None and seed is not None else ordinals or [],
+            list(range(len(params))) if ordinals is None and seed is not None else ordinals or (),
             seed,
             rounding_step,
-        ),
+        )
     )
 
 
-def _run(name: str, written: tuple[Sequence[Tensor], ...], arguments: tuple[Any, ...]) -> None:
-    params = written[0]
-    if not params:
+def run_step(args: StepArgs) -> None:
+    """Make the step in the backend that serves the parameters' device."""
+    if not args.params:
         return
-    chosen = backends.choose(_FAMILY, params[0].device)
+    chosen = backends.choose(_FAMILY, args.params[0].device)
     if chosen == "reference":
-        check_step(name, arguments, by_kernels=False)
-        getattr(_reference, name)(*arguments)
+        check_step(args, by_kernels=False)
+        _reference.optim_step(args)
         return
-    if _named(name, arguments)["penalties"]:
-        _run_with_penalties(chosen, name, arguments)
+    if args.penalties:
+        _run_with_penalties(chosen, args)
     else:
-        _run_kernels(chosen, name, arguments)
+        _run_kernels(chosen, args, args)
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(chain.from_iterable(written))
+        torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
 
 
-def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(ARGUMENTS[name], arguments, strict=True))
-
-
-def _run_with_penalties(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
+def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     """Run a step with penalties: compiled kernels end it with the prox of some; that of all others follows it."""
-    named = _named(name, arguments)
-    native, penalties = chosen == "native", named["penalties"]
-    within = [native and applied_by_kernels(*pair) for pair in zip(named["params"], penalties, strict=False)]
-    numbers = _numbers(named["params"], [p if inside else None for p, inside in zip(penalties, within, strict=False)])
-    if native and all(within):
-        _run_native(name, tuple({**named, "penalties": numbers}.values()), arguments)
+    native = chosen == "native"
+    within = [
+        p if native and applied_by_kernels(w, p) else None for w, p in zip(args.params, args.penalties, strict=False)
+    ]
+    after = [None if inside is not None else p for p, inside in zip(args.penalties, within, strict=False)]
+    if not any(penalty is not None for penalty in after) and len(args.penalties) == len(args.params):
+        _run_kernels(chosen, args, args)
         return
-    check_step(name, arguments)
-
-    def step(changed: dict[str, list[Tensor]]) -> None:
-        _run_kernels(chosen, name, tuple({**named, **changed, "penalties": numbers if native else []}.values()))
-
-    found_inf = named["found_inf"]
+    check_step(args)
+    found_inf = args.found_inf
     if native and found_inf is not None and found_inf.is_cpu and found_inf.item() != 0:
-        step({})
+        _run_kernels(chosen, replace(args, penalties=within), args)
         return
-    after = [None if inside else p for p, inside in zip(penalties, within, strict=True)]
-    step_then_shrink(name, {**named, "penalties": after}, step)
+    step_then_shrink(
+        replace(args, penalties=after), lambda wide: _run_kernels(chosen, replace(wide, penalties=within), args)
+    )
 
 
-def _numbers(params: Sequence[Tensor], penalties: Sequence[StepPenalty | None]) -> list[int]:
-    """Return the handles that the compiled operators take in place of penalties; 0 for None."""
-    return [0 if penalty is None else penalty.number_for(params[0]) for penalty in penalties]
-
-
-def _run_kernels(chosen: str, name: str, arguments: tuple[Any, ...]) -> None:
-    if chosen == "triton":
-        check_step(name, arguments)
-        getattr(importlib.import_module("loco_ext.triton_kernels.optim_step"), name)(*arguments)
-    else:
-        _run_native(name, arguments)
-
-
-def _run_native(name: str, arguments: tuple[Any, ...], given: tuple[Any, ...] | None = None) -> None:
-    """Call the compiled operator; ``given``: the arguments as the user gave them, if they differ."""
+def _run_kernels(chosen: str, args: StepArgs, given: StepArgs) -> None:
+    """Run the kernels; ``given``: the arguments as the user gave them, which errors are about."""
+    check_lengths(args)
     try:
-        getattr(backends.operators(), name)(*arguments)
+        if chosen == "triton":
+            importlib.import_module("loco_ext.triton_kernels.optim_step").optim_step(args)
+        else:
+            pairs = zip(args.params, args.penalties, strict=False)
+            handles = [p.number_for(w) if isinstance(p, StepPenalty) else 0 for w, p in pairs]
+            backends.operators().optim_step(*args.for_operator(handles))
     except RuntimeError:
         # The compiled checks refused before anything was written; raise a typed error instead if there is one.
-        check_step(name, given or arguments)
+        check_step(given)
         raise

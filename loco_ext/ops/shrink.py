@@ -7,19 +7,17 @@ function, so that a CUDA graph can capture the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from loco_ext.ops.penalties import LayerPenalty, StepPenalty
+from loco_ext.ops.penalties import LayerPenalty, OfStep, StepPenalty
 from loco_ext.ops.ring_prox import run_joint_prox, run_prox
+from loco_ext.ops.step_args import SGD, StepArgs
 from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
 from loco_ext.reference.rounding import RoundedResults
-
-_STATES = ("momentum_buffers", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
-_WORDS = {"params": 0, "momentum_buffers": 1, "exp_avgs": 1, "exp_avg_sqs": 2, "max_exp_avg_sqs": 3}
 
 
 def applied_by_kernels(param: Tensor, penalty: StepPenalty | LayerPenalty | None) -> bool:
@@ -38,13 +36,14 @@ def _lies_by_filters(param: Tensor) -> bool:
     return whole and (len(param) == 1 or param.stride(0) >= kernel.numel())
 
 
-def shrink(name: str, named: Mapping[str, Any], index: int, w: Tensor) -> Tensor:
-    """Return the prox of ``w``, a penalised parameter after its step; ``named``: the step's arguments by name."""
-    size, divisor = _size_and_divisor(name, named, index, w.dtype)
-    return prox_of(named["penalties"][index], w, size, divisor)
+def shrink(args: StepArgs, index: int, w: Tensor) -> Tensor:
+    """Return the prox of ``w``, a penalised parameter after its step."""
+    penalty = args.penalties[index]
+    assert penalty is not None
+    return prox_of(penalty, w, *_size_and_divisor(args, index, w.dtype))
 
 
-def prox_of(penalty: StepPenalty | LayerPenalty, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
+def prox_of(penalty: OfStep, w: Tensor, size: Tensor | float, divisor: Tensor | None) -> Tensor:
     """Return the prox of ``w`` for a step of this size; ``divisor``: the metric times the size (None: ones)."""
     if not isinstance(size, Tensor) and size == 0:
         return w
@@ -63,23 +62,21 @@ def prox_of(penalty: StepPenalty | LayerPenalty, w: Tensor, size: Tensor | float
     return run_joint_prox(w, penalty.rings, t, q, divisor, penalty.linf, plain)
 
 
-def _size_and_divisor(
-    name: str, named: Mapping[str, Any], index: int, dtype: torch.dtype
-) -> tuple[Tensor | float, Tensor | None]:
+def _size_and_divisor(args: StepArgs, index: int, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | None]:
     """Return the step size of the prox that ends a parameter's step, and the metric times that size (None: ones).
 
-    ``named``: the operator's arguments by name, after the step. ``dtype``: the compute dtype.
+    ``args``: the arguments, after the step. ``dtype``: the compute dtype.
     """
-    group = named["group_index"][index]
-    row = named["hyper"][group].tolist()
-    which = named["lr_index"][group] if named["lr_index"] else -1
-    lr = row[0] if which < 0 else named["lrs"][which].double().reshape(())
-    if name == "optim_step_sgd":
+    group = args.group_of(index)
+    row = args.hyper[group].tolist()
+    tensor = args.lr_of(group)
+    lr = row[0] if tensor is None else tensor.double().reshape(())
+    if args.rule is SGD:
         _, _, momentum, dampening = row
-        return lr * ((1 - dampening) / (1 - momentum)) if named["momentum_buffers"] else lr, None
+        return lr * ((1 - dampening) / (1 - momentum)) if args.states else lr, None
     *_, beta2, eps = row
-    second = named["max_exp_avg_sqs" if named["amsgrad"] else "exp_avg_sqs"][index].to(dtype)
-    correction = (1 - beta2 ** named["steps"][index].double()).sqrt().to(second)
+    second = args.states[2 if args.flags.amsgrad else 1][index].to(dtype)
+    correction = (1 - beta2 ** args.steps[index].double()).sqrt().to(second)
     return lr, correctly_rounded_sqrt(second) / correction + eps
 
 
@@ -90,29 +87,28 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
     return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.tolist()])
 
 
-def step_then_shrink(name: str, named: dict[str, Any], step: Callable[[dict[str, list[Tensor]]], None]) -> None:
+def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     """Step by kernels that do not apply these penalties, then apply the prox to each penalised parameter.
 
     Args:
-        name: the operator's name.
-        named: its arguments by name.
-        step: makes the step without these penalties; its dict replaces the lists of the same names.
+        args: the arguments of the step.
+        step: makes the step without these penalties.
     """
-    chosen = [i for i, penalty in enumerate(named["penalties"]) if penalty is not None]
+    chosen = [i for i, penalty in enumerate(args.penalties) if penalty is not None]
     # Kernels round nothing here: what they write is kept in the compute dtype, and rounded once, after the prox.
-    wide = {key: list(named[key]) for key in ("params", *_STATES) if named.get(key)}
-    for tensors in wide.values():
+    wide = replace(args, params=list(args.params), states=[list(tensors) for tensors in args.states])
+    written = list(zip((wide.params, *wide.states), (args.params, *args.states), strict=True))
+    for tensors, own in written:
         for i in chosen:
-            tensors[i] = tensors[i].to(arithmetic_dtype(named["params"][i]))
+            tensors[i] = own[i].to(arithmetic_dtype(args.params[i]))  # type: ignore[index]
     step(wide)
-    found_inf = named["found_inf"]
     for i in chosen:
-        param = named["params"][i]
-        w = shrink(name, {**named, **wide}, i, wide["params"][i])
-        if found_inf is not None:
-            w = torch.where(found_inf.to(w.device) == 0, w, param.to(w.dtype))
-        results = RoundedResults(param, named["ordinals"], i, named["seed"], named["rounding_step"])
-        results.store(param, w, _WORDS["params"])
-        for key in wide.keys() - {"params"}:
-            if wide[key][i] is not named[key][i]:
-                results.store(named[key][i], wide[key][i], _WORDS[key])
+        param = args.params[i]
+        w = shrink(wide, i, wide.params[i])
+        if args.found_inf is not None:
+            w = torch.where(args.found_inf.to(w.device) == 0, w, param.to(w.dtype))
+        results = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
+        results.store(param, w, 0)
+        for word, (tensors, own) in enumerate(written[1:], start=1):
+            if tensors[i] is not own[i]:
+                results.store(own[i], tensors[i], word)

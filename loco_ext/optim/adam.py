@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer, as_hyper
+from loco_ext.ops.step_args import ADAM, Flags
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, uses_kernels, with_options
-from loco_ext.optim.plan import Batch, Rule, check_not_captured
+from loco_ext.optim.plan import Batch, check_not_captured
 from loco_ext.optim.states import new_state
 from loco_ext.penalties import Penalty
 from loco_ext.reference.optim_step import arithmetic_dtype, correctly_rounded_sqrt
@@ -24,14 +24,20 @@ def _moments(amsgrad: bool) -> tuple[str, ...]:
 class _FusedAdam(LocalityOptimizer):
     """The fused step shared by Adam and AdamW."""
 
+    _rule = ADAM
+
     def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor]:
         state, (_, beta2) = self.state[param], group["betas"]
         second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].to(arithmetic_dtype(param))
         correction = (1 - beta2 ** state["step"].double()).sqrt().to(second)
         return lr_for(param, group), correctly_rounded_sqrt(second) / correction + group["eps"]
 
-    def _kind(self, group: Group) -> tuple[bool, bool]:
-        return bool(group["amsgrad"]), bool(group["decoupled_weight_decay"])
+    def _flags(self, group: Group) -> Flags:
+        maximize, l1, amsgrad = bool(group["maximize"]), group["norm"] == "l1", bool(group["amsgrad"])
+        return Flags(maximize, l1, amsgrad=amsgrad, decoupled=bool(group["decoupled_weight_decay"]))
+
+    def _state_count(self, group: Group) -> int:
+        return len(_moments(group["amsgrad"]))
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         beta1, beta2 = group["betas"]
@@ -74,23 +80,6 @@ class _FusedAdam(LocalityOptimizer):
             made["step"] = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
         batch.created.extend((param, key, value) for key, value in made.items())
         return {**state, **made}
-
-    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        amsgrad, decoupled = rule.kind
-        exp_avgs, exp_avg_sqs, max_exp_avg_sqs = batch.states
-        ops.optim_step_adam(
-            batch.params,
-            batch.grads,
-            exp_avgs,
-            exp_avg_sqs,
-            max_exp_avg_sqs,
-            batch.steps,
-            as_hyper(batch.rows),
-            amsgrad=amsgrad,
-            decoupled=decoupled,
-            found_inf=self._found_inf(batch, found_inf),
-            **self._shared_arguments(rule, batch),
-        )
 
 
 class Adam(_FusedAdam, torch.optim.Adam):

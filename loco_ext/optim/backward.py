@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.options import Group, device_lr, uses_torch
-from loco_ext.optim.plan import Batch, Plan, Rule
+from loco_ext.optim.plan import Batch, BatchKey, Plan
 
 
 class StepsInBackward:
@@ -126,21 +126,21 @@ class _BackwardStep:
         _check_group(group)
         whole = _whole(optimizer, group, plan, index)
         self._last_pass = number
-        _step(optimizer, optimizer._rule(group, str(weight.device)), whole, parts)
+        _step(optimizer, optimizer._key(group, str(weight.device)), whole, parts)
 
 
-def _step(optimizer: LocalityOptimizer, rule: Rule, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
-    whole.check_capture(rule)
+def _step(optimizer: LocalityOptimizer, key: BatchKey, whole: Batch, parts: Iterator[tuple[slice, Tensor]]) -> None:
+    whole.check_capture(key)
     counted = whole.steps
     for blocks, gradient in parts:
         part = _part(whole, blocks, gradient)
-        optimizer._launch_in_backend(rule, part)
+        optimizer._launch_in_backend(key, part)
         counted = part.steps
         del part, gradient  # frees them before the next part's are computed
     for count, new in zip(whole.steps, counted, strict=True):
         count.copy_(new)
-    for param, key, tensor in whole.created:
-        optimizer.state[param][key] = tensor
+    for param, name, tensor in whole.created:
+        optimizer.state[param][name] = tensor
     torch.autograd.graph.increment_version(whole.params)
 
 

@@ -1,6 +1,6 @@
 """The code shared by SGD, Adam and AdamW: group options, checkpoints, and gathering parameters for the fused step.
 
-A step collects the parameters of all groups into batches of one rule each (usually one batch) and makes one operator
+A step collects the parameters of all groups into batches (usually one batch) and makes one operator
 call per batch. Groups with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the
 decay map has been applied.
 """
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.shrink import prox_of
+from loco_ext.ops.step_args import Flags, Rule, StepArgs
 from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, uses_torch
 from loco_ext.optim.penalty import from_plain, to_plain
-from loco_ext.optim.plan import Batch, Plan, Rule, make_plan, resolve_negated_grads, rule_of, select
+from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, select
 from loco_ext.optim.states import check_states, restore_states
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
@@ -163,50 +165,47 @@ class LocalityOptimizer(Optimizer):
     def _step_plans(self, plans: list[Plan]) -> None:
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
-        for rule, batch in batches.items():
+        for key, batch in batches.items():
             batch.localize()
-            batch.check_capture(rule)
+            batch.check_capture(key)
         if self._nothing_may_change(batches):
             return
         if len(batches) + len(by_torch) > 1:
             # All batches are checked before the first is stepped; with found_inf set, a step only makes its checks.
-            for rule, batch in batches.items():
-                self._launch_in_backend(rule, batch, torch.ones((), device=batch.params[0].device))
+            for key, batch in batches.items():
+                self._launch_in_backend(key, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
             step_with_torch(self, group, plan, partial(inspect.unwrap(super().step), self))
             self._shrink(group, plan)
-        for rule, batch in batches.items():
-            self._launch_in_backend(rule, batch)
-            for param, key, tensor in batch.created:
-                self.state[param][key] = tensor
+        for key, batch in batches.items():
+            self._launch_in_backend(key, batch)
+            for param, name, tensor in batch.created:
+                self.state[param][name] = tensor
 
-    def _collect(self, plans: list[Plan]) -> dict[Rule, Batch]:
-        """Return the parameters of all groups that the fused step serves, batched by rule."""
-        batches: dict[Rule, Batch] = {}
+    def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
+        """Return the parameters of all groups that the fused step serves, batched by key."""
+        batches: dict[BatchKey, Batch] = {}
         ordinal = 0
         for group, plan in zip(self.param_groups, plans, strict=True):
             for selection in [] if uses_torch(group) else select(plan):
-                rule = self._rule(group, selection.device)
-                batch = batches.setdefault(rule, Batch())
+                key = self._key(group, selection.device)
+                batch = batches.setdefault(key, Batch())
                 lr = device_lr(group, selection.params[0].device)
-                batch.add(selection, plan, self._row(group, lr), lr, None if rule.seed is None else ordinal)
+                batch.add(selection, plan, self._row(group, lr), lr, None if key.seed is None else ordinal)
                 self._add_states(group, selection.params, batch)
             ordinal += len(plan.params)
         return batches
 
-    def _nothing_may_change(self, batches: dict[Rule, Batch]) -> bool:
+    def _nothing_may_change(self, batches: dict[BatchKey, Batch]) -> bool:
         """Return whether found_inf is set; read it from a GPU only if uninitialised buffers would be written."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None or not any(any(batch.first) for batch in batches.values()):
             return False
         return found_inf.item() != 0
 
-    def _launch_in_backend(self, rule: Rule, batch: Batch, found_inf: Tensor | None = None) -> None:
-        if not rule.reference:
-            self._launch(rule, batch, found_inf)
-            return
-        with ops.backend("reference"):
-            self._launch(rule, batch, found_inf)
+    def _launch_in_backend(self, key: BatchKey, batch: Batch, found_inf: Tensor | None = None) -> None:
+        with ops.backend("reference") if key.reference else nullcontext():
+            self._launch(key, batch, found_inf)
 
     def _current_plans(self) -> list[Plan]:
         plans = self._plans
@@ -214,31 +213,53 @@ class LocalityOptimizer(Optimizer):
             self._plans = plans = [self._check_group(group) for group in self.param_groups]
         return plans
 
-    def _shared_arguments(self, rule: Rule, batch: Batch) -> dict[str, Any]:
-        """Return the keyword arguments that all operators of the family take."""
-        return {
-            "group_index": batch.group_index,
-            "maps": batch.maps,
-            "map_index": batch.map_index,
-            "penalties": batch.penalties,
-            "maximize": rule.maximize,
-            "l1": rule.l1,
-            "grad_scale": batch.on_device(getattr(self, "grad_scale", None)),
-            "ordinals": batch.ordinals,
-            "seed": rule.seed,
-            "rounding_step": rule.rounding_step,
-            **batch.lr_arguments(),
-        }
+    def _launch(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> None:
+        """Make the operator call; with ``found_inf``, which replaces GradScaler's, it checks and changes nothing."""
+        lrs = [lr for lr in batch.lrs if lr is not None]
+        places = iter(range(len(lrs)))
+        run_step(
+            StepArgs(
+                self._rule,
+                key.flags,
+                batch.params,
+                batch.grads,
+                batch.states[: key.states],
+                batch.steps,
+                as_hyper(batch.rows),
+                batch.first,
+                batch.group_index if len(batch.rows) > 1 else (),
+                lrs,
+                [-1 if lr is None else next(places) for lr in batch.lrs] if lrs else (),
+                batch.maps,
+                batch.map_index if batch.maps else (),
+                batch.penalties,
+                batch.on_device(getattr(self, "grad_scale", None)),
+                batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf,
+                batch.ordinals,
+                key.seed,
+                key.rounding_step,
+            )
+        )
 
-    def _found_inf(self, batch: Batch, found_inf: Tensor | None) -> Tensor | None:
-        """Return the operator's found_inf: the given tensor, or the one that GradScaler has set."""
-        return batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf
+    def _key(self, group: Group, device: str) -> BatchKey:
+        """Return the key of the batch that steps a group's parameters on one device."""
+        return BatchKey(
+            device,
+            group["fused"] is False,
+            self._state_count(group),
+            self._flags(group),
+            group["stochastic_rounding"],
+            group["rounding_step"],
+        )
 
-    def _rule(self, group: Group, device: str) -> Rule:
-        return rule_of(group, device, self._kind(group))
+    _rule: Rule
 
-    def _kind(self, group: Group) -> tuple[bool, bool]:
-        """Return the flags by which the class tells its rules apart."""
+    def _flags(self, group: Group) -> Flags:
+        """Return the operator's flags for a group."""
+        raise NotImplementedError
+
+    def _state_count(self, group: Group) -> int:
+        """Return how many states each parameter of the group has."""
         raise NotImplementedError
 
     def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
@@ -254,10 +275,6 @@ class LocalityOptimizer(Optimizer):
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         """Add the states of the group's parameters to the batch; missing ones are created for this step."""
-        raise NotImplementedError
-
-    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        """Make the operator call; with found_inf set it checks and changes nothing."""
         raise NotImplementedError
 
     def _shrink(self, group: Group, plan: Plan) -> None:

@@ -73,13 +73,13 @@ class _FoldedStep:
         if id(self.gamma) not in group_of:
             raise ValueError(
                 "penalty: expected the weight of the batch norm of a FoldedPenalty among the parameters of the same "
-                f"optimizer, as it shrinks with the kernels, got none of the {len(group_of)}; without it use "
+                f"optimizer, as it shrinks with the filters, got none of the {len(group_of)}; without it use "
                 f"{type(factors.inner).__name__} alone"
             )
         self.gamma_group = group_of[id(self.gamma)]
         if weight.grad is not None and not self.gamma.requires_grad:
             raise ValueError(
-                "penalty: expected a batch norm whose weight requires a gradient, as it shrinks with the kernels of a "
+                "penalty: expected a batch norm whose weight requires a gradient, as it shrinks with the filters of a "
                 f"FoldedPenalty, got a frozen one; without it use {type(factors.inner).__name__} alone"
             )
         for param, group in ((weight, self.group), (self.gamma, self.gamma_group)):

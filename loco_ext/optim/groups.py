@@ -103,12 +103,12 @@ class _Layer:
     """A convolution or a locally connected layer.
 
     Attributes:
-        kernels: the parameter that has its filters, tap by tap, or its blocks; None if no parameter has.
+        filters: the parameter that has its filters, tap by tap, or its blocks; None if no parameter has.
         how: how its weight is computed; None if the weight is a parameter.
         may_have_penalty: whether filters lie along the first axis of its weight, or it has blocks.
     """
 
-    kernels: nn.Parameter | None
+    filters: nn.Parameter | None
     how: Computed | None
     may_have_penalty: bool
 
@@ -119,14 +119,14 @@ def _layers(model: nn.Module) -> dict[str, _Layer]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LocallyConnectedNd):
             how = computed(module)
-            weight = module.weight if how is None else how.kernels if how.masked else None
+            weight = module.weight if how is None else how.filters if how.masked else None
             if weight is not None:
                 attach_pattern(weight, module.pattern)  # a replaced parameter, such as a sharded one, is not marked yet
             layers[name] = _Layer(weight, how, True)
         elif isinstance(module, _ConvNd):
             how = computed(module)
-            kernels: Any = module.weight if how is None else how.kernels
-            layers[name] = _Layer(kernels, how, is_convolution(module))
+            filters: Any = module.weight if how is None else how.filters
+            layers[name] = _Layer(filters, how, is_convolution(module))
     return layers
 
 
@@ -134,8 +134,8 @@ def _untouched(
     layers: dict[str, _Layer], factors_of: Mapping[int, Factors | None], penalty_of: Mapping[int, Any]
 ) -> set[int]:
     """Return the ids of parameters behind computed weights that nothing acts on; they are treated like any other."""
-    kernels = {id(layer.kernels) for layer in layers.values() if layer.how is not None}
-    return {key for key in kernels if factors_of.get(key) is None and penalty_of.get(key) is None}
+    computed_filters = {id(layer.filters) for layer in layers.values() if layer.how is not None}
+    return {key for key in computed_filters if factors_of.get(key) is None and penalty_of.get(key) is None}
 
 
 def _factors_of(
@@ -145,7 +145,7 @@ def _factors_of(
     if unknown := sorted(set(per_layer) - set(layers)):
         raise ValueError(f"per_layer: expected names of convolutions of the model, got {unknown}")
     for name, factors in per_layer.items():
-        if factors is not None and (layer := layers[name]).kernels is None:
+        if factors is not None and (layer := layers[name]).filters is None:
             raise ValueError(
                 "per_layer: expected convolutions whose weight is a parameter, or computed tap by tap from one, got "
                 f"{name!r}, whose weight {_by(layer)} computes; {HOW_TO_MAKE_PLAIN}, or leave the name out"
@@ -153,7 +153,7 @@ def _factors_of(
     if locality is not None:
         if not layers:
             warn_caller("locality: expected a model with convolutions, got one without, so that all decay is uniform")
-        computed_otherwise = [name for name, layer in layers.items() if layer.how and layer.kernels is None]
+        computed_otherwise = [name for name, layer in layers.items() if layer.how and layer.filters is None]
         if unreached := [name for name in computed_otherwise if name not in per_layer]:
             warn_caller(
                 f"locality: expected weights that are parameters, or computed tap by tap from one, got {unreached}, "
@@ -194,7 +194,7 @@ def _has_minimum(layer: _Layer, penalty: Penalty) -> bool:
     """
     if layer.how is None:
         return True
-    return layer.how.masked and layer.kernels is not None and isinstance(penalty, RingPenalty | KernelPenalty)
+    return layer.how.masked and layer.filters is not None and isinstance(penalty, RingPenalty | KernelPenalty)
 
 
 _Entry = TypeVar("_Entry")
@@ -204,9 +204,9 @@ def _by_parameter(
     layers: dict[str, _Layer], entries: Mapping[str, _Entry | None], default: _Entry | None
 ) -> dict[int, _Entry | None]:
     """Return each layer's entry, by the id of its parameter; of several layers that share one, the first named wins."""
-    named = {id(layer.kernels): entries[name] for name, layer in reversed(layers.items()) if name in entries}
-    kernels = [layer.kernels for layer in layers.values() if layer.kernels is not None]
-    return {id(parameter): named.get(id(parameter), default) for parameter in kernels}
+    named = {id(layer.filters): entries[name] for name, layer in reversed(layers.items()) if name in entries}
+    parameters = [layer.filters for layer in layers.values() if layer.filters is not None]
+    return {id(parameter): named.get(id(parameter), default) for parameter in parameters}
 
 
 def _by(layer: _Layer) -> str:

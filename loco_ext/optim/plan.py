@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops.penalties import LayerPenalty, OfStep
+from loco_ext.ops.step_args import Flags
 from loco_ext.optim.locality import check_locality, decay_maps
 from loco_ext.optim.options import Group
 from loco_ext.optim.penalty import step_penalties
@@ -193,23 +194,15 @@ class Batch:
         if ordinal is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
 
-    def lr_arguments(self) -> dict[str, Any]:
-        """Return the arguments for learning rates that are tensors on the device; empty if there are none."""
-        tensors = [lr for lr in self.lrs if lr is not None]
-        if not tensors:
-            return {}
-        places = iter(range(len(tensors)))
-        return {"lrs": tensors, "lr_index": [-1 if lr is None else next(places) for lr in self.lrs]}
-
     def on_device(self, scalar: Tensor | None) -> Tensor | None:
         """Return the scalar on the parameters' device."""
         return None if scalar is None else scalar.to(self.params[0].device)
 
-    def check_capture(self, rule: Rule) -> None:
+    def check_capture(self, key: BatchKey) -> None:
         """Raise RuntimeError if a CUDA graph is being captured that would not replay this step as intended."""
         if self.created:
             check_not_captured(self.params[0])
-        if rule.seed is not None and _is_captured(self.params[0]):
+        if key.seed is not None and _is_captured(self.params[0]):
             raise RuntimeError(
                 "stochastic_rounding: expected None while a CUDA graph is captured, as replays round alike"
             )
@@ -233,26 +226,12 @@ def _is_captured(param: Tensor) -> bool:
     return param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class Rule(NamedTuple):
-    """The properties that groups must share to be stepped by one operator call."""
+class BatchKey(NamedTuple):
+    """What groups must share to be stepped by one operator call."""
 
     device: str
     reference: bool
-    kind: tuple[bool, bool]  # the flags by which the optimizer class tells its rules apart
-    maximize: bool
-    l1: bool
+    states: int  # states of each parameter
+    flags: Flags
     seed: int | None
     rounding_step: int
-
-
-def rule_of(group: Group, device: str, kind: tuple[bool, bool]) -> Rule:
-    """Return the rule that steps a group's parameters on one device."""
-    return Rule(
-        device,
-        group["fused"] is False,
-        kind,
-        bool(group["maximize"]),
-        group["norm"] == "l1",
-        group["stochastic_rounding"],
-        group["rounding_step"],
-    )

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loco_ext import ops
-from loco_ext.optim.base import LocalityOptimizer, as_hyper
+from loco_ext.ops import step_args
+from loco_ext.ops.step_args import Flags
+from loco_ext.optim.base import LocalityOptimizer
 from loco_ext.optim.locality import Locality
 from loco_ext.optim.options import Group, check_hyper, lr_for, own_options, with_options
-from loco_ext.optim.plan import Batch, Rule
+from loco_ext.optim.plan import Batch
 from loco_ext.optim.states import new_state
 from loco_ext.penalties import Penalty
-from loco_ext.reference.optim_step import SGD_COLUMNS
 
 
 class SGD(LocalityOptimizer, torch.optim.SGD):
@@ -94,16 +94,21 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
         )
         self._finish_init(own)
 
+    _rule = step_args.SGD
+
     def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, None]:
         momentum = group["momentum"]
         undamped = (1 - group["dampening"]) / (1 - momentum) if momentum != 0 else 1.0
         return lr_for(param, group) * undamped, None
 
-    def _kind(self, group: Group) -> tuple[bool, bool]:
-        return group["momentum"] != 0, bool(group["nesterov"])
+    def _flags(self, group: Group) -> Flags:
+        return Flags(bool(group["maximize"]), group["norm"] == "l1", nesterov=bool(group["nesterov"]))
+
+    def _state_count(self, group: Group) -> int:
+        return int(group["momentum"] != 0)
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
-        return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in SGD_COLUMNS[1:])]
+        return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in self._rule.columns[1:])]
 
     def _add_states(self, group: Group, params: list[Tensor], batch: Batch) -> None:
         if group["momentum"] != 0:
@@ -120,16 +125,3 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
             buffers[i] = new_state(params[i], group)
             batch.created.append((params[i], "momentum_buffer", buffers[i]))
         batch.states[0] += buffers
-
-    def _launch(self, rule: Rule, batch: Batch, found_inf: Tensor | None) -> None:
-        _, nesterov = rule.kind
-        ops.optim_step_sgd(
-            batch.params,
-            batch.grads,
-            batch.states[0],
-            as_hyper(batch.rows),
-            first=batch.first,
-            nesterov=nesterov,
-            found_inf=self._found_inf(batch, found_inf),
-            **self._shared_arguments(rule, batch),
-        )

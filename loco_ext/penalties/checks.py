@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ NORMS = ("l2", "linf")
 
 
 def check_convolution(name: str, weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless ``weight`` can be a convolution's, with at least one weight per kernel."""
+    """Raise TypeError or ValueError unless ``weight`` can be a convolution's, with at least one weight per filter."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
     if weight.layout != torch.strided:
@@ -32,16 +30,7 @@ def check_convolution(name: str, weight: Tensor) -> None:
             f"got shape {tuple(weight.shape)}"
         )
     if weight.shape[1:].numel() == 0:
-        raise ValueError(f"{name}: expected at least one weight a kernel, got shape {tuple(weight.shape)}")
-
-
-def check_number(name: str, value: float) -> float:
-    """Return the value as a float; raise TypeError or ValueError unless it is finite and at least 0."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
-    return float(value)
+        raise ValueError(f"{name}: expected at least one weight a filter, got shape {tuple(weight.shape)}")
 
 
 def check_norm(norm: str) -> None:
@@ -59,15 +48,15 @@ def check_metric(metric: Tensor, weight: Tensor) -> None:
         raise ValueError(f"metric: expected positive numbers, got {metric.min().item()}")
 
 
-def thresholds_of(name: str, values: Sequence[float] | Tensor, count: int, kernels: int) -> Tensor:
-    """Return float64 on the CPU, ``(count,)`` or ``(kernels, count)``; raise TypeError or ValueError otherwise."""
+def thresholds_of(name: str, values: Sequence[float] | Tensor, count: int, filters: int) -> Tensor:
+    """Return float64 on the CPU, ``(count,)`` or ``(filters, count)``; raise TypeError or ValueError otherwise."""
     try:
         t = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a tensor or a sequence of numbers, got {values!r}") from error
-    if t.shape not in ((count,), (kernels, count)):
+    if t.shape not in ((count,), (filters, count)):
         raise ValueError(
-            f"{name}: expected {count} numbers, one for each group, or a row of them for each of {kernels} kernels, "
+            f"{name}: expected {count} numbers, one for each group, or a row of them for each of {filters} filters, "
             f"got shape {tuple(t.shape)}"
         )
     return t

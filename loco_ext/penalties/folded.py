@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_number
 from loco_ext.ops.joint import factor_of_norms
 from loco_ext.penalties.base import Penalty
-from loco_ext.penalties.checks import check_convolution, check_number
+from loco_ext.penalties.checks import check_convolution
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
 
 _LEAST_FACTOR = 1e-20  # keeps quotients finite in float32
@@ -97,7 +98,7 @@ class FoldedPenalty(Penalty):
             step: size of the corresponding gradient step, in either factor; finite and at least 0.
 
         Returns:
-            The convolution's weight, with the norm of each kernel unchanged, and the norm's weight.
+            The convolution's weight, with the norm of each filter unchanged, and the norm's weight.
 
         Raises:
             TypeError, ValueError: the message names the argument, what was expected and what it got.
@@ -130,7 +131,7 @@ class FoldedPenalty(Penalty):
         check_convolution("weight", weight)
         if len(weight) != self.batch_norm.num_features:
             raise ValueError(
-                f"weight: expected {self.batch_norm.num_features} kernels as batch_norm, got {len(weight)}"
+                f"weight: expected {self.batch_norm.num_features} filters as batch_norm, got {len(weight)}"
             )
         return FoldedFactors(self, weight)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_number
 from loco_ext.penalties.base import Penalty
-from loco_ext.penalties.checks import check_metric, check_norm, check_number
+from loco_ext.penalties.checks import check_metric, check_norm
 from loco_ext.penalties.filters import WEIGHTINGS, BlockFilters, Filters, filters_of
 
 
@@ -189,7 +190,7 @@ class RingPenalty(_GroupPenalty):
 
     Raises:
         TypeError, ValueError: the message names the argument; in use also for a tensor that is no convolution's weight,
-            for kernels without a weight, and for even sizes with ``kind="full"``.
+            for filters without a weight, and for even sizes with ``kind="full"``.
 
     Example:
         >>> import torch

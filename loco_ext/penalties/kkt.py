@@ -63,7 +63,7 @@ def kkt_residual(
     index = torch.tensor(rings, device=weight.device)
     u, x = (tensor.detach().double().flatten(2) for tensor in (weight, result))
     d = torch.ones_like(u) if metric is None else metric.detach().double().flatten(2)
-    # Scaling each kernel by powers of two keeps all squares within float64 and changes no quotient of forces.
+    # Scaling each filter by powers of two keeps all squares within float64 and changes no quotient of forces.
     of_weight, of_metric = power_of_two(u.abs().amax((1, 2))), power_of_two(d.amax((1, 2)))
     u, x, d = u * of_weight[:, None, None], x * of_weight[:, None, None], d * of_metric[:, None, None]
     groups = torch.stack([_group_norm(x, index <= n, norm) for n in range(count)], 1)  # [C_out, groups]

@@ -51,7 +51,7 @@ def ring_prox(
     squared: Sequence[float] | Tensor | None = None,
     first: str = "auto",
 ) -> Tensor:
-    """Return the exact minimiser, kernel by kernel, with t = thresholds, q = squared, d = metric, over x of
+    """Return the exact minimiser, filter by filter, with t = thresholds, q = squared, d = metric, over x of
 
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(G_(n+1))|| + (sum_n q_n ||x(G_(n+1))||)^2``.
 
@@ -94,7 +94,7 @@ def kernel_sizes(weight: Tensor, kind: str = "half", *, first: str = "auto") -> 
     """Return the size that is left of each filter along its longest axis.
 
     ``m`` non-zero groups leave size ``m`` for half rings (eq. 20 of the draft) and ``2m - 1`` for rings; the size is 0
-    if the whole kernel is zero.
+    if the whole filter is zero.
 
     Args:
         weight: a convolution's weight, ``(C_out, C_in/groups, *kernel_size)``. NaN counts as non-zero.

@@ -56,7 +56,7 @@ def dual_norm(penalty: GroupPenalty, gradient: Tensor) -> float:
     unit, gradient = replace(penalty, strength=1.0), gradient.detach().double()
     scale = power_of_two(gradient.abs().amax()).item() if gradient.numel() else 1.0
     gradient = gradient * scale
-    # The last group's threshold alone zeroes a kernel at the kernel's norm (l2) or sum of sizes (linf) over the weight.
+    # The last group's threshold alone zeroes a filter at its norm (l2) or sum of sizes (linf) over the weight.
     sizes = torch.linalg.vector_norm(gradient.flatten(1), ord=2 if penalty.norm == "l2" else 1, dim=1)
     largest = sizes.max().item() if sizes.numel() else 0.0
     lower, upper = 0.0, largest / unit.group_weights(gradient)[-1].item() * (1 + _PRECISION)

@@ -1,23 +1,22 @@
 """One SGD, Adam or AdamW step over lists of tensors, in plain PyTorch.
 
-The functions take the arguments of the operators ``optim_step_sgd`` and ``optim_step_adam``, described in
-:mod:`loco_ext.ops.optim_step`. Operations, order and fused multiply-adds match those of the kernels, so that in float32
-both give the same bits.
+Operations, order and fused multiply-adds match those of the kernels, so that in float32 both give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from loco_ext.ops.step_args import SGD, StepArgs
 from loco_ext.reference.ring_prox import ring_prox
 from loco_ext.reference.rounding import RoundedResults
 
-SGD_COLUMNS = ("lr", "weight_decay", "momentum", "dampening")
-ADAM_COLUMNS = ("lr", "weight_decay", "beta1", "beta2", "eps")
+# A parameter after its step, and the step size and the metric (None: none) of the prox that may follow.
+_Stepped: TypeAlias = tuple[Tensor, float, Callable[[], Tensor] | None]
 
 
 def arithmetic_dtype(param: Tensor) -> torch.dtype:
@@ -25,103 +24,55 @@ def arithmetic_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def optim_step_sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    first: Sequence[int],
-    group_index: Sequence[int],
-    hyper: Tensor,
-    lrs: Sequence[Tensor],
-    lr_index: Sequence[int],
-    maps: Sequence[Tensor],
-    map_index: Sequence[int],
-    penalties: Sequence[Any],
-    nesterov: bool,
-    maximize: bool,
-    l1: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ordinals: Sequence[int],
-    seed: int | None,
-    rounding_step: int,
-) -> None:
-    """Make an SGD step with momentum; see :func:`loco_ext.ops.optim_step_sgd`."""
-    if found_inf is not None and found_inf.item() != 0:
+def optim_step(args: StepArgs) -> None:
+    """Make the step; see :func:`loco_ext.ops.optim_step_sgd` and :func:`loco_ext.ops.optim_step_adam`."""
+    if args.found_inf is not None and args.found_inf.item() != 0:
         return
-    rows = _rows(hyper, lrs, lr_index)
-    for i, param in enumerate(params):
-        lr, weight_decay, momentum, dampening = rows[group_index[i]]
+    rows = _rows(args)
+    for i, param in enumerate(args.params):
         w = param.to(arithmetic_dtype(param))
-        g = _gradient(grads[i], w, grad_scale, maximize)
-        d = _decayed(g, w, weight_decay, _map(maps, map_index[i]), l1)
-        words = RoundedResults(param, ordinals, i, seed, rounding_step)
-        if momentum_buffers:
-            buffer = momentum_buffers[i]
-            b = d if first and first[i] else _fma(1 - dampening, d, buffer.to(w.dtype) * momentum)
-            words.store(buffer, b, 1)
-            d = _fma(momentum, b, d) if nesterov else b
-        w = _fma(-lr, d, w)
-        if penalties and penalties[i] is not None:
-            steps = _undamped(momentum, dampening) if momentum_buffers else 1.0
-            w = _prox(w, penalties[i], lr * steps, None)
+        g = _gradient(args.grads[i], w, args.grad_scale, args.flags.maximize)
+        words = RoundedResults(param, args.ordinals, i, args.seed, args.rounding_step)
+        step = _sgd if args.rule is SGD else _adam
+        w, size, metric = step(args, i, rows[args.group_of(i)], w, g, words)
+        penalty = args.penalty_of(i)
+        if penalty is not None and size != 0:
+            w = _prox(w, penalty, size, None if metric is None else metric())
         words.store(param, w, 0)
 
 
-def optim_step_adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    group_index: Sequence[int],
-    hyper: Tensor,
-    lrs: Sequence[Tensor],
-    lr_index: Sequence[int],
-    maps: Sequence[Tensor],
-    map_index: Sequence[int],
-    penalties: Sequence[Any],
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-    l1: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    ordinals: Sequence[int],
-    seed: int | None,
-    rounding_step: int,
-) -> None:
-    """Make an Adam (coupled decay) or AdamW (decoupled) step; see :func:`loco_ext.ops.optim_step_adam`."""
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    rows = _rows(hyper, lrs, lr_index)
-    for i, param in enumerate(params):
-        lr, weight_decay, beta1, beta2, eps = rows[group_index[i]]
-        steps[i] += 1
-        step = steps[i].item()
-        w = param.to(arithmetic_dtype(param))
-        g = _gradient(grads[i], w, grad_scale, maximize)
-        decay_map = _map(maps, map_index[i])
-        if decoupled and weight_decay != 0:
-            w = w * _cast(1 - lr * weight_decay * decay_map, w)
-        d = g if decoupled else _decayed(g, w, weight_decay, decay_map, l1)
-        words = RoundedResults(param, ordinals, i, seed, rounding_step)
+def _sgd(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
+    lr, weight_decay, momentum, dampening = row
+    d = _decayed(g, w, weight_decay, args.map_of(i), args.flags.l1)
+    for buffers in args.states:  # none without momentum
+        first = args.first and args.first[i]
+        b = d if first else _fma(1 - dampening, d, buffers[i].to(w.dtype) * momentum)
+        words.store(buffers[i], b, 1)
+        d = _fma(momentum, b, d) if args.flags.nesterov else b
+    return _fma(-lr, d, w), lr * (_undamped(momentum, dampening) if args.states else 1.0), None
 
-        m = exp_avgs[i].to(w.dtype)
-        from_end = 1 - beta1 >= 0.5  # as torch.lerp does, so that a weight of 1 gives d exactly
-        m = _fma(_cast(1 - beta1, w).item() - 1, d - m, d) if from_end else _fma(1 - beta1, d - m, m)
-        v = _fma((1 - beta2) * d, d, exp_avg_sqs[i].to(w.dtype) * beta2)
-        words.store(exp_avgs[i], m, 1)
-        words.store(exp_avg_sqs[i], v, 2)
-        if amsgrad:
-            v = torch.maximum(max_exp_avg_sqs[i].to(w.dtype), v)
-            words.store(max_exp_avg_sqs[i], v, 3)
-        denominator = correctly_rounded_sqrt(v) / (1 - beta2**step) ** 0.5 + eps
-        w = w + -(lr / (1 - beta1**step)) * m / denominator
-        if penalties and penalties[i] is not None and lr != 0:
-            w = _prox(w, penalties[i], 1.0, denominator / lr)
-        words.store(param, w, 0)
+
+def _adam(args: StepArgs, i: int, row: list[float], w: Tensor, g: Tensor, words: RoundedResults) -> _Stepped:
+    lr, weight_decay, beta1, beta2, eps = row
+    exp_avgs, exp_avg_sqs, *max_exp_avg_sqs = args.states
+    args.steps[i].add_(1)
+    step = args.steps[i].item()
+    decay_map, decoupled = args.map_of(i), args.flags.decoupled
+    if decoupled and weight_decay != 0:
+        w = w * _cast(1 - lr * weight_decay * (1.0 if decay_map is None else decay_map), w)
+    d = g if decoupled else _decayed(g, w, weight_decay, decay_map, args.flags.l1)
+    m = exp_avgs[i].to(w.dtype)
+    from_end = 1 - beta1 >= 0.5  # as torch.lerp does, so that a weight of 1 gives d exactly
+    m = _fma(_cast(1 - beta1, w).item() - 1, d - m, d) if from_end else _fma(1 - beta1, d - m, m)
+    v = _fma((1 - beta2) * d, d, exp_avg_sqs[i].to(w.dtype) * beta2)
+    words.store(exp_avgs[i], m, 1)
+    words.store(exp_avg_sqs[i], v, 2)
+    if args.flags.amsgrad:
+        v = torch.maximum(max_exp_avg_sqs[0][i].to(w.dtype), v)
+        words.store(max_exp_avg_sqs[0][i], v, 3)
+    denominator = correctly_rounded_sqrt(v) / (1 - beta2**step) ** 0.5 + eps
+    w = w + -(lr / (1 - beta1**step)) * m / denominator
+    return w, float(lr != 0), lambda: denominator / lr
 
 
 def _undamped(momentum: float, dampening: float) -> float:
@@ -136,11 +87,11 @@ def _prox(w: Tensor, penalty: Any, step: float, metric: Tensor | None) -> Tensor
     return ring_prox(w, penalty.rings, thresholds, squared, metric, penalty.linf, penalty.joint)
 
 
-def _rows(hyper: Tensor, lrs: Sequence[Tensor], lr_index: Sequence[int]) -> list[list[float]]:
-    rows = hyper.tolist()
-    for row, which in zip(rows, lr_index, strict=False):
-        if which >= 0:
-            row[0] = lrs[which].item()
+def _rows(args: StepArgs) -> list[list[float]]:
+    rows = args.hyper.tolist()
+    for group, row in enumerate(rows):
+        if (lr := args.lr_of(group)) is not None:
+            row[0] = lr.item()
     return rows
 
 
@@ -176,11 +127,8 @@ def _cast(coefficient: Tensor | float, like: Tensor) -> Tensor:
     return coefficient.double().to(like.dtype).to(like.device)
 
 
-def _map(maps: Sequence[Tensor], index: int) -> Tensor | float:
-    return 1.0 if index < 0 else maps[index]
-
-
-def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | float, l1: bool) -> Tensor:
+def _decayed(g: Tensor, w: Tensor, weight_decay: float, decay_map: Tensor | None, l1: bool) -> Tensor:
     if weight_decay == 0:
         return g
-    return _fma(weight_decay * decay_map, torch.sign(w) if l1 else w, g)
+    factor = weight_decay if decay_map is None else weight_decay * decay_map
+    return _fma(factor, torch.sign(w) if l1 else w, g)

@@ -11,13 +11,14 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from loco_ext import ops
+from loco_ext.argument_checks import check_number
 from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
 from loco_ext.penalties.checks import check_convolution, check_metric, check_number
-from loco_ext.sparsity.tracing import convolution_of
+from loco_ext.sparsity.folded_norms import convolution_of
 
 _LARGEST = torch.finfo(torch.float64).max
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loco_ext.errors import first_line
 from loco_ext.extras import need
-from loco_ext.fx.trace import first_line
 from loco_ext.output import replacing
 from loco_ext.sparsity.vocabulary import ModelFileError
 

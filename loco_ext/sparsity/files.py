@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.trace import first_line
+from loco_ext.errors import first_line
 from loco_ext.input import open_regular
 from loco_ext.output import json_text, replacing
 from loco_ext.sparsity.description import describe, rebuild

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loco_ext.argument_checks import check_number
 from loco_ext.checkpoints import check_finite, load_checkpoint, save_checkpoint
+from loco_ext.errors import first_line
 from loco_ext.folders import owned
-from loco_ext.fx.trace import first_line
 from loco_ext.nn.computed import check_plain
 from loco_ext.output import json_text, replacing
 from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_sizes, max_strength
-from loco_ext.penalties.checks import check_number
 from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
-from loco_ext.sparsity.tracing import zero_dead_kernels
+from loco_ext.sparsity.folded_norms import zero_dead_kernels
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # doublings or halvings

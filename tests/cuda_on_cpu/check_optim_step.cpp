@@ -285,7 +285,7 @@ template <class Rule>
 void step_on_gpu(const Settings& s, const std::vector<double>& hyper, const std::vector<DeviceScalar>& lrs,
                  const Twins& twins) {
   GpuTable table;
-  build(table, twins.gpu, hyper.data(), 3, Rule::columns, Rule::has_metric, lrs);
+  build(table, kCudaDivision, twins.gpu, {hyper.data(), 3, Rule::columns, lrs}, Rule::has_metric);
   const auto size = static_cast<int64_t>(table.bytes.size());
   void* memory = nullptr;
   if (posix_memalign(&memory, 16, size + scratch_bytes<Rule>(table)) != 0) std::abort();

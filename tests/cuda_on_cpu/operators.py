@@ -15,7 +15,7 @@ from loco_ext.ops import backends
 from tests.cuda_on_cpu import build
 
 SOURCES = (
-    *("optim_step/cuda.cu", "optim_step/cuda_prox.cu", "optim_step/bind.cpp"),
+    *("optim_step/cuda.cu", "optim_step/cuda_prox.cu", "optim_step/step_args.cpp"),
     *(
         "optim_step/bind_cuda.cpp",
         "optim_step/gather.cpp",

@@ -182,6 +182,11 @@ class Normed(Twice):
         return self.conv(x) / self.conv.weight.norm()
 
 
+class Returning(Twice):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.conv(x), self.conv.weight
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -225,6 +230,12 @@ def test_one_layer_called_twice_on_one_size_stays_one():
     torch.testing.assert_close(efcn(x), both(x), rtol=1e-12, atol=1e-12)
 
 
+def test_models_that_choose_by_their_inputs_and_compiled_ones_are_relaxed():
+    x = torch.rand(2, 2, 4, 4)
+    for model in (Choosing(), torch.compile(Again(), backend="eager")):
+        torch.testing.assert_close(to_efcn(model, x)(x), model(x))
+
+
 def test_convolutions_that_were_not_chosen_may_do_as_they_like():
     x = torch.randn(2, 2, 4, 4)
     for model in (hidden(), nn.Sequential(nn.Conv2d(2, 2, 1), Normed())):
@@ -244,6 +255,7 @@ def test_convolutions_that_were_not_chosen_may_do_as_they_like():
         (hooked, "without hooks, got 0"),
         (hidden, "convolutions that are modules, got conv2d called by 1"),
         (Normed, "convolutions that are only called, got weight of conv in use"),
+        (Returning, "convolutions that are only called, got weight of conv in use"),
         (lambda: nn.Sequential(Normed()), "convolutions that are only called, got weight of 0.conv in use"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), "got 0, a ConvTranspose2d"),
         (lambda: nn.Sequential(nn.LazyConv2d(2, 2)), "got none yet in 0"),

@@ -12,9 +12,11 @@ from torch import Tensor
 
 import loco_ext
 from loco_ext import ops
+from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
 
-STATES = {"sgd": ("momentum_buffers",), "adam": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")}
+RULES = {"sgd": SGD, "adam": ADAM}
+STATES = {name: rule.states for name, rule in RULES.items()}
 HYPER = {"sgd": (0.05, 0.3, 0.9, 0.1), "adam": (0.05, 0.3, 0.9, 0.99, 1e-8)}
 Layout = Callable[[Tensor], Tensor]
 
@@ -59,6 +61,15 @@ class Case:
         """Return a copy in which the named lists have other strides."""
         lists = {name: [layouts.get(name, copy_storage)(t) for t in ts] for name, ts in self.lists.items()}
         return replace(self, lists=lists)
+
+    def arguments(self) -> StepArgs:
+        """Return the arguments as the backends take them."""
+        rule, options = RULES[self.rule], dict(self.options)
+        states = [states for name in STATES[self.rule] if (states := self.lists[name])]
+        flags = Flags(**{name: options.pop(name) for name in Flags._fields if name in options})
+        given = {"ordinals": list(range(len(self.params))), **options}
+        lists = (self.params, self.lists["grads"], states, self.lists.get("steps", ()))
+        return StepArgs(rule, flags, *lists, self.hyper, **given)
 
     def step(self, backend: str | None = None) -> Case:
         if GPU is not None and backend in (None, "native"):

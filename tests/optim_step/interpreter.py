@@ -11,22 +11,7 @@ from tests.optim_step.cases import Case
 from tests.tolerances import ULPS_OF_TWO_ROUNDINGS, assert_within_ulps, same_bits
 from tests.triton_runs import loaded, reserved, saved
 
-ORDER = {
-    "sgd": "first group_index hyper lrs lr_index maps map_index penalties nesterov maximize l1",
-    "adam": "group_index hyper lrs lr_index maps map_index penalties amsgrad maximize decoupled l1",
-}
-
-
-def arguments(case: Case) -> list:
-    """Return the arguments that the operator would pass to the Triton kernels: lists, then options in order."""
-    count = len(case.params)
-    names = [*ORDER[case.rule].split(), "grad_scale", "found_inf", "ordinals", "seed", "rounding_step"]
-    values = {"first": [], "group_index": [0] * count, "lrs": [], "lr_index": [], "maps": [], "map_index": [-1] * count}
-    values["penalties"] = []
-    values |= {"hyper": case.hyper, "grad_scale": None, "found_inf": None, "seed": None, "rounding_step": 0}
-    values |= {"ordinals": list(range(count))} | case.options
-    return [*case.lists.values(), *(values.get(name, False) for name in names)]
-
+BLOCK = 2048  # elements that one program steps
 
 # ---- These functions run in the interpreter's process.
 
@@ -48,21 +33,25 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
-def run(data: bytes, narrow: int | None) -> bytes:
-    """Step cases one after another, each after copying the tensors of its ``before``; return the last case, pickled."""
-    from loco_ext.triton_kernels import optim_step
-    from loco_ext.triton_kernels import optim_step_tables as tables
+def run(data: bytes, wide: bool) -> bytes:
+    """Step cases one after another, each after copying the tensors of its ``before``; return the last case, pickled.
 
-    tables.NARROW = tables.NARROW if narrow is None else narrow
+    wide: number elements with 64 bits, whether they need it or not.
+    """
+    from loco_ext.triton_kernels import optim_step
+
     jobs = loaded(data)
+    form_of = optim_step.form_of
+    if wide:
+        optim_step.form_of = lambda *arguments: replace(form_of(*arguments), wide=True)
     for case, before in jobs:
         for tensor, values in before:
             tensor.copy_(values)
         if case.options.get("penalties"):
             step_and_shrink(case)
         else:
-            (optim_step.optim_step_sgd if case.rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
-    tables.NARROW = 2**31 - tables.BLOCK
+            optim_step.optim_step(case.arguments())
+    optim_step.form_of = form_of
     return saved(jobs[-1][0])
 
 
@@ -80,33 +69,27 @@ def step_and_shrink(case: Case) -> None:
 def scalars(data: bytes) -> torch.Tensor:
     """Return the scalars that Adam's first kernel computes for each tensor."""
     from loco_ext.triton_kernels import optim_step
-    from loco_ext.triton_kernels import optim_step_tables as tables
 
-    case = loaded(data)
-    run_adam, optim_step._TABLES = optim_step.optim_step_adam, tables.Tables()
-    run_adam(*arguments(case))
-    ((_key, plan),) = optim_step._TABLES._recent["plan"]
-    return plan.scalars.numpy()
+    args = loaded(data).arguments()
+    return optim_step.prepare(optim_step.make_table(args), args).numpy()
 
 
 def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
     """Step only the last elements of a bfloat16 tensor too large for memory; return them and their gradients."""
     from loco_ext.triton_kernels import optim_step
-    from loco_ext.triton_kernels import optim_step_tables as tables
-    from loco_ext.triton_kernels.optim_step_kernels import COLUMNS, FIRST_CHUNK
 
-    skipped = numel // tables.BLOCK - 1
-    begin = skipped * tables.BLOCK
+    from loco_ext.ops.step_args import SGD, Flags, StepArgs
+
+    skipped = numel // BLOCK - 1
+    begin = skipped * BLOCK
     w, g = (reserved(numel * stride, torch.bfloat16)[::stride] for _ in range(2))
     w[begin:], g[begin:] = 1, torch.arange(numel - begin)
-    step = tables.Step([w], [g], [], [0], [], [], [], [-1], ordinals=[0])
-    plan = tables._Builder(step).plan(w.device)
-    plan.rows[FIRST_CHUNK.value :: COLUMNS.value] -= skipped
-    batch = replace(plan.batches[0], owners=plan.batches[0].owners[skipped:])
-    assert batch.kind.wide == wide
-    hyper = torch.tensor([0.25, 0.0, 0.0, 0.0], dtype=torch.float64)
-    form = {"rule": "sgd", "maximize": False, "l1": False}
-    optim_step._launch(replace(plan, batches=(batch,)), hyper, None, None, 5, 3, form)
+    hyper = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    args = StepArgs(SGD, Flags(), [w], [g], [], (), hyper, ordinals=[0], seed=5, rounding_step=3)
+    table = optim_step.make_table(args)
+    ((kind, first, count),) = table.launches
+    assert optim_step.form_of(kind, args).wide == wide
+    optim_step.launch(replace(table, launches=[(kind, first + skipped, count - skipped)]), args, None)
     return [w[begin:].clone().float().numpy(), g[begin:].clone().float().numpy()]
 
 
@@ -117,11 +100,11 @@ def far(numel: int, stride: int, wide: bool) -> list[np.ndarray]:
 class Interpreter:
     pool: ProcessPoolExecutor
 
-    def steps(self, *jobs: tuple[Case, list], narrow: int | None = None) -> Case:
-        return loaded(self.pool.submit(run, saved(jobs), narrow).result())
+    def steps(self, *jobs: tuple[Case, list], wide: bool = False) -> Case:
+        return loaded(self.pool.submit(run, saved(jobs), wide).result())
 
-    def step(self, case: Case, narrow: int | None = None) -> Case:
-        return self.steps((case.copy(), []), narrow=narrow)
+    def step(self, case: Case, wide: bool = False) -> Case:
+        return self.steps((case.copy(), []), wide=wide)
 
 
 def assert_same_as(actual: Case, expected: Case) -> None:
@@ -136,9 +119,9 @@ def assert_same_as(actual: Case, expected: Case) -> None:
                 assert same_bits(a, b), f"{name}[{i}] differs: {a.flatten()[:8]} instead of {b.flatten()[:8]}"
 
 
-def assert_is_reference(interpreter: Interpreter, case: Case, narrow: int | None = None) -> None:
+def assert_is_reference(interpreter: Interpreter, case: Case, wide: bool = False) -> None:
     expected = case.copy().step("reference")
-    assert_same_as(interpreter.step(case, narrow), expected)
+    assert_same_as(interpreter.step(case, wide), expected)
     assert any(
         not same_bits(a, b) for name, ts in expected.lists.items() for a, b in zip(ts, case.lists[name], strict=True)
     ) or all(p.numel() == 0 for p in case.params)

@@ -232,25 +232,6 @@ def test_a_view_of_the_hyperparameters_works_or_is_a_typed_error(backend):
 def test_operator_itself_names_the_argument():
     """Callers of torch.ops get torch's RuntimeError, with the same text."""
     case = make_case("sgd", [SHAPE])
-    arguments = [
-        *case.lists.values(),
-        [],
-        [0],
-        case.hyper,
-        [],
-        [],
-        [],
-        [-1],
-        [],
-        False,
-        False,
-        False,
-        None,
-        None,
-        [],
-        None,
-        0,
-    ]
-    arguments[1] = [case.lists["grads"][0][:2]]
+    case.lists["grads"][0] = case.lists["grads"][0][:2]
     with pytest.raises(RuntimeError, match=r"grads\[0\].* of params\[0\], \(4, 2, 3, 3\), got \(2, 2"):
-        torch.ops.loco_ext.optim_step_sgd(*arguments)
+        torch.ops.loco_ext.optim_step(*case.arguments().for_operator())

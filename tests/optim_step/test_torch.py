@@ -96,17 +96,6 @@ def test_autograd_notices_that_a_saved_weight_was_stepped(backend):
         loss.backward()
 
 
-def operator_arguments(case: Case) -> tuple:
-    """All arguments of torch.ops.loco_ext.optim_step_*, in the schema's order."""
-    count = len(case.params)
-    o = case.options
-    maps = (o.get("lrs", []), o.get("lr_index", []), o.get("maps", []), o.get("map_index", [-1] * count), [])
-    tail = (o.get("grad_scale"), o.get("found_inf"), list(range(count)), o.get("seed"), 0)
-    if case.rule == "sgd":
-        return (*case.lists.values(), o.get("first", []), [0] * count, case.hyper, *maps, False, False, False, *tail)
-    return (*case.lists.values(), [0] * count, case.hyper, *maps, bool(o.get("amsgrad")), False, True, False, *tail)
-
-
 @RULES
 @pytest.mark.parametrize(
     "options",
@@ -120,8 +109,7 @@ def operator_arguments(case: Case) -> tuple:
 )
 def test_operators_pass_opcheck(options, rule):
     case = make_case(rule, SHAPES, **options)
-    operator = torch.ops.loco_ext.optim_step_sgd if rule == "sgd" else torch.ops.loco_ext.optim_step_adam
-    results = torch.library.opcheck(operator.default, operator_arguments(case))
+    results = torch.library.opcheck(torch.ops.loco_ext.optim_step.default, case.arguments().for_operator())
     assert set(results.values()) == {"SUCCESS"}
 
 
@@ -130,13 +118,13 @@ def test_operators_pass_opcheck(options, rule):
 @pytest.mark.parametrize("level", ["ops", "torch.ops"])
 def test_compiled_call_equals_eager_and_is_compiled_once(level, backend, rule):
     """20 calls, the hyperparameters other numbers each time, in the middle of code that is compiled too."""
-    operator = getattr(torch.ops.loco_ext if level == "torch.ops" else ops, f"optim_step_{rule}")
+    operator = getattr(ops, f"optim_step_{rule}")
 
     def function(case_lists, gradient_source, hyper):
         lists = {**case_lists, "grads": [t * 2 for t in gradient_source]}
         case = Case(rule, lists, hyper, {"maps": [LOCO], "map_index": [0, -1], "seed": 5, "ordinals": [0, 1]})
         if level == "torch.ops":
-            operator(*operator_arguments(case))
+            torch.ops.loco_ext.optim_step(*case.arguments().for_operator())
         else:
             operator(*lists.values(), hyper, **case.options)
         return lists["params"][0].float().sum()

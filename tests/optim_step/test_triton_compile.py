@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.optim_step.cases import make_case
-from tests.optim_step.interpreter import arguments
+from tests.optim_step.interpreter import BLOCK
 from tests.triton_runs import CUDA, count, gpu, needs_compiler, slow, vectors
 
 pytestmark = needs_compiler
@@ -16,11 +16,10 @@ THREADS = 256  # per block, as in the launcher
 
 def make_form(rule: str, *dtypes: str, **options):
     import triton.language as tl
-    from loco_ext.triton_kernels.optim_step_kernels import Form
-    from loco_ext.triton_kernels.optim_step_tables import BLOCK, OPERANDS
+    from loco_ext.triton_kernels.optim_step_kernels import OPERANDS, Form
 
     types = tuple(getattr(tl, dtype) for dtype in dtypes)
-    form = Form(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, BLOCK, False, False)
+    form = Form(rule, (*types, *(None,) * (OPERANDS - len(types))), True, True, False, False, False)
     return replace(form, **options)
 
 
@@ -30,11 +29,14 @@ def compiled(target, form, scale: str | None = None):
     from loco_ext.triton_kernels.optim_step_kernels import step_kernel
     from triton.compiler import ASTSource
 
-    types = {"rows": "*i64", "axes": "*i64", "owners": "*i32", "maps": "*fp64", "hyper": "*fp64"}
+    sections = ("hyper_at", "lrs_at", "entries_at", "nests_at", "maps_at", "chunks_at")
+    types = {"table": "*u8", **dict.fromkeys(sections, "i32")}
+    types |= {"scalars": "constexpr" if form.rule == "sgd" else "*fp64"}
     types |= {name: scale or "constexpr" for name in ("grad_scale", "found_inf")}
     types |= {"seed_low": "i32", "seed_high": "i32", "rounding_step": "i32", "FORM": "constexpr"}
     constants = {"FORM": form} | ({} if scale else {"grad_scale": None, "found_inf": None})
-    attributes = {(i,): [["tt.divisibility", 16]] for i in range(5)}
+    constants |= {"scalars": None} if form.rule == "sgd" else {}
+    attributes = {(0,): [["tt.divisibility", 16]]}
     source = ASTSource(step_kernel, types, constants, attributes)
     return triton.compile(
         source, target=target, options={"num_warps": THREADS // target.warp_size, "enable_fp_fusion": False}
@@ -52,8 +54,6 @@ def fused(text: str) -> int:
 
 def per_thread(*dtypes: str) -> int:
     """Return the number of 16-byte accesses that each thread of a block needs for its elements."""
-    from loco_ext.triton_kernels.optim_step_tables import BLOCK
-
     widths = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
     return sum(BLOCK * widths[dtype] // (16 * THREADS) for dtype in dtypes)
 
@@ -80,8 +80,6 @@ FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam
     ],
 )
 def test_whole_blocks_are_accessed_in_16_bytes_and_only_written_multiply_adds_are_fused(variant, arch):
-    from loco_ext.triton_kernels.optim_step_tables import BLOCK
-
     rule, dtypes, options = VARIANTS[variant]
     text = ptx(arch, make_form(rule, *dtypes, **options))
     loads, stores = vectors(text)
@@ -126,7 +124,8 @@ def test_the_kernel_that_counts_steps_compiles_without_fused_operations(arch):
     from loco_ext.triton_kernels.optim_step_kernels import prepare_kernel
     from triton.compiler import ASTSource
 
-    types = {"rows": "*i64", "hyper": "*fp64", "found_inf": "*fp32", "scalars": "*fp64"}
+    types = {"table": "*u8", "hyper_at": "i32", "lrs_at": "i32", "entries_at": "i32"}
+    types |= {"found_inf": "*fp32", "scalars": "*fp64"}
     source = ASTSource(prepare_kernel, types, {}, {})
     text = triton.compile(source, target=gpu("cuda", arch), options={"num_warps": 1, "enable_fp_fusion": False}).asm[
         "ptx"
@@ -138,8 +137,6 @@ def test_the_kernel_that_counts_steps_compiles_without_fused_operations(arch):
 
 @pytest.mark.parametrize("variant", [v if v in ("sgd_mixed", "adam") else slow(v) for v in VARIANTS])
 def test_kernels_compile_for_amd(variant):
-    from loco_ext.triton_kernels.optim_step_tables import BLOCK
-
     rule, dtypes, options = VARIANTS[variant]
     text = compiled(gpu("hip", "gfx942"), make_form(rule, *dtypes, **options))["amdgcn"]
     assert count(r"(?:global|buffer)_load_dwordx4", text) > 0
@@ -176,7 +173,7 @@ def test_the_launcher_asks_for_what_is_tested_here(rule, monkeypatch):
     for name, recorder in recorders.items():
         monkeypatch.setattr(optim_step, name, recorder)
     case = make_case(rule, [(3, 3), (5000,), (0,)], seed=2**40, rounding_step=7)
-    (optim_step.optim_step_sgd if rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
+    optim_step.optim_step(case.arguments())
     assert [grid for grid, _named in recorders["prepare_kernel"].launches] == [(3,)] * (rule == "adam")
     ((grid, named),) = recorders["step_kernel"].launches
     assert grid == (4,)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.optim_step.cases import Case, assert_same, make_case
-from tests.optim_step.interpreter import arguments
 from tests.optim_step.test_step import LOCO_2D
 
 pytestmark = [
@@ -39,7 +38,7 @@ def on_cpu(case: Case) -> Case:
 def step(case: Case) -> None:
     from loco_ext.triton_kernels import optim_step
 
-    (optim_step.optim_step_sgd if case.rule == "sgd" else optim_step.optim_step_adam)(*arguments(case))
+    optim_step.optim_step(case.arguments())
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])

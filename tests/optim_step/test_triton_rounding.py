@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from loco_ext.triton_kernels import optim_step_tables as tables
 
 from tests.optim_step.cases import make_case
-from tests.optim_step.interpreter import assert_is_reference
+from tests.optim_step.interpreter import BLOCK, assert_is_reference
 from tests.optim_step.test_layouts import LAYOUTS
 from tests.triton_runs import needs_triton
 
@@ -36,7 +35,7 @@ def test_float64_is_rounded_to_half_precision_by_way_of_float32_as_in_torch(inte
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63 - 1])
 def test_stochastic_rounding_gives_the_references_bits(interpreter, seed):
     options = {"seed": seed, "rounding_step": seed >> 3, "ordinals": [2**31 + 5, 0]}
-    shapes = [(5, 4, 3, 3), (tables.BLOCK + 77,)]
+    shapes = [(5, 4, 3, 3), (BLOCK + 77,)]
     case = make_case("adam", shapes, dtypes=[torch.bfloat16] * 3, states=3, amsgrad=True, **options)
     case.params[0] = LAYOUTS["channels_last"](case.params[0])
     assert_is_reference(interpreter, case)

@@ -44,7 +44,7 @@ SHOWN |= {
     "loco_ext.sparsity.export",
     "loco_ext.sparsity.files",
     "loco_ext.sparsity.frontier",
-    "loco_ext.sparsity.tracing",
+    "loco_ext.sparsity.folded_norms",
 }
 
 

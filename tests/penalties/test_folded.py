@@ -380,7 +380,7 @@ def test_checkpoints_and_copies_go_on_to_the_same_bits(name):
         (
             lambda: make_optimizer("SGD", nn.Conv2d(1, 2, 3), make_norm(6)),
             ValueError,
-            "penalty of parameter 0: weight: expected 6 kernels as batch_norm, got 2",
+            "penalty of parameter 0: weight: expected 6 filters as batch_norm, got 2",
         ),
     ],
 )

@@ -96,13 +96,6 @@ def test_shrinking_group_by_group_is_not_optimal_in_a_metric():
     assert apart[alive].max() > 0.1
 
 
-def test_thresholds_for_single_groups_do_not_tell_what_vanishes_in_a_metric():
-    """Group by group, a group vanishes if ``||d u|| <= t`` for the shrunk ``u``; the optimum keeps other groups."""
-    case = make_case(Rings((3, 3), "half", "top_left"), 2000, metric=True)
-    optimum, wrong = case.sizes_left(case.prox()), case.sizes_left(shrunk_group_by_group(case))
-    assert (optimum != wrong).any()
-
-
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_the_residual_is_the_distance_over_the_size(norm):
     """Without a penalty it is the weights' relative distance; for zeros, the share that the thresholds cannot hold."""

@@ -126,30 +126,31 @@ def compact(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A smaller network, and a function that returns the report on it."""
+    """A smaller network and the report on it."""
 
     network: nn.Module
-    report: Callable[[], Report]
+    report: Report
 
 
 @dataclass(frozen=True)
 class Version(Candidate):
-    """A candidate with the graph it was made of, in which the model computes the same in one of several ways."""
+    """A candidate with the channels of the graph that it was made of, one of several that compute the same."""
 
-    graph: fx.GraphModule
     channels: Channels
 
 
 def _version(channels: Channels, choose: Choose) -> Version:
     """Return the network that has the channels that are needed."""
     rewriter = Rewriter(channels, choose)
-    return Version(rewriter.build(), partial(describe, channels, rewriter), channels.graph, channels)
+    network = rewriter.build()
+    return Version(network, describe(channels, rewriter), channels)
 
 
 def _scattered(version: Version, choose: Choose) -> list[Version]:
     """Return the version with sums of terms that have fewer channels than others, if the graph has such sums."""
-    scatter = version.channels.scatterable()
-    return [_version(analyse(version.graph, scatter, version.channels.fixed_size), choose)] if scatter else []
+    channels = version.channels
+    scatter = channels.scatterable()
+    return [_version(analyse(channels.graph, scatter, channels.fixed_size), choose)] if scatter else []
 
 
 def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Version]:
@@ -166,7 +167,7 @@ def _by_time(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: b
     """Return smaller networks, the fastest first; each further way to compute the model is kept if it is faster."""
     plain = _version(analyse(graph, fixed_size=fixed_size), choose)
     for convert in (in_channels_last, without_constant_channels):
-        other = convert(plain.graph, example.inputs)
+        other = convert(plain.channels.graph, example.inputs)
         if other is not None:
             plain = _fastest([plain, _version(analyse(other, fixed_size=fixed_size), choose)], example) or plain
     versions = [*_scattered(plain, choose), plain]
@@ -190,8 +191,7 @@ def _unchanged(dense: nn.Module, inputs: Sequence[Any]) -> Candidate:
 
 def _cropped(dense: nn.Module, inputs: Sequence[Any], choose: Choose, why: str) -> Candidate:
     """Return the model with cropped filters, for a model that has no graph."""
-    network, report = crop_modules(dense, inputs, choose, why)
-    return Candidate(network, lambda: report)
+    return Candidate(*crop_modules(dense, inputs, choose, why))
 
 
 def _select(
@@ -216,7 +216,7 @@ def _select(
             why = f"a smaller network takes {after / before:.3f} times as long on the example"
             right, after = None, before
     result = unchanged() if right is None else right
-    network, report = result.network, result.report()
+    network, report = result.network, result.report
     if right is None:
         report.notes["model"] = f"it stays as it is: {why}"
         network = network if is_right(network, [example, *others]) else dense

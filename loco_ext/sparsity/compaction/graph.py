@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from loco_ext.errors import first_line
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import has_forward_hooks, is_hooked
-from loco_ext.fx.trace import UntraceableError, first_line, trace
+from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.ops.memory_format import is_channels_last
 from loco_ext.sparsity.compaction.layers import as_layers
 

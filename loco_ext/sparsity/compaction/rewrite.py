@@ -55,6 +55,7 @@ class Rewriter:
         self.layers: dict[str, tuple[Tensor, Sequence[Bucket]]] = {}  # remaining weights and buckets, by module name
 
     def build(self) -> fx.GraphModule:
+        """Return the smaller network, after the last passes over it."""
         for node in leaders(self._channels):
             self._lead(node)
         for node in self._channels.graph.graph.nodes:

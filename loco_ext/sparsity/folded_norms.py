@@ -1,4 +1,4 @@
-"""Convolutions of a model in its torch.fx graph, with the operations before and after them."""
+"""Penalties of convolutions with the batch norms behind them, and removal of kernels that a norm multiplies by zero."""
 
 from __future__ import annotations
 

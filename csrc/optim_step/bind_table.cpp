@@ -1,0 +1,68 @@
+// Implements torch.ops.loco_ext.optim_step_table: the table of a step's tensors for the Triton kernels, which launch
+// themselves from Python.
+#include "optim_step/bind.h"
+#include "optim_step/gpu_table.h"
+#include "optim_step/hyper.h"
+
+namespace loco::optim_step {
+namespace {
+
+constexpr int64_t kBlock = 2048;  // elements that one program steps
+// Most elements whose indices, up to the end of the last block, fit into 32 bits.
+constexpr int64_t kNarrow = (int64_t{1} << 31) - kBlock;
+
+bool is_aligned(const Operand& operand) { return reinterpret_cast<uintptr_t>(operand.data) % 16 == 0; }
+
+// Entries of the same kind share a compiled kernel. From the lowest bit: 1 + DType of parameter, gradient and states, 0
+// for those that are absent, 3 bits each; whether all operands are flat; whether they also begin at 16-byte boundaries;
+// whether element indices need 64 bits.
+uint32_t triton_kind(const TensorStep& t, Entry&) {
+  uint32_t kind = 0;
+  bool flat = true, aligned = true;
+  int bit = 0;
+  for (const Operand* operand : {&t.w, &t.g, &t.state[0], &t.state[1], &t.state[2]}) {
+    if (operand->data != nullptr) {
+      kind |= (1 + static_cast<uint32_t>(operand->dtype)) << bit;
+      flat = flat && operand->flat();
+      aligned = aligned && is_aligned(*operand);
+    }
+    bit += 3;
+  }
+  kind |= static_cast<uint32_t>(flat) << bit | static_cast<uint32_t>(flat && aligned) << (bit + 1);
+  return kind | static_cast<uint32_t>(t.numel > kNarrow) << (bit + 2);
+}
+
+struct Table {
+  Tensor bytes;                 // uint8, on the CPU
+  std::vector<int64_t> layout;  // offsets of the sections, then kind, first chunk and number of chunks of each launch
+};
+
+template <class Rule>
+Table table_of(const StepArgs& args) {
+  Gather gather;
+  gather.read<Rule>(args);
+  GpuTable table;
+  build(table, {kBlock, triton_kind}, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
+  const auto size = static_cast<int64_t>(table.bytes.size());
+  Tensor bytes = torch::stable::new_empty(args.hyper, {size}, torch::headeronly::ScalarType::Byte, std::nullopt,
+                                          std::nullopt, std::nullopt);
+  std::copy(table.bytes.begin(), table.bytes.end(), static_cast<unsigned char*>(bytes.mutable_data_ptr()));
+  std::vector<int64_t> layout{table.hyper, table.has_lrs ? table.lrs : -1, table.entries, table.nests, table.maps,
+                              table.chunks};
+  for (const Work& work : table.works) layout.insert(layout.end(), {work.kind, work.first, work.count});
+  return {bytes, layout};
+}
+
+void optim_step_table(StableIValue* stack, uint64_t, uint64_t) {
+  const StepArgs args = unpack(stack);
+  const Table table = args.rule == RuleId::sgd ? table_of<Sgd>(args) : table_of<Adam>(args);
+  stack[0] = torch::stable::detail::from(table.bytes);
+  stack[1] = torch::stable::detail::from(table.layout);
+}
+
+}  // namespace
+}  // namespace loco::optim_step
+
+STABLE_TORCH_LIBRARY_IMPL(loco_ext, CompositeExplicitAutograd, m) {
+  m.impl("optim_step_table", &loco::optim_step::optim_step_table);
+}

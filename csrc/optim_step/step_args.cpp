@@ -1,0 +1,74 @@
+// Reads the arguments of torch.ops.loco_ext.optim_step off the stack of a boxed call.
+#include "optim_step/step_args.h"
+
+namespace loco::optim_step {
+namespace {
+
+// Takes one argument after another.
+struct Stack {
+  StableIValue* next;
+
+  template <typename T>
+  void take(T& argument) {
+    argument = torch::stable::detail::to<T>(*next++);
+  }
+  void take(Tensors& list) { list = Tensors(*next++); }
+  void take(RuleId& rule) {
+    const auto id = torch::stable::detail::to<int64_t>(*next++);
+    STD_TORCH_CHECK(id == 0 || id == 1, "rule: expected 0 (SGD) or 1 (Adam), got ", id);
+    rule = static_cast<RuleId>(id);
+  }
+  void take(Options& options) {
+    std::vector<bool> flags;
+    take(flags);
+    STD_TORCH_CHECK(flags.size() == 5, "flags: expected maximize, l1, nesterov, amsgrad and decoupled, got ",
+                    flags.size(), " entries");
+    options = {flags[0], flags[1], flags[2], flags[3], flags[4]};
+  }
+};
+
+}  // namespace
+
+Tensors::Tensors(StableIValue list) {
+  const auto from = torch::stable::detail::to<StableListHandle>(list);
+  size_t count = 0;
+  TORCH_ERROR_CODE_CHECK(torch_list_size(from, &count));
+  handles_.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    StableIValue element;
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(from, i, &element));
+    handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(element));
+  }
+  TORCH_ERROR_CODE_CHECK(torch_delete_list(from));
+}
+
+Tensors::~Tensors() {
+  for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
+}
+
+StepArgs unpack(StableIValue* stack) {
+  StepArgs a;
+  Stack from{stack};
+  const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
+  take(a.rule, a.options, a.params, a.grads, a.states, a.steps, a.first, a.hyper, a.group_index, a.lrs, a.lr_index,
+       a.maps, a.map_index, a.penalties, a.grad_scale, a.found_inf, a.ordinals, a.seed, a.rounding_step);
+  return a;
+}
+
+std::vector<View> read_lrs(const StepArgs& args, int64_t groups, const Place& place) {
+  const Ints& index = args.lr_index;
+  if (index.empty()) return {};
+  STD_TORCH_CHECK(static_cast<int64_t>(index.size()) == groups, "lr_index: expected ", groups,
+                  " entries, one per row of hyper, or none, got ", index.size());
+  const auto count = static_cast<int64_t>(args.lrs.size());
+  std::vector<View> result(groups, View{});
+  for (int64_t i = 0; i < groups; ++i) {
+    if (index[i] == -1) continue;
+    STD_TORCH_CHECK(index[i] >= 0 && index[i] < count, "lr_index[", i, "]: expected -1 to ", count - 1, ", got ",
+                    index[i]);
+    result[i] = scalar_view(args.lrs[index[i]], "lrs", index[i], place);
+  }
+  return result;
+}
+
+}  // namespace loco::optim_step

@@ -1,0 +1,292 @@
+// The l2 prox in a metric d of a chain of nested groups for one filter; math.h states the problem and tells which rings
+// vanish. On the others
+//
+//   x = u d / (d + c_r),  c_r - c_(r+1) = t_r / ||x(G_r)||,  c = 0 beyond the last ring
+//
+// solve_metric finds c of the first ring alive by shooting: c beyond the last ring rises with it as long as no c on the
+// way is negative, and a negative c shows that it is too small. It takes the sums over each ring from one of two
+// sources:
+//
+// DirectSums   sums over the weights, for each c anew. CUDA blocks use it, whose weights lie in shared memory, and so
+//              does the CPU for weights and metrics of extreme magnitudes.
+// MetricModel  a model of these sums around values c0 of c at which their moments are known. solve_by_models solves one
+//              model after the other, which takes the fewest passes over the weights.
+//
+// All arrays are contiguous float64 [rings]. One CPU thread or one CUDA block runs this code for one filter.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "ring_prox/math.h"
+
+namespace loco::ring_prox {
+
+// Return u d / (d + c).
+template <typename T>
+LOCO_HD double damped(T u, T d, double c) {
+  const double weight = d;
+  return static_cast<double>(u) * (weight / (weight + c));
+}
+
+// Sums over a ring for x = u d / (d + c): of x^2 (`squares`) and of x^2 / (d + c) (`slope`). The derivative of squares
+// by c is -2 slope.
+struct Damped {
+  double squares, slope;
+};
+
+// How far c beyond the last ring misses 0, and the derivative of that by c of ring `first`.
+struct Shot {
+  double miss, derivative;
+};
+
+// Return a lower bound of c of ring `first`, which holds because no ||x(G_r)|| exceeds that of u. norms[r] is the norm
+// of u on rings 0..r.
+LOCO_HD double least_coefficient(const double* norms, const double* t, int first, int rings) {
+  double least = 0;
+  for (int r = first; r < rings; ++r) least += t[r] == 0 ? 0 : t[r] / norms[r];
+  return least;
+}
+
+// Follow c from ring `first` to beyond the last ring and return how far it misses 0. sums(r, c) returns Damped of ring
+// r. Where c of a ring is below its lower bound, the difference is added to the miss, and the recursion continues from
+// the bound. Writes c of each ring and its derivative by c of ring `first`.
+template <class Sums, class Array>
+LOCO_HD Shot shoot(Sums& sums, const double* norms, const double* t, int first, int rings, double c, Array coefficients,
+                   Array derivatives) {
+  double squares = 0, slope = 0, derivative = 1, least = least_coefficient(norms, t, first, rings);
+  Shot lacking{0, 0};
+  for (int r = first; r < rings; ++r) {
+    if (c < least) {
+      lacking = {lacking.miss + (c - least), lacking.derivative + derivative};
+      c = least;
+      derivative = 0;
+    }
+    coefficients[r] = c;
+    derivatives[r] = derivative;
+    const Damped ring = sums(r, c);
+    squares += ring.squares;
+    slope += ring.slope * derivative;
+    if (t[r] == 0) continue;
+    const double pull = t[r] / std::sqrt(squares);
+    c -= pull;
+    derivative -= pull * slope / squares;
+    least -= t[r] / norms[r];
+  }
+  return {c + lacking.miss, derivative + lacking.derivative};
+}
+
+// Write c of every ring from `first` on, by Newton's method inside a bracket: if all d of a filter are equal, c beyond
+// the last ring is linear in that of the first. sums.tolerance() is the relative size of a step at which to stop; the
+// error is about its square. derivatives is scratch, [rings]. start is 0 or a guess of c of the first ring, less than
+// twice the solution. uneven: metrics of very different magnitudes may occur in the filter, for which Newton's steps
+// alone may stay short for ever. Return the derivative of c beyond the last ring by that of the first, or 0 if there
+// was nothing to solve.
+template <bool uneven = false, class Sums, class Array>
+LOCO_HD double solve_metric(Sums& sums, const double* norms, const double* t, int first, int rings, Array coefficients,
+                            Array derivatives, double start = 0) {
+  double lower = least_coefficient(norms, t, first, rings), upper = kInfinity, c = lower;
+  if (start > c) c = start;
+  if (start / 2 > lower) lower = start / 2;
+  if (!(c > 0 && c < kInfinity)) {
+    for (int r = first; r < rings; ++r) coefficients[r] = c;
+    return 0;
+  }
+  double step = kInfinity, derivative = 1;
+  for (int i = 0; i < kMostTrials && std::fabs(step) > sums.tolerance() * c; ++i) {
+    const Shot shot = shoot(sums, norms, t, first, rings, c, coefficients, derivatives);
+    (shot.miss < 0 ? lower : upper) = c;
+    double next = c - shot.miss / shot.derivative;
+    const bool slow = uneven && i >= kMostNewton && i % 2 == 0;
+    if (slow || !(shot.derivative > 0 && next >= lower && next <= upper && next < kInfinity)) {
+      next = upper < kInfinity ? lower + (upper - lower) / 2 : 2 * c;
+      if (slow && upper == kInfinity) next = 0x1p64 * c;
+      if (slow && upper < kInfinity && upper > 4 * lower) next = std::sqrt(lower) * std::sqrt(upper);
+    }
+    derivative = shot.derivative;
+    step = next - c;
+    c = next;
+  }
+  for (int r = first; r < rings; ++r) {
+    const double found = coefficients[r] + derivatives[r] * step;
+    coefficients[r] = found < 0 ? 0 : found;
+  }
+  return derivative;
+}
+
+// Return sum_n q_n ||x(G_n)|| of the x that solve_metric has found.
+template <class Sums>
+LOCO_HD double metric_penalty(Sums& sums, const double* coefficients, const double* q, int first, int rings) {
+  double sum = 0, penalty = 0;
+  for (int r = first; r < rings; ++r) {
+    sum += sums(r, coefficients[r]).squares;
+    if (q[r] != 0) penalty += q[r] * std::sqrt(sum);
+  }
+  return penalty;
+}
+
+// The sums that solve_metric takes, over the weights of a filter. filter.for_ring(ring, visit) calls visit(weight, its
+// finite metric) for the weights that this thread is to sum, and filter.add_up(values) adds the values of all threads.
+template <class Filter>
+struct DirectSums {
+  Filter& filter;
+
+  LOCO_HD double tolerance() const { return 1e-9; }
+
+  LOCO_HD Damped operator()(int ring, double c) const {
+    double values[2] = {0, 0};
+    filter.for_ring(ring, [&](auto u, auto d) {
+      const double value = damped(u, d, c);
+      values[0] += value * value;
+      values[1] += value * value / (static_cast<double>(d) + c);
+    });
+    filter.add_up(values);
+    return {values[0], values[1]};
+  }
+};
+
+// Sums over each ring for x = u d / (d + c): power[k][r] = sum x^2 / (d + c)^k.
+struct Moments {
+  static constexpr int kPowers = 4;
+  double power[kPowers][kMaxRings];
+
+  void clear(int rings) {
+    for (auto& sums : power) std::fill(sums, sums + rings, 0.0);
+  }
+};
+
+// A model of the sums over a ring for values of c other than c0, at which the moments are known.
+//
+// The sum ||x||^2 is an integral of (1 + (c - c0) i)^-2 over a measure of i = 1 / (d + c0). By Gauss-Radau quadrature
+// with a node at 0, it is modelled as
+//
+//   fixed + moving / (1 + (c - c0) pole)^2,  pole = bend / slope,  moving = slope^2 / bend,  fixed = square - moving
+//
+// The model has the right value and two derivatives at c0, is exact if all d are equal, and is nowhere too small beyond
+// c0. So from c0 = 0 the solutions of successive models rise to the one sought, and each step cubes the error.
+class MetricModel {
+ public:
+  // Model the rings from `first` on. c0 is [rings], where the moments were taken; for tolerance see solve_metric.
+  MetricModel(const Moments& moments, const double* c0, int first, int rings, double tolerance)
+      : moments_(moments), c0_(c0), tolerance_(tolerance) {
+    for (int r = first; r < rings; ++r) {
+      const double slope = moments.power[1][r], bend = moments.power[2][r], square = moments.power[0][r];
+      pole_[r] = bend > 0 ? bend / slope : 0;
+      const double moving = bend > 0 ? slope * slope / bend : 0;
+      moving_[r] = moving < square ? moving : square;
+    }
+  }
+
+  double tolerance() const { return tolerance_; }
+
+  Damped operator()(int r, double c) const {
+    const double step = c < c0_[r] / 2 ? -c0_[r] / 2 : c - c0_[r];  // the model has a pole far below c0
+    const double factor = 1 / (1 + step * pole_[r]), moved = moving_[r] * factor * factor;
+    return {moments_.power[0][r] - moving_[r] + moved, moved * pole_[r] * factor};
+  }
+
+  // Return the error of a sum, relative to the sum at c0: the first term of Taylor's series that the model lacks, plus
+  // the error of the derivative, which is relatively off by `rounding`.
+  double error(int r, double c, double rounding) const {
+    const double step = std::fabs(c - c0_[r]);
+    const double off = 4 * step * step * step * moments_.power[3][r] + 2 * rounding * step * moments_.power[1][r];
+    return off > 0 ? off / moments_.power[0][r] : 0;
+  }
+
+ private:
+  const Moments& moments_;
+  const double* c0_;
+  double tolerance_;
+  double pole_[kMaxRings], moving_[kMaxRings];
+};
+
+// Write c of every ring from `first` on by fixed-point iteration, for the usual case that c hardly changes ||x||: first
+// from the norms of u, then from the norms of what c leaves of u. The first repetition changes c by some fraction, and
+// each further one reduces the error by about that factor, until it is `allowed`. Return that fraction, or 1 if the
+// iteration does not converge so or there is nothing to solve.
+inline double iterate(const MetricModel& model, const double* norms, const double* t, int first, int rings,
+                      double allowed, double* coefficients) {
+  double left[kMaxRings], part = 1, most = kInfinity;
+  std::copy(norms + first, norms + rings, left + first);
+  for (int i = 0;; ++i) {
+    double c = 0, change = 0;
+    for (int r = rings - 1; r >= first; --r) {
+      c += t[r] == 0 ? 0 : t[r] / left[r];
+      const double rise = i > 0 && c != 0 ? c / coefficients[r] - 1 : 0;
+      change = rise <= change ? change : rise;  // propagates NaN
+      coefficients[r] = c;
+    }
+    if (i == 0 && !(c > 0 && c < kInfinity)) return 1;
+    if (!(change <= most)) return 1;
+    if (i == 1) part = change;
+    if (i > 0) most = change / 2;
+    if (i == 1 && !(part * part * part * part < allowed)) return 1;
+    if (i > 0 && change * part <= allowed) return part;
+    double squares = 0;
+    for (int r = first; r < rings; ++r) left[r] = std::sqrt(squares += model(r, coefficients[r]).squares);
+  }
+}
+
+// Return whether the sums of rings from `first` on are far from where squares of T vanish or overflow.
+template <typename T>
+bool are_safe(const double* sums, int first, int rings) {
+  constexpr double kLeast = sizeof(T) == 4 ? 1e-28 : 1e-280;
+  bool all = true;
+  for (int r = first; r < rings; ++r) all &= sums[r] > kLeast && sums[r] < 1 / kLeast;
+  return all;
+}
+
+// Write c of each ring from `first` on, and to squares each ring's remaining sum of squares, by solving one model after
+// the other. zero: the moments for c = 0. sum(wide, c0, moments) writes the moments for c = c0; floats are summed in
+// float32 (not wide) as long as the error of that moves no weight by much more than rounding does. T: float or double.
+template <typename T, class Sum>
+void solve_by_models(const Moments& zero, const Sum& sum, const double* norms, const double* t, int first, int rings,
+                     double* coefficients, double* squares) {
+  constexpr int kMostModels = 20;
+  constexpr double kAllowed = sizeof(T) == 4 ? 1e-8 : 1e-16, kModerate = 4, kHopeless = 1e3;
+  constexpr double kRoughly = 1e-6;   // relative error of sums in float32
+  constexpr double kVanished = 1e25;  // beyond this ratio the filter vanishes: rounding resolves nothing smaller
+  double c0[kMaxRings], derivatives[kMaxRings];
+  Moments moments;
+  bool from_zero = true;
+  for (int r = first; r < rings; ++r) from_zero &= zero.power[3][r] < kInfinity;
+  bool wide = sizeof(T) == 8 || !are_safe<T>(zero.power[3], first, rings);
+  const auto sum_up = [&] {
+    std::fill(c0, c0 + first, 0.0);
+    sum(wide, c0, moments);
+    if (wide || (are_safe<T>(moments.power[0], first, rings) && are_safe<T>(moments.power[3], first, rings))) return;
+    wide = true;
+    sum(wide, c0, moments);
+  };
+  for (int r = first; r < rings; ++r) c0[r] = from_zero ? 0 : least_coefficient(norms, t, r, rings);
+  if (!from_zero) sum_up();
+  for (int i = 0; i < kMostModels; ++i) {
+    const MetricModel model(i == 0 && from_zero ? zero : moments, c0, first, rings, wide ? 1e-9 : 3e-5);
+    const double part = iterate(model, norms, t, first, rings, kAllowed, coefficients);
+    const double derivative =
+        part < 1 ? 1 - part : solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
+    double error = 0, least = kInfinity;
+    for (int r = first; r < rings; ++r) {
+      const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);
+      squares[r] = model(r, c).squares;
+      error = of_ring > error ? of_ring : error;
+      least = c > 0 && c < least ? c : least;
+    }
+    if (derivative == 0) return;
+    if (wide && coefficients[first] > kVanished * least_coefficient(norms, t, first, rings)) {
+      std::fill(coefficients + first, coefficients + rings, kInfinity);
+      return std::fill(squares + first, squares + rings, 0.0);
+    }
+    // The relative error of c is half of that of its sum, divided by the derivative, and the relative error of a weight
+    // is at most a fourth of that of c.
+    const double sensitivity = coefficients[first] / (8 * least * std::fabs(derivative));
+    const bool coarse = !wide && !(sensitivity <= kModerate);
+    if (!coarse && !(error * sensitivity > kAllowed)) return;
+    wide |= coarse;
+    // If the solution depends on the last digits of the float32 sums, it is far off and no use as a start.
+    if (!coarse || sensitivity < kHopeless) std::copy(coefficients + first, coefficients + rings, c0 + first);
+    sum_up();
+  }
+}
+
+}  // namespace loco::ring_prox
