@@ -230,7 +230,7 @@ class _Path:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         loss, accuracy = evaluate(model, self.test, self.normalization, self.processes)
-        return {"accuracy": accuracy, "loss": loss, **kernel_norms(model)}
+        return {"accuracy": accuracy, "loss": loss, **filter_norms(model)}
 
 
 def fold(model: nn.Module) -> None:
@@ -246,12 +246,12 @@ def fold(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def kernel_norms(model: nn.Module) -> dict[str, float]:
-    """Return the means of ``||k||`` and of ``||k|| |gamma| / sigma`` over the kernels ``k`` that are not zero.
+def filter_norms(model: nn.Module) -> dict[str, float]:
+    """Return the means of ``||k||`` and of ``||k|| |gamma| / sigma`` over the filters ``k`` that are not zero.
 
     gamma is the scale and sigma the running standard deviation of the batch norm behind the convolution; both are 1
-    where there is none. The scale of a kernel does not matter before a normalisation, so the second product is
-    unchanged when a penalty only shrinks the weights. The means are NaN where all kernels are zero.
+    where there is none. The scale of a filter does not matter before a normalisation, so the second product is
+    unchanged when a penalty only shrinks the weights. The means are NaN where all filters are zero.
     """
     norms, effective = [], []
     modules = list(model.modules())

@@ -121,11 +121,11 @@ def test_folding_leaves_the_outputs_and_scales_the_norms():
     for _ in range(5):
         model(x)
     expected = model.eval()(x)
-    norms = frontier.kernel_norms(model)
+    norms = frontier.filter_norms(model)
     frontier.fold(model)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
-    folded = frontier.kernel_norms(model)
+    folded = frontier.filter_norms(model)
     assert folded["weight_norm"] == folded["effective_norm"] == pytest.approx(norms["effective_norm"])
     assert norms["weight_norm"] != pytest.approx(norms["effective_norm"])
 
@@ -143,7 +143,7 @@ def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone(
             norm.momentum = 1.0  # the running statistics become those of the batch
             norm.eps = 1e-12
         outputs = model(x)
-        found.append((frontier.kernel_norms(model), outputs))
+        found.append((frontier.filter_norms(model), outputs))
     (before, expected), (after, outputs) = found
     torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=1e-3)
     assert after["weight_norm"] == pytest.approx(0.1 * before["weight_norm"])
