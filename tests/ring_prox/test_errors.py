@@ -77,7 +77,7 @@ BAD_THRESHOLDS = {
     "too_few": ([0.1, 0.2], ValueError, r"expected 3 numbers.*\(2,\)"),
     "too_many": ([0.1] * 4, ValueError, r"expected 3 numbers.*\(4,\)"),
     "one_number": (0.1, ValueError, r"expected 3 numbers.*\(\)"),
-    "rows_of_other_kernels": (torch.ones(5, 3), ValueError, r"4 kernels.*\(5, 3\)"),
+    "rows_of_other_kernels": (torch.ones(5, 3), ValueError, r"4 filters.*\(5, 3\)"),
     "3_d": (torch.ones(1, 4, 3), ValueError, r"\(1, 4, 3\)"),
     "ragged": ([[0.1], [0.2, 0.3]], TypeError, "expected .*numbers"),
     "no_numbers": ("abc", TypeError, "expected .*numbers, got 'abc'"),
