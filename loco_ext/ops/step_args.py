@@ -16,16 +16,14 @@ class Rule(NamedTuple):
     """An update rule: how the operators know it, and the names of what it takes."""
 
     id: int  # RuleId in csrc/optim_step/rules.h
-    operator: str  # the function of loco_ext.ops
     columns: tuple[str, ...]  # of hyper
     states: tuple[str, ...]  # the lists of states, in order
     counts_steps: bool
 
 
-SGD = Rule(0, "optim_step_sgd", ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffers",), False)
+SGD = Rule(0, ("lr", "weight_decay", "momentum", "dampening"), ("momentum_buffers",), False)
 ADAM = Rule(
     1,
-    "optim_step_adam",
     ("lr", "weight_decay", "beta1", "beta2", "eps"),
     ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
     True,
@@ -86,10 +84,6 @@ class StepArgs:
     def penalty_of(self, index: int) -> OfStep | None:
         """Return the penalty of a parameter."""
         return self.penalties[index] if self.penalties else None
-
-    def state(self, name: str) -> Sequence[Tensor]:
-        """Return the list of states of this name, empty if the step has none."""
-        return dict(zip(self.rule.states, self.states, strict=False)).get(name, ())
 
     def operands(self) -> dict[str, Sequence[Tensor]]:
         """Return the lists of tensors of the parameters' shapes, by name."""
