@@ -1,9 +1,9 @@
-"""Latency of networks with half of their multiply-adds removed: unchanged and compacted.
+"""Latency of networks with half of their MACs removed: unchanged and compacted.
 
     python -m bench.bench_compact            measures everything, writes bench/results/, prints a table
     python -m bench.bench_compact --quick    gives a first impression; writes nothing without --out
 
-Kernels vanish at random, or lose outer half rings, or both, until half of the network's multiply-adds remain by eq. 10
+Kernels vanish at random, or lose outer half rings, or both, until half of the network's MACs remain by eq. 10
 of the draft. The candidates are the network; the network with its batch norms folded, for comparison because compaction
 folds them too; and the compacted network with and without folding. All run in eval mode, interleaved, in the same
 memory format, after their outputs were found equal. Freed memory is kept for the next call: which sizes the C library
@@ -36,13 +36,13 @@ BATCH_SIZE, IMAGE = 32, (3, 32, 32)
 
 
 def half(name: str, pattern: str, seed: int = 0) -> nn.Module:
-    """Return the network with half of its multiply-adds removed, by bisection of the probability to strike a kernel."""
+    """Return the network with half of its MACs removed, by bisection of the probability to strike a kernel."""
     lower, upper = 0.0, 1.0
     for _ in range(8):
         chance = (lower + upper) / 2
         model = struck(name, pattern, chance, seed)
-        _, report = sparsity.compact(model, torch.zeros(1, *IMAGE), cost="multiply_adds")
-        if report.multiply_adds_after > report.multiply_adds_before / 2:
+        _, report = sparsity.compact(model, torch.zeros(1, *IMAGE), cost="macs")
+        if report.macs_after > report.macs_before / 2:
             lower = chance
         else:
             upper = chance
@@ -77,7 +77,7 @@ def _strike(weight: Tensor, pattern: str, chance: float) -> None:
 
 
 def measure(name: str, pattern: str, memory_format: str, threads: int, effort: harness.Effort) -> dict[str, Any]:
-    """Return latencies of all candidates, multiply-adds, and speedups of the compacted network."""
+    """Return latencies of all candidates, MACs, and speedups of the compacted network."""
     layout: dict[str, Any] = {"memory_format": FORMATS[memory_format]}
     label = f"{name}, {pattern}, {memory_format}, threads {threads}"
     with harness.num_threads(threads), torch.inference_mode():
@@ -109,10 +109,10 @@ def measure(name: str, pattern: str, memory_format: str, threads: int, effort: h
         "speedup": timings.ratio("network", "compacted"),
         "speedup_norms_kept": timings.ratio("network", "compacted, norms kept"),
         "speedup_over_folded": timings.ratio("norms folded", "compacted"),
-        "multiply_adds": {
-            "before": report.multiply_adds_before,
-            "after": report.multiply_adds_after,
-            "executed": report.multiply_adds_executed,
+        "macs": {
+            "before": report.macs_before,
+            "after": report.macs_after,
+            "executed": report.macs_executed,
         },
         "notes": report.notes,
     }

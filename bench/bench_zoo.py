@@ -106,10 +106,10 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "speedup_reported": (report.latency_before or 1.0) / (report.latency_after or 1.0),
         "compaction_seconds": seconds,
         "error": difference(name),
-        "multiply_adds": {
-            "before": report.multiply_adds_before,
-            "after": report.multiply_adds_after,
-            "executed": report.multiply_adds_executed,
+        "macs": {
+            "before": report.macs_before,
+            "after": report.macs_after,
+            "executed": report.macs_executed,
         },
         "kept": report.notes.get("model"),
     }
@@ -119,7 +119,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 def difference(name: str) -> float:
     """Return the largest relative difference of the float64 outputs at input shapes other than the example's."""
     network = halved(name).double()
-    smaller, _ = sparsity.compact(network, torch.randn(IMAGE).double(), cost="multiply_adds")
+    smaller, _ = sparsity.compact(network, torch.randn(IMAGE).double(), cost="macs")
 
     found = []
     for shape in CHECKED:

@@ -96,8 +96,8 @@ def train(report: Record) -> list[Table]:
 
 
 def left(key: str) -> Callable[[Record], str]:
-    """Return a cell with the share of a network's multiply-adds."""
-    return lambda record: f"{record['multiply_adds'][key] / record['multiply_adds']['before']:.2f}"
+    """Return a cell with the share of a network's MACs."""
+    return lambda record: f"{record['macs'][key] / record['macs']['before']:.2f}"
 
 
 def number(key: str, form: str) -> Callable[[Record], str]:
@@ -106,7 +106,7 @@ def number(key: str, form: str) -> Callable[[Record], str]:
 
 
 def compact(report: Record) -> list[Table]:
-    """Return a table of latencies of networks with half of their multiply-adds removed, unchanged and compacted."""
+    """Return a table of latencies of networks with half of their MACs removed, unchanged and compacted."""
     results = report["results"]
     columns = [*NETWORK, ("struck", shown("pattern")), ("format", shown("memory_format")), *THREADS]
     columns += [("left", left("after")), ("executed", left("executed"))]
@@ -114,7 +114,7 @@ def compact(report: Record) -> list[Table]:
     columns += [("times faster", number("speedup", ".2f")), ("norms kept", number("speedup_norms_kept", ".2f"))]
     columns.append(("than folded", number("speedup_over_folded", ".2f")))
     title = (
-        f"Latency in ms of {report['settings']['batch_size']} images of 32x32 pixels, shares of the multiply-adds that "
+        f"Latency in ms of {report['settings']['batch_size']} images of 32x32 pixels, shares of the MACs that "
         "are left and that are executed; how many times faster the compacted network is than the network, the same "
         "with its batch normalisations kept, and than the network with them folded"
     )
@@ -130,7 +130,7 @@ def zoo(report: Record) -> list[Table]:
     columns += [("seconds", number("compaction_seconds", ".0f")), ("difference", number("error", ".0e"))]
     title = (
         "Latency in ms of one image of 224x224 pixels, one thread, before and after compaction; shares of the "
-        "multiply-adds that are left and executed; seconds that compaction takes; difference in float64"
+        "MACs that are left and executed; seconds that compaction takes; difference in float64"
     )
     return [table(title, report["results"], columns)]
 

@@ -113,7 +113,7 @@ def study(data: Path, runs: Path, only: str | None = None) -> dict[str, Any]:
 
 
 def save(networks: dict[str, Any], out: Path) -> None:
-    """Write the report and print its tables; draw errors against multiply-adds with one panel for each model."""
+    """Write the report and print its tables; draw errors against MACs with one panel for each model."""
     report = {
         "benchmark": "frontier_cifar10",
         "machine": machine.describe(),
@@ -132,7 +132,7 @@ def save(networks: dict[str, Any], out: Path) -> None:
     panels: dict[str, figures.Series] = {}
     dense = {}
     for model, arms in networks.items():
-        dense[model] = arms["width"]["paths"][0]["multiply_adds"]
+        dense[model] = arms["width"]["paths"][0]["macs"]
         for name, record in arms.items():
             if "," in name:
                 continue

@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 def frontier(record: Record) -> Record:
-    """Return the points of a frontier: multiply-adds, test errors in percent, latencies, filters left and norms."""
+    """Return the points of a frontier: MACs, test errors in percent, latencies, filters left and norms."""
     settings = record["settings"]
     return {
         "training": settings["training"],
@@ -18,7 +18,7 @@ def frontier(record: Record) -> Record:
         "latency_batch": record["latency_batch"],
         "paths": [
             {
-                **{name: path[name] for name in ("width", "path", "multiply_adds", "latency")},
+                **{name: path[name] for name in ("width", "path", "macs", "latency")},
                 "points": [_point(point) for point in path["points"]],
             }
             for path in record["paths"]
@@ -28,7 +28,7 @@ def frontier(record: Record) -> Record:
 
 def _point(point: Record) -> Record:
     return {
-        **{name: point[name] for name in ("strength", "tau", "multiply_adds")},
+        **{name: point[name] for name in ("strength", "tau", "macs")},
         "filters": sum(sum(counts[1:]) for counts in point["kernels"].values()),
         "error": 100 * (1 - point["metrics"]["accuracy"]),
         "refitted_error": error(point) if point["refitted"] else None,

@@ -14,7 +14,7 @@ from bench.table import MISSING, Table
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's multiply-adds
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
 EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
@@ -51,14 +51,14 @@ def frontier_cifar10(report: Record) -> list[Table]:
 
 
 def errors(model: str, arms: Record, settings: Record) -> Table:
-    """Return the table of the lowest error of each method by the share of multiply-adds that a network may have."""
-    whole = arms["width"]["paths"][0]["multiply_adds"]
+    """Return the table of the lowest error of each method by the share of MACs that a network may have."""
+    whole = arms["width"]["paths"][0]["macs"]
     rows = []
     for name, record in arms.items():
         if "," in name:
             continue
         points = [point for path in record["paths"] for point in path["points"]]
-        shares = [point["multiply_adds"] / whole for point in points]
+        shares = [point["macs"] / whole for point in points]
         if name.startswith("width"):
             rows.append([name, *lowest(map(error, points), shares)])
             continue
@@ -67,7 +67,7 @@ def errors(model: str, arms: Record, settings: Record) -> Table:
             rows.append([f"{name}, refitted", *lowest(map(error, points), shares)])
     title = (
         f"{model}, {settings['training_samples']:,} training images: lowest test error in percent "
-        f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} multiply-adds. "
+        f"({settings['test_samples']:,} images) of the networks with at most so many of the {whole:,} MACs. "
         f"All but those not refitted have been trained for {settings['epochs']} epochs"
     )
     return Table(title, ["method", *(f"{share:.0%}" for share in SHARES), "networks"], rows)
@@ -110,7 +110,7 @@ def paths(arms: Record) -> Table:
         (path,) = arms[name]["paths"]
         rows += [[path["path"], f"{point['strength']:.2g}", *left(point, path)] for point in path["points"]]
     title = "From the strength that leaves nothing, found by trial, down: each from the dense network, or from the last"
-    return Table(title, ["start", "strength", "kernels left", "multiply-adds", "test error"], rows)
+    return Table(title, ["start", "strength", "kernels left", "MACs", "test error"], rows)
 
 
 def norms(arms: Record) -> Table:
@@ -128,7 +128,7 @@ def norms(arms: Record) -> Table:
         "Batch normalisation live, live with the penalty scaled by it, and folded; all from the dense network, two "
         "epochs, no refit. Norms are means over the kernels left, of weights and of weights times the scale behind them"
     )
-    headers = ["batch norm", "strength", "norm", "norm times scale", "kernels left", "multiply-adds", "test error"]
+    headers = ["batch norm", "strength", "norm", "norm times scale", "kernels left", "MACs", "test error"]
     return Table(title, headers, rows)
 
 
@@ -147,13 +147,13 @@ def trained_cifar10(report: Record) -> list[Table]:
         f"{settings['dense_epochs']} epochs dense and one for each strength, one thread: milliseconds for {batch} "
         "images of the network as it is, and compacted; test error in percent"
     )
-    headers = ["network", "strength", "kernels left", "multiply-adds", "test error", "ms", "compacted", "times faster"]
+    headers = ["network", "strength", "kernels left", "MACs", "test error", "ms", "compacted", "times faster"]
     return [Table(title, headers, rows)]
 
 
 def left(point: Record, path: Record) -> list[str]:
-    """Return the cells of what is left of a network: filters, share of the multiply-adds, and the test error."""
-    return [str(point["filters"]), f"{point['multiply_adds'] / path['multiply_adds']:.1%}", f"{error(point):.1f}"]
+    """Return the cells of what is left of a network: filters, share of the MACs, and the test error."""
+    return [str(point["filters"]), f"{point['macs'] / path['macs']:.1%}", f"{error(point):.1f}"]
 
 
 def efcn_cifar10(report: Record) -> list[Table]:

@@ -21,7 +21,8 @@ def run(
     out: Out = Path("runs/compact"),
     batch_size: Annotated[int, typer.Option(min=1, help="Images per batch on which the result is to be fast.")] = 64,
     cost: Annotated[
-        Literal["measured", "multiply_adds"], typer.Option(help="What decides how a layer is computed.")
+        Literal["measured", "macs", "multiply_adds"],
+        typer.Option(help="What decides how a layer is computed.", metavar="[measured|macs]"),
     ] = "measured",
     fold_norms: Annotated[
         bool, typer.Option(help="Fold batch normalisations into the convolutions before them.", show_default="yes")
@@ -31,7 +32,7 @@ def run(
 ) -> Result:
     """Take out filters, rings of filters and channels that are zero, and write the smaller network to a folder.
 
-    The smaller network gives the same outputs. Its multiply-adds and measured latency are printed, and its accuracy
+    The smaller network gives the same outputs. Its MACs and measured latency are printed, and its accuracy
     where the data set is at hand.
     """
     from loco_ext.experiments import compacting

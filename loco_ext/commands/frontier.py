@@ -31,7 +31,7 @@ def run(
 ) -> Result:
     """Train a network without a penalty, then from there with many strengths of one that removes rings or filters.
 
-    What is left is compacted; accuracies, multiply-adds and figures are written to a folder. If no strengths are given,
+    What is left is compacted; accuracies, MACs and figures are written to a folder. If no strengths are given,
     they run down from the least that leaves nothing.
     """
     path = {name: options.pop(name) for name in set(options) - OF_A_POINT}

@@ -2,7 +2,7 @@
 
 model.safetensors  the smaller network's tensors
 manifest.json      its graph, see sparsity.save
-report.json        layers, multiply-adds, latency; accuracies where the data are at hand
+report.json        layers, MACs, latency; accuracies where the data are at hand
 model.onnx         where asked for
 """
 

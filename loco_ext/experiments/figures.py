@@ -26,7 +26,7 @@ def save(record: Record, out: Path) -> None:
         tau = f", tau = {largest_tau:g}" if largest_tau > 0 else ""
         write(widths(chosen, f"Kernels left by layer and strength{tau}"), out / "widths.png")
         write(sizes(chosen, f"Kernels of each size by layer and strength{tau}"), out / "sizes.png")
-    write(errors({"": by_tau(record)}, record["paths"][0]["multiply_adds"]), out / "errors.png")
+    write(errors({"": by_tau(record)}, record["paths"][0]["macs"]), out / "errors.png")
 
 
 def by_tau(record: Record) -> Series:
@@ -72,22 +72,22 @@ def sizes(points: list[Record], title: str) -> Figure:
 
 
 def errors(panels: dict[str, Series], dense: int | dict[str, int]) -> Figure:
-    """Draw figures 4 and 5: test error against multiply-adds, one line for each series, one panel for each title.
+    """Draw figures 4 and 5: test error against MACs, one line for each series, one panel for each title.
 
     Args:
-        dense: multiply-adds of the dense network, or one number for each panel.
+        dense: MACs of the dense network, or one number for each panel.
     """
     figure = Figure(figsize=(6.4 * len(panels), 4.4), layout="constrained")
     for axes, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for label, points in series.items():
-            line = sorted((point["multiply_adds"], error(point)) for point in points)
+            line = sorted((point["macs"], error(point)) for point in points)
             axes.plot(*zip(*line, strict=True), marker=".", linewidth=1, label=label)
         whole = dense if isinstance(dense, int) else dense[title]
         axes.axvline(whole, color="grey", linestyle="--", linewidth=1)
         # Empty networks, which have no place on a logarithmic axis, are drawn at the left edge.
         axes.set_xscale("symlog", linthresh=max(whole / 1000, 1))
         axes.set_xlim(0, 1.3 * whole)
-        axes.set(title=title, xlabel="multiply-adds of one sample", ylabel="test error in percent")
+        axes.set(title=title, xlabel="MACs of one sample", ylabel="test error in percent")
         finish(axes)
         axes.legend(frameon=False, fontsize="small")
     return figure

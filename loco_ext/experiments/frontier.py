@@ -274,7 +274,7 @@ def filter_norms(model: nn.Module) -> dict[str, float]:
 def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of a table of all points."""
     width_only = record["settings"]["method"] == "width"
-    headers = ["width" if width_only else "strength", "tau", "test error", "multiply-adds", "of dense", "kernels", "ms"]
+    headers = ["width" if width_only else "strength", "tau", "test error", "MACs", "of dense", "kernels", "ms"]
     cells = []
     for path in record["paths"]:
         for point in path["points"]:
@@ -285,8 +285,8 @@ def rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                     f"{path['width'] if width_only else point['strength']:.3g}",
                     f"{point['tau']:g}",
                     f"{figures.error(point):.2f}%",
-                    f"{point['multiply_adds']:,}",
-                    f"{point['multiply_adds'] / record['paths'][0]['multiply_adds']:.1%}",
+                    f"{point['macs']:,}",
+                    f"{point['macs'] / record['paths'][0]['macs']:.1%}",
                     str(live),
                     "" if None in times else " -> ".join(f"{1e3 * time:.2f}" for time in times),
                 ]

@@ -56,7 +56,7 @@ def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Pr
 
 
 def print_shrunk(shrunk: Shrunk) -> None:
-    """Print filter sizes, multiply-adds and latency, before and after."""
+    """Print filter sizes, MACs and latency, before and after."""
     report = shrunk.report
     layers = [
         [
@@ -64,13 +64,13 @@ def print_shrunk(shrunk: Shrunk) -> None:
             f"{layer.kernels_before} -> {layer.kernels_after}",
             ", ".join(f"{count} of {size}" for size, count in layer.sizes.items() if size != "0"),
             f"{layer.channels_before} -> {layer.channels_after}",
-            f"{layer.multiply_adds_before:,} -> {layer.multiply_adds_after:,}",
+            f"{layer.macs_before:,} -> {layer.macs_after:,}",
         ]
         for layer in report.layers
     ]
-    total = f"{report.multiply_adds_before:,} -> {report.multiply_adds_after:,}"
+    total = f"{report.macs_before:,} -> {report.macs_after:,}"
     print_table(
-        ["layer", "filters", "sizes", "channels read", "multiply-adds of an image"],
+        ["layer", "filters", "sizes", "channels read", "MACs of an image"],
         [*layers, ["all", "", "", "", total]],
         "Ring penalty, then sparsity.compact: what is left of each layer",
     )

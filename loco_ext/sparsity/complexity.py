@@ -1,4 +1,4 @@
-"""A penalty on the multiply-adds of a network, in which the layers' costs depend on each other (the draft's eq. 34)."""
+"""A penalty on the MACs of a network, in which the layers' costs depend on each other (the draft's eq. 34)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = torch.finfo(torch.float64).max
 def complexity_penalties(
     model: nn.Module, example_inputs: tuple[Tensor, ...], strength: float, **settings: Any
 ) -> dict[str, ComplexityPenalty]:
-    """Return a penalty for each Conv module; together they reduce a relaxed number of multiply-adds, eq. 34.
+    """Return a penalty for each Conv module; together they reduce a relaxed number of MACs, eq. 34.
 
     With ``s'_ij`` as in eq. 21 and ``d'_i`` as in eq. 12, the whole regularizer is
 

@@ -23,6 +23,7 @@ from loco_ext.penalties import GroupPenalty, KernelPenalty, RingPenalty, kernel_
 from loco_ext.penalties.strengths import convolutions, is_empty
 from loco_ext.sparsity.compaction.compact import compact
 from loco_ext.sparsity.folded_norms import zero_dead_kernels
+from loco_ext.sparsity.former_names import FORMER, NAME, FormerNames
 
 PATHS = ("dense", "up", "down")
 _MOST_TRIALS = 64  # doublings or halvings
@@ -33,26 +34,26 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class FrontierPoint:
+class FrontierPoint(FormerNames):
     """One network on the path."""
 
     strength: float
     tau: float  # groups with a norm of at most this were set to zero after training
     metrics: dict[str, float]  # results of evaluate
     refitted: dict[str, float] | None  # results of evaluate for the compacted network after refit
-    multiply_adds: int  # for one sample (eq. 10), after compaction
+    macs: int  # for one sample (eq. 10), after compaction
     latency_before: float | None  # seconds of the network as trained; None if not measured
     latency_after: float | None  # seconds of the compacted network
     kernels: dict[str, list[int]]  # number of kernels of size 0, 1, 2, ..., by convolution
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(FormerNames):
     """All points in the order of training, then of tau, and the figures of the model they come from."""
 
     penalty: tuple[Any, ...]  # class name and settings
     path: str
-    multiply_adds: int  # of the model itself
+    macs: int  # of the model itself
     latency: float | None  # of the model itself
     metrics: dict[str, float]
     trials: list[tuple[float, bool]]  # strengths tried in the search for the largest, and whether nothing was left
@@ -176,7 +177,7 @@ def frontier(
         result = Frontier(
             (type(penalty).__name__, *astuple(replace(penalty, strength=1.0))),
             path,
-            found.multiply_adds,
+            found.macs,
             found.latency_before,
             found.metrics,
             trials,
@@ -264,7 +265,10 @@ class _Measure:
         self, model: nn.Module, penalty: GroupPenalty, tau: float, name: str, to_come: int = 0
     ) -> FrontierPoint:
         """Return the point of the model with groups of at most ``tau`` set to zero."""
-        return FrontierPoint(**self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come))))
+        record = self.store.remembered(name, lambda: asdict(self._point(model, penalty, tau, to_come)))
+        if FORMER in record:
+            record[NAME] = record.pop(FORMER)
+        return FrontierPoint(**record)
 
     def _point(self, model: nn.Module, penalty: GroupPenalty, tau: float, to_come: int) -> FrontierPoint:
         kept = copy.deepcopy(model)
@@ -281,12 +285,12 @@ class _Measure:
             _, report = compact(kept.eval(), self.example_inputs, cost="measured")
             latencies = report.latency_before, report.latency_after
         # The fastest network differs from run to run, but training needs to be reproducible.
-        smaller, report = compact(kept.eval(), self.example_inputs, cost="multiply_adds", fold_norms=False)
+        smaller, report = compact(kept.eval(), self.example_inputs, cost="macs", fold_norms=False)
         refitted = None
         if self.refit is not None:
             self.refit(smaller, to_come)
             refitted = self._metrics(smaller)
-        return FrontierPoint(penalty.strength, tau, metrics, refitted, report.multiply_adds_after, *latencies, kernels)
+        return FrontierPoint(penalty.strength, tau, metrics, refitted, report.macs_after, *latencies, kernels)
 
     def _metrics(self, model: nn.Module) -> dict[str, float]:
         return {key: float(value) for key, value in self.evaluate(model).items()}

@@ -20,7 +20,7 @@ def test_a_run_is_compacted(tmp_path, capsys):
     assert main(["compact", str(run), "--out", str(out), "--batch-size", "4", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["accuracy_before"] == printed["accuracy_after"]
-    assert printed["multiply_adds_before"] == printed["multiply_adds_after"]  # the weights have no zeros to remove
+    assert printed["macs_before"] == printed["macs_after"]  # the weights have no zeros to remove
     assert json.loads((out / "report.json").read_text()).items() >= printed.items()
     assert sparsity.load(out).training is False
 
@@ -30,10 +30,10 @@ def test_a_checkpoint_gives_the_network_with_the_same_answers(tmp_path, capsys):
     pytest.importorskip("onnxscript")
     model = strike(models.small_cnn(), 1).eval()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    names = ["--model", "small", "--dataset", "digits", "--cost", "multiply_adds"]
+    names = ["--model", "small", "--dataset", "digits", "--cost", "macs"]
     assert main(["compact", str(tmp_path / "weights.pt"), *names, "--onnx", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "multiply-adds 1,788,544 -> " in printed
+    assert "MACs 1,788,544 -> " in printed
     assert "test accuracy" in printed
     assert (tmp_path / "out" / "model.onnx").stat().st_size > 1000
     images = data.digits()[1].images[:32]

@@ -45,8 +45,8 @@ def strike(model: nn.Module, seed: int = 0, dead: float = 0.4, sizes: float = 0.
 
 
 def compacted(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], **options: Any) -> tuple[nn.Module, Any]:
-    """Compact the model at the cost "multiply_adds"; assert that it did not fall back on the model itself."""
-    network, report = sparsity.compact(model, inputs, cost="multiply_adds", **options)
+    """Compact the model at the cost "macs"; assert that it did not fall back on the model itself."""
+    network, report = sparsity.compact(model, inputs, cost="macs", **options)
     assert "it stays as it is" not in report.notes.get("model", "")
     return network, report
 

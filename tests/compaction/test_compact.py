@@ -22,7 +22,7 @@ def check_random(seed: int, dims: int) -> None:
         network, report = compacted(model, inputs[0], fold_norms=fold_norms, fixed_size=fixed_size)
         same(network, model, *(inputs[:1] if fixed_size else inputs))
         assert "model" not in report.notes
-        assert report.multiply_adds_after <= report.multiply_adds_executed <= report.multiply_adds_before
+        assert report.macs_after <= report.macs_executed <= report.macs_before
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -55,7 +55,7 @@ def test_networks_of_the_experiments(name: str, pattern: dict[str, float]) -> No
     x = torch.randn(2, 3, 32, 32, dtype=torch.double)
     network, report = compacted(model, x)
     same(network, model, x, x.contiguous(memory_format=torch.channels_last))
-    assert report.multiply_adds_executed < 0.97 * report.multiply_adds_before
+    assert report.macs_executed < 0.97 * report.macs_before
     assert report.parameters_after == sum(p.numel() for p in network.parameters()) < report.parameters_before
     assert not report.notes
 
@@ -128,7 +128,7 @@ def test_a_block_that_adds_nothing_becomes_the_identity() -> None:
     same(network, model, x)
     assert sizes_of(network) == [(4, 3, 1, 1), (2, 4, 1, 1)]
     assert [layer.kernels_after for layer in report.layers] == [4, 0, 0, 2]
-    assert report.multiply_adds_after == 25 * (12 + 8)
+    assert report.macs_after == 25 * (12 + 8)
 
 
 def test_a_channel_of_a_residual_network_goes_when_every_writer_is_dead() -> None:
@@ -142,7 +142,7 @@ def test_a_channel_of_a_residual_network_goes_when_every_writer_is_dead() -> Non
     assert sizes_of(network) == [(3, 3, 1, 1), (4, 3, 3, 3), (2, 4, 3, 3), (2, 3, 1, 1)]
 
 
-def test_multiply_adds_are_those_of_eq_10() -> None:
+def test_macs_are_those_of_eq_10() -> None:
     weight = torch.randn(4, 3, 3, 3)
     weight[0] = 0
     weight[1, :, 0] = weight[1, :, :, 0] = 0
@@ -151,8 +151,8 @@ def test_multiply_adds_are_those_of_eq_10() -> None:
     model = nn.Sequential(conv(weight.double(), padding=1, stride=2))
     _, report = compacted(model, torch.randn(7, 3, 9, 8).double())
     pixels = 5 * 4
-    assert report.multiply_adds_before == pixels * 4 * 3 * 9
-    assert report.multiply_adds_after == pixels * 3 * (0 + 4 + 1 + 9)
+    assert report.macs_before == pixels * 4 * 3 * 9
+    assert report.macs_after == pixels * 3 * (0 + 4 + 1 + 9)
     assert report.layers[0].sizes == {"3x3": 1, "2x2": 1, "1x1": 1, "0": 1}
     assert report.layers[0].kernels_after == 3
 
@@ -187,7 +187,7 @@ def test_features_of_channels_that_are_gone_leave_the_linear_layer() -> None:
     network, report = compacted(model, x)
     same(network, model, x)
     assert network.linear.weight.shape == (3, 60)
-    assert report.layers[1].multiply_adds_after == 180
+    assert report.layers[1].macs_after == 180
 
 
 def test_nan_and_infinite_weights_stay() -> None:
@@ -270,7 +270,7 @@ def test_the_same_network_whatever_the_process() -> None:
     code = (
         "import torch; from tests.compaction.cases import random_network; "
         "from loco_ext import sparsity; torch.manual_seed(3); model = random_network(7, 2); "
-        "network, _ = sparsity.compact(model, torch.randn(2, 3, 12, 11).double(), cost='multiply_adds'); "
+        "network, _ = sparsity.compact(model, torch.randn(2, 3, 12, 11).double(), cost='macs'); "
         "print(network.code, [tuple(p.shape) for p in network.parameters()])"
     )
     texts = {
@@ -304,7 +304,7 @@ def test_bad_arguments_are_named() -> None:
     model, x = nn.Conv2d(1, 1, 3), torch.zeros(1, 1, 4, 4)
     with pytest.raises(TypeError, match=r"model: expected a module, got str"):
         sparsity.compact("model", x)
-    with pytest.raises(ValueError, match=r"cost: expected 'measured' or 'multiply_adds', got 'fast'"):
+    with pytest.raises(ValueError, match=r"cost: expected 'measured' or 'macs', got 'fast'"):
         sparsity.compact(model, x, cost="fast")
     with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, or a tuple with one, got int"):
         sparsity.compact(model, 3)
@@ -320,3 +320,12 @@ def test_residuals_are_scattered_only_where_nothing_else_reads_them() -> None:
     x = torch.randn(2, 3, 5, 5).double()
     network, _ = compacted(model, x)
     same(network, model, x)
+
+
+def test_former_names_of_macs_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="multiply_adds: this is called macs"):
+        _, report = sparsity.compact(nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="multiply_adds")
+    with pytest.warns(DeprecationWarning, match="multiply_adds_before: this is called macs_before") as warned:
+        assert report.layers[0].multiply_adds_before == report.multiply_adds_before == report.macs_before == 162
+    assert {each.filename for each in warned} == {__file__}
+    assert not hasattr(report, "other")

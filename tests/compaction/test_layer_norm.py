@@ -117,7 +117,7 @@ def test_channels_and_features_inside_the_blocks_of_convnext_go(block: Any, seed
     inputs = images((2, 16, 12), (1, 16, 16), (3, 24, 20))
     same(smaller, model, *inputs)
     for layer in report.layers:
-        left = layer.multiply_adds_executed / layer.multiply_adds_before
+        left = layer.macs_executed / layer.macs_before
         if any(name in layer.name for name in ("block.0", "depthwise", "block.5", "second")):
             assert left == 1 / 2
         elif any(name in layer.name for name in ("block.3", "first")):

@@ -25,8 +25,8 @@ compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 def converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every conversion of the network as faster than the network, and compute layers without timing them."""
     monkeypatch.setattr(cost, "latencies", lambda calls, device, budget: [1.0, *(0.5 for _ in calls[1:])])
-    monkeypatch.setattr(cost, "fastest", cost.fewest_multiply_adds)
-    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_multiply_adds)
+    monkeypatch.setattr(cost, "fastest", cost.fewest_macs)
+    monkeypatch.setitem(compact.COSTS, "measured", cost.fewest_macs)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_dead_channels_of_sums_give_their_constants() -> None:
     traced = annotated_graph(model, [x])
     channels = analyse(traced, analyse(traced).scatterable())
     assert channels.scatter
-    network = Rewriter(channels, cost.fewest_multiply_adds).build()
+    network = Rewriter(channels, cost.fewest_macs).build()
     same(network, model, x)
 
 

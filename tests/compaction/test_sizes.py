@@ -370,7 +370,7 @@ def test_features_of_images_are_numbers_where_a_linear_layer_demands_them() -> N
     assert report.layers[2].channels_after < 16 * 12
 
 
-@pytest.mark.parametrize("measure", ["measured", "multiply_adds"])
+@pytest.mark.parametrize("measure", ["measured", "macs"])
 def test_a_network_that_is_wrong_on_inputs_of_other_sizes_alone_is_not_returned(
     monkeypatch: pytest.MonkeyPatch, measure: str
 ) -> None:
@@ -444,7 +444,7 @@ def test_new_arguments_are_like_those_of_the_example() -> None:
 def test_networks_of_tokens_and_time_are_saved_and_loaded(seed: int, tmp_path: Any) -> None:
     torch.manual_seed(seed)
     model, (shape, *others) = random_model(seed)
-    network, report = sparsity.compact(strike(model, seed).eval(), torch.randn(shape), cost="multiply_adds")
+    network, report = sparsity.compact(strike(model, seed).eval(), torch.randn(shape), cost="macs")
     sparsity.save(network, tmp_path, report)
     loaded = sparsity.load(tmp_path)
     for other in [shape, *others]:

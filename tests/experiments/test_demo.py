@@ -40,7 +40,7 @@ def finished(tmp_path_factory):
 def repeatable(record):
     """Return the record without latencies and what depends on them: whether and how the smaller network is smaller."""
     record = dict(record)
-    chosen = ("strength", "weighting", "accuracy", "accuracy_compacted", "multiply_adds_before", "parameters_before")
+    chosen = ("strength", "weighting", "accuracy", "accuracy_compacted", "macs_before", "parameters_before")
     record["smaller"] = {key: value for key, value in record["smaller"].items() if key in chosen}
     return record
 
@@ -170,7 +170,7 @@ def test_table(finished):
     assert str(out) in printed
     smaller = record["smaller"]
     for layer in smaller["layers"]:
-        assert f"{layer['multiply_adds_before']:,}" in printed
+        assert f"{layer['macs_before']:,}" in printed
     assert f"{smaller['accuracy_compacted']:.1%}, compacted" in printed
 
 

@@ -31,7 +31,7 @@ COMMANDS = {
         "100",
     ],
     "analyze": ["analyze", "model.pt"],
-    "compact": ["compact", "model.pt", "--model", "small", "--dataset", "digits", "--cost", "multiply_adds"],
+    "compact": ["compact", "model.pt", "--model", "small", "--dataset", "digits", "--cost", "macs"],
 }
 
 

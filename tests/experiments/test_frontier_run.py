@@ -42,14 +42,14 @@ def test_the_base_architectures_are_those_of_table_2(depth):
     ]
     for model in (plain, residual):
         assert sum(isinstance(module, nn.Linear) for module in model.modules()) == 1
-        _, report = sparsity.compact(model, torch.zeros(1, 3, 32, 32), cost="multiply_adds")
+        _, report = sparsity.compact(model, torch.zeros(1, 3, 32, 32), cost="macs")
         by_hand, channels, pixels = 0, 3, 32 * 32
         for width in BASES[depth]:
             pixels = 32 * 32 * 16**2 // width**2
             by_hand += pixels * width * channels * 9
             channels = width
         shortcut = 16 * 16 * 16 * 32 + 8 * 8 * 32 * 64
-        assert report.multiply_adds_before == by_hand + 640 + (shortcut if model is residual else 0)
+        assert report.macs_before == by_hand + 640 + (shortcut if model is residual else 0)
 
 
 def test_widths_multiply_all_channels():
@@ -150,8 +150,8 @@ def test_a_scale_in_front_of_batch_normalisation_changes_the_weights_norm_alone(
     assert after["effective_norm"] == pytest.approx(before["effective_norm"], rel=1e-3)
 
 
-POINT = {"strength", "tau", "metrics", "refitted", "multiply_adds", "latency_before", "latency_after", "kernels"}
-PATH = {"width", "penalty", "path", "multiply_adds", "latency", "metrics", "trials", "points"}
+POINT = {"strength", "tau", "metrics", "refitted", "macs", "latency_before", "latency_after", "kernels"}
+PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "points"}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
     if "--points" in options:  # the first strength, which leaves nothing, is found by trial
         counts = [sum(sum(sizes[1:]) for sizes in point["kernels"].values()) for point in found]
         assert counts[0] == 0 < counts[1]
-        assert found[0]["multiply_adds"] < record["paths"][0]["multiply_adds"] / 20
+        assert found[0]["macs"] < record["paths"][0]["macs"] / 20
     figures = ["errors.png"] + ["sizes.png", "widths.png"] * (not width_only)
     assert sorted(path.name for path in out.glob("*.png")) == sorted(figures)
     for name in figures:
@@ -203,7 +203,7 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
     # A finished run is not trained again, and its table is the same.
     assert main(["frontier", *TINY, "--out", str(out), *options, "--resume"]) == 0
     table = capsys.readouterr().out
-    assert all(f"{point['multiply_adds']:,}" in table for point in found)
+    assert all(f"{point['macs']:,}" in table for point in found)
     assert json.loads((out / "frontier.json").read_text()) == record
 
 

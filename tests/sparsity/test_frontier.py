@@ -95,7 +95,7 @@ def test_the_largest_strength_leaves_nothing_and_a_little_less_something(penalty
     assert alpha_max == pytest.approx(sparsity.dual_norm(penalty, weight.grad), rel=1e-6)
     path = task.frontier(penalty, strengths=[0.9 * alpha_max, 1.1 * alpha_max])
     assert [live(point) for point in path.points] == [0, 1]
-    assert path.points[0].multiply_adds == 0
+    assert path.points[0].macs == 0
     assert path.points[0].metrics["loss"] == pytest.approx(task.y.square().mean().item())
 
 
@@ -181,7 +181,7 @@ def two_layers(inner, outer):
 
 @pytest.mark.parametrize("inner", [(3, 3, 3, 3), (3, 2, 1, 0), (0, 0, 1, 0)], ids=str)
 @pytest.mark.parametrize("outer", [(3, 3), (2, 0), (0, 1)], ids=str)
-def test_multiply_adds_are_those_of_equation_10(inner, outer):
+def test_macs_are_those_of_equation_10(inner, outer):
     """The count by hand is the product of output pixels, live input channels and summed squares of sizes."""
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2, padding=1, bias=False)
@@ -196,9 +196,9 @@ def test_multiply_adds_are_those_of_equation_10(inner, outer):
     )
     alive = sum(size > 0 for size in inner)
     expected = 6 * 8 * 2 * sum(size**2 for size in inner) + 3 * 4 * alive * sum(size**2 for size in outer)
-    assert path.multiply_adds == 6 * 8 * 2 * 4 * 9 + 3 * 4 * 4 * 2 * 9
+    assert path.macs == 6 * 8 * 2 * 4 * 9 + 3 * 4 * 4 * 2 * 9
     (point,) = path.points
-    assert point.multiply_adds == expected
+    assert point.macs == expected
     assert point.kernels == {
         "0": [inner.count(size) for size in range(4)],
         "2": [outer.count(size) for size in range(4)],
@@ -236,7 +236,7 @@ def test_taus_threshold_a_copy_of_what_was_trained():
 
 
 def test_a_refit_trains_the_compacted_network_and_the_path_goes_on_without_it():
-    """A refit keeps the multiply-adds, and its weights come closer to the minimum than the penalty allows."""
+    """A refit keeps the MACs, and its weights come closer to the minimum than the penalty allows."""
     task = Regression()
     seen, left = [], []
 

@@ -28,9 +28,10 @@ from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
 from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
+from loco_ext.sparsity.former_names import present_name
 
 _log = logging.getLogger(__name__)
-COSTS: dict[str, Choose] = {"measured": costs.fastest, "multiply_adds": costs.fewest_multiply_adds}
+COSTS: dict[str, Choose] = {"measured": costs.fastest, "macs": costs.fewest_macs}
 
 
 def compact(
@@ -66,7 +67,7 @@ def compact(
         cost: ``"measured"``: filters of several sizes in one layer become several convolutions, or one
             :func:`loco_ext.ops.mixed_conv2d`, where this is measured to be faster on the example; images are converted
             to channels_last at the input, and back at the output, where that is faster; and the model itself is
-            returned if all this makes it slower. ``"multiply_adds"``: one convolution for each size; nothing is
+            returned if all this makes it slower. ``"macs"``: one convolution for each size; nothing is
             measured, and the result is the same on every machine.
         fold_norms: whether batch normalisations that follow a convolution or linear layer are folded into its weights,
             using their running statistics; False keeps them for further training.
@@ -89,10 +90,11 @@ def compact(
         >>> model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3)).eval()
         >>> _ = model[0].weight.data[:6].zero_(), model[0].bias.data.zero_()
         >>> x = torch.randn(2, 1, 8, 8)
-        >>> smaller, report = sparsity.compact(model, x, cost="multiply_adds")
+        >>> smaller, report = sparsity.compact(model, x, cost="macs")
         >>> smaller.get_submodule("0").weight.shape, torch.allclose(smaller(x), model(x), atol=1e-6)
         (torch.Size([2, 1, 3, 3]), True)
     """
+    cost = present_name(cost) if isinstance(cost, str) else cost
     inputs = _check(model, example_inputs, cost)
     costs.forget()
     dense = _copy(_unwrapped(model)).eval()
@@ -154,7 +156,7 @@ def _scattered(version: Version, choose: Choose) -> list[Version]:
 
 
 def _by_count(graph: fx.GraphModule, example: Pair, choose: Choose, fixed_size: bool) -> list[Version]:
-    """Return smaller networks, the one with the fewest multiply-adds first."""
+    """Return smaller networks, the one with the fewest MACs first."""
     narrow = without_constant_channels(graph, example.inputs)
     found = []
     for each in [graph] if narrow is None else [narrow, graph]:
@@ -252,7 +254,7 @@ def _check(model: nn.Module, example_inputs: Any, cost: str) -> Sequence[Any]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
     if cost not in tuple(COSTS):
-        raise ValueError(f"cost: expected 'measured' or 'multiply_adds', got {cost!r}")
+        raise ValueError(f"cost: expected 'measured' or 'macs', got {cost!r}")
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple | list) or not any(isinstance(x, Tensor) for x in inputs):
         raise TypeError(f"example_inputs: expected a tensor, or a tuple with one, got {type(example_inputs).__name__}")

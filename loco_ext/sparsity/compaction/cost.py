@@ -1,4 +1,4 @@
-"""Choice of how to compute a convolution: by counting multiply-adds, or by timing on this machine."""
+"""Choice of how to compute a convolution: by counting MACs, or by timing on this machine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from loco_ext.sparsity.compaction.overwrite import finish
 _log = logging.getLogger(__name__)
 _ORDER = random.Random(0)  # order of timed calls; leaves the state of the global generator unchanged
 VECTOR = 16  # channels that processors compute at once
-_EACH = 0.5  # overhead of a convolution beside its multiply-adds, in vectors of filters
+_EACH = 0.5  # overhead of a convolution beside its MACs, in vectors of filters
 _MOST_SIZES, _MOST_WAYS = 5, 2  # limits: sizes considered, ways with several convolutions that are timed
 _MEASURED: dict[Hashable, float] = {}  # seconds, by the result of _name
 A_GLANCE, A_LOOK = 0.6, 2.0  # seconds spent on comparing networks
 _MARGIN = 0.97  # several convolutions must take at most this part of the time of one
 
 
-def fewest_multiply_adds(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
+def fewest_macs(convolution: Convolution, kind: Mapping[str, Any], free: bool) -> list[Bucket]:
     """Return one convolution for each kernel size."""
     return [Bucket(filters, box) for filters, box in by_size(convolution)]
 

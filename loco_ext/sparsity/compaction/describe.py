@@ -67,9 +67,9 @@ def describe_layer(
         sizes=dict(sorted(sizes.items(), reverse=True)),
         convolutions=[(_size([b - a for a, b in bucket.box]), len(bucket.filters)) for bucket in buckets],
         identity_kernels=_identities(_with_axis(before)),
-        multiply_adds_before=pixels * before.numel(),
-        multiply_adds_after=pixels * areas * width,
-        multiply_adds_executed=pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets),
+        macs_before=pixels * before.numel(),
+        macs_after=pixels * areas * width,
+        macs_executed=pixels * per_filter * sum(len(b.filters) * taps(b.box) for b in buckets),
     )
 
 

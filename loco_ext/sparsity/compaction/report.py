@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from loco_ext.sparsity.former_names import FormerNames
+
 _NAMED = 4  # names listed of those that share a reason
 
 
 @dataclass
-class LayerReport:
+class LayerReport(FormerNames):
     """Report on one convolution or linear layer.
 
     Args:
@@ -20,14 +22,14 @@ class LayerReport:
         sizes: number of filters of each size after compaction, from "3x3" to "0".
         convolutions: sizes of the convolutions that compute the layer after compaction, with their numbers of filters.
         identity_kernels: number of filters with a single weight, at the centre tap, which pass a channel on (eq. 24).
-        multiply_adds_before, multiply_adds_after: for one sample, by eq. 10 of the draft, with the sizes above.
-        multiply_adds_executed: number that the convolutions of the smaller network compute for one sample.
+        macs_before, macs_after: multiply-accumulates for one sample, by eq. 10 of the draft, with the sizes above.
+        macs_executed: number that the convolutions of the smaller network compute for one sample.
         kept: reasons why filters without weights were kept.
 
     Example:
         >>> import torch
         >>> from loco_ext import sparsity
-        >>> _, report = sparsity.compact(torch.nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="multiply_adds")
+        >>> _, report = sparsity.compact(torch.nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="macs")
         >>> isinstance(report.layers[0], sparsity.LayerReport), report.layers[0].sizes
         (True, {'3x3': 2})
     """
@@ -41,14 +43,14 @@ class LayerReport:
     sizes: dict[str, int]
     convolutions: list[tuple[str, int]]
     identity_kernels: int
-    multiply_adds_before: int
-    multiply_adds_after: int
-    multiply_adds_executed: int
+    macs_before: int
+    macs_after: int
+    macs_executed: int
     kept: str | None = None
 
 
 @dataclass
-class Report:
+class Report(FormerNames):
     """Report on the compaction of a model.
 
     Args:
@@ -60,8 +62,8 @@ class Report:
     Example:
         >>> import torch
         >>> from loco_ext import sparsity
-        >>> _, report = sparsity.compact(torch.nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="multiply_adds")
-        >>> report.multiply_adds_before, report.to_dict()["parameters_after"]
+        >>> _, report = sparsity.compact(torch.nn.Conv2d(1, 2, 3), torch.zeros(1, 1, 5, 5), cost="macs")
+        >>> report.macs_before, report.to_dict()["parameters_after"]
         (162, 20)
     """
 
@@ -73,38 +75,38 @@ class Report:
     latency_after: float | None = None
 
     @property
-    def multiply_adds_before(self) -> int:
-        """Multiply-adds of the model for one sample, over all layers."""
-        return sum(layer.multiply_adds_before for layer in self.layers)
+    def macs_before(self) -> int:
+        """MACs of the model for one sample, over all layers."""
+        return sum(layer.macs_before for layer in self.layers)
 
     @property
-    def multiply_adds_after(self) -> int:
-        """Multiply-adds for one sample by eq. 10: each filter with its own size and the channels that are left."""
-        return sum(layer.multiply_adds_after for layer in self.layers)
+    def macs_after(self) -> int:
+        """MACs for one sample by eq. 10: each filter with its own size and the channels that are left."""
+        return sum(layer.macs_after for layer in self.layers)
 
     @property
-    def multiply_adds_executed(self) -> int:
-        """Multiply-adds for one sample that the smaller network executes; it may join sizes where that is faster."""
-        return sum(layer.multiply_adds_executed for layer in self.layers)
+    def macs_executed(self) -> int:
+        """MACs for one sample that the smaller network executes; it may join sizes where that is faster."""
+        return sum(layer.macs_executed for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as numbers, strings, lists and dicts."""
-        totals = ("multiply_adds_before", "multiply_adds_after", "multiply_adds_executed")
+        totals = ("macs_before", "macs_after", "macs_executed")
         return {**asdict(self), **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
-        lines = [f"{'layer':24} {'filters':>12} {'channels':>12} {'multiply-adds':>28}  sizes"]
+        lines = [f"{'layer':24} {'filters':>12} {'channels':>12} {'MACs':>28}  sizes"]
         for layer in self.layers:
             sizes = ", ".join(f"{count} of {size}" for size, count in layer.sizes.items())
             lines.append(
                 f"{layer.name:24} {layer.kernels_before:>5} -> {layer.kernels_after:<4}"
                 f" {layer.channels_before:>4} -> {layer.channels_after:<4}"
-                f" {layer.multiply_adds_before:>13,} -> {layer.multiply_adds_after:<12,}  {sizes}"
+                f" {layer.macs_before:>13,} -> {layer.macs_after:<12,}  {sizes}"
             )
             if layer.kept:
                 lines.append(f"{'':24} kept: {layer.kept}")
         lines += self._summed_up()
-        lines.append(f"multiply-adds {self.multiply_adds_before:,} -> {self.multiply_adds_after:,}")
+        lines.append(f"MACs {self.macs_before:,} -> {self.macs_after:,}")
         lines.append(f"parameters {self.parameters_before:,} -> {self.parameters_after:,}")
         if self.latency_before is not None and self.latency_after is not None:
             lines.append(f"latency {self.latency_before * 1e3:.3f} ms -> {self.latency_after * 1e3:.3f} ms")
