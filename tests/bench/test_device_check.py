@@ -1,0 +1,289 @@
+"""``make device-check``: its parts, their limits and reports, without a GPU."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import device_check, harness, machine
+from bench.device_check import Command, Part
+from loco_ext.ops import backends
+from tests.bench.tiny import GPU
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[sys.executable, "-m", "bench.device_check"], ["make", "-s", "device-check", f"PYTHON={sys.executable}"]],
+)
+def test_without_a_gpu_the_check_says_so_and_does_nothing(command: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if command[0] != "make":
+        command = [*command, "--out", str(out)]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=harness.ROOT, env=hidden, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line, *after) = done.stderr.splitlines()
+    assert re.fullmatch(r"device-check: torch .*(without CUDA|no NVIDIA GPU)", line)
+    assert all(text.startswith("make") for text in after)
+    assert not out.exists()
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "find_spec", lambda name: None if name in ("torch", "tqdm") else object())
+    assert "has no torch, tqdm; name another interpreter" in str(device_check.reason_against())
+
+
+def settings(folder: Path, **changes: Any) -> device_check.Settings:
+    (folder / "scratch").mkdir(exist_ok=True)
+    made = device_check.Settings(folder, "made-up", "9.0", 60.0, workers=0, quick=False, scratch=folder / "scratch")
+    return dataclasses.replace(made, **changes)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def run_part(monkeypatch: pytest.MonkeyPatch, part: Part, folder: Path, **changes: Any) -> dict[str, Any]:
+    monkeypatch.setitem(device_check.PARTS, "fake", lambda _: part)
+    return device_check.run_part("fake", settings(folder, **changes))
+
+
+def test_steps_run_until_one_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    steps = [
+        Command("first", python("import os; print('hello', os.environ['WORD'])"), {"WORD": "world"}),
+        Command("second", python("raise SystemExit(3)")),
+        Command("third", python("")),
+    ]
+    report = run_part(monkeypatch, Part(steps), tmp_path)
+    assert report["result"] == "failed"
+    assert [(step["name"], step["exit_status"]) for step in report["steps"]] == [("first", 0), ("second", 3)]
+    assert "hello world" in (tmp_path / "device_check-made-up-fake.log").read_text()
+    assert device_check.details(report) == "second ended with 3"
+
+
+def test_a_part_that_leaves_an_error_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    passed = run_part(monkeypatch, Part([Command("a", python(""))], lambda: {"on_gpu": 7}), tmp_path)
+    assert (passed["result"], device_check.details(passed)) == ("passed", "7 on the GPU")
+    failed = run_part(monkeypatch, Part([Command("a", python(""))], lambda: {"error": "no test"}), tmp_path)
+    assert (failed["result"], device_check.details(failed)) == ("failed", "no test")
+    skipped = run_part(monkeypatch, Part([], skipped="not installed"), tmp_path)
+    assert (skipped["result"], device_check.details(skipped)) == ("skipped", "not installed")
+
+
+def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1); time.sleep(60)'])"
+    report = run_part(monkeypatch, Part([Command("slow", python(child))]), tmp_path, limit=2.0)
+    assert report["result"] == "failed"
+    assert report["seconds"] < 20
+    assert device_check.details(report) == "slow ran out of time"
+
+
+def fake_check(monkeypatch: pytest.MonkeyPatch, folder: Path, *only: str, **codes: int) -> int:
+    """Run the check with parts that end with the given exit codes."""
+
+    def make(code: int) -> Callable[[device_check.Settings], Part]:
+        return lambda _: Part([Command("step", python(f"raise SystemExit({code})"))])
+
+    monkeypatch.setattr(device_check, "reason_against", lambda: None)
+    monkeypatch.setattr(device_check, "triton_kernels_importable", nullcontext)
+    monkeypatch.setattr(device_check, "PARTS", {name: make(code) for name, code in codes.items()})
+    monkeypatch.setattr(machine, "gpu", lambda: GPU)
+    return device_check.main(["--out", str(folder), *(["--only", *only] if only else [])])
+
+
+def test_a_failing_part_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fake_check(monkeypatch, tmp_path / "out", build=0, tests=1, benchmarks=0) == 1
+    report = json.loads((tmp_path / "out" / "device_check-made-up-gpu-80gb.json").read_text())
+    assert report["machine"].items() >= GPU.items()
+    assert {name: part["result"] for name, part in report["parts"].items()} == {
+        "build": "passed",
+        "tests": "failed",
+        "benchmarks": "passed",
+    }
+    *_, build, tests, benchmarks = capsys.readouterr().out.splitlines()
+    assert build.split()[:2] == ["build", "passed"]
+    assert tests.split()[:2] == ["tests", "failed"]
+    assert tests.endswith("step ended with 1")
+    assert benchmarks.split()[:2] == ["benchmarks", "passed"]
+
+
+def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "describe", lambda: {"commit": "abc"})
+    path = tmp_path / "device_check-made-up-gpu-80gb.json"
+
+    def results() -> dict[str, str]:
+        return {name: part["result"] for name, part in json.loads(path.read_text())["parts"].items()}
+
+    assert fake_check(monkeypatch, tmp_path, "tests", build=0, tests=1) == 1
+    assert fake_check(monkeypatch, tmp_path, "build", build=0, tests=1) == 0
+    assert list(results().items()) == [("build", "passed"), ("tests", "failed")]
+    monkeypatch.setattr(machine, "describe", lambda: {"commit": "def"})
+    assert fake_check(monkeypatch, tmp_path, "tests", build=0, tests=0) == 0
+    assert results() == {"tests": "passed"}
+
+
+def test_summary_lists_what_was_left_out_and_the_targets() -> None:
+    tests = {"result": "passed", "seconds": 9.0, "steps": [], "passed": 5, "failed": 0, "skipped": 1, "on_gpu": 4}
+    targets = [{"name": "share", "wanted": "at least 0.85", "measured": 0.5, "met": False, "where": "resnet50"}]
+    benchmarks = {"result": "passed", "seconds": 9.0, "steps": [], "cases": "3 of 32", "targets": targets}
+    parts = {"tests": tests | {"left_out": {"test_a": "expecttest"}}, "benchmarks": benchmarks}
+    lines = device_check.summary({"parts": parts}).splitlines()
+    assert lines[0].endswith("5 passed, 0 failed, 1 skipped, 4 on the GPU, test_a left out, needs expecttest")
+    assert lines[1].endswith("3 of 32 cases")
+    assert lines[2] == "  share: 0.5, wanted at least 0.85: NOT MET (resnet50)"
+
+
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="6">
+<testcase classname="tests.test_a" name="test_one"/>
+<testcase classname="tests.test_a" name="test_two[1]"><failure message="m">text</failure></testcase>
+<testcase classname="tests.optim.test_cuda" name="test_three[SGD-native]"/>
+<testcase classname="tests.optim.test_cuda" name="test_without_gpu[SGD]"/>
+<testcase classname="tests.optim.test_cuda" name="test_four[native]"><skipped message="needs an NVIDIA GPU"/></testcase>
+<testcase classname="tests.optim.test_cuda" name="test_five[triton]"><error message="m">text</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_results_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tests.xml"
+    path.write_text(JUNIT)
+    assert device_check.read_results(path) == {
+        "passed": 3,
+        "failed": 2,
+        "skipped": 1,
+        "on_gpu": 2,
+        "failures": ["tests.test_a::test_two[1]", "tests.optim.test_cuda::test_five[triton]"],
+    }
+
+
+MODULES = {
+    "test_fine": "import json",
+    "test_missing": "import package_that_nobody_has.part",
+    "part/test_helper": "import made_up.helper",
+    "test_ours": "import loco_ext.module_that_is_not_there",
+    "test_skips": "import pytest; pytest.skip('not here', allow_module_level=True)",
+    "test_broken": "1 / 0",
+    "helper": "import another_package_that_nobody_has",
+}
+
+
+def test_modules_that_need_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "made_up"
+    (folder / "part").mkdir(parents=True)
+    for name, text in MODULES.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert device_check.import_tests(folder) == {
+        "test_missing": "package_that_nobody_has",
+        "part/test_helper": "another_package_that_nobody_has",
+    }
+
+
+@pytest.mark.slow
+def test_every_test_module_can_be_imported_here() -> None:
+    """A test module may be left out only if it needs a package that is in fact missing."""
+    assert [package for package in device_check.missing_packages().values() if find_spec(package) is not None] == []
+
+
+def test_tests_run_in_several_processes_where_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_check, "missing_packages", lambda: {"test_a": "expecttest"})
+    monkeypatch.setattr(device_check, "find_spec", lambda name: object())
+    command = device_check.tests(settings(tmp_path, workers=4)).commands[-1]
+    assert command.arguments[-5:] == ["--ignore=tests/test_a.py", "-n", "4", "--dist", "loadfile"]
+    assert set(command.environment) == {"PYTHONHASHSEED", "OMP_NUM_THREADS"}
+    monkeypatch.setattr(device_check, "find_spec", lambda name: None if name == "xdist" else object())
+    part = device_check.tests(settings(tmp_path, workers=4))
+    assert part.commands[-1].arguments[-1] == "--ignore=tests/test_a.py"
+    assert part.after() == {"left_out": {"test_a": "expecttest"}, "error": "no test ran on the GPU"}
+    monkeypatch.setattr(device_check, "find_spec", lambda name: None)
+    assert device_check.tests(settings(tmp_path)).skipped == "pytest is not installed"
+
+
+def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_check, "find_sanitizer", lambda: None)
+    assert device_check.sanitizer(settings(tmp_path)).skipped == "compute-sanitizer is not installed"
+    monkeypatch.setattr(device_check, "find_sanitizer", lambda: "compute-sanitizer")
+    commands = device_check.sanitizer(settings(tmp_path)).commands
+    assert [command.name.split()[0] for command in commands] == [tool for tool, _ in device_check.SANITIZERS]
+    for command in commands:
+        assert command.arguments[:3] == ["compute-sanitizer", "--tool", command.name.split()[0]]
+        assert command.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    collected = subprocess.run(
+        [*commands[0].arguments[commands[0].arguments.index(sys.executable) :], "--collect-only"],
+        cwd=harness.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert collected.returncode == 0, collected.stdout
+    names = set(re.findall(r"::(test_\w+)\[(.*native.*)\]", collected.stdout))
+    assert len({name for name, _ in names}) == 7
+    assert not any("triton" in case for _, case in names)
+
+
+def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    step = {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]}
+    prox = {"results": [1], "steps": [2], "settings": {"cases": 3}}
+    layers = {"results": [1], "settings": {"cases": 2}, "targets": ["b"]}
+    for quick, infix in ((False, ""), (True, "_quick")):
+        part = device_check.benchmarks(settings(tmp_path, quick=quick))
+        assert part.after() == {}
+        outs = [Path(a) for command in part.commands for a in command.arguments if a.endswith(".json")]
+        outs[0].write_text(json.dumps(step))
+        assert part.after() == {"cases": "2 of 4", "targets": ["a"]}
+        outs[1].write_text(json.dumps(prox))
+        assert part.after() == {"cases": "4 of 7", "targets": ["a"]}
+        outs[2].write_text(json.dumps(layers))
+        assert part.after() == {"cases": "5 of 9", "targets": ["a", "b"]}
+        for name, report in (("optim_step_gpu", step), ("ring_prox_gpu", prox), ("block_sparse_gpu", layers)):
+            assert json.loads((tmp_path / f"{name}{infix}-made-up.json").read_text()) == report
+        for out in outs:
+            out.unlink()
+    assert [path.name for path in tmp_path.glob("optim_step_gpu-*.json")] == ["optim_step_gpu-made-up.json"]
+
+
+def test_the_build_is_for_this_gpu(tmp_path: Path) -> None:
+    first, second = device_check.build(settings(tmp_path)).commands
+    assert first.arguments == [sys.executable, "setup.py", "build_ext", "--inplace"]
+    assert first.environment == {"LOCO_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    done = subprocess.run(second.arguments, cwd=harness.ROOT, capture_output=True, text=True, timeout=120)
+    reason = backends.library_error or backends.cuda_library_error
+    assert done.returncode == (0 if reason is None else 1)
+    assert (reason or "") in done.stderr
+
+
+@pytest.mark.parametrize("importable", [True, False])
+def test_triton_kernels_are_linked_while_the_check_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, importable: bool
+) -> None:
+    for name in ("loco_ext", "triton_kernels"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "loco_ext" / "triton_kernels"
+    monkeypatch.setattr(device_check, "ROOT", tmp_path)
+    done = SimpleNamespace(returncode=0 if importable else 1)
+    monkeypatch.setattr(device_check.subprocess, "run", lambda *arguments, **options: done)
+    with device_check.triton_kernels_importable():
+        assert link.exists() != importable
+        assert importable or link.samefile(tmp_path / "triton_kernels")
+    assert not link.is_symlink()
+
+
+def test_programs_of_the_check_find_our_package_from_any_folder(tmp_path: Path) -> None:
+    environment = device_check.environment_with(WORD="a")
+    assert environment["WORD"] == "a"
+    assert environment["PATH"].startswith(str(Path(sys.executable).parent))
+    where = "import loco_ext; print(loco_ext.__file__)"
+    done = subprocess.run(python(where), cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(harness.ROOT / "loco_ext" / "__init__.py")
