@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, Optional, get_args, get_origin, g
 import typer
 from typer.exceptions import TyperException
 
-from loco_ext import arguments
+from loco_ext import option_parsers
 from loco_ext.errors import UserError, name_options
 from loco_ext.output import one_line, quiet
 from loco_ext.version import __version__
@@ -36,7 +36,9 @@ COMMANDS = {
 # Options of several commands.
 Out = Annotated[Path, typer.Option(help="Folder to write the results to.")]
 Data = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder of the data set; digits need none.")]
-Device = Annotated[str, typer.Option(parser=arguments.device, metavar="NAME", help="Torch device, as cpu or cuda:1.")]
+Device = Annotated[
+    str, typer.Option(parser=option_parsers.device, metavar="NAME", help="Torch device, as cpu or cuda:1.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")]
 Samples = Annotated[int | None, typer.Option(min=1, help="Train with only the first so many samples.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

@@ -7,8 +7,8 @@ import numpy as np
 from typer import Option
 
 from loco_ext.analysis.interpolation import STIFFNESS
-from loco_ext.arguments import separated
 from loco_ext.experiments.settings import Settings, SettingsError, check_choice, check_fields, from_preset
+from loco_ext.option_parsers import separated
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; otherwise a radius, as text
 SNAPSHOTS = 20

@@ -28,7 +28,6 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from typer import Option
 
 from loco_ext import sparsity
-from loco_ext.arguments import separated
 from loco_ext.experiments import figures, run
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
@@ -37,6 +36,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
+from loco_ext.option_parsers import separated
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions

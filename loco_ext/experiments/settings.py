@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from typer import Option
 
-from loco_ext import arguments
-from loco_ext.arguments import name_or_none, separated
+from loco_ext import option_parsers
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
+from loco_ext.option_parsers import name_or_none, separated
 from loco_ext.penalties import GroupPenalty
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 
@@ -98,7 +98,7 @@ class Settings:
     locality: Annotated[
         Locality,
         Option(
-            parser=arguments.locality,
+            parser=option_parsers.locality,
             metavar="FACTORS",
             help="How the decay varies within a filter: none, GAMMA,ETA, one factor per distance class, or a file that "
             "analyze has written.",
