@@ -16,14 +16,14 @@ MOST_RINGS = 64  # most rings of a filter that the compiled libraries support
 class StepPenalty:
     """A penalty on nested rings, for a step of 1: ``sum_n t_n ||k(G_n)|| + (sum_n q_n ||k(G_n)||)^2`` of each filter.
 
-    If ``coupled``, the squared sum runs over all filters: the penalty is joint.
+    If ``joint``, the squared sum runs over all filters.
 
     Args:
         rings: the ring of every tap, in the order of a contiguous filter, below ``len(thresholds)``.
         thresholds: ``t``, float64 ``(groups,)`` on the CPU, finite, at least 0.
         squared: ``q``, likewise; None for zeros.
         linf: whether groups are measured by their largest weight instead of the Euclidean norm.
-        coupled: whether the squared sum runs over all filters of the parameter.
+        joint: whether the squared sum runs over all filters of the parameter.
 
     Raises:
         ValueError: more than 64 groups.
@@ -44,7 +44,7 @@ class StepPenalty:
         thresholds: Tensor,
         squared: Tensor | None = None,
         linf: bool = False,
-        coupled: bool = False,
+        joint: bool = False,
     ) -> None:
         if not 1 <= len(thresholds) <= MOST_RINGS:
             raise ValueError(f"rings: expected 1 to {MOST_RINGS} of them, got {len(thresholds)}")
@@ -52,7 +52,7 @@ class StepPenalty:
         self.thresholds = thresholds.contiguous()
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
-        self.joint = coupled and squared is not None
+        self.joint = joint and squared is not None
         self._numbers: dict[ModuleType | None, int] = {}
 
     def number_for(self, param: Tensor) -> int:

@@ -118,14 +118,14 @@ def ring_prox(
     metric: Tensor | None = None,
     *,
     linf: bool = False,
-    coupled: bool = False,
+    joint: bool = False,
 ) -> Tensor:
     """Return the exact minimiser over x, for each filter and with t = thresholds, q = squared, d = metric, of
 
     ``sum_i d_i (x_i - weight_i)^2 / 2 + sum_n t_n ||x(group n)|| + (sum_n q_n ||x(group n)||)^2``.
 
     Which weights become zero is exact: no tolerance is involved. Rings before the last that vanishes vanish too. A NaN
-    spreads in its filter. Infinite weights stay, and ``squared`` does not act on their filter, unless ``coupled``.
+    spreads in its filter. Infinite weights stay, and ``squared`` does not act on their filter, unless ``joint``.
 
     Args:
         weight: ``(C_out, channels, *taps)``; not modified.
@@ -134,7 +134,7 @@ def ring_prox(
         squared: as ``thresholds``, and of their shape; None for zeros.
         metric: of weight's shape and device and any of the four dtypes, positive; None for ones.
         linf: whether groups are measured by their largest weight instead of the Euclidean norm.
-        coupled: whether the squared sum runs over all filters whose norms are finite; the thresholds of all filters are
+        joint: whether the squared sum runs over all filters whose norms are finite; the thresholds of all filters are
             then ``t + f q`` with the same f, found to the precision of the weights' dtype.
 
     Returns:
@@ -162,7 +162,7 @@ def ring_prox(
     if metric is not None:
         check_metric(metric, weight)
     weight, rings = weight.detach(), list(rings)
-    if not coupled or squared is None:
+    if not joint or squared is None:
         return run_prox(weight, rings, thresholds.contiguous(), squared, metric, linf)
     t, q = thresholds.to(weight.device), squared.to(weight.device)
     return run_joint_prox(weight, rings, t, q, metric, linf, plain=not thresholds.any())

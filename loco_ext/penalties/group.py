@@ -135,7 +135,7 @@ class _GroupPenalty(Penalty):
         linf, joins = self.norm == "linf", self._joins_filters
 
         def prox(x: Tensor, rings: list[int], d: Tensor | None) -> Tensor:
-            return ops.ring_prox(x, rings, thresholds, squared, d, linf=linf, coupled=joins)
+            return ops.ring_prox(x, rings, thresholds, squared, d, linf=linf, joint=joins)
 
         if isinstance(filters, BlockFilters):
             weight = weight.detach()

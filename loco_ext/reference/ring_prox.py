@@ -35,7 +35,7 @@ def ring_prox(
     squared: Tensor | None,
     metric: Tensor | None,
     linf: bool,
-    coupled: bool = False,
+    joint: bool = False,
 ) -> Tensor:
     """Return the prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
     u, index = _kernels(weight), _index(rings, weight)
@@ -51,7 +51,7 @@ def ring_prox(
 
     def twice_the_penalty(x: Tensor) -> Tensor:
         of_kernels = 2 * _penalty(x, index, q, linf)
-        if not coupled:
+        if not joint:
             return of_kernels
         return torch.where(of_kernels.isfinite(), of_kernels, 0.0).sum().expand_as(of_kernels)
 

@@ -44,7 +44,7 @@ def penalty(squared: float = 0.0, linf: bool = False) -> ops.StepPenalty:
 def joint(linf: bool = False) -> ops.StepPenalty:
     """Return a joint penalty with one group per kernel: the whole kernel."""
     zero = torch.zeros(1, dtype=torch.float64)
-    return ops.StepPenalty([0] * 9, zero, torch.full_like(zero, 0.3), linf, coupled=True)
+    return ops.StepPenalty([0] * 9, zero, torch.full_like(zero, 0.3), linf, joint=True)
 
 
 def penalised(rule: str, mode: str = "l2", **options) -> Case:

@@ -56,7 +56,7 @@ def test_rings_share_the_factor_that_their_own_sum_asks_for(backend, linf, with_
     t = torch.tensor([0.1, 0.0, 0.2], dtype=torch.float64)
     q = torch.rand(4, 3, dtype=torch.float64) * 0.3
     with loco_ext.backend(backend):
-        x = ops.ring_prox(weight, RINGS, t.expand(4, 3), q, metric, linf=linf, coupled=True)
+        x = ops.ring_prox(weight, RINGS, t.expand(4, 3), q, metric, linf=linf, joint=True)
     groups = [[k for k, ring in enumerate(RINGS) if ring <= n] for n in range(3)]
     order = torch.inf if linf else 2
     norms = torch.stack([x.flatten(2)[:, :, g].flatten(1).norm(order, dim=1) for g in groups], 1)
@@ -73,10 +73,10 @@ def test_rings_share_the_factor_that_their_own_sum_asks_for(backend, linf, with_
 def test_weights_without_taps_and_rings_without_taps(backend, linf):
     weight, zero = torch.tensor([[3.0, 4.0], [0.6, 0.8]], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     with loco_ext.backend(backend):
-        flat = ops.ring_prox(weight, [0], zero, zero + 0.5, linf=linf, coupled=True)
-        tapped = ops.ring_prox(weight[:, :, None], [0], zero, zero + 0.5, linf=linf, coupled=True)
+        flat = ops.ring_prox(weight, [0], zero, zero + 0.5, linf=linf, joint=True)
+        tapped = ops.ring_prox(weight[:, :, None], [0], zero, zero + 0.5, linf=linf, joint=True)
         t, q = torch.zeros(2, dtype=torch.float64), torch.tensor([0.5, 0.0], dtype=torch.float64)
-        more = ops.ring_prox(weight[:, :, None], [0], t, q, linf=linf, coupled=True)
+        more = ops.ring_prox(weight[:, :, None], [0], t, q, linf=linf, joint=True)
     torch.testing.assert_close(flat, tapped[:, :, 0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(more, tapped, rtol=1e-12, atol=1e-12)
     assert (flat < weight).any()
@@ -88,7 +88,7 @@ def test_narrow_weights_are_rounded_once(linf, dtype):
     weight, metric = start(dtype)[0].detach(), torch.rand(SHAPES[0]) + 0.5
     zero = torch.zeros(1, dtype=torch.float64)
     narrow, wide = (
-        ops.ring_prox(w, [0] * 9, zero, zero + 0.2, metric, linf=linf, coupled=True) for w in (weight, weight.float())
+        ops.ring_prox(w, [0] * 9, zero, zero + 0.2, metric, linf=linf, joint=True) for w in (weight, weight.float())
     )
     assert_within_ulps(narrow, wide.to(dtype), ulps=1)
     assert narrow.ne(weight).any()
@@ -124,7 +124,7 @@ def test_the_factor_is_found_without_a_look_at_numbers_of_the_device(linf, count
     norms_of = partial(group_norms_by, ring_norms, rings=rings, count=count, linf=linf)
     with Unseen():
         factor = shared_factor(prox, norms_of, weight, q, plain=not linf, waits=False)
-    expected = ops.ring_prox(weight, rings, 0 * q, q, linf=linf, coupled=True)
+    expected = ops.ring_prox(weight, rings, 0 * q, q, linf=linf, joint=True)
     torch.testing.assert_close(prox(factor), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -135,7 +135,7 @@ def test_without_squares_filters_are_not_joint(backend, linf):
     with loco_ext.backend(backend):
         alone = ops.ring_prox(weight, RINGS, t, linf=linf)
         for squared in (None, torch.zeros_like(t)):
-            assert same_bits(ops.ring_prox(weight, RINGS, t, squared, linf=linf, coupled=True), alone)
+            assert same_bits(ops.ring_prox(weight, RINGS, t, squared, linf=linf, joint=True), alone)
 
 
 # ---- the step
@@ -172,7 +172,7 @@ def test_rings_with_thresholds_of_their_own_are_joint_too(linf, kind):
     weight = torch.randn(4, 5, 3, 3, dtype=torch.float64) * torch.tensor([0.1, 0.5, 1.0, 2.0]).view(4, 1, 1, 1)
     grad, zeros = torch.randn_like(weight), torch.zeros_like(weight)
     t, q = torch.tensor([0.3, 0.0, 0.6], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.1], dtype=torch.float64)
-    penalty = ops.StepPenalty(RINGS, t, q, linf, coupled=True)
+    penalty = ops.StepPenalty(RINGS, t, q, linf, joint=True)
     results = []
     for backend in ("native", "reference"):
         w = weight.clone()
