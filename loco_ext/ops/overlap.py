@@ -38,10 +38,11 @@ class Region:
 
 
 def region_of(name: str, tensor: Tensor, written: bool) -> Region:
-    """Return the region of a strided tensor that has memory."""
+    """Return the region of a strided tensor that has memory; it ends where a storage that was made smaller ends."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return Region(name, tensor, written, begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin)
+    begin, storage = tensor.data_ptr(), tensor.untyped_storage()
+    end = min(begin + (last + 1) * tensor.element_size(), storage.data_ptr() + storage.nbytes())
+    return Region(name, tensor, written, begin, end if tensor.numel() else begin)
 
 
 def check_overlap(tensors: Iterable[tuple[str, Tensor, bool]]) -> None:

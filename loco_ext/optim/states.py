@@ -32,8 +32,10 @@ def restore_states(optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     """Give loaded states their dtype and strides back: torch casts to the parameter's dtype and ignores strides."""
     for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
         for param, key in zip(group["params"], saved["params"], strict=True):
+            if not (saved_states := loaded["state"].get(key)):
+                continue  # an empty entry would appear in state dicts
             states = optimizer.state[param]
-            for name, value in loaded["state"].get(key, {}).items():
+            for name, value in saved_states.items():
                 if not isinstance(value, Tensor):
                     continue
                 if name == "step":
