@@ -10,9 +10,9 @@ namespace loco {
 // given. `seed` turns on stochastic rounding. optim_step_table takes the same arguments and writes nothing: it returns
 // the table for GPU kernels, uint8 on the CPU, and where its sections and launches begin (bind_table.cpp).
 //
-// ring_penalty_hold returns a handle to a penalty. It stays valid until it is passed to `release` of the library that
-// created it. `penalties` has one handle per parameter (0: no penalty), or is empty. `like` is any tensor on the device
-// of these parameters.
+// ring_penalty_register returns a handle to a penalty. It stays valid until it is passed to `release` of the library
+// that created it. `penalties` has one handle per parameter (0: no penalty), or is empty. `like` is any tensor on the
+// device of these parameters.
 //
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
@@ -31,7 +31,7 @@ namespace loco {
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");
   m.def("optim_step_table(" LOCO_STEP_ARGS ") -> (Tensor, int[])");
-  m.def("ring_penalty_hold(Tensor like, int[] rings, Tensor thresholds, Tensor? squared) -> int");
+  m.def("ring_penalty_register(Tensor like, int[] rings, Tensor thresholds, Tensor? squared) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

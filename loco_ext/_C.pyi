@@ -9,7 +9,7 @@ def build_info() -> dict[str, str]:
     """The compiler, and the instruction set that the kernels were chosen for on this machine."""
 
 def release(hold: int) -> None:
-    """Frees the penalty that ``torch.ops.loco_ext.ring_penalty_hold`` took."""
+    """Frees the penalty that ``torch.ops.loco_ext.ring_penalty_register`` took."""
 
 def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """The pairs that a convolution computes with, as ``crow`` and ``col``.

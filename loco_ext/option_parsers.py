@@ -7,6 +7,8 @@ from typing import Any
 
 import typer
 
+MOST = 10**6  # epochs, samples and the like that a command takes
+
 
 def separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """Return a parser of values separated by commas, each converted by ``kind``; an empty text gives none.

@@ -18,8 +18,8 @@ Tensor by_pixel(Tensor x) {
   STD_TORCH_CHECK(from.ndim == 3, "x: expected three dimensions");
   Tensor out = empty(x, {from.sizes[0], from.sizes[1], from.sizes[2]}, from.dtype);
   if (from.sizes[1] > 1 && from.strides[1] != 1) return torch::stable::copy_(out, x);
-  turn_cpu({from.dtype, from.sizes[0], from.sizes[1], from.sizes[2], from.data, from.strides[0], from.strides[2],
-            view_of(out, "out", 0).data, parallel_for});
+  transpose_cpu({from.dtype, from.sizes[0], from.sizes[1], from.sizes[2], from.data, from.strides[0], from.strides[2],
+                 view_of(out, "out", 0).data, parallel_for});
   return out;
 }
 

@@ -20,9 +20,9 @@ using Tables = std::array<Array, kAxes>;  // each of shape [out, taps]
 
 // Return an array that takes ownership of the indices without copying them.
 Array to_array(Indices&& indices) {
-  auto* held = new Indices(std::move(indices));
-  const py::capsule owner(held, [](void* pointer) { delete static_cast<Indices*>(pointer); });
-  return Array(static_cast<py::ssize_t>(held->size()), held->data(), owner);
+  auto* owned = new Indices(std::move(indices));
+  const py::capsule owner(owned, [](void* pointer) { delete static_cast<Indices*>(pointer); });
+  return Array(static_cast<py::ssize_t>(owned->size()), owned->data(), owner);
 }
 
 py::tuple to_tuple(Pattern&& pattern) {

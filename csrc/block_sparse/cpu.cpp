@@ -2,7 +2,7 @@
 //
 //   product         to[n, r] = bias[r] + sum over entries j of row r of from[n, source[j]] block(j)
 //   value_gradient  values[j] = sum over n of from[n, source[j]]^T to[n, row of j]
-//   turn            to[n, pixel, channel] = from[n, channel, pixel]
+//   transpose         to[n, pixel, channel] = from[n, channel, pixel]
 //
 // Shapes and strides of all pointers are given in cpu.h.
 //
@@ -80,13 +80,13 @@ void value_gradient_cpu(const ValueGradient& call) {
                [&](int64_t begin, int64_t end) { kernels.value_gradient(call, begin, end); });
 }
 
-void turn_cpu(const Turn& call) {
+void transpose_cpu(const Transpose& call) {
   const int type = static_cast<int>(call.dtype);
   int at = first_level;
-  while (!found().levels[at]->turn[type]) ++at;
-  const auto turn = found().levels[at]->turn[type];
-  run_parallel(call.parallel_for, turn_items(call), 1 + kLeastShare / (kTurnPixels * (1 + call.channels)),
-               [&](int64_t begin, int64_t end) { turn(call, begin, end); });
+  while (!found().levels[at]->transpose[type]) ++at;
+  const auto transpose = found().levels[at]->transpose[type];
+  run_parallel(call.parallel_for, transpose_items(call), 1 + kLeastShare / (kTransposePixels * (1 + call.channels)),
+               [&](int64_t begin, int64_t end) { transpose(call, begin, end); });
 }
 
 const char* const* levels() { return found().names; }

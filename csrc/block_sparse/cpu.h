@@ -41,7 +41,7 @@ struct ValueGradient {
 };
 
 // to[n, pixel, channel] = from[n, channel, pixel]: transposes images in which pixels have stride 1.
-struct Turn {
+struct Transpose {
   DType dtype;
   int64_t batch, pixels, channels;
   const void* from;
@@ -52,7 +52,7 @@ struct Turn {
 
 void product_cpu(const Product& call);
 void value_gradient_cpu(const ValueGradient& call);
-void turn_cpu(const Turn& call);
+void transpose_cpu(const Transpose& call);
 
 // Return the names of the instruction sets that the kernels can use on this machine, best first, ending with null.
 const char* const* levels();

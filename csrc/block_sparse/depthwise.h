@@ -228,8 +228,8 @@ void depthwise_copy(const Product& call, const Window<E>& window, int64_t pixel,
 
 // Copy some samples of `length` pixels, transposed: pixels have stride 1.
 template <typename E, int samples, int channels, bool whole>
-void depthwise_turn(const Product& call, const Window<E>& window, int64_t pixel, int64_t length,
-                    typename E::Storage* to) {
+void depthwise_transpose(const Product& call, const Window<E>& window, int64_t pixel, int64_t length,
+                         typename E::Storage* to) {
   using Storage = typename E::Storage;
   constexpr int64_t kPixel = depthwise_stride(samples) * channels;
   const int64_t count = whole ? channels : call.groups - window.channel, stride = call.from.channel_stride;
@@ -246,25 +246,25 @@ void depthwise_turn(const Product& call, const Window<E>& window, int64_t pixel,
   }
 }
 
-// Copy the pixels of `span` that are missing in a ring, which has those of `held`.
+// Copy the pixels of `span` that are missing in a ring, which has those of `cached`.
 template <typename E, int samples, int vectors, bool whole>
-void depthwise_hold(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, Span span,
-                    Span& held) {
+void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, Span span,
+                    Span& cached) {
   constexpr int kChannels = vectors * E::Arithmetic::kWidth, kPixel = depthwise_stride(samples) * kChannels;
   const int64_t unit = spans.unit();
   // The first pixel that leaves room for the last: later rows may read further back than this one.
   const int64_t first = pieces(most(span.end - window.size, 0), unit) * unit;
-  if (span.begin < held.begin || first > held.end) held = {first, first};
-  while (held.end < span.end) {
-    auto* const to = window.data + held.end % window.size * kPixel;
+  if (span.begin < cached.begin || first > cached.end) cached = {first, first};
+  while (cached.end < span.end) {
+    auto* const to = window.data + cached.end % window.size * kPixel;
     if (unit == 1) {
-      depthwise_copy<E, samples, kChannels, whole>(call, window, held.end, spans.end() - 1, to);
+      depthwise_copy<E, samples, kChannels, whole>(call, window, cached.end, spans.end() - 1, to);
     } else {
-      const int64_t length = least(unit, spans.end() - held.end);
-      depthwise_turn<E, samples, kChannels, whole>(call, window, held.end, length, to);
+      const int64_t length = least(unit, spans.end() - cached.end);
+      depthwise_transpose<E, samples, kChannels, whole>(call, window, cached.end, length, to);
     }
-    held.end += unit;
-    held.begin = most(held.begin, held.end - window.size);
+    cached.end += unit;
+    cached.begin = most(cached.begin, cached.end - window.size);
   }
 }
 
@@ -277,11 +277,11 @@ void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const W
       return depthwise_rows<E, vectors, whole, copied, samples - 1>(call, spans, window, row, last);
     }
   }
-  Span held{0, 0};
+  Span cached{0, 0};
   for (; row < last; ++row) {
     const Span span = spans.of(row);
     if (copied && span.length() > 0) {
-      depthwise_hold<E, samples, vectors, whole>(call, spans, window, span, held);
+      depthwise_fill<E, samples, vectors, whole>(call, spans, window, span, cached);
     }
     depthwise_tile<E, samples, vectors, whole, copied>(call, window, row, span.begin);
   }

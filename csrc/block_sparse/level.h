@@ -4,7 +4,7 @@
 #include "block_sparse/cpu.h"
 #include "block_sparse/depthwise_gradient.h"
 #include "block_sparse/product.h"
-#include "block_sparse/turn.h"
+#include "block_sparse/transpose.h"
 #include "block_sparse/value_gradient.h"
 
 namespace loco::block_sparse {
@@ -22,7 +22,7 @@ struct Level {
   bool (*runs_here)();
   // Indexed by DType. Where null, the next level's are used.
   Kernels kernels[4], depthwise[4];
-  void (*turn[4])(const Turn&, int64_t begin, int64_t end);
+  void (*transpose[4])(const Transpose&, int64_t begin, int64_t end);
 };
 
 template <typename M>
@@ -44,8 +44,8 @@ constexpr Level level_of(const char* name, bool (*runs_here)()) {
            kernels_of<Converted<Float>>()},
           {depthwise_of<Elements<Double, DType::f64>>(), depthwise_of<Elements<Float, DType::f32>>(),
            depthwise_of<Elements<Float, DType::bf16>>(), depthwise_of<Elements<Float, DType::f16>>()},
-          {turn_range<typename Double::Square, double>, turn_range<typename Float::Square, float>,
-           turn_range<PlainSquare<Float>, uint16_t>, turn_range<PlainSquare<Float>, uint16_t>}};
+          {transpose_range<typename Double::Square, double>, transpose_range<typename Float::Square, float>,
+           transpose_range<PlainSquare<Float>, uint16_t>, transpose_range<PlainSquare<Float>, uint16_t>}};
 }
 
 extern const Level kLevelV4Bf16, kLevelV4, kLevelV3, kLevelPortable;

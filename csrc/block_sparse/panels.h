@@ -64,17 +64,17 @@ template <typename T>
 class Memory {
  public:
   explicit Memory(int64_t count)
-      : held_(count ? static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine)) : nullptr) {
-    if (count && !held_) std::abort();
+      : data_(count ? static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine)) : nullptr) {
+    if (count && !data_) std::abort();
   }
-  ~Memory() { std::free(held_); }
+  ~Memory() { std::free(data_); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  T* data() const { return held_; }
+  T* data() const { return data_; }
 
  private:
-  T* held_;
+  T* data_;
 };
 
 // Scratch memory for packed words and sums of a panel, whose numbers are given: on the stack, or on the heap if it does
@@ -89,16 +89,16 @@ class Scratch {
  public:
   static constexpr int64_t kPanel = M::Arithmetic::kWidth * M::Arithmetic::kVectors;
 
-  Scratch(int64_t right, int64_t left, int64_t turned, int64_t sums)
-      : far_(bytes(right + left + turned, sums) > kNear ? bytes(right + left + turned, sums) : 0),
+  Scratch(int64_t right, int64_t left, int64_t transposed, int64_t sums)
+      : far_(bytes(right + left + transposed, sums) > kNear ? bytes(right + left + transposed, sums) : 0),
         right_(reinterpret_cast<Word*>(far_.data() ? far_.data() : near_)),
         left_(right_ + right),
-        turned_(left_ + left),
-        sums_(reinterpret_cast<Acc*>(turned_ + turned)) {}
+        transposed_(left_ + left),
+        sums_(reinterpret_cast<Acc*>(transposed_ + transposed)) {}
 
   Word* right() { return right_; }
   Word* left() { return left_; }
-  Word* turned() { return turned_; }
+  Word* transposed() { return transposed_; }
   Acc* sums() { return sums_; }
   Acc* start() { return start_; }
 
@@ -108,7 +108,7 @@ class Scratch {
   alignas(kLine) char near_[kNear];
   alignas(kLine) Acc start_[kPanel];
   const Memory<char> far_;
-  Word *const right_, *const left_, *const turned_;
+  Word *const right_, *const left_, *const transposed_;
   Acc* const sums_;
 };
 

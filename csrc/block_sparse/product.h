@@ -181,25 +181,25 @@ class ProductPanel {
     }
     for (int64_t i = 0; i < columns_; i += kSquareRows) {
       const int64_t rows = least(kSquareRows, columns_ - i);
-      M::pack_left(call_.dtype, from + i * call_.depth, call_.depth, rows, strip.depth, scratch_.turned());
-      transpose<Square>(reinterpret_cast<const char*>(scratch_.turned()), strip.steps * sizeof(Word), rows, strip.steps,
-                        to + i, row_);
+      M::pack_left(call_.dtype, from + i * call_.depth, call_.depth, rows, strip.depth, scratch_.transposed());
+      transpose<Square>(reinterpret_cast<const char*>(scratch_.transposed()), strip.steps * sizeof(Word), rows,
+                        strip.steps, to + i, row_);
     }
   }
 
   // Return the parts of the blocks that the next strip reads.
   Ahead ahead_of(const Strip& strip) const {
-    const bool turned = call_.blocks;
+    const bool transposed = call_.blocks;
     const int64_t entry = strip.next_entry;
     Ahead ahead{};
     ahead.entries = least(strip.runs, pieces(call_.first[call_.rows] - entry, strip.pixels));
     if (ahead.entries <= 0) return ahead;
-    ahead.blocks = turned ? call_.blocks + entry : nullptr;
-    ahead.data = reinterpret_cast<const char*>(part(turned ? 0 : entry, strip.next_step, column_));
+    ahead.blocks = transposed ? call_.blocks + entry : nullptr;
+    ahead.data = reinterpret_cast<const char*>(part(transposed ? 0 : entry, strip.next_step, column_));
     ahead.block_bytes = strip.pixels * call_.groups * block_ * sizeof(Storage);
-    ahead.row_bytes = (turned ? call_.depth : call_.width) * sizeof(Storage);
-    ahead.rows = turned ? columns_ : strip.depth;
-    ahead.lines = pieces((turned ? strip.depth : columns_) * sizeof(Storage), kLine);
+    ahead.row_bytes = (transposed ? call_.depth : call_.width) * sizeof(Storage);
+    ahead.rows = transposed ? columns_ : strip.depth;
+    ahead.lines = pieces((transposed ? strip.depth : columns_) * sizeof(Storage), kLine);
     const int64_t times = strip.runs * pieces(strip.steps, kAheadSteps) * pieces(rows_, kRows);
     ahead.per_step = least(pieces(ahead.entries * ahead.rows, times), kMostRowsAhead);
     return ahead;

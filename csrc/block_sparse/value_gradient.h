@@ -85,8 +85,8 @@ class ValueGradientPanels {
   };
 
   void pack_right(const Key& key, int64_t rows, int64_t columns, int64_t to_row) {
-    if (key == held_) return;
-    held_ = key;
+    if (key == cached_) return;
+    cached_ = key;
     const Storage* to = static_cast<const Storage*>(call_.to.data) + key.batch * call_.to.batch_stride +
                         key.row * call_.to.pixel_stride + key.group * call_.width + key.column;
     M::pack_rows(call_.dtype, to, call_.to.batch_stride, rows, columns, scratch_.right(), to_row);
@@ -110,7 +110,7 @@ class ValueGradientPanels {
   const ValueGradient& call_;
   Scratch<M>& scratch_;
   const int64_t part_;
-  Key held_{-1, 0, 0, 0};
+  Key cached_{-1, 0, 0, 0};
 };
 
 // Compute items begin .. end - 1; an item is an entry.

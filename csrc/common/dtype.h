@@ -1,5 +1,5 @@
 // The four element types, and exact conversions between them and the compute dtypes (float, double). bfloat16 and
-// float16 values are held as bit patterns. Every function rounds to nearest even and preserves NaN and infinity.
+// float16 values are stored as bit patterns. Every function rounds to nearest even and preserves NaN and infinity.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::unordered_map<int64_t, std::shared_ptr<Kept>> objects;
+  std::unordered_map<int64_t, std::shared_ptr<Registered>> objects;
   int64_t next = 1;
 };
 
@@ -21,14 +21,14 @@ Registry& registry() {
 
 }  // namespace
 
-int64_t keep(std::shared_ptr<Kept> object) {
+int64_t register_object(std::shared_ptr<Registered> object) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   r.objects.emplace(r.next, std::move(object));
   return r.next++;
 }
 
-std::shared_ptr<Kept> find_kept(int64_t id) {
+std::shared_ptr<Registered> find_registered(int64_t id) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   const auto found = r.objects.find(id);
@@ -37,7 +37,7 @@ std::shared_ptr<Kept> find_kept(int64_t id) {
 
 void release(int64_t id) {
   Registry& r = registry();
-  std::shared_ptr<Kept> last;  // destroyed after the lock is released
+  std::shared_ptr<Registered> last;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(r.mutex);
   const auto found = r.objects.find(id);
   if (found == r.objects.end()) return;

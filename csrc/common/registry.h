@@ -6,17 +6,17 @@
 
 namespace loco {
 
-struct Kept {
-  virtual ~Kept() = default;
+struct Registered {
+  virtual ~Registered() = default;
 };
 
 // Stores the object and returns its handle, which is never 0.
-int64_t keep(std::shared_ptr<Kept> object);
+int64_t register_object(std::shared_ptr<Registered> object);
 
 // Returns null for a handle that was never issued or has been released.
-std::shared_ptr<Kept> find_kept(int64_t id);
+std::shared_ptr<Registered> find_registered(int64_t id);
 
-// Drops the registry's reference to the object. Does nothing if find_kept would return null.
+// Drops the registry's reference to the object. Does nothing if find_registered would return null.
 void release(int64_t id);
 
 }  // namespace loco

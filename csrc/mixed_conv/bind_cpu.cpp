@@ -79,7 +79,7 @@ void check_room(const Images& from, const View& to, int64_t width, const std::ve
   const double copied = rows * (width + kLanes + columns / stride[1]) * images * stride[1] * from.channels;
   const double most = kSpare + kTimes * (read * from.height * from.width + to.numel);
   STD_TORCH_CHECK(copied <= most, "pads: expected pads, strides and dilations for which no more than ", most,
-                  " elements are held beside the images, got ", copied);
+                  " elements are kept beside the images, got ", copied);
 }
 
 // Return the data of the tensor that the results are added to, or null.

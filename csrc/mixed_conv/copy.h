@@ -3,8 +3,8 @@
 //   to[channel, row, column % stride, column / stride, image]
 //       = from[first_image + image, channel, first_row * stride + row - top, column - left]
 //
-// with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels (Turn) are
-// contiguous. to has the strides of Layout (band.h). One thread copies a band, row by row: for each residue of the
+// with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels (Transpose)
+// are contiguous. to has the strides of Layout (band.h). One thread copies a band, row by row: for each residue of the
 // column stride, vectors of four elements are loaded and transposed where images or channels have to be interleaved.
 //
 // Functions that are not inlined are templates of the arithmetic L: otherwise the linker would keep one instruction
@@ -125,7 +125,7 @@ struct Weave {
 
 // Copies rows of images in which channels are contiguous, to the same layout as Weave.
 template <typename L>
-struct Turn {
+struct Transpose {
   using T = typename L::Word;
   static constexpr int64_t kSquare = L::Square::kSize;
   const Span& span;
@@ -225,11 +225,11 @@ void copy_band(const Convolution& call, const Layout& layout, int64_t first_imag
   for (int64_t residue = 0; residue < call.stride[1]; ++residue, to += layout.residue) {
     const Span span(call, layout, residue);
     const Weave<L> weave{span, layout.images, present, images.batch_stride};
-    const Turn<L> turn{span,        layout.images, present, images.batch_stride, images.column_stride, images.channels,
-                       layout.plane};
+    const Transpose<L> transposed{
+        span, layout.images, present, images.batch_stride, images.column_stride, images.channels, layout.plane};
     if (!columns.has(residue)) continue;
     if (images.by_pixel()) {
-      rows.between(first, past, [&](int64_t r) { turn.row(from + r * images.row_stride, to + r * layout.row); });
+      rows.between(first, past, [&](int64_t r) { transposed.row(from + r * images.row_stride, to + r * layout.row); });
       continue;
     }
     for (int64_t c = 0; c < images.channels; ++c) {

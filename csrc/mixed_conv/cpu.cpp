@@ -58,11 +58,11 @@ void convolve_cpu(const Convolution& call) {
 
 void* scratch(int64_t bytes) {
   constexpr uintptr_t kCacheLine = 64;
-  struct Kept {
+  struct Registered {
     std::unique_ptr<char[]> data;
     int64_t bytes = 0;
   };
-  thread_local Kept kept;
+  thread_local Registered kept;
   if (kept.bytes < bytes) {
     kept.bytes = 0;
     kept.data.reset(new char[bytes + kCacheLine]);

@@ -50,12 +50,12 @@ struct Workspace {
 
   Word* copy;  // copy of a band, see Layout
   // Buffers for pixels that are written when all of their channels are done: results is [channels rounded up to
-  // squares, lanes of a tile] and turned [lanes of a vector, channels of a square]. Null if results are written
+  // squares, lanes of a tile] and transposed [lanes of a vector, channels of a square]. Null if results are written
   // directly.
-  Word *results = nullptr, *turned = nullptr;
-  Place<L>* places;                      // one for each vector of a band
-  int64_t *lane_places, *turned_places;  // [lanes], offsets of a vector's pixels in the result and in `turned`
-  int64_t* offsets;                      // offsets of taps
+  Word *results = nullptr, *transposed = nullptr;
+  Place<L>* places;                          // one for each vector of a band
+  int64_t *lane_places, *transposed_places;  // [lanes], offsets of a vector's pixels in the result and in `transposed`
+  int64_t* offsets;                          // offsets of taps
 
   Workspace(const Convolution& call, const Layout& layout) {
     const int64_t channels = writes_whole_pixels<L>(call) ? (call.to.channels + kSquare - 1) / kSquare * kSquare : 0;
@@ -65,15 +65,15 @@ struct Workspace {
     for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
     copy = static_cast<Word*>(
         scratch(words * sizeof(Word) + vectors * sizeof(Place<L>) + (2 * L::kWidth + taps) * sizeof(int64_t)));
-    if (channels) results = copy + copied, turned = results + waiting;
+    if (channels) results = copy + copied, transposed = results + waiting;
     std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay zero
     places = reinterpret_cast<Place<L>*>(copy + words);
     lane_places = reinterpret_cast<int64_t*>(places + vectors);
-    turned_places = lane_places + L::kWidth;
-    offsets = turned_places + L::kWidth;
+    transposed_places = lane_places + L::kWidth;
+    offsets = transposed_places + L::kWidth;
     for (int64_t lane = 0; lane < L::kWidth; ++lane) {
       lane_places[lane] = lane / layout.images * call.to.column_stride + lane % layout.images * call.to.batch_stride;
-      turned_places[lane] = lane * kSquare;
+      transposed_places[lane] = lane * kSquare;
     }
     fill_offsets(call, layout, offsets);
   }

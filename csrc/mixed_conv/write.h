@@ -65,18 +65,19 @@ struct Band {
         const int64_t some = std::min(kSquare, call.to.channels - channel);
         const Word* lanes = work.results + channel * kTileLanes + v * L::kWidth;
         if (whole) {
-          turn(lanes, some, place.pixel + channel, work.lane_places);
+          transpose_lanes(lanes, some, place.pixel + channel, work.lane_places);
           continue;
         }
-        turn(lanes, kSquare, work.turned, work.turned_places);
-        for_pixels(place, [&](int64_t lane, Word* pixel)
-                              LOCO_INLINE { copy_side_by_side(work.turned + lane * kSquare, some, pixel + channel); });
+        transpose_lanes(lanes, kSquare, work.transposed, work.transposed_places);
+        for_pixels(place, [&](int64_t lane, Word* pixel) LOCO_INLINE {
+          copy_side_by_side(work.transposed + lane * kSquare, some, pixel + channel);
+        });
       }
     }
   }
 
   // Write to[places[lane] + channel] = lanes[channel, lane].
-  static LOCO_HD void turn(const Word* lanes, int64_t channels, Word* to, const int64_t* places) {
+  static LOCO_HD void transpose_lanes(const Word* lanes, int64_t channels, Word* to, const int64_t* places) {
     if constexpr (L::kWidth % kSquare == 0) {
       for (int64_t lane = 0; lane < L::kWidth; lane += kSquare) {
         const auto* square = reinterpret_cast<const char*>(lanes + lane);

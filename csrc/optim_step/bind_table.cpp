@@ -41,6 +41,9 @@ template <class Rule>
 Table table_of(const StepArgs& args) {
   Gather gather;
   gather.read<Rule>(args);
+  // The kernels read these themselves; here they are checked alone.
+  if (args.grad_scale) scalar_view(*args.grad_scale, "grad_scale", 0, gather.place());
+  if (args.found_inf) scalar_view(*args.found_inf, "found_inf", 0, gather.place());
   GpuTable table;
   build(table, {kBlock, triton_kind}, gather.steps(), read_hyper(gather, args, Rule::columns), Rule::has_metric);
   const auto size = static_cast<int64_t>(table.bytes.size());

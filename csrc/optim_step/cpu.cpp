@@ -145,16 +145,16 @@ class Step {
   void run_kernels(const Job<Rule>& job, int64_t begin, int64_t end) const {
     const TensorStep& t = *job.tensor;
     const int64_t numel = t.numel / t.kernels;
-    TensorStep held_tensor = t;
-    Job<Rule> held_job = job;
-    held_job.tensor = &held_tensor;
+    TensorStep filter_tensor = t;
+    Job<Rule> filter_job = job;
+    filter_job.tensor = &filter_tensor;
     std::vector<T> values;
     Memory metric;
-    held_job.metric = Rule::has_metric ? metric.of<T>(numel) : nullptr;
+    filter_job.metric = Rule::has_metric ? metric.of<T>(numel) : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
     if (!is_staged<T>(job)) {
-      held_job.origin = begin;
-      Block<T> block = direct_block<T>(held_job, begin, numel);
+      filter_job.origin = begin;
+      Block<T> block = direct_block<T>(filter_job, begin, numel);
       const auto scalars = Rule::template as<T>(job.scalars);
       const bool summing = shrinkage.can_sum(block, job.flags, scalars);
       for (int64_t at = begin; at < end; at += numel, block.advance()) {
@@ -163,11 +163,11 @@ class Step {
       return;
     }
     for (int64_t at = begin; at < end; at += numel) {
-      held_job.origin = at;
+      filter_job.origin = at;
       T* const w = fetch(t.w, at, numel, values);
-      if (!in_place<T>(t.w)) held_tensor.w = {w - at, dtype_of<T>, nullptr};
-      run_blocks<T>(held_job, at, at + numel);
-      shrinkage.apply(w, static_cast<const T*>(held_job.metric));
+      if (!in_place<T>(t.w)) filter_tensor.w = {w - at, dtype_of<T>, nullptr};
+      run_blocks<T>(filter_job, at, at + numel);
+      shrinkage.apply(w, static_cast<const T*>(filter_job.metric));
       put_back(job, w, at, numel);
     }
   }

@@ -131,10 +131,11 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
 // Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
 // supports.
 void Gather::read_penalty(const Ints& penalties, size_t index) {
-  const auto held = std::dynamic_pointer_cast<const ring_prox::HeldPenalty>(find_kept(penalties[index]));
-  STD_TORCH_CHECK(held, "penalties[", index, "]: expected 0 or a number from ring_penalty_hold, got ",
+  const auto registered =
+      std::dynamic_pointer_cast<const ring_prox::RegisteredPenalty>(find_registered(penalties[index]));
+  STD_TORCH_CHECK(registered, "penalties[", index, "]: expected 0 or a number from ring_penalty_register, got ",
                   penalties[index]);
-  const ring_prox::Penalty& penalty = held->penalty;
+  const ring_prox::Penalty& penalty = registered->penalty;
   const Lead& lead = leads_[index];
   const View& view = lead.view;
   int64_t taps = 1;
@@ -160,7 +161,7 @@ void Gather::read_penalty(const Ints& penalties, size_t index) {
   step.penalty = &penalty;
   step.kernels = view.sizes[0];
   step.channels_fastest = !contiguous;
-  penalties_.push_back(held);
+  penalties_.push_back(registered);
 }
 
 void Gather::read_states(const Tensors& states, int count, const char* const* names) {

@@ -9,7 +9,7 @@
 
 #include "common/overlap.h"
 #include "optim_step/step_args.h"
-#include "ring_prox/held_penalty.h"
+#include "ring_prox/registered_penalty.h"
 
 namespace loco::optim_step {
 
@@ -51,8 +51,8 @@ class Gather {
   std::vector<Lead> leads_;
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
-  std::deque<Nest> nests_;                                                // steps_ points to these
-  std::vector<std::shared_ptr<const ring_prox::HeldPenalty>> penalties_;  // and to these
+  std::deque<Nest> nests_;                                                      // steps_ points to these
+  std::vector<std::shared_ptr<const ring_prox::RegisteredPenalty>> penalties_;  // and to these
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
 };

@@ -2,11 +2,11 @@
 
 #include <memory>
 
-#include "ring_prox/held_penalty.h"
+#include "ring_prox/registered_penalty.h"
 
 namespace loco::ring_prox {
 
-int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared) {
+int64_t ring_penalty_register(Tensor, Ints rings, Tensor thresholds, std::optional<Tensor> squared) {
   const auto read = [](const Tensor& tensor, const char* name) {
     const View view = view_of(tensor, name, 0);
     STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && view.numel >= 1 && view.numel <= kMaxRings &&
@@ -15,8 +15,8 @@ int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<T
     const auto* values = static_cast<const double*>(view.data);
     return std::vector<double>(values, values + view.numel);
   };
-  auto held = std::make_shared<HeldPenalty>();
-  Penalty& penalty = held->penalty;
+  auto registered = std::make_shared<RegisteredPenalty>();
+  Penalty& penalty = registered->penalty;
   penalty.plain = read(thresholds, "thresholds");
   if (squared) penalty.squared = read(*squared, "squared");
   STD_TORCH_CHECK(!squared || penalty.squared.size() == penalty.plain.size(), "squared: expected ",
@@ -26,7 +26,7 @@ int64_t ring_penalty_hold(Tensor, Ints rings, Tensor thresholds, std::optional<T
                     ", got ", ring);
     penalty.ring_of_tap.push_back(static_cast<int>(ring));
   }
-  return keep(std::move(held));
+  return register_object(std::move(registered));
 }
 
 }  // namespace loco::ring_prox

@@ -36,18 +36,19 @@ struct AddButLast {
   LOCO_DEVICE double operator()(int k, double a, double b) const { return k == 2 ? Larger()(a, b) : a + b; }
 };
 
-// Sums over a filter's weights. T is their compute type; held.for_ring(ring, visit) calls visit(weight, its metric,
+// Sums over a filter's weights. T is their compute type; weights.for_ring(ring, visit) calls visit(weight, its metric,
 // made finite) for this thread's share of a ring.
-template <typename T, class Held>
+template <typename T, class Weights>
 class Sums {
  public:
-  LOCO_DEVICE Sums(const Held& held, int rings, Scratch& scratch) : held_(held), rings_(rings), scratch_(scratch) {}
+  LOCO_DEVICE Sums(const Weights& weights, int rings, Scratch& scratch)
+      : weights_(weights), rings_(rings), scratch_(scratch) {}
 
   LOCO_DEVICE int rings() const { return rings_; }
 
   template <class Visit>
   LOCO_DEVICE void for_ring(int ring, const Visit& visit) const {
-    held_.for_ring(ring, visit);
+    weights_.for_ring(ring, visit);
   }
 
   // Reduce all threads' values by op in a fixed order; every thread receives the result.
@@ -176,7 +177,7 @@ class Sums {
     __syncthreads();
   }
 
-  const Held& held_;
+  const Weights& weights_;
   int rings_;
   Scratch& scratch_;
   double scale_ = 1;

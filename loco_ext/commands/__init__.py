@@ -40,7 +40,9 @@ Device = Annotated[
     str, typer.Option(parser=option_parsers.device, metavar="NAME", help="Torch device, as cpu or cuda:1.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")]
-Samples = Annotated[int | None, typer.Option(min=1, help="Train with only the first so many samples.")]
+Samples = Annotated[
+    int | None, typer.Option(min=1, max=option_parsers.MOST, help="Train with only the first so many samples.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors, and the JSON of --json.")]
 
@@ -133,6 +135,7 @@ def run(argv: Sequence[str] | None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if argv is None else argv)
+    given = given[1:] if given[:1] == ["--"] else given
     name = next(iter(given), "")
     options: dict[str, str] = {}
     try:

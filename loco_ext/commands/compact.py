@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
+from loco_ext.option_parsers import MOST
 from loco_ext.output import json_text, status
 
 
@@ -19,7 +20,9 @@ def run(
     data: Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")] = None,
     folder: Data = None,
     out: Out = Path("runs/compact"),
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per batch on which the result is to be fast.")] = 64,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Images per batch on which the result is to be fast.")
+    ] = 64,
     cost: Annotated[
         Literal["measured", "macs", "multiply_adds"],
         typer.Option(help="What decides how a layer is computed.", metavar="[measured|macs]"),

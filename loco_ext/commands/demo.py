@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from loco_ext.commands import Device, Out, Result, command, make_writable, writing_to
+from loco_ext.option_parsers import MOST
 from loco_ext.output import json_text
 
 
@@ -15,7 +16,7 @@ def run(
     out: Out = Path("runs"),
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the initial weights and the order.")] = 0,
     device: Device = "cpu",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 40,
+    epochs: Annotated[int, typer.Option(min=1, max=MOST, help="Passes over the training samples.")] = 40,
 ) -> Result:
     """Train the same small network twice on handwritten digits, and show where in the filters the weights end up.
 

@@ -8,7 +8,7 @@ from typer import Option
 
 from loco_ext.analysis.interpolation import STIFFNESS
 from loco_ext.experiments.settings import Settings, SettingsError, check_choice, check_fields, from_preset
-from loco_ext.option_parsers import separated
+from loco_ext.option_parsers import MOST, separated
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; otherwise a radius, as text
 SNAPSHOTS = 20
@@ -42,9 +42,9 @@ class EfcnSettings:
             "number: receptive fields grow by as many pixels on each side as well; full: no locality is left.",
         ),
     ] = (FULL,)
-    branch_epochs: Annotated[int, Option(min=1, help="Epochs of each lifted network.")] = 100
+    branch_epochs: Annotated[int, Option(min=1, max=MOST, help="Epochs of each lifted network.")] = 100
     branch_learning_rate: Annotated[
-        float, Option("--branch-lr", help="Learning rate of lifted networks, and of the fully connected one.")
+        float, Option("--branch-lr", min=0, help="Learning rate of lifted networks, and of the fully connected one.")
     ] = 0.01
     fcn_epochs: Annotated[
         int,
@@ -55,7 +55,7 @@ class EfcnSettings:
     ] = 100
     landscape_samples: Annotated[
         int,
-        Option(min=1, help="Training samples that gradients, curvatures and interpolations are measured on."),
+        Option(min=1, max=MOST, help="Training samples that gradients, curvatures and interpolations are measured on."),
     ] = 1000
     power_iterations: Annotated[
         int, Option(min=0, help="Most products with the Hessian; 0: the curvature is not measured.")

@@ -36,7 +36,7 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
-from loco_ext.option_parsers import separated
+from loco_ext.option_parsers import MOST, separated
 from loco_ext.output import write_json
 from loco_ext.penalties import GroupPenalty
 from loco_ext.penalties.strengths import convolutions
@@ -64,19 +64,20 @@ class FrontierSettings:
     ] = "prox"
     dense_optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     dense_learning_rate: Annotated[
-        float, Option("--dense-lr", help="Learning rate of the training without a penalty.")
+        float, Option("--dense-lr", min=0, help="Learning rate of the training without a penalty.")
     ] = 0.1
     dense_epochs: Annotated[
         int,
         Option(
             min=1,
+            max=MOST,
             help="Epochs of the training without a penalty that all points start from; the method width has no other.",
         ),
     ] = 8
     refit_epochs: Annotated[
         int, Option(min=0, help="Epochs of each compacted network without the penalty; 0: none.")
     ] = 1
-    points: Annotated[int, Option(min=1, help="Number of strengths.")] = 15
+    points: Annotated[int, Option(min=1, max=MOST, help="Number of strengths.")] = 15
     span: Annotated[float, Option(help="Smallest strength over the largest.")] = 1e-4
     strengths: Annotated[
         tuple[float, ...] | None,

@@ -12,7 +12,7 @@ from loco_ext import option_parsers
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import CLASSES, DATA, FOLDER, Dataset
 from loco_ext.experiments.models import MODELS, find_model, is_own
-from loco_ext.option_parsers import name_or_none, separated
+from loco_ext.option_parsers import MOST, name_or_none, separated
 from loco_ext.penalties import GroupPenalty
 from loco_ext.sparsity import KernelPenalty, RingPenalty
 
@@ -31,7 +31,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise SettingsError for a field that is none of its Literal's values or below its option's minimum."""
+    """Raise SettingsError for a field that is none of its Literal's values or beyond its option's limits."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         value = getattr(settings, name)
         kind, *options = get_args(hint) if get_origin(hint) is Annotated else [hint]
@@ -41,8 +41,10 @@ def check_fields(settings: Any) -> None:
         for literal in (kind for kind in kinds if get_origin(kind) is Literal):
             check_choice(name, value, get_args(literal))
         for option in options:
-            if option.min is not None and value < option.min:
-                raise SettingsError(f"{name}: expected at least {option.min}, got {value}")
+            if option.min is not None and not (math.isfinite(value) and value >= option.min):
+                raise SettingsError(f"{name}: expected a finite number, at least {option.min}, got {value}")
+            if option.max is not None and value > option.max:
+                raise SettingsError(f"{name}: expected at most {option.max}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class Settings:
         int | None,
         Option(
             min=1,
+            max=MOST,
             metavar="PIXELS",
             help="Height and width that a folder's images are resized and cropped to; 32 where there is none.",
         ),
     ] = None
-    epochs: Annotated[int, Option(min=1, help="Passes over the training samples; milestones move along.")] = 250
-    batch_size: Annotated[int, Option(min=1, help="Samples per step, over all processes.")] = 128
+    epochs: Annotated[int, Option(min=1, max=MOST, help="Passes over the training samples; milestones move along.")] = (
+        250
+    )
+    batch_size: Annotated[int, Option(min=1, max=MOST, help="Samples per step, over all processes.")] = 128
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Option(help="Optimizer.")] = "sgd"
     learning_rate: Annotated[float, Option("--lr", help="Learning rate of the first epoch.")] = 0.1
     momentum: Annotated[float, Option(help="Momentum of SGD, less than 1.")] = 0.9

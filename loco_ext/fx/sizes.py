@@ -380,7 +380,7 @@ def _convolved_transposed(call: _Call) -> Sizes:
 
 def _pooled(call: _Call, name: str) -> Sizes | None:
     axes, largest = POOLS[name], name.startswith("max")
-    if call.node.all_input_nodes != [call.node.args[0]] or call.option(6, "return_indices", False):
+    if call.node.all_input_nodes != [call.node.args[0]] or call.option(5, "return_indices", False):
         return None
     kernel_size = call.option(0, "kernel_size")
     stride, padding = call.option(1, "stride") or kernel_size, call.option(2, "padding", 0)

@@ -74,7 +74,7 @@ def to_efcn(
     if isinstance(relax, str):
         check_choice("relax", relax, ("sharing", "all"))
     else:
-        check_count("relax", relax)
+        relax = check_count("relax", relax)
     if memory_limit is not None:
         check_count("memory_limit", memory_limit)
     geometries = {}

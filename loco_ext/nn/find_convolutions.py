@@ -135,11 +135,14 @@ class _Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller, module = self._running[-1] if self._running else ("", None)
+        result = func(*args, **kwargs or {})
         if not isinstance(module, _ConvNd):
             if (name := getattr(func, "__name__", "")) in _FUNCTIONS:
                 self.functions.append((name, caller))
-            self._note_parameters((args, kwargs))
-        return func(*args, **kwargs or {})
+            # Sizes, dtypes and devices may be read; None is what an assignment returns.
+            if result is None or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+                self._note_parameters((args, kwargs))
+        return result
 
     def _begin(self, name: str) -> Any:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from loco_ext.ops import backends
 from loco_ext.ops.checks import check_lengths, check_step
@@ -208,6 +209,9 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     after = [None if inside is not None else p for p, inside in zip(args.penalties, within, strict=False)]
     if not any(penalty is not None for penalty in after) and len(args.penalties) == len(args.params):
         _run_kernels(chosen, args, args)
+        return
+    if isinstance(args.params[0], FakeTensor):  # there are no values to shrink
+        _run_kernels(chosen, replace(args, penalties=()), args)
         return
     check_step(args)
     found_inf = args.found_inf

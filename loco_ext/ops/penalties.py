@@ -62,7 +62,7 @@ class StepPenalty:
         """
         library = backends.cuda_library if param.is_cuda else backends.library
         if library not in self._numbers:
-            hold = backends.operators().ring_penalty_hold
+            hold = backends.operators().ring_penalty_register
             number = hold(param, self.rings, self.thresholds, self.squared)
             if number == 0:  # fake tensors, which are never stepped
                 return 0

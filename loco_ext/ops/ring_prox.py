@@ -277,6 +277,6 @@ if backends.library is not None:
         backends.check_one_device(weight=weight, metric=metric)
         return torch.empty_like(weight)
 
-    @torch.library.register_fake("loco_ext::ring_penalty_hold")
+    @torch.library.register_fake("loco_ext::ring_penalty_register")
     def _(like: Tensor, rings: Sequence[int], thresholds: Tensor, squared: Tensor | None) -> int:
         return 0

@@ -87,6 +87,7 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:
     return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.tolist()])
 
 
+@torch.no_grad()
 def step_then_shrink(args: StepArgs, step: Callable[[StepArgs], None]) -> None:
     """Step by kernels that do not apply these penalties, then apply the prox to each penalised parameter.
 

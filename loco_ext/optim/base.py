@@ -175,7 +175,8 @@ class LocalityOptimizer(Optimizer):
             for key, batch in batches.items():
                 self._launch_in_backend(key, batch, torch.ones((), device=batch.params[0].device))
         for group, plan in by_torch:
-            step_with_torch(self, group, plan, partial(inspect.unwrap(super().step), self))
+            own_step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
+            step_with_torch(self, group, plan, partial(own_step, self))
             self._shrink(group, plan)
         for key, batch in batches.items():
             self._launch_in_backend(key, batch)

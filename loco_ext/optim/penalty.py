@@ -42,7 +42,7 @@ def from_plain(penalty: Any, present: Any = None) -> Any:
     if (kind := _STORED_WHOLE.get(name)) is not None:
         names = [each.name for each in fields(kind)]
         return kind(**dict(zip(names, settings, strict=True)))
-    if len(settings) != 1:
+    if len(settings) != 1 or not name.endswith(Penalty.__name__):
         return penalty
     if not isinstance(present, Penalty) or type(present).__name__ != name or present._stored is None:
         raise ValueError(

@@ -146,7 +146,7 @@ class FoldedFactors:
     def __init__(self, penalty: FoldedPenalty, weight: Tensor) -> None:
         self.inner, self.batch_norm = penalty.penalty, penalty.batch_norm
         self.filters = self.inner.filters(weight)
-        self._weights = self.filters.factors(self.inner.weighting).to(weight.device)
+        self._weights = self.filters.factors(self.inner.weighting)
 
     @property
     def depend_on_direction(self) -> bool:
@@ -170,7 +170,7 @@ class FoldedFactors:
         ``Omega(k) / ||k||`` is pulled inwards by ``Omega``, which a prox handles, and outwards by ``1 / ||k||``, which
         remains.
         """
-        norms, weights = self._norms(weight), self._weights
+        norms, weights = self._norms(weight), self._weights.to(weight.device)
         turning = norms @ (weights if self._squares_filters else self._without_length(weights))
         pull = -self._slopes(norms @ weights, scales) * turning / lengths_of(weight).square()
         return torch.where(pull.isfinite(), pull, 0.0)
@@ -189,7 +189,7 @@ class FoldedFactors:
         if metric is not None and self._squares_filters:
             plain, squared, factors = 0 * plain, plain, size * inner.strength * scales.square()
         else:
-            factors = size * self._slopes(self._norms(weight) @ self._weights, scales)
+            factors = size * self._slopes(self._norms(weight) @ self._weights.to(weight.device), scales)
             plain = self._without_length(plain)
         # The operator takes the penalty's factors on the host, so they are divided out on the device.
         safe = _column(factors.clamp(min=_LEAST_FACTOR).to(weight.dtype), weight)
@@ -208,7 +208,7 @@ class FoldedFactors:
         """
         gamma, strength = gamma.double(), self.inner.strength
         sizes = torch.as_tensor(size, dtype=torch.float64, device=gamma.device).expand_as(gamma)
-        slopes = (self._norms(weight) @ self._weights) * self.reciprocal_sigma()
+        slopes = (self._norms(weight) @ self._weights.to(weight.device)) * self.reciprocal_sigma()
         if self.inner.power == 1:
             length = (gamma.abs() - sizes * strength * slopes).clamp(min=0)
         elif self._squares_filters:

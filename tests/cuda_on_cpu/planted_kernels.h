@@ -144,7 +144,7 @@ __global__ void big_shared(float* out) {
   out[threadIdx.x] = big[threadIdx.x];
 }
 
-// Turns a block's values round in memory that the launch has asked for.
+// Transposes a block's values round in memory that the launch has asked for.
 template <Fault fault>
 __global__ void reverse_block(const float* in, float* out) {
   LOCO_SHARED(memory);

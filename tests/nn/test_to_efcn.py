@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -90,7 +91,7 @@ def test_outputs_stay(name, dtype, tolerance):
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("relax", [0, 1, "all"])
+@pytest.mark.parametrize("relax", [0, np.int64(1), "all"])
 @pytest.mark.parametrize("name", ["alexnet", "paper", "volumes"])
 def test_more_pixels_change_nothing_at_first(name, relax):
     model, x = make(name, torch.float64)
@@ -228,6 +229,19 @@ def test_one_layer_called_twice_on_one_size_stays_one():
     efcn = to_efcn(both, x)
     assert efcn[0] is efcn[2]
     torch.testing.assert_close(efcn(x), both(x), rtol=1e-12, atol=1e-12)
+
+
+def test_models_may_read_the_dtype_of_their_parameters():
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3)
+
+        def forward(self, x):
+            return self.conv(x.to(next(self.parameters()).dtype))
+
+    model, x = Casting().double(), torch.randn(2, 2, 5, 6)
+    torch.testing.assert_close(to_efcn(model, x)(x), model(x))
 
 
 def test_models_that_choose_by_their_inputs_and_compiled_ones_are_relaxed():

@@ -23,7 +23,7 @@ def train(model: nn.Module, name: str, backend: str) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    info.main()
+    info.show()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 5, bias=False))
     for name in ("SGD", "Adam", "AdamW"):

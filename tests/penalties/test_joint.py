@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import loco_ext
@@ -279,3 +280,25 @@ def test_random_rounding_comes_after_the_prox(kind):
     assert_near(ours, theirs, torch.bfloat16)
     nearest, _ = stepped(kind, PENALTIES["l2"], dtype=torch.bfloat16)
     assert any(not same_bits(p.detach(), q.detach()) for p, q in zip(ours, nearest, strict=True))
+
+
+@pytest.mark.parametrize("linf", [False, True])
+@pytest.mark.usefixtures("native")
+def test_a_parameter_may_be_stepped_where_gradients_are_recorded(linf):
+    zeros = torch.zeros(3, dtype=torch.float64)
+    penalty = ops.StepPenalty(RINGS, zeros, zeros + 0.2, linf, joint=True)
+    stepped = nn.Parameter(torch.randn(4, 5, 3, 3))
+    expected, hyper = stepped.detach().clone(), torch.tensor([[0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    for w in (stepped, expected):
+        ops.optim_step_sgd([w], [torch.ones_like(w)], [], hyper, penalties=[penalty])
+    assert same_bits(stepped.detach(), expected)
+
+
+@pytest.mark.parametrize("penalty", [*PENALTIES.values(), sparsity.KernelPenalty(0.1, norm="linf")])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_fake_parameters_can_be_stepped(name, penalty):
+    with FakeTensorMode():
+        param = nn.Parameter(torch.randn(4, 5, 3, 3))
+        optimizer = getattr(optim, name)([param], lr=0.1, penalty=penalty)
+        train(optimizer, 2)
+    assert param.shape == (4, 5, 3, 3)

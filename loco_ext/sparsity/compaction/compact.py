@@ -109,7 +109,7 @@ def compact(
         if not is_right(graph, [example, *others]):
             raise UntraceableError("the graph that torch.fx makes of it gives other outputs")
     except UntraceableError as error:
-        why = str(error).removeprefix("model: ")
+        why = str(error).replace("model: expected one that torch.fx can trace, got", "torch.fx cannot trace it:")
         smaller: Sequence[Candidate] = [_cropped(dense, inputs, choose, why)]
         unchanged = partial(_cropped, dense, inputs, costs.as_it_is, why)
     else:

@@ -7,7 +7,7 @@
 
 namespace loco::ring_prox {
 
-struct HeldPenalty : Kept {
+struct RegisteredPenalty : Registered {
   Penalty penalty;
 };
 
