@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kMostThreads, kProxBlocks)
     T* const weights = reinterpret_cast<T*>(on_chip ? memory : q.slots + blockIdx.x * q.slot_bytes);
     const Ordered<T, on_chip> kernel{rings, weights, Rule::has_metric ? weights + rings.numel() : nullptr};
     __syncthreads();  // all threads have written the previous filter
-    update_kernel(task, kernel, coefficients);
+    // A task of its own: what only the update reads takes no registers while the block solves.
+    update_kernel(Task<Rule, T>(p, chunk.entry, task.begin), kernel, coefficients);
     const ring_prox::Thresholds thresholds = scaled_thresholds(q, prox, task, plain, squared);
     if (!LOCO_MISTAKE(step_prox_barrier)) __syncthreads();
     ring_prox::Sums<T, Ordered<T, on_chip>> sums(kernel, rings.count, scratch);
