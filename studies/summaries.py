@@ -1,4 +1,4 @@
-"""What is kept of a study's record: the figures that its tables show, and no epochs, rounds or pictures."""
+"""Summaries of the studies' records: the figures that the tables show, without epochs, rounds or pictures."""
 
 from typing import Any
 

@@ -59,7 +59,7 @@ _Version = Annotated[
 
 
 class Result(NamedTuple):
-    """What a command prints: ``json()`` returns it as JSON, ``show()`` prints it for people to read."""
+    """A command's result: ``json()`` returns it as JSON, ``show()`` prints it for people to read."""
 
     json: Callable[[], str]
     show: Callable[[], None]

@@ -227,7 +227,7 @@ def _is_captured(param: Tensor) -> bool:
 
 
 class BatchKey(NamedTuple):
-    """What groups must share to be stepped by one operator call."""
+    """Properties of a batch: one operator call steps all groups that agree in them."""
 
     device: str
     reference: bool

@@ -200,7 +200,7 @@ FEWER = {
 }
 
 
-# What depends on the dtype (tiles, accumulators, loads) is the same for all cases that run the same kernel.
+# These cases run each kernel once; tiles, accumulators and loads, which depend on the dtype, differ by kernel alone.
 EVERY_DTYPE = ("not a multiple of anything", "few channels, not whole vectors", "odd groups", "depthwise", "no entries")
 
 

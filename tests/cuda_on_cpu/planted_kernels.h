@@ -122,7 +122,7 @@ __global__ void note_order(std::string* note) {
   *note += std::to_string(blockIdx.x) + '.' + std::to_string(threadIdx.x) + ' ';
 }
 
-// What AddressSanitizer knows of a stack must outlive a wait.
+// AddressSanitizer's knowledge of a stack must outlive a wait.
 __global__ void overrun_stack(int* out, int count) {
   int local[4] = {};
   int* volatile at = local;

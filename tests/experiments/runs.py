@@ -1,4 +1,4 @@
-"""What the tests of training runs share: a device, settings, few samples, and how a run is killed."""
+"""Helpers of the tests of training runs: a device, settings, few samples, and a way to kill a run."""
 
 import os
 import signal
