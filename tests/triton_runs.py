@@ -114,14 +114,16 @@ class Driver:
 
 @dataclass
 class Warmed:
-    """Stand-in for a kernel that compiles it instead of running it."""
+    """Stand-in for a kernel that compiles it instead of running it, or only records its launches."""
 
     kernel: Any
+    compiles: bool = True
     launches: list[tuple[tuple[int, ...], dict[str, Any], Any]] = field(default_factory=list)
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
-            self.launches.append((grid, options, self.kernel.warmup(*arguments, grid=grid, **options)))
+            compiled = self.kernel.warmup(*arguments, grid=grid, **options) if self.compiles else None
+            self.launches.append((grid, options, compiled))
 
         return launch
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench import device_check, harness, machine
 from bench.device_check import Command, Part
@@ -21,22 +22,25 @@ from loco_ext.ops import backends
 from tests.bench.tiny import GPU
 
 
-@pytest.mark.parametrize(
-    "command",
-    [[sys.executable, "-m", "bench.device_check"], ["make", "-s", "device-check", f"PYTHON={sys.executable}"]],
-)
-def test_without_a_gpu_the_check_says_so_and_does_nothing(command: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    if command[0] != "make":
-        command = [*command, "--out", str(out)]
+@pytest.mark.slow
+def test_make_tells_that_there_is_no_gpu() -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["make", "-s", "device-check", f"PYTHON={sys.executable}"]
     done = subprocess.run(command, cwd=harness.ROOT, env=hidden, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stdout == ""
     (line, *after) = done.stderr.splitlines()
     assert re.fullmatch(r"device-check: torch .*(without CUDA|no NVIDIA GPU)", line)
     assert all(text.startswith("make") for text in after)
-    assert not out.exists()
+
+
+def test_without_a_gpu_the_check_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_check.main(["--out", str(tmp_path / "out")]) == 2
+    assert re.fullmatch(r"device-check: torch .*(without CUDA|no NVIDIA GPU)\n", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +87,7 @@ def test_a_part_that_leaves_an_error_has_failed(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1); time.sleep(60)'])"
-    report = run_part(monkeypatch, Part([Command("slow", python(child))]), tmp_path, limit=2.0)
+    report = run_part(monkeypatch, Part([Command("slow", python(child))]), tmp_path, limit=1.0)
     assert report["result"] == "failed"
     assert report["seconds"] < 20
     assert device_check.details(report) == "slow ran out of time"
@@ -211,6 +215,7 @@ def test_tests_run_in_several_processes_where_they_can(monkeypatch: pytest.Monke
     assert device_check.tests(settings(tmp_path)).skipped == "pytest is not installed"
 
 
+@pytest.mark.slow
 def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_check, "find_sanitizer", lambda: None)
     assert device_check.sanitizer(settings(tmp_path)).skipped == "compute-sanitizer is not installed"
@@ -280,6 +285,7 @@ def test_triton_kernels_are_linked_while_the_check_runs(
     assert not link.is_symlink()
 
 
+@pytest.mark.slow
 def test_programs_of_the_check_find_our_package_from_any_folder(tmp_path: Path) -> None:
     environment = device_check.environment_with(WORD="a")
     assert environment["WORD"] == "a"

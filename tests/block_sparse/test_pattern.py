@@ -16,7 +16,7 @@ from loco_ext import _C, geometry
 from loco_ext.geometry import BlockPattern, ConvGeometry, block_pattern, pattern_fallback
 from tests.block_sparse.pattern_cases import MODES, dense, embedding, grown, random_case, read_pixels
 
-SEEDS = range(300)
+seeds = pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
 
 
 @pytest.fixture(params=["compiled", "fallback"])
@@ -33,8 +33,9 @@ def random_pattern(generator, n_out, n_in, conv=None):
     return BlockPattern(crow, matrix.nonzero()[:, 1], n_in, conv), matrix
 
 
-def test_pairs_are_what_torch_reads(host):
-    for seed in SEEDS:
+@seeds
+def test_pairs_are_what_torch_reads(host, seeds):
+    for seed in seeds:
         case = random_case(random.Random(seed))
         pattern = BlockPattern.from_conv(*case.arguments)
         matrix = embedding(case).sum(2) > 0
@@ -44,9 +45,10 @@ def test_pairs_are_what_torch_reads(host):
         assert torch.equal(pattern.row_indices, matrix.nonzero()[:, 0])
 
 
-def test_taps_are_what_torch_reads(host):
+@seeds
+def test_taps_are_what_torch_reads(host, seeds):
     """Taps of the pattern, grown and pruned: every tap that reads a pixel is listed, in order, with its block."""
-    for seed in SEEDS:
+    for seed in seeds:
         case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
         pattern = BlockPattern.from_conv(*case.arguments)
         larger, _ = pattern.grow(seed % 3)
@@ -103,9 +105,10 @@ def test_same_and_valid_padding_are_torchs(mode, kernel, dilation):
         torch.testing.assert_close(matrix @ x, conv(x.view(1, 1, 9, 10)).flatten(), rtol=1e-12, atol=1e-13)
 
 
-def test_positions_of_taps_are_counted():
+@seeds
+def test_positions_of_taps_are_counted(seeds):
     """tap_pairs is E^T E of the matrix E that maps weights to blocks."""
-    for seed in SEEDS:
+    for seed in seeds:
         case = random_case(random.Random(seed))
         pairs = embedding(case).flatten(0, 1)
         counted = ConvGeometry(*case.arguments).tap_pairs()
@@ -139,8 +142,9 @@ def test_projection_is_the_nearest_convolution():
     assert 10 < merged < 90
 
 
-def test_growth_spreads_every_row(host):
-    for seed in SEEDS:
+@seeds
+def test_growth_spreads_every_row(host, seeds):
+    for seed in seeds:
         case, radius = random_case(random.Random(seed)), seed % 4
         pattern = BlockPattern.from_conv(*case.arguments)
         larger, places = pattern.grow(radius)
@@ -153,9 +157,10 @@ def test_growth_spreads_every_row(host):
         assert most.nnz == pattern.conv.count_blocks(10**30) == pattern.n_out * pattern.n_in
 
 
-def test_growth_of_pruned_patterns(host):
+@seeds
+def test_growth_of_pruned_patterns(host, seeds):
     """Any rows can grow, even empty ones, and growing twice equals growing by the sum of the radii."""
-    for seed in SEEDS:
+    for seed in seeds:
         case, radius = random_case(random.Random(seed)), seed % 3 + 1
         conv = ConvGeometry(*case.arguments)
         pattern, matrix = random_pattern(torch.Generator().manual_seed(seed), conv.n_out, conv.n_in, conv)

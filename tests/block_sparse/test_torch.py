@@ -6,6 +6,7 @@ import torch
 import loco_ext
 from loco_ext import ops
 from tests.block_sparse.cases import CASES, FLOATS, make_problem
+from tests.covering import covering
 from tests.tolerances import same_bits
 
 
@@ -17,8 +18,11 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["convolution", "odd groups", "depthwise", "no sample", "no entries"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    covering(["convolution", "odd groups", "depthwise", "no sample", "no entries"], FLOATS, strength=1),
+    ids=str,
+)
 def test_the_operators_pass_opcheck(name, dtype):
     problem = make_problem(CASES[name], dtype)
     x, values, bias, grad = (t.to(dtype) for t in (problem.x, problem.values, problem.bias, problem.grad))

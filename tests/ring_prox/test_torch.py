@@ -5,7 +5,8 @@ import torch
 
 import loco_ext
 from loco_ext import sparsity
-from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case, mode_id
+from tests.covering import covering, label
+from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case
 from tests.tolerances import assert_within_ulps, same_bits
 
 RINGS = Rings((3, 3), "half", "auto")
@@ -20,8 +21,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+@pytest.mark.parametrize(("mode", "dtype"), covering(MODES, FLOATS, strength=1), ids=label)
 def test_the_prox_passes_opcheck(mode, dtype):
     case = make_case(RINGS, 4, **mode).to(dtype)
     for weight in (case.weight, case.weight.contiguous(memory_format=torch.channels_last)):
