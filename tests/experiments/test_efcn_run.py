@@ -1,6 +1,8 @@
 """``loco-ext efcn``: the paper's protocol, its training, measurements and files, and resuming a run."""
 
+import contextlib
 import copy
+import io
 import json
 import re
 import shutil
@@ -28,7 +30,7 @@ from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
 SAMPLES, BATCH, SEED = 300, 8, 3  # the last batch has 4
 TINY = ["--model", "plain8", "--width", "0.25", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
 TINY += ["--epochs", "2", "--lr", "0.1", "--batch-size", str(BATCH), "--branch-epochs", "2", "--fcn-epochs", "1"]
-TINY += ["--landscape-samples", "50", "--power-iterations", "4", "--interpolation-points", "3", "--string-steps", "2"]
+TINY += ["--landscape-samples", "50", "--power-iterations", "2", "--interpolation-points", "3", "--string-steps", "2"]
 RUN = [*TINY, "--switch", "0,2", "--relax", "lcn,1,full"]
 FIGURES = ["dynamics", "landscape", "deviations", "filters", "fcn_filters", "masked", "corners", "interpolations"]
 
@@ -143,9 +145,9 @@ def finished(tmp_path_factory):
     """Run a whole experiment; return its folder, and what it printed."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("efcn") / "out"
-    command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(out), "--json"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=ONE_THREAD).stdout
-    return out, json.loads(printed, parse_constant=pytest.fail)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["efcn", *RUN, "--out", str(out), "--json"]) == 0
+    return out, json.loads(printed.getvalue(), parse_constant=pytest.fail)
 
 
 EPOCH = {"epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy"}
@@ -232,7 +234,7 @@ def test_what_is_measured_is_that_of_the_trained_networks(finished):
         assert last["test_accuracy"] == pytest.approx(accuracy)
         norm = analysis.gradient_norm(model, cross_entropy, [batch])
         assert branch["after"]["gradient_norm"] == pytest.approx(norm, rel=1e-4)
-        assert branch["after"]["iterations"] in (4, 8)
+        assert branch["after"]["iterations"] in (2, 4)
         if branch["relax"] != "cnn":
             assert last["delta_locality"] == pytest.approx(loco_nn.deviation(model).delta_locality)
             assert last["delta_sharing"] == pytest.approx(loco_nn.deviation(model).delta_sharing)
@@ -278,6 +280,7 @@ def test_pictures_are_weights_of_the_first_layer(finished):
             assert branch["corners"] == []
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
     out, record = finished
     assert sorted(path.stem for path in out.glob("*.png")) == sorted(FIGURES)

@@ -7,13 +7,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import lr_scheduler
 
 from loco_ext import optim
+from tests.covering import covering
 from tests.optim.stepping import CLASSES, RICH, assert_same, make_params, nearly, params_of, set_gradients, train
 from tests.tolerances import same_bits
 
 pytestmark = pytest.mark.usefixtures("native", "fresh_dynamo")
 
+LIBRARIES = ["cpu", "cuda_on_cpu"]  # parameters of the fixture native
 LOCALITY = (0.5, 2.0)
-STEPS = 100
+STEPS = 20
 WARM_UP = 3  # the first step makes states, the second meets them
 
 
@@ -68,8 +70,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("native", "name", "options"), covering(LIBRARIES, CLASSES, OPTIONS), indirect=["native"])
 def test_a_compiled_training_step_is_compiled_once_and_trains_as_eager(name, options):
     eager, eager_scheduler, eager_step = make_training(name, **OPTIONS[options]())
     expected = run(eager_step, eager_scheduler, STEPS)
@@ -80,7 +81,7 @@ def test_a_compiled_training_step_is_compiled_once_and_trains_as_eager(name, opt
     assert_trained_alike(optimizer, eager)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("native", "name"), covering(LIBRARIES, CLASSES, strength=1), indirect=["native"])
 def test_a_compiled_training_step_works_with_aot_autograd(name):
     eager, eager_scheduler, eager_step = make_training(name)
     run(eager_step, eager_scheduler, 10)
@@ -103,8 +104,9 @@ def test_a_training_step_compiled_by_inductor_trains_as_eager(name):
     assert_trained_alike(optimizer, eager, nearly)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("native", "name", "backend"), covering(LIBRARIES, CLASSES, ["eager", "aot_eager"]), indirect=["native"]
+)
 def test_a_compiled_step_is_compiled_once_and_steps_as_eager(name, backend):
     eager, compiled = (getattr(optim, name)(make_params(), **RICH[name], locality=LOCALITY) for _ in range(2))
     schedulers = [lr_scheduler.ExponentialLR(opt, 0.97) for opt in (eager, compiled)]

@@ -158,6 +158,7 @@ def test_torch_compile_leaves_the_layers_alone():
     assert all(same_bits(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_gradient_takes_little_memory(monkeypatch):
     monkeypatch.undo()
     extra = harness.in_fresh_process(growth_in_backward)
