@@ -95,7 +95,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter() -> Iterator[optim_step_triton.Interpreter]:
     """Yield Triton's interpreter, which steps cases by the Triton kernels."""
     with triton_runs.start_interpreter(optim_step_triton.prepare) as pool:

@@ -34,6 +34,11 @@ def covering(*axes: Iterable[Any], strength: int = 2, sweep: bool = False) -> li
     return [parameter(numbers) for numbers in everything if sweep or numbers in chosen]
 
 
+def slow(value: Any) -> Any:
+    """Return a parameter, or the tuple of several, of the slow tests."""
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+
 def label(value: Any) -> str:
     """Return the id of a parameter; a dictionary's is made of its values."""
     return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)

@@ -84,11 +84,6 @@ class Guarded:
 # ---- the compiler
 
 
-def slow(value: Any) -> Any:
-    """Return a parameter of the slow tests."""
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
 def gpu(backend: str, arch: int | str) -> Any:
     """Return the target: backend "cuda" or "hip"."""
     from triton.backends.compiler import GPUTarget

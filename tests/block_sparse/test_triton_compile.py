@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources, slow
+from tests.covering import slow
+from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources
 
 pytestmark = needs_compiler
 
@@ -228,10 +229,11 @@ def test_float64_is_multiplied_in_float64(compiler, product, arch):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(BF16, 104, 16), (F32, 33, 4), *map(slow, [(BF16, 100, 8), (F32, 100, 16), (BF16, 102, 4)])], ids=str
+    ("dtype", "size", "largest"),
+    [(BF16, 104, 16), (F32, 33, 4), *map(slow, [(BF16, 100, 8), (F32, 100, 16), (BF16, 102, 4)])],
+    ids=str,
 )
-def test_copies_are_as_large_as_what_divides_all_sizes(compiler, sizes):
-    dtype, size, largest = sizes
+def test_copies_are_as_large_as_what_divides_all_sizes(compiler, dtype, size, largest):
     launch = compiler.launch("forward", Layer(64, size, size), dtype)
     assert launch.count(COPIES.format(largest)) > 0
     assert largest == 16 or launch.count(COPIES.format(16)) == 0

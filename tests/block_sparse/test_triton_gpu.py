@@ -13,7 +13,7 @@ from loco_ext import ops
 from loco_ext.geometry import BlockPattern
 from tests.block_sparse.cases import CASES, FLOATS, Case, Problem, dense_results, make_problem, sizes_of_terms
 from tests.block_sparse.test_product import channels_first, in_wider_rows, results, shifted, spread
-from tests.block_sparse.test_triton import MORE
+from tests.block_sparse.test_triton import HERE
 from tests.tolerances import TF32, assert_sum_of_products, same_bits
 
 pytestmark = [
@@ -27,7 +27,7 @@ LARGE = {
     "large batch, groups": Case(1024, 4, 16, 32, 9, 9, kernel=3),
     "long rows": Case(17, 1, 20, 24, 7, 300),
 }
-EVERY = CASES | MORE | LARGE
+EVERY = CASES | HERE | LARGE
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,8 @@ from loco_ext import extras, sparsity
 from loco_ext.nn import LocallyConnected2d
 from loco_ext.ops.channels import layer_norm_with_constants
 from tests.compaction.networks import NETWORKS, network
+from tests.covering import slow
 from tests.tolerances import ONNX
-
-
-def slow(value):
-    """Return one parameter, or the tuple of several, of the slow tests."""
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
-
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loco_ext import geometry, ops
 from loco_ext.reference.rounding import philox
+from tests.covering import covering
 from tests.optim_step.cases import assert_native_is_reference, assert_same, make_case
 from tests.tolerances import STANDARD_ERRORS, same_bits
 
@@ -196,8 +197,7 @@ THREADED = {
 }
 
 
-@pytest.mark.parametrize("kind", THREADED)
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@pytest.mark.parametrize(("kind", "rule"), covering(THREADED, ["sgd", "adam"], strength=1))
 def test_any_number_of_threads_gives_the_same_bits(rule, kind):
     """Some tensors have many chunks, some a part of one, and some share a chunk with many others."""
     shapes = [(64, 64, 3, 3), (70001,), *[(65,)] * 150, (33, 41, 5, 5), (32768 - 128,), (1,), (300, 5, 3, 3)]

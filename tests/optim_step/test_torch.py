@@ -96,6 +96,7 @@ def test_autograd_notices_that_a_saved_weight_was_stepped(backend):
         loss.backward()
 
 
+@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
 @RULES
 @pytest.mark.parametrize(
     "options",

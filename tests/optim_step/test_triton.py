@@ -67,7 +67,7 @@ def test_adam_gives_the_references_bits_early_and_late(interpreter, step):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.999999, 1 - 2**-53, 5e-324])
 def test_powers_of_beta_are_rounded_once(interpreter, beta):
-    steps = [1, 2, 3, 4, 7, 10, 31, 100, 365, 1000, 4097, 65535, 10**6, 10**7]
+    steps = [1, 2, 3, 7, 100, 1000, 65535, 10**7]
     hyper = (0.5, 0.0, beta, beta, 1e-8)
     case = make_case("adam", [()] * len(steps), hyper=hyper)
     case.lists["steps"] = [torch.tensor(float(t - 1), dtype=(torch.float32, torch.float64)[t % 2]) for t in steps]
@@ -107,8 +107,8 @@ def test_learning_rates_are_read_from_memory(interpreter, rule):
 @pytest.mark.parametrize("which", ANY_MAP)
 def test_any_map_gives_the_references_bits(interpreter, which):
     shape, decay_map = ANY_MAP[which]
-    formats = [torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])]
-    for (rule, dtype), memory_format in itertools.product([("sgd", torch.float32), ("adam", torch.bfloat16)], formats):
+    last = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    for rule, dtype, memory_format in (("sgd", torch.float32, torch.contiguous_format), ("adam", torch.bfloat16, last)):
         options = {"decoupled": True} if rule == "adam" else {}
         case = make_case(rule, [(5,), shape], dtypes=[dtype] * 3, maps=[decay_map], map_index=[-1, 0], **options)
         case.params[1] = case.params[1].contiguous(memory_format=memory_format)
@@ -124,8 +124,11 @@ def test_decoupled_decay_alone_gives_the_references_bits_in_float64(interpreter)
     assert same_bits(interpreter.step(case).params[0], case.copy().step("reference").params[0])
 
 
-@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("scale", [torch.tensor(1024.0), torch.tensor([3.0], dtype=torch.float64)], ids=["f32", "f64"])
+@pytest.mark.parametrize(
+    ("grad_dtype", "scale"),
+    covering(FLOATS, [torch.tensor(1024.0), torch.tensor([3.0], dtype=torch.float64)], strength=1),
+    ids=str,
+)
 def test_gradients_are_divided_by_grad_scale_in_memory_too(interpreter, scale, grad_dtype):
     for rule, param_dtype in ("sgd", torch.float32), ("adam", torch.bfloat16), ("sgd", torch.float64):
         dtypes = [param_dtype, grad_dtype, torch.float32]

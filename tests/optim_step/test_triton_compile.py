@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.covering import slow
 from tests.optim_step.cases import make_case
 from tests.optim_step.interpreter import BLOCK
-from tests.triton_runs import CUDA, count, gpu, needs_compiler, slow, vectors
+from tests.triton_runs import CUDA, count, gpu, needs_compiler, vectors
 
 pytestmark = needs_compiler
 
@@ -75,7 +76,9 @@ FUSED = {"sgd": 3, "sgd_mixed": 4, "sgd_double": 3, "adam": 3, "adamw": 2, "adam
 @pytest.mark.parametrize(
     ("variant", "arch"),
     [
-        pytest.param(variant, arch, marks=[] if arch == 90 or variant == "adam_half" else pytest.mark.slow)
+        pytest.param(
+            variant, arch, marks=[] if arch == 90 and variant in ("sgd_mixed", "adam_half") else pytest.mark.slow
+        )
         for variant, arch in itertools.product(VARIANTS, CUDA)
     ],
 )

@@ -14,7 +14,8 @@ from loco_ext.triton_kernels.uploads import Uploads
 from torch import Tensor
 
 from loco_ext import geometry
-from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources, slow, vectors
+from tests.covering import slow
+from tests.triton_runs import CUDA, Driver, Warmed, count, gpu, needs_compiler, resources, vectors
 
 pytestmark = needs_compiler
 
