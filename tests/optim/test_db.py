@@ -62,16 +62,6 @@ def assert_right_direction(case: Case, before: float, after: float) -> None:
 
 
 @cases()
-def test_every_scheduler_goes_the_right_direction(case):
-    for schedulers in case.scheduler_lists():
-        problem = Problem()
-        optimizer = case.ours(problem.params)
-        before = problem.closure().item()
-        after = problem.run(optimizer, 16, [make(optimizer) for make in schedulers])
-        assert_right_direction(case, before, after)
-
-
-@cases()
 def test_noncontiguous_parameters_go_where_contiguous_ones_go(case):
     strided = Problem(contiguous=False)
     dense = strided.twin()
@@ -85,23 +75,17 @@ def test_noncontiguous_parameters_go_where_contiguous_ones_go(case):
 
 
 @cases()
-def test_groups_with_schedulers_go_the_right_direction(case):
-    for schedulers in case.scheduler_lists():
-        problem = Problem()
-        optimizer = case.ours([{"params": [problem.weight]}, {"params": [problem.bias], "lr": 0.01}])
-        before = problem.closure().item()
-        after = problem.run(optimizer, 8, [make(optimizer) for make in schedulers])
-        assert_right_direction(case, before, after)
-
-
-@cases()
-def test_schedulers_lead_as_they_lead_torch(case):
+def test_schedulers_lead_groups_as_they_lead_torchs(case):
     for schedulers in case.scheduler_lists():
         problem = Problem()
         twin = problem.twin()
-        optimizers = case.ours(problem.params), case.torchs(twin.params)
+        optimizers = tuple(
+            make([{"params": [each.weight]}, {"params": [each.bias], "lr": 0.01}])
+            for make, each in ((case.ours, problem), (case.torchs, twin))
+        )
         for each, optimizer in zip((problem, twin), optimizers, strict=True):
-            each.run(optimizer, 8, [make(optimizer) for make in schedulers])
+            before = each.closure().item()
+            assert_right_direction(case, before, each.run(optimizer, 8, [make(optimizer) for make in schedulers]))
         assert_close(*map(flat_state, optimizers))
         assert_close(*[[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers])
 

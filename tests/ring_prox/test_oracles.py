@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy.optimize import brentq
 
+from tests.covering import covering
 from tests.ring_prox.cases import BACKENDS, WEIGHTINGS, Case, Rings, group_norms, make_case, square_rings
 from tests.ring_prox.solvers import by_cvxpy, by_proximal_gradient, by_spams
 from tests.tolerances import BY_INTERIOR_POINTS, BY_PROXIMAL_GRADIENT, BY_SPAMS, BY_SPAMS_FLOAT32, assert_near_by_kernel
@@ -56,8 +57,7 @@ METRIC_RINGS = [
 ]
 
 
-@pytest.mark.parametrize("norm", ["l2", "linf"])
-@pytest.mark.parametrize("rings", METRIC_RINGS, ids=str)
+@pytest.mark.parametrize(("rings", "norm"), covering(METRIC_RINGS, ["l2", "linf"], strength=1, sweep=True), ids=str)
 def test_in_a_metric_the_prox_is_where_proximal_gradient_converges(rings, norm):
     case = make_case(rings, 32, 2, norm=norm, metric=True)
     expected = by_proximal_gradient(case)
@@ -80,8 +80,7 @@ POWERS = {
 CVXPY_RINGS = [Rings((3, 3), "half", "top_left"), Rings((2, 2), "half", "auto"), Rings((5, 3), "full", "auto")]
 
 
-@pytest.mark.parametrize("rings", CVXPY_RINGS, ids=str)
-@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize(("power", "rings"), covering(POWERS, CVXPY_RINGS, strength=1, sweep=True), ids=str)
 def test_the_prox_is_the_minimum_that_an_interior_point_method_finds(power, rings):
     """24 tests of 9 kernels check 216 kernels."""
     case = make_case(rings, 9, 2, seed=1, **POWERS[power])

@@ -85,6 +85,7 @@ MODES = {  # weight, metric, linf, squared
     "linf": (F16, None, True, False),
     "linf_squared": (F32, BF16, True, True),
 }
+ORDINARY = ("l2", "metric_squared", "linf_squared")
 NOT_IEEE = r"\bfma\.rn|\bmad\S*\.f\d\d|\.approx|\.ftz|div\.full"
 STORES = {F64: r"st\.global\S*\.v2\.b64", F32: r"st\.global\S*\.v4\.b32", BF16: r"st\.global\S*\.v2\.b32"}
 STORES[F16] = STORES[BF16]
@@ -93,7 +94,7 @@ STORES[F16] = STORES[BF16]
 @pytest.mark.parametrize(
     ("mode", "arch"),
     [
-        pytest.param(mode, arch, marks=[] if arch == 90 else pytest.mark.slow)
+        (mode, arch) if arch == 90 and mode in ORDINARY else slow((mode, arch))
         for mode, arch in itertools.product(MODES, CUDA)
     ],
 )
@@ -111,7 +112,7 @@ def test_cuda_kernels_round_as_ieee_asks_and_keep_their_numbers_in_registers(com
         assert used["STACK"] <= 32
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode if mode in ORDINARY else slow(mode) for mode in MODES])
 def test_channels_that_lie_side_by_side_are_accessed_in_vectors(compiler, mode):
     weight, metric, linf, squared = operands(mode, True)
     text = compiler.prox("cuda", 90, weight, metric, linf, squared)[2].asm["ptx"]
@@ -127,7 +128,10 @@ def test_channels_that_lie_side_by_side_are_accessed_in_vectors(compiler, mode):
 
 @pytest.mark.parametrize(
     ("shape", "vectors_too"),
-    [((8, 512), True), ((8, 512, 1, 1), True), ((8, 500, 1, 1), False), ((8, 3), False), ((7, 1, 3, 3), False)],
+    [
+        *(((8, 512), True), ((7, 1, 3, 3), False)),
+        *map(slow, [((8, 512, 1, 1), True), ((8, 500, 1, 1), False), ((8, 3), False)]),
+    ],
 )
 def test_other_shapes_compile(compiler, shape, vectors_too):
     weight = torch.ones(shape)
@@ -147,7 +151,7 @@ def test_weights_that_are_not_aligned_are_accessed_one_by_one(compiler):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "arch"), [(F32, 80), (F32, 90), (F32, 100), (F64, 90), (BF16, 90), (F16, 90)], ids=str
+    ("dtype", "arch"), [(F32, 90), *map(slow, [(F32, 80), (F32, 100), (F64, 90), (BF16, 90), (F16, 90)])], ids=str
 )
 def test_norms_compile(compiler, dtype, arch):
     grid, options, kernel = compiler.norms("cuda", arch, torch.ones(8, 512, 3, 3, dtype=dtype))
@@ -157,7 +161,7 @@ def test_norms_compile(compiler, dtype, arch):
     assert count(r"sqrt\.rn\.f64", kernel.asm["ptx"]) > 0
 
 
-@pytest.mark.parametrize("mode", [m if m == "metric_squared" else slow(m) for m in MODES])
+@pytest.mark.parametrize("mode", map(slow, MODES))
 def test_kernels_compile_for_amd(compiler, mode):
     for channels_last in (False, True):
         _grid, options, kernel = compiler.prox("hip", "gfx942", *operands(mode, channels_last))
