@@ -1,5 +1,7 @@
 """Tests of penalties on whole layers: squared penalties, which couple a layer's kernels, and functions as penalties."""
 
+import itertools
+
 import cvxpy
 import pytest
 import torch
@@ -7,8 +9,9 @@ from torch import nn
 
 import loco_ext
 from loco_ext import ops, optim, sparsity
+from tests.covering import slow
 from tests.optim.stepping import CLASSES, clones, set_gradients, train
-from tests.penalties.test_in_step import KINDS, LAYOUTS, SHAPES, make, make_params
+from tests.penalties.test_in_step import DTYPES, KINDS, LAYOUTS, SHAPES, make, make_params
 from tests.penalties.test_minimum import CASES, CLOSE, KERNELS
 from tests.ring_prox.solvers import clarabel
 from tests.tolerances import BY_INTERIOR_POINTS, assert_within_ulps, same_bits
@@ -68,9 +71,15 @@ def test_the_step_is_one_without_the_penalty_and_then_its_prox(kind, name, backe
         assert torch.equal(p == 0, q == 0)
 
 
-@pytest.mark.parametrize("name", ["squared", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name"),
+    [
+        *itertools.product(["momentum"], DTYPES[1:], ["squared", "mixed"]),
+        ("AdamW", torch.bfloat16, "mixed"),
+        *map(slow, itertools.product(["AdamW"], DTYPES[1:], ["squared"])),
+    ],
+    ids=str,
+)
 def test_narrow_types_are_rounded_once_at_the_end(kind, dtype, name):
     ours, theirs = make_params(dtype), make_params(dtype)
     for params, backend in ((ours, "native"), (theirs, "reference")):
@@ -191,7 +200,7 @@ def least(inputs, answers, strength):
     return torch.from_numpy(w.value)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case in ("dampening", "amsgrad") else slow(case) for case in CASES])
 def test_every_optimizer_reaches_the_minimum_of_a_squared_penalty(case):
     name, options = CASES[case]
     inputs, answers = convex_problem()
