@@ -161,7 +161,7 @@ def test_norms_compile(compiler, dtype, arch):
     assert count(r"sqrt\.rn\.f64", kernel.asm["ptx"]) > 0
 
 
-@pytest.mark.parametrize("mode", map(slow, MODES))
+@pytest.mark.parametrize("mode", [slow(mode) for mode in MODES])
 def test_kernels_compile_for_amd(compiler, mode):
     for channels_last in (False, True):
         _grid, options, kernel = compiler.prox("hip", "gfx942", *operands(mode, channels_last))

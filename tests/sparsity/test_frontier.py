@@ -12,6 +12,7 @@ from torch import nn
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.sparsity import KernelPenalty, RingPenalty
+from tests.covering import covering
 
 PENALTIES = [
     RingPenalty(1.0),
@@ -263,8 +264,9 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("path", ["dense", "up", "down"])
-@pytest.mark.parametrize("calls", [0, 1, 3, 5])
+@pytest.mark.parametrize(
+    ("path", "calls"), covering(["dense", "up", "down"], [0, 1, 3, 5], strength=1, sweep=True), ids=str
+)
 def test_a_path_that_was_killed_goes_on_to_the_same_records(tmp_path, path, calls):
     task = Regression()
     options = {"loss": task.loss, "points": 4, "path": path, "taus": [0.0, 0.01]}
