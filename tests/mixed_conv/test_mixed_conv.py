@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 import loco_ext
 from loco_ext.ops import backends, mixed_conv2d
+from tests.covering import slow
 
 LEVELS = backends.library.mixed_conv_levels() if backends.library else []
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -81,12 +82,12 @@ def expected_of(case: Case) -> Tensor:
     return result.relu() if case.options["relu"] else result
 
 
-def assert_right(case: Case, result: Tensor) -> None:
+def assert_right(case: Case, result: Tensor, name: str = "") -> None:
     expected = expected_of(case)
     assert result.shape == expected.shape
     assert result.dtype == case.x.dtype
     error = (result - expected).abs().max()
-    assert error <= TOLERANCES[case.x.dtype] * max(1.0, expected.abs().max().item())
+    assert error <= TOLERANCES[case.x.dtype] * max(1.0, expected.abs().max().item()), name
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4, 5), (1, 1, 4, 1), (2, 3, 1, 1), (1, 3, 1, 1), (2, 3, 4, 1)])
@@ -100,26 +101,18 @@ def test_results_have_the_format_of_images_whose_strides_alone_tell_it(
     torch.testing.assert_close(result, F.conv2d(x, weights[0], padding=1))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_all_instruction_sets_match_float64(level: str, seed: int) -> None:
-    case = random_case(seed)
-    assert_right(case, mixed_conv2d(*case[:-1], **case.options))
+@pytest.mark.parametrize("seeds", [range(60), slow(range(1000, 1400))], ids=str)
+def test_random_shapes_match_float64(level: str, seeds: range) -> None:
+    for seed in seeds:
+        case = random_case(seed)
+        assert_right(case, mixed_conv2d(*case[:-1], **case.options), f"seed {seed}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("level", "seed"), [(LEVELS[seed % len(LEVELS)], seed) for seed in range(1000, 2000)], indirect=["level"]
-)
-def test_many_random_shapes_match_float64(level: str, seed: int) -> None:
-    case = random_case(seed)
-    assert_right(case, mixed_conv2d(*case[:-1], **case.options))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_reference_matches_float64(seed: int) -> None:
-    case = random_case(seed)
-    with loco_ext.backend("reference"):
-        assert_right(case, mixed_conv2d(*case[:-1], **case.options))
+def test_the_reference_matches_float64() -> None:
+    for seed in range(20):
+        case = random_case(seed)
+        with loco_ext.backend("reference"):
+            assert_right(case, mixed_conv2d(*case[:-1], **case.options), f"seed {seed}")
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)

@@ -90,21 +90,21 @@ def test_schedulers_lead_groups_as_they_lead_torchs(case):
         assert_close(*[[float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers])
 
 
-@pytest.mark.parametrize("dimensions", [0, 1, 2])
 @cases()
-def test_a_tensor_lr_is_a_number(case, dimensions):
+def test_a_tensor_lr_is_a_number(case):
     if case.implementation == "foreach" and case.name != "SGD":
         pytest.skip(db.NO_TENSOR_LR)
     rate = float(case.arguments.get("lr", 1e-3))
-    lr = torch.tensor(rate, dtype=torch.float64).reshape([1] * dimensions)
-    problem = Problem(torch.float64)
-    twin = problem.twin()
-    optimizers = case.ours(problem.params, lr=lr), case.ours(twin.params, lr=rate)
-    for each, optimizer in zip((problem, twin), optimizers, strict=True):
-        each.run(optimizer, 6, [ExponentialLR(optimizer, gamma=0.5)])
-    assert_close(*map(flat_state, optimizers))
-    assert optimizers[0].param_groups[0]["lr"] is lr
-    assert lr.item() == pytest.approx(rate * 0.5**6)
+    for dimensions in range(3):
+        lr = torch.tensor(rate, dtype=torch.float64).reshape([1] * dimensions)
+        problem = Problem(torch.float64)
+        twin = problem.twin()
+        optimizers = case.ours(problem.params, lr=lr), case.ours(twin.params, lr=rate)
+        for each, optimizer in zip((problem, twin), optimizers, strict=True):
+            each.run(optimizer, 6, [ExponentialLR(optimizer, gamma=0.5)])
+        assert_close(*map(flat_state, optimizers))
+        assert optimizers[0].param_groups[0]["lr"] is lr
+        assert lr.item() == pytest.approx(rate * 0.5**6)
 
 
 @cases()

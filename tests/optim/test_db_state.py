@@ -4,6 +4,7 @@ test_optim_db.py lists the checks of TestOptimRenewed that are left out, with th
 """
 
 import io
+import itertools
 import pickle
 from copy import deepcopy
 
@@ -110,21 +111,20 @@ def test_checkpoints_are_exchanged_with_torch(case, from_torch):
     assert_close(problem.params, twin.params)
 
 
-@pytest.mark.parametrize("saved_names", [True, False], ids=["save_named", "save_unnamed"])
-@pytest.mark.parametrize("loaded_names", [True, False], ids=["load_named", "load_unnamed"])
 @cases()
-def test_named_and_unnamed_checkpoints_load_into_one_another(case, saved_names, loaded_names):
+def test_named_and_unnamed_checkpoints_load_into_one_another(case):
     def params(problem, named):
         return [("weight", problem.weight), ("bias", problem.bias)] if named else problem.params
 
-    problem = Problem()
-    optimizer = case.ours(params(problem, saved_names))
-    problem.run(optimizer, 3)
-    twin = problem.twin()
-    loaded = case.ours(params(twin, loaded_names))
-    loaded.load_state_dict(deepcopy(optimizer.state_dict()))
-    assert ("param_names" in loaded.state_dict()["param_groups"][0]) == (saved_names or loaded_names)
-    assert_goes_on_alike(problem, optimizer, twin, loaded)
+    for saved_names, loaded_names in itertools.product((True, False), repeat=2):
+        problem = Problem()
+        optimizer = case.ours(params(problem, saved_names))
+        problem.run(optimizer, 3)
+        twin = problem.twin()
+        loaded = case.ours(params(twin, loaded_names))
+        loaded.load_state_dict(deepcopy(optimizer.state_dict()))
+        assert ("param_names" in loaded.state_dict()["param_groups"][0]) == (saved_names or loaded_names)
+        assert_goes_on_alike(problem, optimizer, twin, loaded)
 
 
 @cases()

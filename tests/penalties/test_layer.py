@@ -10,7 +10,7 @@ from torch import nn
 import loco_ext
 from loco_ext import ops, optim, sparsity
 from tests.covering import slow
-from tests.optim.stepping import CLASSES, clones, set_gradients, train
+from tests.optim.stepping import set_gradients, train
 from tests.penalties.test_in_step import DTYPES, KINDS, LAYOUTS, SHAPES, make, make_params
 from tests.penalties.test_minimum import CASES, CLOSE, KERNELS
 from tests.ring_prox.solvers import clarabel
@@ -131,21 +131,6 @@ def test_penalties_of_all_kinds_may_mix(kind):
     for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q)
         assert torch.equal(p == 0, q == 0)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_found_inf_and_a_learning_rate_of_0_leave_everything_alone(name):
-    params = make_params()
-    before = clones(params)
-    optimizer = getattr(optim, name)(params, lr=0.1, penalty=SQUARED)
-    set_gradients(params, 0)
-    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), torch.tensor(2.0)
-    optimizer.step()
-    del optimizer.found_inf, optimizer.grad_scale
-    optimizer.param_groups[0]["lr"] = 0.0
-    if name != "AdamW":
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 def test_several_batches_are_checked_before_the_first_is_stepped():

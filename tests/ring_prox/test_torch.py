@@ -5,7 +5,7 @@ import torch
 
 import loco_ext
 from loco_ext import sparsity
-from tests.covering import covering, label
+from tests.covering import covering, label, slow
 from tests.ring_prox.cases import FLOATS, MODES, Rings, make_case
 from tests.tolerances import assert_within_ulps, same_bits
 
@@ -57,32 +57,27 @@ COMPILED = {
 }
 
 
-# Inductor compiles all of them, in the slow tests.
+# Inductor, which runs a compiler, compiles all of them.
 ORDINARY = ("ring_prox_of_tensors", "ring_prox_metric", "kkt_residual", "ring_penalty_linf", "kernel_penalty_prox")
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-def test_functions_compile_into_one_graph(name):
+@pytest.mark.parametrize(
+    ("name", "compiler"),
+    [*((name, "aot_eager") for name in ORDINARY), *(slow((name, "inductor")) for name in COMPILED)],
+)
+def test_functions_compile_into_one_graph(name, compiler):
     function = COMPILED[name]
     weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-    expected, found = function(weight), torch.compile(function, fullgraph=True, backend="aot_eager")(weight)
-    assert same_bits(found, expected) if expected.is_floating_point() else torch.equal(found, expected)
+    expected, found = function(weight), torch.compile(function, fullgraph=True, backend=compiler)(weight)
+    torch.testing.assert_close(found, expected)
+    if compiler == "aot_eager":
+        assert same_bits(found, expected) if expected.is_floating_point() else torch.equal(found, expected)
     if expected.requires_grad:
         gradients = [torch.autograd.grad(value.sum(), weight)[0] for value in (expected, found)]
         assert torch.count_nonzero(gradients[0]) > 0
-        assert_within_ulps(gradients[1], gradients[0])
-
-
-@pytest.mark.slow  # inductor runs a compiler
-@pytest.mark.parametrize("name", COMPILED)
-def test_functions_compile_with_inductor(name):
-    function = COMPILED[name]
-    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-    expected, found = function(weight), torch.compile(function, fullgraph=True)(weight)
-    torch.testing.assert_close(found, expected)
-    if expected.requires_grad:
-        gradients = [torch.autograd.grad(value.sum(), weight)[0] for value in (expected, found)]
         torch.testing.assert_close(*gradients)
+        if compiler == "aot_eager":
+            assert_within_ulps(gradients[1], gradients[0])
 
 
 def test_a_compiled_training_step_with_a_penalty_is_the_eager_one():
