@@ -65,7 +65,7 @@ def test_adam_gives_the_references_bits_early_and_late(interpreter, step):
     assert_is_reference(interpreter, make_case("adam", SHAPES, step=step, **MAPS))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 0.999999, 1 - 2**-53, 5e-324])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.999999, 1 - 2**-53, 5e-324])
 def test_powers_of_beta_are_rounded_once(interpreter, beta):
     steps = [1, 2, 3, 7, 100, 1000, 65535, 10**7]
     hyper = (0.5, 0.0, beta, beta, 1e-8)
