@@ -135,12 +135,11 @@ def _active(check: str, dtype: torch.dtype) -> tuple[Any, ...]:
 class Problem:
     """Least squares ``|weight @ x + bias|^2`` with explicit gradients, so that parameters need not require them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, *, contiguous: bool = True, seed: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shapes = [(10, 5), (10,)] if contiguous else [(10, 5, 2), (10, 2)]
-        made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-        self.weight, self.bias = made if contiguous else (tensor[..., 0] for tensor in made)
-        self.params = [self.weight, self.bias]
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.weight, self.bias = self.params = [
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((10, 5), (10,))
+        ]
         self.x = torch.randn(5, generator=generator, dtype=torch.float64).to(dtype)
 
     def closure(self) -> Tensor:

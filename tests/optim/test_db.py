@@ -1,8 +1,9 @@
 """torch's checks of its own optimizers, run on our classes: the tests of how they step.
 
 The wheel ships torch's optimizer database but not the test class TestOptimRenewed that reads it. These are its checks,
-for every input of the database and each implementation of ours; test_optim_db_state.py has those of checkpoints, hooks,
-copies, mixed precision and memory. These checks of TestOptimRenewed are left out or take another form:
+for every input of the database and each implementation of ours; test_db_state.py has those of checkpoints, hooks and
+memory. Copies, closures, layouts, absent gradients and gradient scaling are checked beside torch's loop in test_life.py,
+test_state.py and test_amp.py. These checks of TestOptimRenewed are left out or take another form:
 
     check                                      reason
     optim_infos_do_not_specify_...             about the database itself
@@ -62,19 +63,6 @@ def assert_right_direction(case: Case, before: float, after: float) -> None:
 
 
 @cases()
-def test_noncontiguous_parameters_go_where_contiguous_ones_go(case):
-    strided = Problem(contiguous=False)
-    dense = strided.twin()
-    neighbours = strided.weight._base[..., 1].clone()
-    optimizers = case.ours(strided.params), case.ours(dense.params)
-    for problem, optimizer in zip((strided, dense), optimizers, strict=True):
-        before = problem.closure().item()
-        assert_right_direction(case, before, problem.run(optimizer, 8))
-    assert_same(*map(flat_state, optimizers))
-    assert torch.equal(strided.weight._base[..., 1], neighbours)
-
-
-@cases()
 def test_schedulers_lead_groups_as_they_lead_torchs(case):
     for schedulers in case.scheduler_lists():
         problem = Problem()
@@ -108,20 +96,6 @@ def test_a_tensor_lr_is_a_number(case):
 
 
 @cases()
-def test_two_groups_step_as_two_optimizers(case):
-    problem, changes = Problem(), ({"lr": 0.03}, {"lr": 0.002, "weight_decay": 0.25})
-    twin = problem.twin()
-    together = case.ours([{"params": [p], **change} for p, change in zip(problem.params, changes, strict=True)])
-    alone = [case.ours([p], **change) for p, change in zip(twin.params, changes, strict=True)]
-    for _ in range(4):
-        together.step(problem.closure)
-        twin.closure()
-        for optimizer in alone:
-            optimizer.step()
-    assert_same(problem.params, twin.params)
-
-
-@cases()
 def test_a_group_without_decay_stays_where_its_gradient_is_zero(case):
     problem = Problem()
     groups = [{"params": [problem.weight], "weight_decay": 0.1}, {"params": [problem.bias], "weight_decay": 0.0}]
@@ -132,29 +106,6 @@ def test_a_group_without_decay_stays_where_its_gradient_is_zero(case):
     optimizer.step()
     assert (problem.weight.abs() < before[0].abs()).all()
     assert torch.equal(problem.bias, before[1])
-
-
-@cases()
-def test_a_step_without_gradients_changes_nothing(case):
-    problem = Problem()
-    optimizer = case.ours(problem.params)
-    before = [param.clone() for param in problem.params]
-    optimizer.step()
-    assert_same(problem.params, before)
-    assert optimizer.state_dict()["state"] == {}
-
-
-@cases()
-def test_a_step_with_zero_gradients_and_no_decay_changes_no_parameter(case):
-    problem = Problem()
-    optimizer = case.ours(problem.params, weight_decay=0.0)
-    before = [param.clone() for param in problem.params]
-    for param in problem.params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert_same(problem.params, before)
-    if case.name != "SGD":
-        assert [optimizer.state[param]["step"].item() for param in problem.params] == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -192,7 +143,7 @@ def test_torchs_implementations_are_torchs_to_the_bit(case, dtype):
 
 @cases()
 def test_dtypes_mixed_in_a_group_step_as_each_alone(case):
-    problems = [Problem(dtype, seed=seed) for seed, dtype in enumerate(DTYPES)]
+    problems = [Problem(dtype) for dtype in DTYPES]
     twins = [problem.twin() for problem in problems]
     together = case.ours([param for problem in problems for param in problem.params], **case.coarse())
     alone = [case.ours(twin.params, **case.coarse()) for twin in twins]
@@ -241,21 +192,6 @@ def test_the_databases_errors_are_raised(name):
 def test_fused_excludes_torchs_implementations(name, other):
     with pytest.raises(RuntimeError, match=f"`fused`.*`{other}`"):
         OURS[name](Problem().params, fused=True, **{other: True})
-
-
-@cases()
-def test_the_closure_is_called_once_with_gradients_enabled(case):
-    problem, calls = Problem(), []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        return problem.closure()
-
-    before = problem.closure()
-    with torch.no_grad():
-        loss = case.ours(problem.params).step(closure)
-    assert calls == [True]
-    assert torch.equal(loss, before)
 
 
 @each_optimizer

@@ -148,11 +148,14 @@ def step_with_closure(life):
     life.set_gradients()
 
     def by_closure(optimizer):
+        calls = []
+
         def closure():
-            assert torch.is_grad_enabled()
+            calls.append(torch.is_grad_enabled())
             return 3.5
 
         assert optimizer.step(closure) == 3.5
+        assert calls == [True]
 
     life.step(by_closure)
 
