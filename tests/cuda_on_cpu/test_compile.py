@@ -149,6 +149,7 @@ def types_of(kernel):
     return [BYTES[int(number)] for number in re.findall(r"\(DType\)(\d)", kernel)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", STATES)
 def test_vectors_are_moved_16_bytes_at_a_time(kernels, rule):
     for kernel, instructions in kernels_named(kernels, f"step_vectors<{rule},").items():
@@ -160,18 +161,21 @@ def test_vectors_are_moved_16_bytes_at_a_time(kernels, rule):
             assert found >= operands, f"{kernel}: {found} {kind} of 16 bytes, expected {operands} or more"
 
 
+@pytest.mark.slow
 def test_step_kernels_name_the_memory_they_access(kernels):
     for kernel, instructions in kernels_named(kernels, "step_").items():
         assert "ld.global.u64" in instructions, kernel
         assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel
 
 
+@pytest.mark.slow
 def test_step_kernels_round_as_ieee_arithmetic_does(kernels):
     for kernel, instructions in kernels_named(kernels, "step_").items():
         assert not ptx.inexact(instructions), kernel
         assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", FUSED)
 def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
     for kernel, instructions in kernels_named(kernels, "step_").items():
@@ -217,6 +221,7 @@ def test_steps_with_a_prox_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does
         assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
 
 
+@pytest.mark.slow
 def test_payload_is_read_where_it_was_passed(instructions_for_90):
     kernels = instructions_for_90("common/cuda_upload.cu")
     for kernel, instructions in kernels_named(kernels, "write_payload<").items():
@@ -230,6 +235,7 @@ def ring_kernels(instructions_for_90):
     return instructions_for_90("ring_prox/cuda.cu")
 
 
+@pytest.mark.slow
 def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):
     for kernel, instructions in ring_kernels.items():
         staged = re.search(r"<\w+, true>", kernel)
@@ -238,6 +244,7 @@ def test_rings_that_fit_on_chip_are_moved_16_bytes_at_a_time(ring_kernels):
         assert ptx.wide(instructions, "st") >= (0 if kernel.startswith("norms<") else 4), kernel
 
 
+@pytest.mark.slow
 def test_ring_kernels_keep_arrays_on_chip_and_round_as_ieee_arithmetic_does(ring_kernels):
     for kernel, instructions in ring_kernels.items():
         assert ptx.spaces(instructions) <= {"param", "global", "shared"}, kernel

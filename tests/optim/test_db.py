@@ -2,7 +2,7 @@
 
 The wheel ships torch's optimizer database but not the test class TestOptimRenewed that reads it. These are its checks,
 for every input of the database and each implementation of ours; test_db_state.py has those of checkpoints, hooks and
-memory. Copies, closures, layouts, absent gradients and scaled gradients are checked beside torch's loop in test_life.py,
+memory. Copies, closures, layouts, absent and scaled gradients are checked beside torch's loop in test_life.py,
 test_state.py and test_amp.py. These checks of TestOptimRenewed are left out or take another form:
 
     check                                      reason

@@ -149,8 +149,7 @@ STEPS = [
     *itertools.product([kind for kind in KINDS if "Adam" not in kind], PENALTIES, DTYPES),
     *itertools.product(["Adam"], PENALTIES, [torch.float32]),
     *map(slow, itertools.product(["Adam"], PENALTIES, [torch.bfloat16])),
-    *itertools.product(["AdamW"], PENALTIES, [torch.bfloat16]),
-    *map(slow, itertools.product(["AdamW"], PENALTIES, [torch.float32])),
+    *map(slow, itertools.product(["AdamW"], PENALTIES, [torch.float32, torch.bfloat16])),
 ]
 
 

@@ -36,7 +36,7 @@ def test_what_the_kernels_find_is_optimal(mode, dtype):
 @pytest.mark.parametrize(("mode", "dtype"), covering(MODES, RESIDUAL, strength=1), ids=label)
 def test_what_the_reference_finds_is_optimal(mode, dtype):
     slow = mode["power"] in SLOW_REFERENCE and (mode["metric"] or mode["norm"] == "linf")
-    for seed, rings in enumerate(ALL_RINGS[4:9:4] if slow else ALL_RINGS):
+    for seed, rings in enumerate(ALL_RINGS[5:6] if slow else ALL_RINGS):
         case = make_case(rings, 24, seed=seed, **mode).to(dtype)
         assert case.residual(case.prox("reference")).max() <= RESIDUAL[dtype], rings
 
