@@ -31,6 +31,7 @@ def faults(*arguments: str) -> tuple[bool, int]:
     return kept == "True", int(count)
 
 
+@pytest.mark.slow
 def test_freed_memory_serves_the_next_step() -> None:
     kept, count = faults("keep")
     if not kept:

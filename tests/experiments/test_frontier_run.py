@@ -17,6 +17,7 @@ from loco_ext.experiments import frontier
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.train import make_model, make_optimizer, penalty_term, train
+from tests.covering import slow
 from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when, quick
 
 # Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
@@ -163,8 +164,8 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
             [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
         ),
         (["--method", "width", "--widths", "0.5,0.25"], [(0.0, 0.0)] * 2),
-        (["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)]),
-        (["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)]),
+        slow((["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)])),
+        slow((["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)])),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

@@ -251,17 +251,18 @@ def test_any_size_is_the_reference(interpreter, size):
     assert_is_reference(interpreter, *(make(shape, *mode[:2], metric=mode[2], rings=rings) for mode in modes))
 
 
-@pytest.mark.parametrize("channels", [1, 7, 8, 9])
+@pytest.mark.parametrize("channels", [slow(1), 7, 8, 9])
 def test_blocks_that_are_not_whole_end_where_the_ring_does(interpreter, channels):
     calls = [make((1, channels, 3), F32, linf, metric=None if linf else F32) for linf in (False, True)]
     last = [replace(call, weight=LAYOUTS["channels_last"](call.weight)) for call in calls]
-    assert_is_reference(interpreter, *(replace(call, settings=SMALL) for call in (*calls, *last)))
+    chosen = (calls[0], last[1]) if channels % 2 else (calls[1], last[0])
+    assert_is_reference(interpreter, *(replace(call, settings=SMALL) for call in chosen))
 
 
 def test_rings_may_have_any_taps_and_none(interpreter):
     ringses = [[2, 0, 4, 2, 0, 4], [5, 5, 5, 5, 5, 5], [0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]]
-    calls = [make((1, 2, 2, 3), F64, linf, rings=rings) for rings in ringses for linf in (False, True)]
-    calls += [make((1, 2, 2, 3), F32, metric=F32, rings=rings) for rings in ringses]
+    calls = [make((1, 2, 2, 3), F64, linf=i % 2 == 1, rings=rings) for i, rings in enumerate(ringses)]
+    calls += [make((1, 2, 2, 3), F32, linf=i % 2 == 0, metric=F32, rings=rings) for i, rings in enumerate(ringses)]
     calls.append(make((1, 2, 3), F32, linf=True, squared=True, rings=[1, 1, 4]))
     assert_is_reference(interpreter, *calls, make((1, 2, 3, 1, 2, 2), rings=[*range(6), *range(6)]))
 
@@ -293,9 +294,9 @@ def test_thresholds_of_0_change_nothing_and_large_ones_leave_nothing(interpreter
     nothing = with_thresholds(call, 0, 0, 0)
     for result, _norms in interpreter.results([nothing, replace(nothing, squared=nothing.thresholds)]):
         assert same_bits(result, call.weight)
-    calls = [with_thresholds(call, *values) for values in [(1e3, 0, 0), (0, 1e3, 0), (0, 0, 1e3), (1e3, 1e3, 1e3)]]
+    calls = [with_thresholds(call, *values) for values in [(1e3, 0, 0), (0, 0, 1e3)]]
     assert_is_reference(interpreter, *calls)
-    assert (interpreter.results([calls[2]])[0][0] == 0).all()
+    assert (reference.ring_prox(*calls[1].arguments()) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,7 @@ def test_squares_need_not_fit_into_float64(interpreter, size):
 def test_kernels_and_rings_of_zeros_stay(interpreter):
     calls = [
         make((2, 2, 3), dtype, linf, metric=F32 if metric else None)
-        for dtype, linf, metric in itertools.product([F64, F32], [False, True], [False, True])
+        for dtype, linf, metric in (each.values for each in covering([F64, F32], [False, True], [False, True]))
     ]
     for call in calls:
         call.weight[0] = 0
