@@ -12,6 +12,7 @@ DIGITS = ["--model", "small", "--dataset", "digits"]
 TRAIN = ["train", *DIGITS, "--preset", "quick", "--epochs", "1", "--out", "out"]
 FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--width", "0.25", "--out", "out"]
 EFCN = ["efcn", *DIGITS, "--epochs", "2", "--out", "out"]
+LANDSCAPES = ["landscapes", *DIGITS, "--epochs", "1", "--out", "out"]
 COMPACT = ["compact", "--out", "out"]
 DEMO = ["demo", "--out", "out"]
 
@@ -96,6 +97,15 @@ CASES = {
         "--interpolation-points 1": "--interpolation-points: expected 0 or at least 2, got 1",
         "--fcn-epochs -1": "'--fcn-epochs'",
         "--model vanilla": "--model: vanilla needs images of at least 28x28 pixels",
+    },
+    tuple(LANDSCAPES): {
+        "--preset slow": "--preset: expected one of paper, short, got 'slow'",
+        "--arms lasso:1": "--arms: expected plain, or one of target, curvature, noise, decay with a number",
+        "--arms target:x": "--arms: expected plain, or one of target",
+        "--arms plain,plain": "--arms: expected some, each once",
+        "--every 0": "'--every'",
+        "--seeds 0": "'--seeds'",
+        "--model vgg13": "--model: vgg13 needs images of at least 32x32 pixels",
     },
     tuple(COMPACT): {
         "nowhere.pt": "--model: expected one of small",

@@ -1,0 +1,83 @@
+"""Importance landscapes on CIFAR-10: the small CNN with PILCRO and without, and with noise on its images instead.
+
+    python -m studies.landscapes_cifar10 --data DIR      takes some minutes on one core; writes studies/results/
+
+Three seeds, few images and few epochs. The target loss is a sum over pixels, as printed: "target:0.01" is about what
+alpha = 10 is for a mean over the 1024 pixels.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from bench import machine
+from loco_ext.experiments import landscapes
+from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.landscapes_settings import Arm, LandscapesSettings, landscapes_preset
+from loco_ext.experiments.samples import Samples
+from studies import summaries, tables
+from studies.options import Data, Device, Out, Runs
+
+TRAINING_IMAGES, TEST_IMAGES, EPOCHS, SEEDS = 2500, 1000, 5, 3
+ARMS = ("plain", "target:0.01", "curvature:0.1", "noise:0.2")
+MEASURED = {"landscape_images": 500, "corrupted_images": 200, "ablated_images": 32, "resampling_images": 100}
+MEASURED |= {"resampled_inputs": 24, "baseline_images": 8}
+
+
+def study() -> LandscapesSettings:
+    """Return the settings."""
+    return landscapes_preset("short", arms=ARMS, seeds=SEEDS, epochs=EPOCHS, **MEASURED)
+
+
+def fewer(dataset: Dataset) -> Dataset:
+    """Return the first training and test images."""
+    return replace(dataset.first(TRAINING_IMAGES), test=Samples(*(part[:TEST_IMAGES] for part in dataset.test)))
+
+
+def seconds(runs: Path, settings: LandscapesSettings) -> dict[str, float]:
+    """Return each arm's seconds for an epoch: the median over all epochs of all seeds."""
+    found = {}
+    for name in settings.arms:
+        lines = [
+            line
+            for path in runs.glob(f"{Arm.parse(name).folder}-*/metrics.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        found[name] = float(np.median([json.loads(line)["seconds"] for line in lines]))
+    return found
+
+
+def save(record: dict[str, Any], epoch_seconds: dict[str, float], runs: Path, out: Path) -> None:
+    """Write the report, print its tables, and copy the heatmaps beside it."""
+    report = {
+        "benchmark": "landscapes_cifar10",
+        "machine": machine.describe(),
+        "settings": record["settings"],
+        "training_samples": record["training_samples"],
+        "test_samples": record["test_samples"],
+        "epoch_seconds": epoch_seconds,
+        **summaries.landscapes(record),
+    }
+    tables.publish(report, out)
+    shutil.copy(runs / "landscapes.png", out.with_suffix(".png"))
+
+
+def main(
+    data: Data,
+    runs: Runs = Path("runs/landscapes_cifar10"),
+    out: Out = tables.RESULTS / "landscapes_cifar10-small.json",
+    device: Device = "cpu",
+) -> None:
+    """Run the study, write the JSON file and a figure beside it, print the tables."""
+    settings = study()
+    record = landscapes.measure(settings, fewer(load("cifar10", data)), runs, device, resume=True)
+    save(record, seconds(runs, settings), runs, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
