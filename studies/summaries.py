@@ -7,6 +7,7 @@ import numpy as np
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments.figures import error
 from loco_ext.experiments.landscapes import family_accuracy
+from loco_ext.experiments.landscapes_figures import by_arm
 
 Record = dict[str, Any]
 
@@ -67,9 +68,6 @@ def paths(network: Record) -> Record:
 
 def landscapes(record: Record) -> Record:
     """Return each arm's figures, and means over its seeds: accuracies by epoch and by corruption, ablation curves."""
-    networks: dict[str, list[Record]] = {}
-    for network in record["networks"]:
-        networks.setdefault(network["arm"], []).append(network)
     curves = {
         arm: {
             "test_accuracies": _mean([network["test_accuracies"] for network in found]),
@@ -84,7 +82,7 @@ def landscapes(record: Record) -> Record:
                 for what in ("accuracy", "kept_probability")
             },
         }
-        for arm, found in networks.items()
+        for arm, found in by_arm(record["networks"]).items()
     }
     at_first = [network["at_first"]["landscape"]["total_variation"] for network in record["networks"]]
     ratios = [network["resampling"]["ratio"] for network in record["networks"]]

@@ -263,7 +263,7 @@ def landscapes_cifar10(report: Record) -> list[Table]:
     headers = ["arm", "accuracy", "minus plain", "loss", "TV", "ablation", "Lemma 1", "time"]
     text = (
         f"Corrupted test images ({report['settings']['corrupted_images']}), means over corruptions and levels: "
-        "accuracy in percent; then what is left of the label's probability, of images that are classified correctly clean"
+        "accuracy in percent; then what is left of the label's probability, for images classified correctly clean"
     )
     families = [*FAMILIES, *(f"{family}, kept" for family in FAMILIES)]
     return [Table(title, headers, reached), Table(text, ["arm", *families], robust)]

@@ -61,7 +61,6 @@ def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str,
     Raises:
         SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
             ``resume``, any experiment; files in it cannot be read.
-        DivergedError: the loss of a network is not finite.
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.training.check_data(data)
@@ -100,15 +99,19 @@ class _Experiment:
         folder.mkdir(parents=True, exist_ok=True)
         network = make_model(training, self.data)
         label = f"{arm.name}, seed {training.seed}"
-        record: Record = {"arm": arm.name, "seed": training.seed}
-        at_first = self.kept(
+        record: Record = {"arm": arm.name, "seed": training.seed, "diverged": False}
+        record["at_first"] = self.kept(
             folder, "at_first", lambda: {"landscape": self.landscape(network.to(self.processes.device))}
         )
         trained = Trained(network, *self.additions(arm, training.seed))
         options: dict[str, Any] = {"resume": True, "model": trained, "label": label, "finite": True}
-        history = run.run(training, self.data, folder, self.processes, **options)
+        try:
+            history = run.run(training, self.data, folder, self.processes, **options)
+        except run.DivergedError as error:  # the other networks are still worth their training
+            note(str(error))
+            return record | {"diverged": True}
         record["test_accuracies"] = [epoch.test_accuracy for epoch in history]
-        record |= {"train_loss": history[-1].train_loss, "at_first": at_first}
+        record["train_loss"] = history[-1].train_loss
         for name, what in self.measurements(network).items():
             note(f"{label}: {name}")
             record[name] = self.kept(folder, name, what)
@@ -282,7 +285,8 @@ def family_accuracy(network: Record, family: str, level: int | None = None, what
 def summaries(networks: list[Record]) -> dict[str, Record]:
     """Return each arm's figures: mean and standard error over seeds, and those of the differences from plain.
 
-    Differences are between networks of one seed. A single seed has no standard errors, which are None.
+    Differences are between networks of one seed. A single seed has no standard errors, which are None, as all figures
+    are of an arm one of whose networks has diverged.
     """
     arms: dict[str, dict[int, Record]] = {}
     for network in networks:
@@ -291,10 +295,11 @@ def summaries(networks: list[Record]) -> dict[str, Record]:
     for arm, by_seed in arms.items():
         found[arm] = {}
         for name, figure in FIGURES.items():
-            values = [figure(network) for network in by_seed.values()]
+            values = [None if network["diverged"] else figure(network) for network in by_seed.values()]
             entry = dict(zip(("mean", "standard_error"), mean_and_error(values), strict=True))
             if arm != PLAIN and PLAIN in arms:
-                plain = [figure(arms[PLAIN][seed]) for seed in by_seed]
+                plains = (arms[PLAIN][seed] for seed in by_seed)
+                plain = [None if network["diverged"] else figure(network) for network in plains]
                 pairs = zip(values, plain, strict=True)
                 differences = [None if None in pair else pair[0] - pair[1] for pair in pairs]  # type: ignore[operator]
                 names = ("difference", "difference_standard_error")

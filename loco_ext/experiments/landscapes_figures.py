@@ -15,21 +15,26 @@ Record = dict[str, Any]
 
 
 def save(record: Record, out: Path) -> None:
-    """Write ``landscapes.png``, ``training.png`` and, where measured, ``robustness.png`` and ``ablation.png``."""
-    arms = by_arm(record)
+    """Write ``landscapes.png``, ``training.png`` and, where measured, ``robustness.png`` and ``ablation.png``.
+
+    Networks that have diverged are left out.
+    """
+    networks = [network for network in record["networks"] if not network["diverged"]]
+    if not networks:
+        return
+    arms = by_arm(networks)
     write(landscapes(record, arms), out / "landscapes.png")
     write(training(arms), out / "training.png")
-    networks = record["networks"]
     if all("robustness" in network for network in networks):
         write(robustness(arms), out / "robustness.png")
     if all(network.get("ablation", {}).get("images") for network in networks):
         write(ablation(arms), out / "ablation.png")
 
 
-def by_arm(record: Record) -> dict[str, list[Record]]:
+def by_arm(networks: list[Record]) -> dict[str, list[Record]]:
     """Return the networks of each arm."""
     arms: dict[str, list[Record]] = {}
-    for network in record["networks"]:
+    for network in networks:
         arms.setdefault(network["arm"], []).append(network)
     return arms
 

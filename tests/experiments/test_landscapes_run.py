@@ -26,10 +26,10 @@ from loco_ext.experiments.train import make_model
 from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
 
 SAMPLES, SEED = 90, 5
-ARMS = ("plain", "target:0.5", "curvature:2", "noise:0.3", "decay:0.1")
+ARMS = ("plain", "target:0.5", "curvature:2", "noise:0.3")
 RUN = ["--preset", "short", "--model", "small", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
 RUN += ["--epochs", "3", "--lr", "0.1", "--batch-size", "30", "--seeds", "2", "--every", "2", "--arms", ",".join(ARMS)]
-RUN += ["--landscape-images", "40", "--corrupted-images", "30", "--ablated-images", "20", "--baseline-images", "4"]
+RUN += ["--landscape-images", "40", "--corrupted-images", "20", "--ablated-images", "20", "--baseline-images", "4"]
 RUN += ["--resampled-inputs", "6", "--resampling-images", "20"]
 FIGURES = {"landscapes", "training", "robustness", "ablation"}
 
@@ -88,9 +88,9 @@ def test_the_record_has_every_network(finished):
     found = [(network["arm"], network["seed"]) for network in record["networks"]]
     assert found == [(arm, seed) for seed in (SEED, SEED + 1) for arm in ARMS]
     first = [network["at_first"] for network in record["networks"]]
-    assert all(each == first[0] for each in first[:5])  # arms of a seed start from the same weights
-    assert first[5] != first[0]
-    assert len({network["test"]["loss"] for network in record["networks"]}) == 10
+    assert all(each == first[0] for each in first[:4])  # arms of a seed start from the same weights
+    assert first[4] != first[0]
+    assert len({network["test"]["loss"] for network in record["networks"]}) == 8
     for network in record["networks"]:
         assert len(network["test_accuracies"]) == 3
         assert network["test"]["top1"] == network["test_accuracies"][-1]
@@ -103,7 +103,7 @@ def test_arms_are_trained_on_their_losses(finished):
     normalization = Normalization(data.train)
     smoothness = regularizers.data_smoothness(normalization(data.train.images))
     torch.testing.assert_close(torch.tensor(record["smoothness"]), smoothness, rtol=1e-4, atol=0)
-    for network in record["networks"][5:8]:
+    for network in record["networks"][4:7]:
         arm = Arm.parse(network["arm"])
         reached, setting = trained(network, out)
         model = make_model(setting, data)
@@ -152,7 +152,7 @@ def test_what_is_measured_is_that_of_the_trained_networks(finished):
         torch.testing.assert_close(torch.tensor(network["landscape"]["map"]), landscape, rtol=1e-3, atol=1e-4)
         variation = regularizers.total_variation(landscape).item()
         assert network["landscape"]["total_variation"] == pytest.approx(variation, rel=1e-3)
-        images, labels = data.test.images[order[:30]], data.test.labels[order[:30]]
+        images, labels = data.test.images[order[:20]], data.test.labels[order[:20]]
         corrupted = normalization(analysis.corrupt(images, "fog", 3))
         before, after = (model(x).softmax(1) for x in (normalization(images), corrupted))
         found = network["robustness"]
@@ -218,9 +218,17 @@ def test_less_is_measured_where_less_is_asked_for_and_a_finished_run_is_kept(tmp
     assert "test.json: expected JSON" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_is_one_line(tmp_path, capsys):
-    assert main(["landscapes", *RUN, "--lr", "1e30", "--out", str(tmp_path / "run")]) == 1
+def test_networks_that_diverge_are_left_out(tmp_path, capsys):
+    options = [*RUN, "--arms", "plain,decay:1e30", "--seeds", "1", "--epochs", "2", "--corrupted-images", "0"]
+    options += ["--ablated-images", "0", "--resampled-inputs", "0", "--out", str(tmp_path / "run")]
+    assert main(["landscapes", *options]) == 0
     assert "the run has diverged" in capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "landscapes.json").read_text(), parse_constant=pytest.fail)
+    assert [network["diverged"] for network in record["networks"]] == [False, True]
+    figures = record["arms"]["decay:1e30"]["accuracy"]
+    assert set(figures.values()) == {None}
+    assert record["arms"]["plain"]["accuracy"]["mean"] == record["networks"][0]["test"]["top1"]
+    assert (tmp_path / "run" / "landscapes.png").exists()
 
 
 @pytest.mark.slow
