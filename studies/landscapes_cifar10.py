@@ -23,15 +23,15 @@ from loco_ext.experiments.samples import Samples
 from studies import summaries, tables
 from studies.options import Data, Device, Out, Runs
 
-TRAINING_IMAGES, TEST_IMAGES, EPOCHS, SEEDS = 2500, 1000, 5, 3
+TRAINING_IMAGES, TEST_IMAGES, EPOCHS, BATCH_SIZE, SEEDS = 2000, 1000, 4, 32, 3
 ARMS = ("plain", "target:0.01", "curvature:0.1", "noise:0.2")
-MEASURED = {"landscape_images": 500, "corrupted_images": 200, "ablated_images": 32, "resampling_images": 100}
-MEASURED |= {"resampled_inputs": 24, "baseline_images": 8}
+MEASURED = {"landscape_images": 400, "corrupted_images": 100, "ablated_images": 32, "resampling_images": 100}
+MEASURED |= {"resampled_inputs": 20, "baseline_images": 8}
 
 
 def study() -> LandscapesSettings:
     """Return the settings."""
-    return landscapes_preset("short", arms=ARMS, seeds=SEEDS, epochs=EPOCHS, **MEASURED)
+    return landscapes_preset("short", arms=ARMS, seeds=SEEDS, epochs=EPOCHS, batch_size=BATCH_SIZE, **MEASURED)
 
 
 def fewer(dataset: Dataset) -> Dataset:

@@ -13,26 +13,28 @@ class Trained(nn.Module):
 
     Args:
         noise: standard deviation of normal noise on the images.
-        pilcro: regulariser whose gradient every backward pass through the logits adds. Its number of calls is a buffer,
-            so that a checkpoint of the network has it.
+        pilcro: regulariser whose gradient every backward pass through the logits adds. The state dict has its number of
+            calls, so that a resumed training goes on with the same steps.
     """
-
-    calls: Tensor
 
     def __init__(self, network: nn.Module, noise: float = 0.0, pilcro: PILCRO | None = None) -> None:
         super().__init__()
         self.network, self.noise, self.pilcro = network, noise, pilcro
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.noise:
             x = x + self.noise * torch.randn_like(x)
         logits: Tensor = self.network(x)
         if self.training and self.pilcro is not None:
-            self.pilcro.load_state_dict({"calls": int(self.calls)})
             logits = _WithLoss.apply(logits, self.pilcro(self.network, x))
-            self.calls += 1
         return logits
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(0 if self.pilcro is None else self.pilcro.state_dict()["calls"])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if self.pilcro is not None:
+            self.pilcro.load_state_dict({"calls": int(state)})
 
 
 class _WithLoss(torch.autograd.Function):

@@ -100,9 +100,11 @@ class _Experiment:
         network = make_model(training, self.data)
         label = f"{arm.name}, seed {training.seed}"
         record: Record = {"arm": arm.name, "seed": training.seed, "diverged": False}
-        record["at_first"] = self.kept(
-            folder, "at_first", lambda: {"landscape": self.landscape(network.to(self.processes.device))}
-        )
+        network.to(self.processes.device)
+        try:
+            record["at_first"] = self.kept(folder, "at_first", lambda: {"landscape": self.landscape(network)})
+        except (TypeError, ValueError) as error:  # a network of the user's own may return anything
+            raise SettingsError(str(error)) from error
         trained = Trained(network, *self.additions(arm, training.seed))
         options: dict[str, Any] = {"resume": True, "model": trained, "label": label, "finite": True}
         try:
@@ -113,7 +115,6 @@ class _Experiment:
         record["test_accuracies"] = [epoch.test_accuracy for epoch in history]
         record["train_loss"] = history[-1].train_loss
         for name, what in self.measurements(network).items():
-            note(f"{label}: {name}")
             record[name] = self.kept(folder, name, what)
         return record
 
@@ -130,6 +131,7 @@ class _Experiment:
         """Return a measurement from its file, which is written where it is missing."""
         path = folder / f"{name}.json"
         if not path.exists():
+            note(f"{folder.name}: {name}")
             write_json(path, what(), indent=None)
         try:
             found: Record = json.loads(path.read_text())

@@ -121,7 +121,7 @@ _ALPHAS = (1, 10, 100)
 _PAPERS_ARMS = (PLAIN, *(f"{kind}:{alpha}" for kind in (TARGET, CURVATURE) for alpha in _ALPHAS))
 _SHORT = {"model": "small", "data": "cifar10", "epochs": 10, "learning_rate": 0.05, "weight_decay": 0.0005}
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # PILCRO, section 4 and appendix D.1.
+    # PILCRO, section 4 and appendix D.1, with random crops (RC+); its crops have reflection padding, these zeros.
     "paper": (_PAPER, {"arms": _PAPERS_ARMS}),
     "short": (
         _PAPER | _SHORT,

@@ -76,7 +76,7 @@ def trained(record, out):
     setting = settings().training_of(Arm.parse(record["arm"]), record["seed"] - SEED)
     model = make_model(setting, digits(SAMPLES))
     weights = load_file(out / f"{record['arm'].replace(':', '-')}-{record['seed']}" / "model.safetensors")
-    model.load_state_dict({name.removeprefix("network."): w for name, w in weights.items() if name != "calls"})
+    model.load_state_dict({name.removeprefix("network."): w for name, w in weights.items() if name[0] == "n"})
     return model.eval(), setting
 
 
@@ -216,6 +216,12 @@ def test_less_is_measured_where_less_is_asked_for_and_a_finished_run_is_kept(tmp
     (tmp_path / "run" / f"target-1-{SEED}" / "test.json").write_text("{")
     assert main(["landscapes", *options, "--resume"]) == 2
     assert "test.json: expected JSON" in capsys.readouterr().err
+
+
+def test_a_network_without_logits_is_a_typed_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(landscapes, "make_model", lambda *_: nn.Conv2d(1, 2, 3))
+    with pytest.raises(SettingsError, match=r"^model: expected an output of shape \(40, classes\), got"):
+        landscapes.measure(settings(landscape_images=40), digits(SAMPLES), tmp_path, "cpu")
 
 
 def test_networks_that_diverge_are_left_out(tmp_path, capsys):
