@@ -1,0 +1,250 @@
+"""The tangent route: the gradient of <g, u> from one pass of tangents that reuses the input-gradient pass.
+
+With u constant, <g, u> is the derivative of the chosen logits along u. Where the network is piecewise linear, this is a
+linear network applied to u, whose weights and ReLU masks are those of the forward pass. The gradient in a layer's weight
+is therefore the product of the layer's back-propagated delta, which the pass for g has computed, and its tangent input::
+
+    forward     x -> Wx         (g)  delta -> W' delta         (tangents)  t -> W t         dW = delta t'
+
+That is four passes in all, where training takes three. Convolutions, batch normalisation and ReLU are replaced while
+the model runs by functions with these formulas; torch would differentiate through a convolution's backward pass by
+slower convolutions, and through the forward pass once more, whose contribution is zero. All other operations keep
+torch's own derivatives. If one of them does depend on the forward pass, as smooth activations do, its contribution
+comes through the replaced layers too: exact for every network, they only have to keep their inputs for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from loco_ext.regularizers.input_gradients import InputGradients, input_gradients
+from loco_ext.regularizers.routes import Gradients, Pull
+
+_CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: True, Tensor.relu_: True}
+
+
+class TangentRoute:
+    """The tangent route to the parameters' gradient; see :mod:`loco_ext.regularizers.routes`.
+
+    It finds out whether layers have to keep their inputs, and remembers it for the next calls.
+    """
+
+    def __init__(self) -> None:
+        self._keep_inputs = False
+
+    def __call__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        x: Tensor,
+        classes: Tensor | float | None,
+        uniform: Tensor | None,
+    ) -> tuple[InputGradients, Pull]:
+        """Return the input gradients, and the function that pulls back what they are multiplied by."""
+        passes = _Passes(self._keep_inputs)
+        with _LayersReplaced(passes):
+            found = input_gradients(model, x, classes, uniform, graph=True)
+        passes.forward_is_over = True
+
+        def pull(u: Tensor) -> Gradients:
+            if not found.g.requires_grad:
+                return [None] * len(parameters)
+            try:
+                return torch.autograd.grad(found.g, parameters, u, allow_unused=True)
+            except _InputsNeeded:
+                self._keep_inputs = True
+            _, pull_again = self(model, parameters, x, found.classes, uniform)
+            return pull_again(u)
+
+        return found._replace(g=found.g.detach()), pull
+
+
+class _InputsNeeded(Exception):
+    """The gradient depends on the forward pass, but layers have not kept their inputs."""
+
+
+@dataclass
+class _Passes:
+    """Which pass is running, for the replaced layers."""
+
+    keep_inputs: bool
+    forward_is_over: bool = False  # and the pass for g with it
+
+
+class _LayersReplaced(TorchFunctionMode):
+    """Replace convolutions, batch normalisation and ReLU in what a model calls."""
+
+    def __init__(self, passes: _Passes) -> None:
+        super().__init__()
+        self._passes = passes
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONVOLUTIONS:
+            return _convolve(self._passes, func, *args, **kwargs)
+        if func is F.batch_norm:
+            return _normalise(self._passes, *args, **kwargs)
+        if func in _RELUS:
+            return _relu(*args, **{"inplace": _RELUS[func]} | kwargs)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution as a function that is linear in its input and in its weight."""
+
+    value: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def apply(self, t: Tensor, weight: Tensor) -> Tensor:
+        return torch.convolution(t, weight, None, *self._geometry())
+
+    def to_input(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        like = delta.new_empty(1).expand(shape)
+        return self._backward(delta, like, weight, [True, False, False])[0]
+
+    def to_weight(self, delta: Tensor, t: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(delta, t, weight, [False, True, False])[1]
+
+    def _geometry(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
+
+    def _backward(self, delta: Tensor, t: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        return torch.ops.aten.convolution_backward(delta, t, weight, None, *self._geometry(), mask)
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """The product of each channel with a number: batch normalisation by running statistics, without its shift."""
+
+    value: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def apply(self, t: Tensor, weight: Tensor) -> Tensor:
+        return t * weight.view(-1, *[1] * (t.dim() - 2))
+
+    def to_input(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return self.apply(delta, weight)
+
+    def to_weight(self, delta: Tensor, t: Tensor, weight: Tensor) -> Tensor:
+        return (delta * t).sum((0, *range(2, t.dim())))
+
+
+def _convolve(
+    passes: _Passes,
+    func: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    axes = _CONVOLUTIONS[func]
+    if isinstance(padding, str) or input.dim() != axes + 2 or not torch.is_grad_enabled():
+        return func(input, weight, bias, stride, padding, dilation, groups)
+    stride, padding, dilation = ((v,) * axes if isinstance(v, int) else tuple(v) for v in (stride, padding, dilation))
+    geometry = stride, padding, dilation, groups
+    layer = _Convolution(lambda x, w, b: func(x, w, b, *geometry), *geometry)
+    return _Layer.apply(passes, layer, input, weight, bias)
+
+
+def _normalise(
+    passes: _Passes,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training or running_mean is None or running_var is None or not torch.is_grad_enabled():
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    roots = torch.rsqrt(running_var + eps)
+    scale = roots if weight is None else weight * roots
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+
+    def value(x: Tensor, _scale: Tensor, _shift: Tensor | None) -> Tensor:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+
+    return _Layer.apply(passes, _Scaling(value), input, scale, shift)
+
+
+def _relu(input: Tensor, inplace: bool = False) -> Tensor:
+    return _ReLU.apply(input, inplace) if torch.is_grad_enabled() else F.relu(input, inplace)
+
+
+class _Layer(torch.autograd.Function):
+    """A function that is linear in its input and in its weight, plus a shift."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passes: _Passes, layer: _Convolution | _Scaling, x: Tensor, weight: Tensor, shift: Tensor | None
+    ) -> Tensor:
+        ctx.passes, ctx.layer, ctx.shape = passes, layer, x.shape
+        ctx.save_for_backward(weight, x if passes.keep_inputs else None)
+        return layer.value(x, weight, shift)
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, x = ctx.saved_tensors
+        to_input = _ToInput.apply(ctx.layer, delta, weight, ctx.shape) if ctx.needs_input_grad[2] else None
+        if not ctx.passes.forward_is_over:
+            return None, None, to_input, None, None
+        if not ctx.passes.keep_inputs:
+            raise _InputsNeeded
+        by_weight = ctx.layer.to_weight(delta, x, weight) if ctx.needs_input_grad[3] else None
+        by_shift = delta.sum((0, *range(2, delta.dim()))) if ctx.needs_input_grad[4] else None
+        return None, None, to_input, by_weight, by_shift
+
+
+class _ToInput(torch.autograd.Function):
+    """The back-propagation of deltas to a layer's input; its own backward pass is the layer on tangents."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: _Convolution | _Scaling, delta: Tensor, weight: Tensor, shape: torch.Size
+    ) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(delta, weight)
+        return layer.to_input(delta, weight, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, t: Tensor) -> tuple[Tensor | None, ...]:
+        delta, weight = ctx.saved_tensors
+        along = ctx.layer.apply(t, weight) if ctx.needs_input_grad[1] else None
+        return None, along, ctx.layer.to_weight(delta, t, weight) if ctx.needs_input_grad[2] else None, None
+
+
+class _ReLU(torch.autograd.Function):
+    """ReLU that keeps one bit of each number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+        if inplace:
+            ctx.mark_dirty(x)
+        y = torch.relu_(x) if inplace else torch.relu(x)
+        ctx.save_for_backward(y > 0)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return torch.where(mask, delta, 0), None
