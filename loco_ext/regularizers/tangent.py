@@ -1,13 +1,13 @@
 """The tangent route: the gradient of <g, u> from one pass of tangents that reuses the input-gradient pass.
 
 With u constant, <g, u> is the derivative of the chosen logits along u. Where the network is piecewise linear, this is a
-linear network applied to u, whose weights and ReLU masks are those of the forward pass. The gradient in a layer's weight
+linear network applied to u, whose weights and masks are those of the forward pass. The gradient in a layer's weight
 is therefore the product of the layer's back-propagated delta, which the pass for g has computed, and its tangent input::
 
     forward     x -> Wx         (g)  delta -> W' delta         (tangents)  t -> W t         dW = delta t'
 
-That is four passes in all, where training takes three. Convolutions, batch normalisation and ReLU are replaced while
-the model runs by functions with these formulas; torch would differentiate through a convolution's backward pass by
+That is four passes in all, where training takes three. Convolutions, batch normalisation, rectifiers and max-pooling are
+replaced while the model runs by functions with these formulas; torch would differentiate through a convolution's backward pass by
 slower convolutions, and through the forward pass once more, whose contribution is zero. All other operations keep
 torch's own derivatives. If one of them does depend on the forward pass, as smooth activations do, its contribution
 comes through the replaced layers too: exact for every network, they only have to keep their inputs for it.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from loco_ext.regularizers.input_gradients import InputGradients, input_gradient
 from loco_ext.regularizers.routes import Gradients, Pull
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+# ReLUs, and whether they write to their input.
 _RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: True, Tensor.relu_: True}
 
 
@@ -81,7 +83,7 @@ class _Passes:
 
 
 class _LayersReplaced(TorchFunctionMode):
-    """Replace convolutions, batch normalisation and ReLU in what a model calls."""
+    """Replace convolutions, batch normalisation, rectifiers and max-pooling in what a model calls."""
 
     def __init__(self, passes: _Passes) -> None:
         super().__init__()
@@ -97,6 +99,12 @@ class _LayersReplaced(TorchFunctionMode):
             return _normalise(self._passes, *args, **kwargs)
         if func in _RELUS:
             return _relu(*args, **{"inplace": _RELUS[func]} | kwargs)
+        if func is F.leaky_relu:
+            return _leaky_relu(*args, **kwargs)
+        if func is F.hardtanh:
+            return _hardtanh(*args, **kwargs)
+        if func is F.max_pool2d:
+            return _max_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -155,7 +163,7 @@ def _convolve(
     groups: int = 1,
 ) -> Tensor:
     axes = _CONVOLUTIONS[func]
-    if isinstance(padding, str) or input.dim() != axes + 2 or not torch.is_grad_enabled():
+    if isinstance(padding, str) or input.dim() != axes + 2:
         return func(input, weight, bias, stride, padding, dilation, groups)
     stride, padding, dilation = ((v,) * axes if isinstance(v, int) else tuple(v) for v in (stride, padding, dilation))
     geometry = stride, padding, dilation, groups
@@ -174,7 +182,7 @@ def _normalise(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if training or running_mean is None or running_var is None or not torch.is_grad_enabled():
+    if training or running_mean is None or running_var is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     roots = torch.rsqrt(running_var + eps)
     scale = roots if weight is None else weight * roots
@@ -187,7 +195,36 @@ def _normalise(
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor:
-    return _ReLU.apply(input, inplace) if torch.is_grad_enabled() else F.relu(input, inplace)
+    return _Rectifier.apply(input, torch.relu_ if inplace else torch.relu, _relu_backward)
+
+
+def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    if negative_slope < 0:  # the sign of the result does not tell the sign of the input
+        return F.leaky_relu(input, negative_slope, inplace)
+
+    def backward(delta: Tensor, y: Tensor) -> Tensor:
+        return torch.ops.aten.leaky_relu_backward(delta, y, negative_slope, True)
+
+    return _Rectifier.apply(input, partial(F.leaky_relu, negative_slope=negative_slope, inplace=inplace), backward)
+
+
+def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+    def backward(delta: Tensor, y: Tensor) -> Tensor:
+        return torch.ops.aten.hardtanh_backward(delta, y, min_val, max_val)
+
+    return _Rectifier.apply(input, partial(F.hardtanh, min_val=min_val, max_val=max_val, inplace=inplace), backward)
+
+
+def _relu_backward(delta: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward(delta, y, 0)
+
+
+def _max_pool2d(input: Tensor, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
+    if return_indices or input.dim() != 4:
+        return F.max_pool2d(input, *args, return_indices=return_indices, **kwargs)
+    with torch.no_grad():
+        _, indices = F.max_pool2d(input, *args, return_indices=True, **kwargs)
+    return input.flatten(2).gather(2, indices.flatten(2)).view(indices.shape)
 
 
 class _Layer(torch.autograd.Function):
@@ -233,18 +270,23 @@ class _ToInput(torch.autograd.Function):
         return None, along, ctx.layer.to_weight(delta, t, weight) if ctx.needs_input_grad[2] else None, None
 
 
-class _ReLU(torch.autograd.Function):
-    """ReLU that keeps one bit of each number."""
+class _Rectifier(torch.autograd.Function):
+    """A piecewise linear function of each number, whose slope follows from its result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
-        if inplace:
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], by_result: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        y = function(x)
+        if y is x:
             ctx.mark_dirty(x)
-        y = torch.relu_(x) if inplace else torch.relu(x)
-        ctx.save_for_backward(y > 0)
+        ctx.by_result = by_result
+        # Detached, so that the slope counts as constant. Masks of bool would take a quarter of the memory, but 15 times
+        # as long on the CPU.
+        ctx.save_for_backward(y.detach())
         return y
 
     @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (mask,) = ctx.saved_tensors
-        return torch.where(mask, delta, 0), None
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return ctx.by_result(delta, y), None, None
