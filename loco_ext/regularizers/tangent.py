@@ -1,16 +1,16 @@
 """The tangent route: the gradient of <g, u> from one pass of tangents that reuses the input-gradient pass.
 
-With u constant, <g, u> is the derivative of the chosen logits along u. Where the network is piecewise linear, this is a
-linear network applied to u, whose weights and masks are those of the forward pass. The gradient in a layer's weight
-is therefore the product of the layer's back-propagated delta, which the pass for g has computed, and its tangent input::
+With u constant, <g, u> is the derivative of the chosen logits along u. Where the network is piecewise linear, this is
+a linear network applied to u, with the weights and masks of the forward pass. The gradient in a layer's weight is the
+product of the layer's back-propagated delta, which the pass for g has computed, and its tangent input::
 
-    forward     x -> Wx         (g)  delta -> W' delta         (tangents)  t -> W t         dW = delta t'
+    forward   x -> W x        for g   delta -> W' delta        tangents   t -> W t        gradient   dW = delta t'
 
-That is four passes in all, where training takes three. Convolutions, batch normalisation, rectifiers and max-pooling are
-replaced while the model runs by functions with these formulas; torch would differentiate through a convolution's backward pass by
-slower convolutions, and through the forward pass once more, whose contribution is zero. All other operations keep
-torch's own derivatives. If one of them does depend on the forward pass, as smooth activations do, its contribution
-comes through the replaced layers too: exact for every network, they only have to keep their inputs for it.
+That is four passes in all, where training takes three. While the model runs, convolutions, batch normalisation,
+rectifiers and max-pooling are replaced by functions with these formulas: torch would differentiate a convolution's
+backward pass by slower convolutions, and then the forward pass, whose contribution is zero. All other operations keep
+torch's own derivatives. If one of them depends on the forward pass, as smooth activations do, its contribution comes
+through the replaced layers too, which then have to keep their inputs. So the gradient is exact for every network.
 """
 
 from __future__ import annotations
@@ -255,9 +255,7 @@ class _ToInput(torch.autograd.Function):
     """The back-propagation of deltas to a layer's input; its own backward pass is the layer on tangents."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: _Convolution | _Scaling, delta: Tensor, weight: Tensor, shape: torch.Size
-    ) -> Tensor:
+    def forward(ctx: Any, layer: _Convolution | _Scaling, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(delta, weight)
         return layer.to_input(delta, weight, shape)
