@@ -49,7 +49,7 @@ def landscape_backward(g: Tensor, weights: Tensor, slope: Tensor, grad: Tensor) 
     """Return the gradients of the loss in ``g`` and ``weights``."""
     along = g.double() * (slope * grad.double())  # [M, C, H, W]
     u = 2 * along * weights.double().view(-1, 1, 1, 1)
-    return u.to(g.dtype), (along * g.double()).sum((1, 2, 3)).to(weights.dtype)
+    return u.to(g.dtype).contiguous(), (along * g.double()).sum((1, 2, 3)).to(weights.dtype)
 
 
 def laplacian(images: Tensor, stencil: Tensor) -> Tensor:

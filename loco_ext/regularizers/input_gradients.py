@@ -41,7 +41,7 @@ def input_gradients(
         graph: whether the gradients can be differentiated.
     """
     x = x.detach().requires_grad_()
-    logits = model(x)
+    logits = model(x.clone())  # the model may write to its input
     check_logits(logits, x)
     probabilities = logits.detach().double().softmax(1)
     if classes is None:

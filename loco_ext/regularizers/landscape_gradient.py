@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from loco_ext import ops
 from loco_ext.regularizers.evaluation import check_logits
-from loco_ext.regularizers.routes import Gradients, Route, double_backward
-
-ROUTES: dict[str, Route] = {"tangent": double_backward, "double_backward": double_backward}
+from loco_ext.regularizers.routes import Gradients, Route
 
 
 def landscape_gradient(

@@ -13,10 +13,13 @@ from loco_ext.ops.landscape import check_stencil, check_target
 from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters, unwrap
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
 from loco_ext.regularizers.landscape import make_stencil
-from loco_ext.regularizers.landscape_gradient import ROUTES, landscape_gradient
+from loco_ext.regularizers.landscape_gradient import landscape_gradient
+from loco_ext.regularizers.routes import Route, double_backward
+from loco_ext.regularizers.tangent import TangentRoute
 
 MODES = ("curvature", "target")
 ALPHA_SCALINGS = ("none", "T")
+ROUTES = ("tangent", "double_backward")
 
 
 class PILCRO:
@@ -77,7 +80,7 @@ class PILCRO:
         check_choice("mode", mode, MODES)
         check_choice("alpha_scaling", alpha_scaling, ALPHA_SCALINGS)
         check_choice("expectation", expectation, EXPECTATIONS)
-        check_choice("route", route, tuple(ROUTES))
+        check_choice("route", route, ROUTES)
         if mode == "target" and target is None:
             raise TypeError("target: expected a map of shape (H, W) for mode 'target', got None")
         if mode != "target" and target is not None:
@@ -96,6 +99,7 @@ class PILCRO:
         self.route = route
         self.seed = int(seed)
         self._stencil = make_stencil(laplacian_kernel)
+        self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 
     @torch.compiler.disable
@@ -120,7 +124,7 @@ class PILCRO:
                 exact=self.expectation == "exact",
                 uniform=self._uniform(call, x),
                 chunk_size=self.chunk_size,
-                route=ROUTES[self.route],
+                route=self._route,
             )
         factor = self.alpha * (self.every if self.alpha_scaling == "T" else 1)
         return _Loss.apply(loss * factor, [None if g is None else g * factor for g in gradients], *parameters)
