@@ -103,8 +103,8 @@ class LandscapesSettings:
 
     def training_of(self, arm: Arm, number: int) -> Settings:
         """Return the training settings of the arm's network of that number, counted from 0."""
-        decay = {"weight_decay": arm.value} if arm.kind == DECAY else {}
-        return replace(self.training, seed=self.training.seed + number, **decay)
+        decay = arm.value if arm.kind == DECAY else self.training.weight_decay
+        return replace(self.training, seed=self.training.seed + number, weight_decay=decay)
 
 
 _PAPER: dict[str, Any] = {
