@@ -2,23 +2,21 @@
 
     python -m studies.landscapes_cifar10 --data DIR      takes some minutes on one core; writes studies/results/
 
-Three seeds, few images and few epochs. The target loss is a sum over pixels, as printed: "target:0.01" is about what
+Few images and few epochs. The target loss is a sum over pixels, as printed: "target:0.01" is about what
 alpha = 10 is for a mean over the 1024 pixels.
 """
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from bench import machine
 from loco_ext.experiments import landscapes
 from loco_ext.experiments.data import Dataset, load
-from loco_ext.experiments.landscapes_settings import Arm, LandscapesSettings, landscapes_preset
+from loco_ext.experiments.landscapes_settings import LandscapesSettings, landscapes_preset
 from loco_ext.experiments.samples import Samples
 from studies import summaries, tables
 from studies.options import Data, Device, Out, Runs
@@ -29,9 +27,9 @@ MEASURED = {"landscape_images": 400, "corrupted_images": 100, "ablated_images": 
 MEASURED |= {"resampled_inputs": 20, "baseline_images": 8}
 
 
-def study() -> LandscapesSettings:
+def study(seeds: int) -> LandscapesSettings:
     """Return the settings."""
-    return landscapes_preset("short", arms=ARMS, seeds=SEEDS, epochs=EPOCHS, batch_size=BATCH_SIZE, **MEASURED)
+    return landscapes_preset("short", arms=ARMS, seeds=seeds, epochs=EPOCHS, batch_size=BATCH_SIZE, **MEASURED)
 
 
 def fewer(dataset: Dataset) -> Dataset:
@@ -39,20 +37,7 @@ def fewer(dataset: Dataset) -> Dataset:
     return replace(dataset.first(TRAINING_IMAGES), test=Samples(*(part[:TEST_IMAGES] for part in dataset.test)))
 
 
-def seconds(runs: Path, settings: LandscapesSettings) -> dict[str, float]:
-    """Return each arm's seconds for an epoch: the median over all epochs of all seeds."""
-    found = {}
-    for name in settings.arms:
-        lines = [
-            line
-            for path in runs.glob(f"{Arm.parse(name).folder}-*/metrics.jsonl")
-            for line in path.read_text().splitlines()
-        ]
-        found[name] = float(np.median([json.loads(line)["seconds"] for line in lines]))
-    return found
-
-
-def save(record: dict[str, Any], epoch_seconds: dict[str, float], runs: Path, out: Path) -> None:
+def save(record: dict[str, Any], runs: Path, out: Path) -> None:
     """Write the report, print its tables, and copy the heatmaps beside it."""
     report = {
         "benchmark": "landscapes_cifar10",
@@ -60,7 +45,6 @@ def save(record: dict[str, Any], epoch_seconds: dict[str, float], runs: Path, ou
         "settings": record["settings"],
         "training_samples": record["training_samples"],
         "test_samples": record["test_samples"],
-        "epoch_seconds": epoch_seconds,
         **summaries.landscapes(record),
     }
     tables.publish(report, out)
@@ -71,12 +55,12 @@ def main(
     data: Data,
     runs: Runs = Path("runs/landscapes_cifar10"),
     out: Out = tables.RESULTS / "landscapes_cifar10-small.json",
+    seeds: Annotated[int, typer.Option(min=1, help="Networks of each arm.")] = SEEDS,
     device: Device = "cpu",
 ) -> None:
     """Run the study, write the JSON file and a figure beside it, print the tables."""
-    settings = study()
-    record = landscapes.measure(settings, fewer(load("cifar10", data)), runs, device, resume=True)
-    save(record, seconds(runs, settings), runs, out)
+    record = landscapes.measure(study(seeds), fewer(load("cifar10", data)), runs, device, resume=True)
+    save(record, runs, out)
 
 
 if __name__ == "__main__":

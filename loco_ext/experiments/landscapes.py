@@ -277,10 +277,14 @@ FIGURES: dict[str, Callable[[Record], float | None]] = {
 
 
 def family_accuracy(network: Record, family: str, level: int | None = None, what: str = "accuracy") -> float | None:
-    """Return the mean over a family's corruptions, and over levels unless one from 1 to 5 is given."""
+    """Return the mean over a family's corruptions, and over levels unless one from 1 to 5 is given.
+
+    It is NaN where a value is missing, and None where nothing was measured.
+    """
     if "robustness" not in network:
         return None
-    values = np.array([network["robustness"][what][name] for name, c in CORRUPTIONS.items() if c.family == family])
+    found = network["robustness"][what]
+    values = np.array([found[name] for name, corruption in CORRUPTIONS.items() if corruption.family == family], float)
     return float(values.mean() if level is None else values[:, level - 1].mean())
 
 

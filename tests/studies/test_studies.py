@@ -148,11 +148,11 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
 
 @pytest.mark.slow
 def test_landscapes_are_summarised_by_arm(tmp_path, monkeypatch):
-    tiny = {"EPOCHS": 1, "SEEDS": 2, "ARMS": ("plain", "curvature:1"), "TRAINING_IMAGES": 30, "TEST_IMAGES": 25}
+    tiny = {"EPOCHS": 1, "ARMS": ("plain", "curvature:1"), "TRAINING_IMAGES": 30, "TEST_IMAGES": 25}
     few = dict.fromkeys(landscapes_cifar10.MEASURED, 6)
     few_images(monkeypatch, landscapes_cifar10, 40, 8, **tiny, MEASURED=few)
     runs, out = tmp_path / "runs", tmp_path / "landscapes_cifar10-x.json"
-    landscapes_cifar10.main(tmp_path, runs, out)
+    landscapes_cifar10.main(tmp_path, runs, out, seeds=2)
     assert out.with_suffix(".png").stat().st_size > 10_000
     networks = json.loads((runs / "landscapes.json").read_text())["networks"]
     report = json.loads(out.read_text())
@@ -164,8 +164,6 @@ def test_landscapes_are_summarised_by_arm(tmp_path, monkeypatch):
     names = ("snow", "frost", "fog", "brightness")
     weather = [[network["robustness"]["accuracy"][name] for name in names] for network in networks[::2]]
     assert report["curves"]["plain"]["accuracy"]["weather"] == pytest.approx(np.mean(weather, (0, 1)), rel=1e-3)
-    lines = [json.loads(path.read_text())["seconds"] for path in runs.glob("plain-*/metrics.jsonl")]
-    assert report["epoch_seconds"]["plain"] == pytest.approx(np.median(lines))
 
 
 def test_a_loss_that_is_not_finite_is_kept_as_null_and_shown_as_infinite():
