@@ -248,11 +248,30 @@ def block_sparse_gpu(report: Record) -> list[Table]:
     return [targets(report, wanted), table(title, results, columns + each(results, "ratios", fixed(2)))]
 
 
+def landscape(report: Record) -> list[Table]:
+    """Return tables of PILCRO's routes: milliseconds, plain steps, and what training pays; then peak memory."""
+    results = report["results"]
+    columns = [("model", shown("model")), ("batch", shown("batch_size")), *THREADS]
+    title = (
+        "Milliseconds (median) of a plain training step and of one application; times of applications in plain steps, "
+        f"which training pays once in {report['settings']['every']} steps"
+    )
+    memory = [record for record in report["memory"] if record["share"]]
+    peaks = "Peak memory of a step with an application over that of a plain step, weights and momentum included; the application comes first"
+    return [
+        targets(report, "Targets of ours on the ResNet-18"),
+        table(title, results, columns + each(results, "candidates", milliseconds)),
+        table("The same in plain steps", results, columns + each(results, "steps", fixed(2))),
+        table(peaks, memory, [("model", shown("model")), *each(memory, "share", fixed(2))]),
+    ]
+
+
 RENDERERS = {
     function.__name__: function
     for function in (
         optim_step,
         train,
+        landscape,
         compact,
         zoo,
         optim_step_gpu,
