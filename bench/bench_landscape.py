@@ -56,7 +56,7 @@ def by_pilcro(model: nn.Module, x: Tensor, **options: Any) -> Callable[[], objec
 
 def by_torch_func(model: nn.Module, x: Tensor) -> Callable[[], object]:
     """Return a call that computes the gradient by torch.func.jvp and a backward pass."""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def call() -> None:
         model.eval()
@@ -66,7 +66,7 @@ def by_torch_func(model: nn.Module, x: Tensor) -> Callable[[], object]:
         (g,) = torch.autograd.grad(logits.gather(1, classes).sum(), images)
         g.requires_grad_()
         (u,) = torch.autograd.grad(ops.landscape(g).loss, g)
-        _, tangents = jvp(lambda images: functional_call(model, parameters, (images,)), (x,), (u,))
+        tangents = jvp(lambda images: functional_call(model, parameters, (images,)), (x,), (u,))[1]
         torch.autograd.grad(tangents.gather(1, classes).sum(), list(parameters.values()), allow_unused=True)
         model.train()
 

@@ -257,7 +257,7 @@ def landscape(report: Record) -> list[Table]:
         f"which training pays once in {report['settings']['every']} steps"
     )
     memory = [record for record in report["memory"] if record["share"]]
-    peaks = "Peak memory of a step with an application over that of a plain step, weights and momentum included; the application comes first"
+    peaks = "Peak memory of a step that begins with an application, with weights and momentum, over a plain step's"
     return [
         targets(report, "Targets of ours on the ResNet-18"),
         table(title, results, columns + each(results, "candidates", milliseconds)),
