@@ -253,7 +253,7 @@ def landscape(report: Record) -> list[Table]:
     results = report["results"]
     columns = [("model", shown("model")), ("batch", shown("batch_size")), *THREADS]
     title = (
-        "Milliseconds (median) of a plain training step and of one application; times of applications in plain steps, "
+        "Milliseconds of CPU time (median) of a plain training step and of one application by each route, "
         f"which training pays once in {report['settings']['every']} steps"
     )
     memory = [record for record in report["memory"] if record["share"]]
