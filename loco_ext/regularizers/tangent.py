@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from loco_ext.regularizers.input_gradients import InputGradients, input_gradients
-from loco_ext.regularizers.routes import Gradients, Pull
+from loco_ext.regularizers.routes import Gradients, Pull, double_backward
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 # ReLUs, and whether they write to their input.
@@ -37,11 +38,13 @@ _RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: Tru
 class TangentRoute:
     """The tangent route to the parameters' gradient; see :mod:`loco_ext.regularizers.routes`.
 
-    It finds out whether layers have to keep their inputs, and remembers it for the next calls.
+    It finds out whether layers have to keep their inputs, and remembers it for the next calls. Models with activation
+    checkpoints take the double backward: the forward passes that checkpoints repeat would call torch's own layers.
     """
 
     def __init__(self) -> None:
         self._keep_inputs = False
+        self._has_checkpoints = False
 
     def __call__(
         self,
@@ -52,9 +55,15 @@ class TangentRoute:
         uniform: Tensor | None,
     ) -> tuple[InputGradients, Pull]:
         """Return the input gradients, and the function that pulls back what they are multiplied by."""
+        if self._has_checkpoints:
+            return double_backward(model, parameters, x, classes, uniform)
         passes = _Passes(self._keep_inputs)
-        with _LayersReplaced(passes):
-            found = input_gradients(model, x, classes, uniform, graph=True)
+        try:
+            with _LayersReplaced(passes):
+                found = input_gradients(model, x, classes, uniform, graph=True)
+        except CheckpointError:
+            self._has_checkpoints = True
+            return self(model, parameters, x, classes, uniform)
         passes.forward_is_over = True
 
         def pull(u: Tensor) -> Gradients:

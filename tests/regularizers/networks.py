@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 CLASSES, SIZE = 5, 8
 
@@ -50,11 +51,24 @@ def batch_norm_and_pooling() -> nn.Module:
     return nn.Sequential(*block, *rest, nn.Dropout(0.5), nn.Flatten(), nn.Linear(24, CLASSES))
 
 
+class Checkpointed(nn.Module):
+    """A network that recomputes its activations in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.linear = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(checkpoint(self.block, x, use_reentrant=False).flatten(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, CLASSES)),
     "batch norm and pooling": batch_norm_and_pooling,
     "residual": Residual,
     "smooth": lambda: Residual(F.gelu),
+    "checkpointed": Checkpointed,
 }
 
 
