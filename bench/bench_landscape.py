@@ -31,6 +31,7 @@ from loco_ext.experiments.models import find_model
 from loco_ext.regularizers import PILCRO
 
 BATCH_SIZE = {"small": 64, "resnet18": 16}
+MEMORY_BATCH_SIZE = 64
 EVERY = 10  # steps from one application to the next, as in the paper
 TARGETS = ("resnet18",)
 
@@ -83,10 +84,10 @@ ROUTES: dict[str, Callable[[nn.Module, Tensor], Callable[[], object]]] = {
 }
 
 
-def make(model: str) -> tuple[nn.Module, Tensor]:
+def make(model: str, batch_size: int) -> tuple[nn.Module, Tensor]:
     """Return a network and random images: their values do not change the time."""
     torch.manual_seed(0)
-    return find_model(model).make(3, 10, 32), torch.randn(BATCH_SIZE[model], 3, 32, 32)
+    return find_model(model).make(3, 10, 32), torch.randn(batch_size, 3, 32, 32)
 
 
 def cpu_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:
@@ -100,7 +101,7 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
     """Return seconds of a plain step and of one application by each route, and their ratios."""
 
     def build() -> dict[str, Callable[[], object]]:
-        network, x = make(model)
+        network, x = make(model, BATCH_SIZE[model])
         return {"plain step": training_step(network, x)} | {name: route(network, x) for name, route in ROUTES.items()}
 
     with harness.num_threads(threads):
@@ -122,7 +123,7 @@ def peak_memory(model: str, options: dict[str, Any] | None) -> int | None:
     """Return the bytes that a network, its optimizer's state and two steps take at their peak."""
 
     def train() -> None:
-        network, x = make(model)
+        network, x = make(model, MEMORY_BATCH_SIZE)
         step = training_step(network, x, None if options is None else PILCRO(every=1, **options))
         step()
         step()
@@ -133,7 +134,7 @@ def peak_memory(model: str, options: dict[str, Any] | None) -> int | None:
 MEMORY = {
     "plain step": None,
     "ours": {},
-    "ours, two chunks": {"chunk_size": 8},
+    "ours, two chunks": {"chunk_size": MEMORY_BATCH_SIZE // 2},
     "double backward": {"route": "double_backward"},
 }
 
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     for model in TARGETS:
         peaks = {name: harness.in_fresh_process(peak_memory, model, options) for name, options in MEMORY.items()}
         report["memory"].append(
-            {"model": model, "batch_size": BATCH_SIZE[model], "peak": peaks, "share": _shares(peaks)}
+            {"model": model, "batch_size": MEMORY_BATCH_SIZE, "peak": peaks, "share": _shares(peaks)}
         )
     for model, threads in itertools.product(arguments.models, arguments.threads):
         report["results"].append(measure(model, effort, threads))

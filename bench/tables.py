@@ -262,7 +262,7 @@ def landscape(report: Record) -> list[Table]:
         targets(report, "Targets of ours on the ResNet-18"),
         table(title, results, columns + each(results, "candidates", milliseconds)),
         table("The same in plain steps", results, columns + each(results, "steps", fixed(2))),
-        table(peaks, memory, [("model", shown("model")), *each(memory, "share", fixed(2))]),
+        table(peaks, memory, columns[:2] + each(memory, "share", fixed(2))),
     ]
 
 
