@@ -256,12 +256,12 @@ def landscape(report: Record) -> list[Table]:
         "Milliseconds of CPU time (median) of a plain training step and of one application by each route, "
         f"which training pays once in {report['settings']['every']} steps"
     )
+    ratios = each(results, "speedup", fixed(2), " / ours")
     memory = [record for record in report["memory"] if record["share"]]
     peaks = "Peak memory of a step that begins with an application, with weights and momentum, over a plain step's"
     return [
         targets(report, "Targets of ours on the ResNet-18"),
-        table(title, results, columns + each(results, "candidates", milliseconds)),
-        table("The same in plain steps", results, columns + each(results, "steps", fixed(2))),
+        table(title, results, columns + each(results, "candidates", milliseconds) + ratios),
         table(peaks, memory, columns[:2] + each(memory, "share", fixed(2))),
     ]
 
