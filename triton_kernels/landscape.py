@@ -10,6 +10,7 @@ A, dL/dA and all maps in between are contiguous and float64, whatever the dtype 
 results are the same in every run. The host waits for nothing.
 """
 
+# mypy: disallow-incomplete-defs=False
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -187,7 +188,10 @@ def backward_kernel(g, weights, slope, grad, u, by_weights, width, pixels, size,
         offset = (i // pixels).to(tl.int64) * strides[1] + pixel // width * strides[2] + pixel % width * strides[3]
         x = tl.load(g + m * strides[0] + offset, mask=i < size, other=0.0).to(tl.float64)
         along = x * (tl.load(slope + i, mask=i < size, other=0.0) * factor)
-        tl.store(u + m * size + i, 2 * along * w, mask=i < size)
+        product = 2 * along * w
+        if u.dtype.element_ty.primitive_bitwidth == 16:
+            product = product.to(tl.float32)  # Triton rounds to half precision from float32 alone
+        tl.store(u + m * size + i, product.to(u.dtype.element_ty), mask=i < size)
         total += along * x
         first += BLOCK
     tl.store(by_weights + m, tl.sum(total, axis=0))

@@ -25,6 +25,7 @@ def landscape_gradient(
     *,
     stencil: Tensor,
     target: Tensor | None,
+    factor: float,
     exact: bool,
     uniform: Tensor,
     chunk_size: int | None,
@@ -33,6 +34,7 @@ def landscape_gradient(
     """Return the loss and its gradient in each parameter, None where it is zero.
 
     Args:
+        factor: multiplies the loss.
         exact: whether all classes count, each by its probability; else one is drawn for each image by ``uniform``.
         uniform: ``(N,)``, numbers in [0, 1).
         route: computes input gradients and what they pull back to the parameters.
@@ -58,7 +60,7 @@ def landscape_gradient(
     g = torch.cat([found.g for found in founds]).requires_grad_()
     weights = torch.cat([found.probabilities if exact else torch.ones_like(found.probabilities) for found in founds])
     weights = (weights / len(x)).requires_grad_()
-    loss = ops.landscape(g, weights, stencil, target).loss
+    loss = ops.landscape(g, weights, stencil, target).loss * factor
     u, c = (part.split([len(found.g) for found in founds]) for part in torch.autograd.grad(loss, (g, weights)))
     total = _Sum(parameters)
     total.add(pull(u[-1]))

@@ -121,13 +121,13 @@ class PILCRO:
                 x,
                 stencil=self._stencil.to(x.device),
                 target=None if self.target is None else self.target.to(x.device),
+                factor=self.alpha * (self.every if self.alpha_scaling == "T" else 1),
                 exact=self.expectation == "exact",
                 uniform=self._uniform(call, x),
                 chunk_size=self.chunk_size,
                 route=self._route,
             )
-        factor = self.alpha * (self.every if self.alpha_scaling == "T" else 1)
-        return _Loss.apply(loss * factor, [None if g is None else g * factor for g in gradients], *parameters)
+        return _Loss.apply(loss, gradients, *parameters)
 
     def _uniform(self, call: int, x: Tensor) -> Tensor:
         """Return the numbers in [0, 1) by which this call draws classes, ``(N,)``."""

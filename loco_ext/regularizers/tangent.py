@@ -7,7 +7,7 @@ product of the layer's back-propagated delta, which the pass for g has computed,
     forward   x -> W x        for g   delta -> W' delta        tangents   t -> W t        gradient   dW = delta t'
 
 That is four passes in all, where training takes three. While the model runs, convolutions, batch normalisation,
-rectifiers and max-pooling are replaced by functions with these formulas: torch would differentiate a convolution's
+rectifiers and pooling are replaced by functions with these formulas: torch would differentiate a convolution's
 backward pass by slower convolutions, and then the forward pass, whose contribution is zero. All other operations keep
 torch's own derivatives. If one of them depends on the forward pass, as smooth activations do, its contribution comes
 through the replaced layers too, which then have to keep their inputs. So the gradient is exact for every network.
@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from loco_ext.regularizers.input_gradients import InputGradients, input_gradients
-from loco_ext.regularizers.routes import Gradients, Pull
+from loco_ext.regularizers.routes import Gradients, Pull, double_backward
 
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 # ReLUs, and whether they write to their input.
@@ -37,11 +38,13 @@ _RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: Tru
 class TangentRoute:
     """The tangent route to the parameters' gradient; see :mod:`loco_ext.regularizers.routes`.
 
-    It finds out whether layers have to keep their inputs, and remembers it for the next calls.
+    It finds out whether layers have to keep their inputs, and remembers it for the next calls. Models with activation
+    checkpoints take the double backward: the forward passes that checkpoints repeat would call torch's own layers.
     """
 
     def __init__(self) -> None:
         self._keep_inputs = False
+        self._has_checkpoints = False
 
     def __call__(
         self,
@@ -52,9 +55,15 @@ class TangentRoute:
         uniform: Tensor | None,
     ) -> tuple[InputGradients, Pull]:
         """Return the input gradients, and the function that pulls back what they are multiplied by."""
+        if self._has_checkpoints:
+            return double_backward(model, parameters, x, classes, uniform)
         passes = _Passes(self._keep_inputs)
-        with _LayersReplaced(passes):
-            found = input_gradients(model, x, classes, uniform, graph=True)
+        try:
+            with _LayersReplaced(passes):
+                found = input_gradients(model, x, classes, uniform, graph=True)
+        except CheckpointError:
+            self._has_checkpoints = True
+            return self(model, parameters, x, classes, uniform)
         passes.forward_is_over = True
 
         def pull(u: Tensor) -> Gradients:
@@ -83,7 +92,7 @@ class _Passes:
 
 
 class _LayersReplaced(TorchFunctionMode):
-    """Replace convolutions, batch normalisation, rectifiers and max-pooling in what a model calls."""
+    """Replace convolutions, batch normalisation, rectifiers and pooling in what a model calls."""
 
     def __init__(self, passes: _Passes) -> None:
         super().__init__()
@@ -103,6 +112,8 @@ class _LayersReplaced(TorchFunctionMode):
             return _leaky_relu(*args, **kwargs)
         if func is F.hardtanh:
             return _hardtanh(*args, **kwargs)
+        if func is F.avg_pool2d:
+            return _avg_pool2d(self._passes, *args, **kwargs)
         if func is F.max_pool2d:
             return _max_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
@@ -151,6 +162,29 @@ class _Scaling:
         return (delta * t).sum((0, *range(2, t.dim())))
 
 
+@dataclass(frozen=True)
+class _AvgPool2d:
+    """Average pooling, which has no weight."""
+
+    options: dict[str, Any]
+
+    def value(self, x: Tensor, _weight: None, _shift: None) -> Tensor:
+        return F.avg_pool2d(x, **self.options)
+
+    def apply(self, t: Tensor, _weight: None) -> Tensor:
+        return F.avg_pool2d(t, **self.options)
+
+    def to_input(self, delta: Tensor, _weight: None, shape: torch.Size) -> Tensor:
+        pull = torch.func.vjp(lambda x: self.apply(x, None), delta.new_empty(shape))[1]
+        return pull(delta)[0]
+
+
+def _avg_pool2d(passes: _Passes, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    names = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+    options = dict(zip(names, args, strict=False)) | kwargs
+    return _Layer.apply(passes, _AvgPool2d(options), input, None, None)
+
+
 def _convolve(
     passes: _Passes,
     func: Callable[..., Tensor],
@@ -163,12 +197,19 @@ def _convolve(
     groups: int = 1,
 ) -> Tensor:
     axes = _CONVOLUTIONS[func]
+    stride, dilation = _for_each(axes, stride), _for_each(axes, dilation)
+    if isinstance(padding, str):
+        spans = [0 if padding == "valid" else d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        padding = padding if any(span % 2 for span in spans) else [span // 2 for span in spans]
     if isinstance(padding, str) or input.dim() != axes + 2:
         return func(input, weight, bias, stride, padding, dilation, groups)
-    stride, padding, dilation = ((v,) * axes if isinstance(v, int) else tuple(v) for v in (stride, padding, dilation))
-    geometry = stride, padding, dilation, groups
+    geometry = stride, _for_each(axes, padding), dilation, groups
     layer = _Convolution(lambda x, w, b: func(x, w, b, *geometry), *geometry)
     return _Layer.apply(passes, layer, input, weight, bias)
+
+
+def _for_each(axes: int, value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) * axes if isinstance(value, int) else tuple(value) * (axes if len(value) == 1 else 1)
 
 
 def _normalise(
@@ -219,32 +260,39 @@ def _relu_backward(delta: Tensor, y: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(delta, y, 0)
 
 
-def _max_pool2d(input: Tensor, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
-    if return_indices or input.dim() != 4:
-        return F.max_pool2d(input, *args, return_indices=return_indices, **kwargs)
+def _max_pool2d(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    names = "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if options.pop("return_indices", False):
+        return F.max_pool2d_with_indices(input, **options)
+    if input.dim() != 4:
+        return F.max_pool2d(input, **options)
     with torch.no_grad():
-        _, indices = F.max_pool2d(input, *args, return_indices=True, **kwargs)
+        _, indices = F.max_pool2d_with_indices(input, **options)
     return input.flatten(2).gather(2, indices.flatten(2)).view(indices.shape)
 
 
 class _Layer(torch.autograd.Function):
-    """A function that is linear in its input and in its weight, plus a shift."""
+    """A function that is linear in its input and in its weight, if it has one, plus a shift."""
 
     @staticmethod
     def forward(
-        ctx: Any, passes: _Passes, layer: _Convolution | _Scaling, x: Tensor, weight: Tensor, shift: Tensor | None
+        ctx: Any, passes: _Passes, layer: Any, x: Tensor, weight: Tensor | None, shift: Tensor | None
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.passes, ctx.layer, ctx.shape = passes, layer, x.shape
         ctx.save_for_backward(weight, x if passes.keep_inputs else None)
         return layer.value(x, weight, shift)
 
     @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+        if delta is None:
+            return (None,) * 5
         weight, x = ctx.saved_tensors
         to_input = _ToInput.apply(ctx.layer, delta, weight, ctx.shape) if ctx.needs_input_grad[2] else None
         if not ctx.passes.forward_is_over:
             return None, None, to_input, None, None
-        if not ctx.passes.keep_inputs:
+        if x is None and ctx.needs_input_grad[3]:
             raise _InputsNeeded
         by_weight = ctx.layer.to_weight(delta, x, weight) if ctx.needs_input_grad[3] else None
         by_shift = delta.sum((0, *range(2, delta.dim()))) if ctx.needs_input_grad[4] else None
@@ -255,7 +303,7 @@ class _ToInput(torch.autograd.Function):
     """The back-propagation of deltas to a layer's input; its own backward pass is the layer on tangents."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _Convolution | _Scaling, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, layer: Any, delta: Tensor, weight: Tensor | None, shape: torch.Size) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(delta, weight)
         return layer.to_input(delta, weight, shape)
@@ -285,6 +333,6 @@ class _Rectifier(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None]:
         (y,) = ctx.saved_tensors
         return ctx.by_result(delta, y), None, None

@@ -66,6 +66,8 @@ CASES = {
         f"--dataset cifar10 --data {'x' * 300}": "File name too long",
         "--penalty groups": "--penalty: expected one of rings, kernels, complexity",
         "--strength 0.1": "--strength: expected 0 without a penalty",
+        "--alpha 10": "--alpha: expected 0 without pilcro",
+        "--pilcro target": "--alpha: expected more than 0 with pilcro target",
         "--penalty none --strength 0.1": "--strength: expected 0 without a penalty",
         "--penalty rings --strength -1": "--strength: expected a finite number, at least 0",
         "--penalty complexity --folded": "--folded: expected False with the penalty complexity",
