@@ -33,17 +33,17 @@ from loco_ext.analysis import (
 )
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments import landscapes_figures, run
-from loco_ext.experiments.arms import Trained
 from loco_ext.experiments.data import Dataset
-from loco_ext.experiments.landscapes_settings import CURVATURE, NOISE, PLAIN, TARGET, Arm, LandscapesSettings
+from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
 from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from loco_ext.folders import owned
 from loco_ext.output import note, progress_bar, write_json
-from loco_ext.regularizers import PILCRO, data_smoothness, importance_landscape, total_variation
+from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
 Record = dict[str, Any]
 BATCH = 500
@@ -105,7 +105,7 @@ class _Experiment:
             record["at_first"] = self.kept(folder, "at_first", lambda: {"landscape": self.landscape(network)})
         except (TypeError, ValueError) as error:  # a network of the user's own may return anything
             raise SettingsError(str(error)) from error
-        trained = Trained(network, *self.additions(arm, training.seed))
+        trained = Noisy(network, arm.value) if arm.kind == NOISE else network
         options: dict[str, Any] = {"resume": True, "model": trained, "label": label, "finite": True}
         try:
             history = run.run(training, self.data, folder, self.processes, **options)
@@ -117,15 +117,6 @@ class _Experiment:
         for name, what in self.measurements(network).items():
             record[name] = self.kept(folder, name, what)
         return record
-
-    def additions(self, arm: Arm, seed: int) -> tuple[float, PILCRO | None]:
-        """Return the deviation of the noise, and the regulariser."""
-        if arm.kind == CURVATURE:
-            return 0.0, PILCRO(CURVATURE, arm.value, self.settings.every, seed=seed)
-        if arm.kind == TARGET:
-            target = self.smoothness.to(self.processes.device)
-            return 0.0, PILCRO(TARGET, arm.value, self.settings.every, target=target, seed=seed)
-        return (arm.value if arm.kind == NOISE else 0.0), None
 
     def kept(self, folder: Path, name: str, what: Callable[[], Record]) -> Record:
         """Return a measurement from its file, which is written where it is missing."""

@@ -70,7 +70,6 @@ class LandscapesSettings:
         ),
     ]
     seeds: Annotated[int, Option(min=1, max=MOST, help="Networks of each arm, from --seed on.")] = 1
-    every: Annotated[int, Option(min=1, max=MOST, help="Steps from one application of PILCRO to the next.")] = 10
     landscape_images: Annotated[
         int, Option(min=1, max=MOST, help="Test images that the importance landscape is averaged over.")
     ] = 10_000
@@ -96,15 +95,17 @@ class LandscapesSettings:
             raise SettingsError(f"arms: expected some, each once, got {self.arms}")
         if self.training.penalty is not None:
             raise SettingsError(f"penalty: expected none, got {self.training.penalty}")
-        if self.training.amp:
-            raise SettingsError("amp: expected False, got True")
+        if self.training.pilcro is not None:
+            raise SettingsError(f"pilcro: expected none but that of the arms, got {self.training.pilcro}")
         for arm in parsed:
             self.training_of(arm, 0)
 
     def training_of(self, arm: Arm, number: int) -> Settings:
         """Return the training settings of the arm's network of that number, counted from 0."""
-        decay = arm.value if arm.kind == DECAY else self.training.weight_decay
-        return replace(self.training, seed=self.training.seed + number, weight_decay=decay)
+        training = replace(self.training, seed=self.training.seed + number)
+        if arm.kind in (TARGET, CURVATURE):
+            return replace(training, pilcro=arm.kind, alpha=arm.value)  # type: ignore[arg-type]
+        return replace(training, weight_decay=arm.value) if arm.kind == DECAY else training
 
 
 _PAPER: dict[str, Any] = {

@@ -105,7 +105,7 @@ CASES = {
         "--arms lasso:1": "--arms: expected plain, or one of target, curvature, noise, decay with a number",
         "--arms target:x": "--arms: expected plain, or one of target",
         "--arms plain,plain": "--arms: expected some, each once",
-        "--every 0": "'--every'",
+        "--arms target:0": "alpha: expected more than 0 with pilcro target",
         "--seeds 0": "'--seeds'",
         "--model vgg13": "--model: vgg13 needs images of at least 32x32 pixels",
     },

@@ -17,10 +17,10 @@ from torch.nn.functional import cross_entropy
 from loco_ext import analysis, regularizers
 from loco_ext.cli import main
 from loco_ext.experiments import landscapes, landscapes_figures
-from loco_ext.experiments.arms import Trained
 from loco_ext.experiments.landscapes_settings import PRESETS, Arm, landscapes_preset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
 from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
@@ -28,22 +28,22 @@ from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
 SAMPLES, SEED = 90, 5
 ARMS = ("plain", "target:0.5", "curvature:2", "noise:0.3")
 RUN = ["--preset", "short", "--model", "small", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
-RUN += ["--epochs", "3", "--lr", "0.1", "--batch-size", "30", "--seeds", "2", "--every", "2", "--arms", ",".join(ARMS)]
+RUN += ["--epochs", "3", "--lr", "0.1", "--batch-size", "24", "--seeds", "2", "--arms", ",".join(ARMS)]
 RUN += ["--landscape-images", "40", "--corrupted-images", "20", "--ablated-images", "20", "--baseline-images", "4"]
 RUN += ["--resampled-inputs", "6", "--resampling-images", "20"]
 FIGURES = {"landscapes", "training", "robustness", "ablation"}
 
 
 def settings(**overrides):
-    options = {"model": "small", "data": "digits", "epochs": 3, "learning_rate": 0.1, "seed": SEED, "every": 2}
-    return landscapes_preset("short", **options | {"batch_size": 30, "arms": ARMS, "seeds": 2} | overrides)
+    options = {"model": "small", "data": "digits", "epochs": 3, "learning_rate": 0.1, "seed": SEED}
+    return landscapes_preset("short", **options | {"batch_size": 24, "arms": ARMS, "seeds": 2} | overrides)
 
 
 def test_the_preset_is_the_papers_protocol():
     """It follows section 4 and appendix D.1."""
     setting = landscapes_preset("paper")
     assert setting.arms == ("plain", *(f"{mode}:{alpha}" for mode in ("target", "curvature") for alpha in (1, 10, 100)))
-    assert (setting.seeds, setting.every, setting.ablated_images, setting.baseline_images) == (1, 10, 512, 1000)
+    assert (setting.seeds, setting.ablated_images, setting.baseline_images) == (1, 512, 1000)
     training = setting.training
     assert (training.model, training.data, training.epochs, training.batch_size) == ("resnet50", "cifar100", 200, 128)
     assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0.9, 1e-5)
@@ -76,7 +76,7 @@ def trained(record, out):
     setting = settings().training_of(Arm.parse(record["arm"]), record["seed"] - SEED)
     model = make_model(setting, digits(SAMPLES))
     weights = load_file(out / f"{record['arm'].replace(':', '-')}-{record['seed']}" / "model.safetensors")
-    model.load_state_dict({name.removeprefix("network."): w for name, w in weights.items() if name[0] == "n"})
+    model.load_state_dict({name.removeprefix("network."): weight for name, weight in weights.items()})
     return model.eval(), setting
 
 
@@ -97,7 +97,7 @@ def test_the_record_has_every_network(finished):
 
 
 def test_arms_are_trained_on_their_losses(finished):
-    """The reference is torch.optim.SGD in a loop of its own, with PILCRO's loss added at every second step."""
+    """The reference is torch.optim.SGD in a loop of its own, with PILCRO's loss added at every tenth step."""
     out, record = finished
     data = digits(SAMPLES)
     normalization = Normalization(data.train)
@@ -109,19 +109,19 @@ def test_arms_are_trained_on_their_losses(finished):
         model = make_model(setting, data)
         options = {"target": smoothness} if arm.kind == "target" else {}
         mode = arm.kind if arm.kind != "plain" else "curvature"
-        pilcro = regularizers.PILCRO(mode, arm.value, every=2, seed=setting.seed, **options)
+        pilcro = regularizers.PILCRO(mode, arm.value, seed=setting.seed, **options)
         decayed = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=setting.weight_decay)
-        loader = Loader(data.train, normalization, CPU.device, batch_size=30, seed=setting.seed, augmented=False)
+        loader = Loader(data.train, normalization, CPU.device, batch_size=24, seed=setting.seed, augmented=False)
         for epoch in range(3):
             for group in optimizer.param_groups:
                 group["lr"] = setting.learning_rate_of(epoch)
             for x, y, _ in loader.epoch(epoch):
                 model.train()
                 optimizer.zero_grad()
-                (cross_entropy(model(x), y) + pilcro(model, x)).backward()
+                (pilcro(model, x) + cross_entropy(model(x), y)).backward()
                 optimizer.step()
         for ours, theirs in zip(reached.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-4)
@@ -131,7 +131,7 @@ def test_noise_and_decay_are_what_their_names_say():
     setting = settings()
     assert setting.training_of(Arm.parse("decay:0.1"), 1).weight_decay == 0.1
     assert setting.training_of(Arm.parse("decay:0.1"), 1).seed == SEED + 1
-    model = Trained(nn.Identity(), noise=0.3)
+    model = Noisy(nn.Identity(), noise=0.3)
     images = torch.zeros(50, 1, 20, 20)
     assert model(images).std().item() == pytest.approx(0.3, rel=0.05)
     assert torch.equal(model.eval()(images), images)
@@ -205,7 +205,7 @@ def test_less_is_measured_where_less_is_asked_for_and_a_finished_run_is_kept(tmp
     assert {path.stem for path in tmp_path.glob("run/*.png")} == {"landscapes", "training"}
     assert "landscapes.json and figures are in" in capsys.readouterr().out
     assert main(["landscapes", *options]) == 2
-    assert main(["landscapes", *options, "--resume", "--every", "3"]) == 2
+    assert main(["landscapes", *options, "--resume", "--lr", "0.2"]) == 2
     said = capsys.readouterr().err
     assert "holds an experiment already" in said
     assert "of another experiment" in said
@@ -257,10 +257,9 @@ def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished,
         ),
         {"arms": ("target:1", "target:1.0")},
         {"seeds": 0},
-        {"every": 0},
         {"corrupted_images": -1},
         {"penalty": "rings"},
-        {"amp": True},
+        {"pilcro": "curvature", "alpha": 1.0},
     ],
     ids=str,
 )
