@@ -248,11 +248,30 @@ def block_sparse_gpu(report: Record) -> list[Table]:
     return [targets(report, wanted), table(title, results, columns + each(results, "ratios", fixed(2)))]
 
 
+def landscape(report: Record) -> list[Table]:
+    """Return tables of PILCRO's routes: milliseconds, plain steps, and what training pays; then peak memory."""
+    results = report["results"]
+    columns = [("model", shown("model")), ("batch", shown("batch_size")), *THREADS]
+    title = (
+        "Milliseconds of CPU time (median) of a plain training step and of one application by each route, "
+        f"which training pays once in {report['settings']['every']} steps"
+    )
+    ratios = each(results, "speedup", fixed(2), " / ours")
+    memory = [record for record in report["memory"] if record["share"]]
+    peaks = "Peak memory of a step that begins with an application, with weights and momentum, over a plain step's"
+    return [
+        targets(report, "Targets of ours on the ResNet-18"),
+        table(title, results, columns + each(results, "candidates", milliseconds) + ratios),
+        table(peaks, memory, columns[:2] + each(memory, "share", fixed(2))),
+    ]
+
+
 RENDERERS = {
     function.__name__: function
     for function in (
         optim_step,
         train,
+        landscape,
         compact,
         zoo,
         optim_step_gpu,

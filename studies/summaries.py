@@ -4,7 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments.figures import error
+from loco_ext.experiments.landscapes import family_accuracy
+from loco_ext.experiments.landscapes_figures import by_arm
 
 Record = dict[str, Any]
 
@@ -61,6 +64,38 @@ def paths(network: Record) -> Record:
         for name, points in network["interpolations"].items()
     }
     return {"relax": network["relax"], "switch_time": network["switch_time"], "methods": methods}
+
+
+def landscapes(record: Record) -> Record:
+    """Return each arm's figures, and means over its seeds: accuracies by epoch and by corruption, ablation curves."""
+    curves = {
+        arm: {
+            "test_accuracies": _mean([network["test_accuracies"] for network in found]),
+            "kept_by_ablation": _mean([network["ablation"]["kept_probability"] for network in found]),
+            **{
+                what: {
+                    family: _mean(
+                        [[family_accuracy(n, family, level, what) for level in range(1, LEVELS + 1)] for n in found]
+                    )
+                    for family in FAMILIES
+                }
+                for what in ("accuracy", "kept_probability")
+            },
+        }
+        for arm, found in by_arm(record["networks"]).items()
+    }
+    at_first = [network["at_first"]["landscape"]["total_variation"] for network in record["networks"]]
+    ratios = [network["resampling"]["ratio"] for network in record["networks"]]
+    return {
+        "arms": record["arms"],
+        "curves": curves,
+        "total_variation_at_first": float(np.mean(at_first)),
+        "lemma_ratio": quartiles(ratios),
+    }
+
+
+def _mean(rows: list[Any]) -> list[float]:
+    return [float(f"{value:.4g}") for value in np.mean(rows, axis=0)]
 
 
 def quartiles(values: Any) -> Record:

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench import readme
 from bench.table import MISSING, Table
+from loco_ext.analysis.corruptions import FAMILIES
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
@@ -231,6 +234,50 @@ def efcn_paths(report: Record) -> list[Table]:
     return [Table(text, headers, rows)]
 
 
+def landscapes_cifar10(report: Record) -> list[Table]:
+    """Return the tables of arms trained with PILCRO and without: what they reach, and how they stand corruption."""
+    seeds, reached, robust = report["settings"]["seeds"], [], []
+    for arm, figures in report["arms"].items():
+        difference = figures["accuracy"].get("difference")
+        cells = [
+            with_error(figures["accuracy"], 100, 1),
+            MISSING if difference is None else with_error(figures["accuracy"], 100, 1, "difference"),
+            with_error(figures["loss"], 1, 2),
+            with_error(figures["total_variation"], 1, 4),
+            with_error(figures["ablation"], 1, 3),
+            with_error(figures["spearman"], 1, 2),
+        ]
+        reached.append([arm, *cells])
+        families = [with_error(figures[family], 100, 1) for family in FAMILIES]
+        by_family = report["curves"][arm]["kept_probability"]
+        kept = [f"{np.mean(np.array(by_family[family], float)):.2f}" for family in FAMILIES]
+        robust.append([arm, *families, *kept])
+    title = (
+        f"Small CNN, {report['training_samples']:,} training and {report['test_samples']:,} test images, "
+        f"{report['settings']['training']['epochs']} epochs, paired seeds: {seeds}; means and standard errors: test "
+        "accuracy in percent and its difference from plain; test loss; total variation of the landscape (before "
+        f"training {report['total_variation_at_first']:.4f}); area under the ablation curve; rank correlation of "
+        "Lemma 1's two importances"
+    )
+    headers = ["arm", "accuracy", "minus plain", "loss", "TV", "ablation", "Lemma 1"]
+    text = (
+        f"Corrupted test images ({report['settings']['corrupted_images']}), means over corruptions and levels: "
+        "accuracy in percent; then what is left of the label's probability, for images classified correctly clean"
+    )
+    families = [*FAMILIES, *(f"{family}, kept" for family in FAMILIES)]
+    return [Table(title, headers, reached), Table(text, ["arm", *families], robust)]
+
+
+def with_error(figure: Record, factor: float, digits: int, name: str = "") -> str:
+    """Format the mean of a figure, or of its differences, and its standard error, which a single seed has not."""
+    mean, error = figure[name or "mean"], figure[f"{name}_standard_error" if name else "standard_error"]
+    if mean is None:
+        return MISSING
+    sign = "+" if name else ""
+    shown = f"{factor * mean:{sign}.{digits}f}"
+    return shown if error is None else f"{shown} ± {factor * error:.{digits}f}"
+
+
 def case(network: Record) -> list[str]:
     """Return the cells that name the network and the epoch after which it was lifted."""
     time = network["switch_time"]
@@ -254,7 +301,7 @@ def number(value: float | None) -> str:
 
 RENDERERS = {
     function.__name__: function
-    for function in (locality_cifar10, frontier_cifar10, trained_cifar10, efcn_cifar10, efcn_paths)
+    for function in (locality_cifar10, frontier_cifar10, trained_cifar10, efcn_cifar10, efcn_paths, landscapes_cifar10)
 }
 
 

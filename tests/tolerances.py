@@ -104,3 +104,9 @@ EQ_34_OBJECTIVE = 1e-4
 # Difference of folded kernels from the minimum of loss and penalty, after steps that have almost converged. Running
 # variances are unbiased, so they are larger by 1 / samples than the variances that normalise a batch.
 STATIONARY = 1e-3
+
+# Difference of filtered or displaced pixels, whose values are in [0, 1], from the same in float64.
+RESAMPLED = 1e-6
+# Difference from another implementation of JPEG, which rounds a transform's coefficients differently now and then, as a
+# share of what the compression changes.
+OF_THE_LOSS = 0.35

@@ -90,6 +90,22 @@ def resnet18(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequ
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+def resnet50(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
+    """Build ResNet-50 for small images: it begins with one 3x3 convolution, without a stride or a pooling.
+
+    >>> import torch
+    >>> resnet50()(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    layers: list[nn.Module] = [*_convolution(in_channels, 64)]
+    channels = 64
+    for width, stride, blocks in ((64, 1, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3)):
+        for block in range(blocks):
+            layers.append(Bottleneck(channels, width, stride if block == 0 else 1))
+            channels = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
 def cifar_resnet(
     in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
 ) -> nn.Sequential:
@@ -208,6 +224,30 @@ class BasicBlock(nn.Module):
         return self.relu(self.residual(x) + self.shortcut(x))
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, the last four times as wide, and a shortcut around them.
+
+    The shortcut is a 1x1 convolution where shapes change.
+    """
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        *layers, _ = (
+            *_convolution(in_channels, width, kernel_size=1),
+            *_convolution(width, width, stride=stride),
+            *_convolution(width, 4 * width, kernel_size=1),
+        )
+        self.residual = nn.Sequential(*layers)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or in_channels != 4 * width:
+            *shortcut, _ = _convolution(in_channels, 4 * width, kernel_size=1, stride=stride)
+            self.shortcut = nn.Sequential(*shortcut)
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.residual(x) + self.shortcut(x))
+
+
 class Model(NamedTuple):
     """Builder of a network from channels, classes and size of the images, and the smallest size it accepts.
 
@@ -224,6 +264,7 @@ MODELS = {
     "vgg13": Model(vgg13, 32),
     "mobilenet": Model(mobilenet, 32),
     "resnet18": Model(resnet18, 8),
+    "resnet50": Model(resnet50, 8),
     "resnet20": Model(cifar_resnet, 8, scalable=True),
     "plain20": Model(cifar_plain, 8, scalable=True),
     "resnet8": Model(partial(cifar_resnet, blocks=1), 8, scalable=True),

@@ -133,6 +133,15 @@ class Settings:
         Literal["prox", "subgradient"],
         Option(help="How the penalty is minimised: by exact zeros after each step, or as a part of the loss."),
     ] = "prox"
+    pilcro: Annotated[
+        Literal["curvature", "target"] | None,
+        Option(
+            parser=name_or_none,
+            help="Regulariser of the importance landscape, every ten steps: none; curvature, towards a flat one; or "
+            "target, towards the smoothness of the training images.",
+        ),
+    ] = None
+    alpha: Annotated[float, Option(help="Strength of --pilcro; its paper has 1, 10 and 100.")] = 0.0
     amp: Annotated[
         bool,
         Option(help="Compute under autocast, in bfloat16; on GPUs without it in float16, with a GradScaler."),
@@ -150,7 +159,7 @@ class Settings:
             raise SettingsError("norm: expected l2 for adamw, whose decay is decoupled")
         if self.batch_size < 2:
             raise SettingsError(f"batch_size: expected at least 2, got {self.batch_size}")
-        for name in ("learning_rate", "momentum", "weight_decay", "factor", "width", "strength"):
+        for name in ("learning_rate", "momentum", "weight_decay", "factor", "width", "strength", "alpha"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
@@ -161,6 +170,9 @@ class Settings:
             raise SettingsError(f"folded: expected False {which}, got True")
         if self.strength and self.penalty is None:
             raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
+        if (self.alpha == 0) != (self.pilcro is None):
+            expected = "0 without pilcro" if self.pilcro is None else f"more than 0 with pilcro {self.pilcro}"
+            raise SettingsError(f"alpha: expected {expected}, got {self.alpha}")
         if self.width == 0 or (self.width != 1 and not find_model(self.model).scalable):
             scalable = ", ".join(name for name, model in MODELS.items() if model.scalable)
             raise SettingsError(f"width: expected 1, or more than 0 for {scalable}; got {self.width} for {self.model}")
@@ -246,8 +258,9 @@ def check_same(settings: Settings, recorded: Mapping[str, Any], epochs: int, pat
         recorded: the settings of the run that ``path`` holds.
         epochs: number of completed epochs.
     """
-    names = [field.name for field in fields(settings) if field.name not in ("epochs", "milestones")]
-    different = [name for name in names if getattr(settings, name) != recorded.get(name)]
+    kept = [field for field in fields(settings) if field.name not in ("epochs", "milestones")]
+    # A run of an earlier version lacks the settings that came later, and had their defaults.
+    different = [f.name for f in kept if getattr(settings, f.name) != recorded.get(f.name, f.default)]
     if settings.epochs < recorded["epochs"]:
         raise SettingsError(f"epochs: expected at least {recorded['epochs']}, as the run in {path} has")
     done = [tuple(m for m in milestones if m < epochs) for milestones in (settings.milestones, recorded["milestones"])]

@@ -21,6 +21,7 @@ from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.output import progress_bar
 from loco_ext.penalties.strengths import convolutions
+from loco_ext.regularizers import PILCRO, data_smoothness
 from loco_ext.sparsity import Penalty, complexity_penalties, folded_penalties
 
 if TYPE_CHECKING:
@@ -106,6 +107,25 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
     return folded_penalties(model, penalty) if settings.folded else dict.fromkeys(convolutions(model), penalty)
 
 
+def make_pilcro(settings: Settings, data: Dataset, normalization: Normalization) -> PILCRO | None:
+    """Return the regulariser of the importance landscape, or None without one.
+
+    Args:
+        normalization: on the CPU, as the images.
+
+    Raises:
+        SettingsError: the images are too small for a Laplacian.
+    """
+    if settings.pilcro is None:
+        return None
+    if data.size < 2:
+        raise SettingsError(f"pilcro: expected images of at least 2x2 pixels, got {data.name}, {data.size}x{data.size}")
+    target = None
+    if settings.pilcro == "target":
+        target = data_smoothness(normalization(batch) for batch in data.train.images.split(EVALUATION_BATCH))
+    return PILCRO(settings.pilcro, settings.alpha, target=target, seed=settings.seed)
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -128,7 +148,10 @@ def train(
         after_epoch: called in every process with the metrics of each epoch.
     """
     normalization = Normalization(data.train)
+    pilcro = make_pilcro(settings, data, normalization)  # before the normalization moves to the device
     loader = _loader(data, settings, processes, normalization)
+    if pilcro is not None:
+        pilcro.load_state_dict({"calls": start * len(loader)})
     test = data.test.to(processes.device)
     term = penalty_term(settings, model, data)
     precision = precision or Precision(settings.amp, processes.device)
@@ -144,7 +167,8 @@ def train(
             called = processes.wrap(model)
             begin = time.perf_counter()
             with _dropout_from(settings.seed, epoch, processes):
-                sums = processes.sum(train_epoch(called, optimizer, loader, epoch, progress, term, precision)).tolist()
+                found = train_epoch(called, optimizer, loader, epoch, progress, term, precision, pilcro)
+                sums = processes.sum(found).tolist()
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
             losses, correct, count = sums
@@ -209,8 +233,9 @@ def train_epoch(
     progress: "tqdm[Any]",
     term: Callable[[], Tensor] | None = None,
     precision: Precision | None = None,
+    pilcro: PILCRO | None = None,
 ) -> Tensor:
-    """Train for one pass over the loader's batches; ``term`` is added to the minimised loss, not to the returned one.
+    """Train for one pass; ``term`` and ``pilcro`` are added to the minimised loss, not to the returned one.
 
     Returns:
         float64 [3] on the device, without synchronisation: this process's sum of losses, number of correct predictions,
@@ -221,10 +246,14 @@ def train_epoch(
     losses, correct, counts = [], [], []
     for images, labels, share in loader.epoch(epoch):
         optimizer.zero_grad()
+        # Before the forward pass, so that the memory of both is not needed at once.
+        extra = None if pilcro is None else pilcro(model, images)
         with precision.autocast():
             logits = model(images)
             loss = cross_entropy(logits, labels)
         objective = loss * share if share != 1 else loss
+        if extra is not None:
+            objective = objective + extra
         precision.step(objective if term is None else objective + term(), optimizer)
         losses.append(loss.detach())
         correct.append((logits.detach().argmax(1) == labels).sum())

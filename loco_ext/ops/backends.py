@@ -35,6 +35,7 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "ring_prox": {"native": ("cpu", "cuda"), "triton": ("cuda",)},
     "block_sparse": {"native": ("cpu",), "triton": ("cuda",)},
     "mixed_conv": {"native": ("cpu",), "triton": ()},
+    "landscape": {"native": (), "triton": ("cuda",)},
 }
 
 

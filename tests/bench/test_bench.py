@@ -18,6 +18,7 @@ OPTIONS = {
     "optim_step": ["--quick", "--threads", "1", "2"],
     "train": ["--models", "small", "--threads", "1"],
     "compact": ["--networks", "small", "--patterns", "mixed", "--formats", "contiguous", "--threads", "1"],
+    "landscape": ["--quick", "--threads", "1"],
     "ring_prox": ["--quick", "--threads", "1"],
     "block_sparse": ["--quick", "--threads", "1"],
     "optim_step_gpu": ["--networks", "resnet50", "thousand_small", "--rules", "adamw"],

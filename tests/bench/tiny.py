@@ -11,6 +11,7 @@ from bench import (
     bench_block_sparse,
     bench_block_sparse_gpu,
     bench_compact,
+    bench_landscape,
     bench_optim_step,
     bench_optim_step_gpu,
     bench_ring_prox,
@@ -54,6 +55,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(harness, bandwidth=lambda threads, effort: bandwidth(threads, TINY, elements=1000))
     patch(shapes, NETWORKS={"resnet50": lambda: iter(CONVOLUTION), "large": lambda: iter([(7, 5, 3, 3)])})
     patch(bench_compact, BATCH_SIZE=2)
+    patch(bench_landscape, BATCH_SIZE={"small": 2}, TARGETS=("small",), MEMORY_BATCH_SIZE=2)
     patch(bench_train, STEPS={"small": 1}, BATCH_SIZE=8)
     patch(torch, compile=lambda function: function)
     penalties = {name: case.penalty for name, case in bench_ring_prox.CASES.items()}
@@ -71,6 +73,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(bench_block_sparse, PEER_CASES=(("groups", 6),), extra_memory=lambda *_: 0.002)
     for each in (bench_block_sparse, bench_block_sparse_gpu):
         monkeypatch.setitem(each.COMMAND.options, "layers", LAYERS)
+    monkeypatch.setitem(bench_landscape.COMMAND.options, "models", {"small": 2})
     monkeypatch.setitem(bench_optim_step.COMMAND.options, "networks", shapes.NETWORKS)
 
 

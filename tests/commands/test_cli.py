@@ -74,6 +74,7 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
         ("train", "training samples; milestones move along. [default: (paper: 250, quick: 8); 1<=x<=1000000]"),
         ("frontier", "rate of the first epoch. [default: (0.02)]"),
         ("efcn", "fashion-mnist; or folder, images of your own, where --data has"),
+        ("landscapes", "Networks of each arm, from --seed on. [default: (paper: 1, short: 3)"),
         ("demo", "Passes over the training samples. [default: 40; 1<=x<=1000000]"),
         ("analyze", "[default: halves]"),
         ("compact", "[default: (yes)]"),

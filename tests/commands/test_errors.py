@@ -12,6 +12,7 @@ DIGITS = ["--model", "small", "--dataset", "digits"]
 TRAIN = ["train", *DIGITS, "--preset", "quick", "--epochs", "1", "--out", "out"]
 FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--width", "0.25", "--out", "out"]
 EFCN = ["efcn", *DIGITS, "--epochs", "2", "--out", "out"]
+LANDSCAPES = ["landscapes", *DIGITS, "--epochs", "1", "--out", "out"]
 COMPACT = ["compact", "--out", "out"]
 DEMO = ["demo", "--out", "out"]
 
@@ -65,6 +66,8 @@ CASES = {
         f"--dataset cifar10 --data {'x' * 300}": "File name too long",
         "--penalty groups": "--penalty: expected one of rings, kernels, complexity",
         "--strength 0.1": "--strength: expected 0 without a penalty",
+        "--alpha 10": "--alpha: expected 0 without pilcro",
+        "--pilcro target": "--alpha: expected more than 0 with pilcro target",
         "--penalty none --strength 0.1": "--strength: expected 0 without a penalty",
         "--penalty rings --strength -1": "--strength: expected a finite number, at least 0",
         "--penalty complexity --folded": "--folded: expected False with the penalty complexity",
@@ -96,6 +99,15 @@ CASES = {
         "--interpolation-points 1": "--interpolation-points: expected 0 or at least 2, got 1",
         "--fcn-epochs -1": "'--fcn-epochs'",
         "--model vanilla": "--model: vanilla needs images of at least 28x28 pixels",
+    },
+    tuple(LANDSCAPES): {
+        "--preset slow": "--preset: expected one of paper, short, got 'slow'",
+        "--arms lasso:1": "--arms: expected plain, or one of target, curvature, noise, decay with a number",
+        "--arms target:x": "--arms: expected plain, or one of target",
+        "--arms plain,plain": "--arms: expected some, each once",
+        "--arms target:0": "alpha: expected more than 0 with pilcro target",
+        "--seeds 0": "'--seeds'",
+        "--model vgg13": "--model: vgg13 needs images of at least 32x32 pixels",
     },
     tuple(COMPACT): {
         "nowhere.pt": "--model: expected one of small",

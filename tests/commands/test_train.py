@@ -55,7 +55,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     options = ["--locality", text.replace("{}", str(path)), "--no-augment", "--batch-size", "50", "--milestones", "1,2"]
     options += ["--schedule", "steps", "--factor", "0.3", "--momentum", "0.8", "--weight-decay", "0.02", "--seed", "4"]
     options += ["--penalty", "rings", "--strength", "0.001", "--weighting", "scaled", "--kind", "full"]
-    options += ["--folded", "--solver", "subgradient", "--width", "1", "--amp"]
+    options += ["--folded", "--solver", "subgradient", "--width", "1", "--amp", "--pilcro", "target", "--alpha", "10"]
     assert main([*GOOD, "--out", str(tmp_path / "run"), *options, "--optimizer", "sgd", "--norm", "l1"]) == 0
     assert f"are in {tmp_path / 'run'}" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["settings"] == {
@@ -83,6 +83,8 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "kind": "full",
         "folded": True,
         "solver": "subgradient",
+        "pilcro": "target",
+        "alpha": 10.0,
         "amp": True,
         "weights": None,
     }

@@ -207,6 +207,7 @@ RINGS = {"penalty": "rings", "strength": 0.01}
         ("sgd", RINGS | {"solver": "subgradient"}),
         ("adam", {"penalty": "complexity", "strength": 1e-6}),
         ("adamw", {}),
+        ("sgd", {"pilcro": "target", "alpha": 10.0}),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer, penalty):

@@ -15,6 +15,7 @@ from studies import (
     efcn_cifar10,
     efcn_paths_cifar10,
     frontier_cifar10,
+    landscapes_cifar10,
     locality_cifar10,
     summaries,
     tables,
@@ -143,6 +144,26 @@ def test_the_efcn_studies_share_one_cnn_and_their_tables_say_what_was_measured(t
     paths = json.loads((tmp_path / "paths" / "efcn.json").read_text())["branches"][1]["interpolations"]
     best = max(point["test_accuracy"] for point in paths["string"])
     assert f" {100 * best:.1f} |" in section("efcn_paths", tmp_path)
+
+
+@pytest.mark.slow
+def test_landscapes_are_summarised_by_arm(tmp_path, monkeypatch):
+    tiny = {"EPOCHS": 1, "ARMS": ("plain", "curvature:1"), "TRAINING_IMAGES": 30, "TEST_IMAGES": 25}
+    few = dict.fromkeys(landscapes_cifar10.MEASURED, 6)
+    few_images(monkeypatch, landscapes_cifar10, 40, 8, **tiny, MEASURED=few)
+    runs, out = tmp_path / "runs", tmp_path / "landscapes_cifar10-x.json"
+    landscapes_cifar10.main(tmp_path, runs, out, seeds=2)
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    networks = json.loads((runs / "landscapes.json").read_text())["networks"]
+    report = json.loads(out.read_text())
+    assert (report["training_samples"], report["test_samples"]) == (30, 25)
+    first, second = (100 * network["test"]["top1"] for network in networks if network["arm"] == "curvature:1")
+    assert f"| curvature:1 | {(first + second) / 2:.1f} ± {abs(first - second) / 2:.1f} |" in section(
+        "landscapes_cifar10", tmp_path
+    )
+    names = ("snow", "frost", "fog", "brightness")
+    weather = [[network["robustness"]["accuracy"][name] for name in names] for network in networks[::2]]
+    assert report["curves"]["plain"]["accuracy"]["weather"] == pytest.approx(np.mean(weather, (0, 1)), rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_is_kept_as_null_and_shown_as_infinite():

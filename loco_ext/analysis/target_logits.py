@@ -1,0 +1,31 @@
+"""A classifier's logits of given classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.argument_checks import check_module
+from loco_ext.regularizers.evaluation import check_images, check_logits
+
+
+def check_classifier(model: nn.Module, x: Tensor, targets: Any) -> None:
+    """Raise TypeError or ValueError unless these are a module, images (N, C, H, W) and int64 classes (N,)."""
+    check_module("model", model)
+    check_images("x", x)
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        found = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"targets: expected an int64 tensor, got {found}")
+    if targets.shape != x.shape[:1]:
+        raise ValueError(f"targets: expected shape {tuple(x.shape[:1])}, got {tuple(targets.shape)}")
+
+
+def of_targets(values: Tensor, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the value of each image at its target, (N,), from a model's output or what was made of it."""
+    check_logits(values, x)
+    classes = values.shape[1]
+    if not ((targets >= 0) & (targets < classes)).all():
+        raise ValueError(f"targets: expected classes from 0 to {classes - 1}, got others")
+    return values.gather(1, targets[:, None])[:, 0]

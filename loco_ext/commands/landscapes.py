@@ -1,0 +1,47 @@
+"""The command ``loco-ext landscapes``."""
+
+from typing import Annotated, Any
+
+import typer
+
+from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
+from loco_ext.experiments import data, landscapes
+from loco_ext.experiments.landscapes_settings import PRESETS, PRESETS_MEAN, LandscapesSettings, landscapes_preset
+from loco_ext.experiments.settings import Settings
+from loco_ext.output import json_text, print_table
+
+OF_THE_NETWORKS = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "weight_decay"}
+OF_THE_NETWORKS |= {"augment", "seed", "width"}
+OPTIONS = (
+    SettingsOptions(Settings, {name: training for name, (training, _) in PRESETS.items()}, OF_THE_NETWORKS),
+    SettingsOptions(LandscapesSettings, {name: own for name, (_, own) in PRESETS.items()}),
+)
+
+
+@command(*OPTIONS)
+def run(
+    *,
+    preset: Annotated[str, typer.Option(help=PRESETS_MEAN)] = "paper",
+    folder: Data = None,
+    samples: Samples = None,
+    out: Out,
+    resume: Resume = False,
+    device: Device = "cpu",
+    **options: Any,
+) -> Result:
+    """Train networks with PILCRO and without, from the same seeds, and measure their importance landscapes.
+
+    Accuracies, total variations, robustness against corruptions of the images, what is left of predictions without
+    their most relevant pixels, and figures are written to a folder.
+    """
+    setting = landscapes_preset(preset, **options)
+    training = setting.training
+    dataset = data.load(training.data, folder, training.image_size).first(samples)
+    with writing_to(out):
+        record = landscapes.measure(setting, dataset, out, device, resume=resume)
+
+    def show() -> None:
+        print_table(*landscapes.rows(record))
+        print(f"landscapes.json and figures are in {out}")
+
+    return Result(lambda: json_text(record), show)

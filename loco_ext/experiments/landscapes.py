@@ -1,0 +1,330 @@
+"""The experiment with importance landscapes: networks trained with PILCRO and without, from the same seeds.
+
+    settings.json            the settings and versions
+    ARM-SEED/                the training of each network, its weights, and its measurements as JSON
+    landscapes.json          everything: settings, versions, the measurements of every network, and each arm's summary
+    *.png                    landscapes, test accuracies by epoch, accuracies under corruption, ablation curves
+
+A run that was killed resumes from its last complete epoch or measurement and reaches the same numbers.
+
+Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again": section 4, appendices A, D and E. The
+paper has one seed and no other remedies.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, softmax
+
+from loco_ext.analysis import (
+    CORRUPTIONS,
+    ablation_curve,
+    corrupt,
+    gradient_importance,
+    integrated_gradients,
+    permutation_importance,
+)
+from loco_ext.analysis.corruptions import FAMILIES, LEVELS
+from loco_ext.experiments import landscapes_figures, run
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, LandscapesSettings
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.noisy import Noisy
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.settings import SettingsError
+from loco_ext.experiments.train import make_model
+from loco_ext.folders import owned
+from loco_ext.output import note, progress_bar, write_json
+from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
+
+Record = dict[str, Any]
+BATCH = 500
+TOP = 5  # the second accuracy: the label is among so many of the largest logits
+ABLATED_SHARES = tuple(k / 16 for k in range(17))  # of an image's pixels
+SEED = 0  # of what is drawn for a measurement: the same for all networks
+
+
+def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str, *, resume: bool = False) -> Record:
+    """Train and measure all networks, or resume those in ``out``; write the files listed above there.
+
+    Returns:
+        The content of ``landscapes.json``.
+
+    Raises:
+        SettingsError: settings do not fit the data or the model; ``out`` holds another experiment or, without
+            ``resume``, any experiment; files in it cannot be read.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
+    """
+    settings.training.check_data(data)
+    if data.size < 2:
+        raise SettingsError(f"data: expected images of at least 2x2 pixels, got {data.size}x{data.size}")
+    processes = Processes(torch.device(device))
+    experiment = _Experiment(settings, data, out, processes)
+    with owned(out):
+        record: Record = run.start_experiment(out, settings, data, processes, resume=resume)
+        record["smoothness"] = rounded(experiment.smoothness)
+        arms = [Arm.parse(name) for name in settings.arms]
+        record["networks"] = [experiment.network(arm, number) for number in range(settings.seeds) for arm in arms]
+        record["arms"] = summaries(record["networks"])
+        write_json(out / "landscapes.json", record, indent=None)
+        record = json.loads((out / "landscapes.json").read_text())
+        landscapes_figures.save(record, out)
+    return record
+
+
+class _Experiment:
+    """The networks of one experiment, and the measurements on them."""
+
+    def __init__(self, settings: LandscapesSettings, data: Dataset, out: Path, processes: Processes) -> None:
+        self.settings, self.data, self.out, self.processes = settings, data, out, processes
+        self.normalization = Normalization(data.train).to(processes.device)
+        self.smoothness = data_smoothness(self.batches(data.train.images))
+
+    def batches(self, images: Tensor) -> Iterator[Tensor]:
+        """Yield normalised batches on the device."""
+        return (self.normalization(batch.to(self.processes.device)) for batch in images.split(BATCH))
+
+    def network(self, arm: Arm, number: int) -> Record:
+        """Train one network and return its record; existing files are reused."""
+        training = self.settings.training_of(arm, number)
+        folder = self.out / f"{arm.folder}-{training.seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        network = make_model(training, self.data)
+        label = f"{arm.name}, seed {training.seed}"
+        record: Record = {"arm": arm.name, "seed": training.seed, "diverged": False}
+        network.to(self.processes.device)
+        try:
+            record["at_first"] = self.kept(folder, "at_first", lambda: {"landscape": self.landscape(network)})
+        except (TypeError, ValueError) as error:  # a network of the user's own may return anything
+            raise SettingsError(str(error)) from error
+        trained = Noisy(network, arm.value) if arm.kind == NOISE else network
+        options: dict[str, Any] = {"resume": True, "model": trained, "label": label, "finite": True}
+        try:
+            history = run.run(training, self.data, folder, self.processes, **options)
+        except run.DivergedError as error:  # the other networks are still worth their training
+            note(str(error))
+            return record | {"diverged": True}
+        record["test_accuracies"] = [epoch.test_accuracy for epoch in history]
+        record["train_loss"] = history[-1].train_loss
+        for name, what in self.measurements(network).items():
+            record[name] = self.kept(folder, name, what)
+        return record
+
+    def kept(self, folder: Path, name: str, what: Callable[[], Record]) -> Record:
+        """Return a measurement from its file, which is written where it is missing."""
+        path = folder / f"{name}.json"
+        if not path.exists():
+            note(f"{folder.name}: {name}")
+            write_json(path, what(), indent=None)
+        try:
+            found: Record = json.loads(path.read_text())
+        except ValueError as error:
+            raise SettingsError(f"{path}: expected JSON; remove it to measure anew") from error
+        return found
+
+    def measurements(self, network: nn.Module) -> dict[str, Callable[[], Record]]:
+        """Return the measurements on a trained network, by name."""
+        settings = self.settings
+        found: dict[str, Callable[[], Record]] = {
+            "test": lambda: self.test(network),
+            "landscape": lambda: self.landscape(network),
+        }
+        if settings.corrupted_images:
+            found["robustness"] = lambda: self.robustness(network)
+        if settings.ablated_images:
+            found["ablation"] = lambda: self.ablation(network)
+        if settings.resampled_inputs:
+            found["resampling"] = lambda: self.resampling(network)
+        return found
+
+    def some(self, samples: Samples, count: int) -> Samples:
+        """Return so many samples at random, the same for every network."""
+        order = torch.randperm(len(samples.labels), generator=torch.Generator().manual_seed(SEED))[:count]
+        return Samples(samples.images[order], samples.labels[order]).to(self.processes.device)
+
+    @torch.no_grad()
+    def test(self, network: nn.Module) -> Record:
+        """Return the loss and accuracies on all test samples."""
+        logits = torch.cat([network.eval()(batch) for batch in self.batches(self.data.test.images)])
+        labels = self.data.test.labels.to(logits.device)
+        best = logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]
+        return {
+            "loss": cross_entropy(logits, labels).item(),
+            "top1": best[:, 0].double().mean().item(),
+            "top5": best.any(1).double().mean().item(),
+        }
+
+    def landscape(self, network: nn.Module) -> Record:
+        """Return the importance landscape over test images, and its total variation."""
+        images, _ = self.some(self.data.test, self.settings.landscape_images)
+        landscape = importance_landscape(network, self.batches(images), seed=SEED)
+        return {"map": rounded(landscape), "total_variation": total_variation(landscape).item()}
+
+    def robustness(self, network: nn.Module) -> Record:
+        """Return accuracy, and what is left of the label's probability, by corruption and level (tables 3 and 4).
+
+        The second is the mean of its probability over that on the clean image, over the images whose clean ones the
+        network classifies correctly. The paper does not say which images it takes.
+        """
+        images, labels = self.some(self.data.test, self.settings.corrupted_images)
+        whole = images.float() / 255 if images.dtype == torch.uint8 else images
+        clean = self.probabilities(network, whole)
+        right = clean.argmax(1) == labels
+        before = clean[right].gather(1, labels[right, None])
+        found: dict[str, dict[str, list[float | None]]] = {"accuracy": {}, "kept_probability": {}}
+        with progress_bar(LEVELS * len(CORRUPTIONS), "corruptions", unit="corruption") as progress:
+            for name in CORRUPTIONS:
+                found["accuracy"][name], found["kept_probability"][name] = [], []
+                for level in range(1, LEVELS + 1):
+                    after = self.probabilities(network, corrupt(whole, name, level, SEED))
+                    accuracy = (after.argmax(1) == labels).double().mean().item()
+                    kept = (after[right].gather(1, labels[right, None]) / before).mean().item()
+                    found["accuracy"][name].append(accuracy)
+                    found["kept_probability"][name].append(kept)
+                    progress.update()
+        return {"clean_accuracy": right.double().mean().item(), **found}
+
+    @torch.no_grad()
+    def probabilities(self, network: nn.Module, images: Tensor) -> Tensor:
+        """Return float64 probabilities [N, classes] of images with values in [0, 1]."""
+        scale = 255 if self.data.test.images.dtype == torch.uint8 else 1
+        logits = torch.cat([network.eval()(batch) for batch in self.batches(scale * images)])
+        return softmax(logits.double(), 1)
+
+    def ablation(self, network: nn.Module) -> Record:
+        """Return what is left of the predicted class's probability, by share of pixels replaced (figure 6).
+
+        The images are the first of a random order that the network classifies correctly.
+        """
+        images, labels = self.some(self.data.test, len(self.data.test.labels))
+        count = self.settings.ablated_images
+        baselines, _ = self.some(self.data.train, self.settings.baseline_images)
+        starts = torch.cat(list(self.batches(baselines)))
+        pixels = self.data.size**2
+        counts = [round(share * pixels) for share in ABLATED_SHARES]
+        curves: list[Tensor] = []
+        left = count
+        with progress_bar(count, "ablation", unit="image") as progress:
+            for batch, expected in zip(self.batches(images), labels.split(BATCH), strict=True):
+                with torch.no_grad():
+                    right = network.eval()(batch).argmax(1) == expected
+                x, targets = batch[right][:left], expected[right][:left]
+                if len(x):
+                    relevance = integrated_gradients(network, x, targets, starts, len(starts))
+                    curves.append(ablation_curve(network, x, targets, relevance, counts))
+                left -= len(x)
+                progress.update(len(x))
+                if not left:
+                    break
+        if not curves:
+            return {"images": 0, "shares": list(ABLATED_SHARES), "kept_probability": [], "area": None}
+        mean = torch.cat(curves, 1).double().mean(1)
+        area = torch.trapezoid(mean, torch.tensor(ABLATED_SHARES, dtype=torch.float64, device=mean.device)).item()
+        kept = [float(value) for value in mean]
+        return {"images": count - left, "shares": list(ABLATED_SHARES), "kept_probability": kept, "area": area}
+
+    def resampling(self, network: nn.Module) -> Record:
+        """Return how near the two importances of Lemma 1 are over inputs at random, for the logit that is predicted."""
+        images, _ = self.some(self.data.test, self.settings.resampling_images)
+        x = torch.cat(list(self.batches(images)))
+        with torch.no_grad():
+            targets = network.eval()(x).argmax(1)
+        generator = torch.Generator().manual_seed(SEED)
+        sizes = torch.tensor(x.shape[1:])
+        units = (torch.rand(self.settings.resampled_inputs, 3, generator=generator) * sizes).long()
+        resampled = permutation_importance(network, x, targets, units, seed=SEED)
+        predicted = gradient_importance(network, x, targets)[tuple(units.T)]
+        roots = resampled.clamp(min=0).sqrt().numpy(), predicted.sqrt().numpy()
+        return {
+            "spearman": float(stats.spearmanr(resampled.numpy(), predicted.numpy()).statistic),
+            "pearson_of_roots": float(np.corrcoef(*roots)[0, 1]),
+            "ratio": (predicted.sum() / resampled.sum()).item(),
+        }
+
+
+def rounded(image: Tensor) -> list[list[float]]:
+    """Return a map as plain numbers with five significant digits."""
+    return [[float(f"{value:.5g}") for value in row] for row in image.tolist()]
+
+
+# The figures that arms are compared by, from a network's record.
+FIGURES: dict[str, Callable[[Record], float | None]] = {
+    "accuracy": lambda network: network["test"]["top1"],
+    "top5": lambda network: network["test"]["top5"],
+    "loss": lambda network: network["test"]["loss"],
+    "total_variation": lambda network: network["landscape"]["total_variation"],
+    **{family: lambda network, family=family: family_accuracy(network, family) for family in FAMILIES},  # type: ignore[misc]
+    "ablation": lambda network: network["ablation"]["area"] if "ablation" in network else None,
+    "spearman": lambda network: network["resampling"]["spearman"] if "resampling" in network else None,
+}
+
+
+def family_accuracy(network: Record, family: str, level: int | None = None, what: str = "accuracy") -> float | None:
+    """Return the mean over a family's corruptions, and over levels unless one from 1 to 5 is given.
+
+    It is NaN where a value is missing, and None where nothing was measured.
+    """
+    if "robustness" not in network:
+        return None
+    found = network["robustness"][what]
+    values = np.array([found[name] for name, corruption in CORRUPTIONS.items() if corruption.family == family], float)
+    return float(values.mean() if level is None else values[:, level - 1].mean())
+
+
+def summaries(networks: list[Record]) -> dict[str, Record]:
+    """Return each arm's figures: mean and standard error over seeds, and those of the differences from plain.
+
+    Differences are between networks of one seed. A single seed has no standard errors, which are None, as all figures
+    are of an arm one of whose networks has diverged.
+    """
+    arms: dict[str, dict[int, Record]] = {}
+    for network in networks:
+        arms.setdefault(network["arm"], {})[network["seed"]] = network
+    found: dict[str, Record] = {}
+    for arm, by_seed in arms.items():
+        found[arm] = {}
+        for name, figure in FIGURES.items():
+            values = [None if network["diverged"] else figure(network) for network in by_seed.values()]
+            entry = dict(zip(("mean", "standard_error"), mean_and_error(values), strict=True))
+            if arm != PLAIN and PLAIN in arms:
+                plains = (arms[PLAIN][seed] for seed in by_seed)
+                plain = [None if network["diverged"] else figure(network) for network in plains]
+                pairs = zip(values, plain, strict=True)
+                differences = [None if None in pair else pair[0] - pair[1] for pair in pairs]  # type: ignore[operator]
+                names = ("difference", "difference_standard_error")
+                entry |= dict(zip(names, mean_and_error(differences), strict=True))
+            found[arm][name] = entry
+    return found
+
+
+def mean_and_error(values: list[float | None]) -> tuple[float | None, float | None]:
+    """Return the mean and its standard error; None where a value is missing, or there are too few."""
+    if any(value is None or not math.isfinite(value) for value in values):
+        return None, None
+    return float(np.mean(values)), float(stats.sem(values)) if len(values) > 1 else None  # type: ignore[arg-type]
+
+
+def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Return headers and cells of a table of all arms: means over seeds, plus or minus their standard errors."""
+    headers = ["arm", "accuracy", "TV", *FAMILIES, "ablation", "Lemma 1"]
+    cells = []
+    for arm, figures in record["arms"].items():
+        percents = [_cell(figures[name], 100, "{:.1f}") for name in ("accuracy", *FAMILIES)]
+        others = [_cell(figures[name], 1, "{:.2g}") for name in ("total_variation", "ablation", "spearman")]
+        cells.append([arm, percents[0], others[0], *percents[1:], *others[1:]])
+    return headers, cells
+
+
+def _cell(figure: Record, factor: float, form: str) -> str:
+    if figure["mean"] is None:
+        return ""
+    error = figure["standard_error"]
+    return form.format(factor * figure["mean"]) + ("" if error is None else f" ± {form.format(factor * error)}")

@@ -1,0 +1,161 @@
+"""Settings that determine a run of the experiment with importance landscapes."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from typer import Option
+
+from loco_ext.experiments.settings import Settings, SettingsError, check_choice, check_fields, from_preset
+from loco_ext.option_parsers import MOST, separated
+
+PLAIN, TARGET, CURVATURE, NOISE, DECAY = "plain", "target", "curvature", "noise", "decay"
+KINDS = (TARGET, CURVATURE, NOISE, DECAY)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train: plain; with PILCRO; or with a common remedy in its place.
+
+    Attributes:
+        name: "plain", or the kind and the value as in "target:10".
+        kind: "target" and "curvature" are PILCRO's losses, "noise" adds normal noise to the training images, "decay"
+            replaces the weight decay.
+        value: alpha of the first two; the noise's standard deviation, in standard deviations of the data; the decay.
+    """
+
+    name: str
+    kind: str
+    value: float
+
+    @classmethod
+    def parse(cls, name: str) -> "Arm":
+        """Return the arm of that name, or raise SettingsError."""
+        kind, _, text = name.partition(":")
+        if name == PLAIN:
+            return cls(name, kind, 0.0)
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if kind not in KINDS or not (math.isfinite(value) and value >= 0):
+            raise SettingsError(
+                f"arms: expected {PLAIN}, or one of {', '.join(KINDS)} with a number as in {TARGET}:10, got {name!r}"
+            )
+        return cls(name, kind, value)
+
+    @property
+    def folder(self) -> str:
+        """Name of the arm's folders, before the seed."""
+        return self.name.replace(":", "-")
+
+
+@dataclass(frozen=True)
+class LandscapesSettings:
+    """Settings of networks trained with and without PILCRO, and of what is measured on them.
+
+    ``training`` is the training of every network. The arms of one seed start from the same weights and see the same
+    images in the same order, so that their differences are paired.
+    """
+
+    training: Settings
+    arms: Annotated[
+        tuple[str, ...],
+        Option(
+            parser=separated(str),
+            metavar="NAMES",
+            help="How networks are trained, separated by commas, as plain,target:10. plain; target:ALPHA or "
+            "curvature:ALPHA, with PILCRO; noise:SIGMA, with noise on the images; decay:NUMBER, with another weight "
+            "decay.",
+        ),
+    ]
+    seeds: Annotated[int, Option(min=1, max=MOST, help="Networks of each arm, from --seed on.")] = 1
+    landscape_images: Annotated[
+        int, Option(min=1, max=MOST, help="Test images that the importance landscape is averaged over.")
+    ] = 10_000
+    corrupted_images: Annotated[
+        int, Option(min=0, help="Test images that are corrupted, in 15 ways at 5 levels; 0: none.")
+    ] = 10_000
+    ablated_images: Annotated[
+        int, Option(min=0, help="Test images whose most relevant pixels are replaced; 0: none.")
+    ] = 512
+    baseline_images: Annotated[
+        int,
+        Option(min=1, max=MOST, help="Training images that Integrated Gradients start from; each takes a gradient."),
+    ] = 1000
+    resampled_inputs: Annotated[
+        int, Option(min=0, help="Inputs whose importance by resampling is measured, for Lemma 1; 0: none.")
+    ] = 300
+    resampling_images: Annotated[int, Option(min=2, max=MOST, help="Test images that those are resampled over.")] = 1000
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parsed = [Arm.parse(name) for name in self.arms]
+        if not parsed or len({(arm.kind, arm.value) for arm in parsed}) < len(parsed):
+            raise SettingsError(f"arms: expected some, each once, got {self.arms}")
+        if self.training.penalty is not None:
+            raise SettingsError(f"penalty: expected none, got {self.training.penalty}")
+        if self.training.pilcro is not None:
+            raise SettingsError(f"pilcro: expected none but that of the arms, got {self.training.pilcro}")
+        for arm in parsed:
+            self.training_of(arm, 0)
+
+    def training_of(self, arm: Arm, number: int) -> Settings:
+        """Return the training settings of the arm's network of that number, counted from 0."""
+        training = replace(self.training, seed=self.training.seed + number)
+        if arm.kind in (TARGET, CURVATURE):
+            return replace(training, pilcro=arm.kind, alpha=arm.value)  # type: ignore[arg-type]
+        return replace(training, weight_decay=arm.value) if arm.kind == DECAY else training
+
+
+_PAPER: dict[str, Any] = {
+    "model": "resnet50",
+    "data": "cifar100",
+    "epochs": 200,
+    "batch_size": 128,
+    "learning_rate": 0.1,
+    "weight_decay": 1e-5,
+    "schedule": "cosine",
+    "milestones": (),
+}
+_ALPHAS = (1, 10, 100)
+_PAPERS_ARMS = (PLAIN, *(f"{kind}:{alpha}" for kind in (TARGET, CURVATURE) for alpha in _ALPHAS))
+_SHORT = {"model": "small", "data": "cifar10", "epochs": 10, "learning_rate": 0.05, "weight_decay": 0.0005}
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # PILCRO, section 4 and appendix D.1, with random crops (RC+); its crops have reflection padding, these zeros.
+    "paper": (_PAPER, {"arms": _PAPERS_ARMS}),
+    "short": (
+        _PAPER | _SHORT,
+        {
+            "arms": (PLAIN, f"{TARGET}:10", f"{CURVATURE}:10", f"{NOISE}:0.2"),
+            "seeds": 3,
+            "landscape_images": 2000,
+            "corrupted_images": 500,
+            "ablated_images": 128,
+            "baseline_images": 32,
+            "resampled_inputs": 60,
+            "resampling_images": 256,
+        },
+    ),
+}
+PRESETS_MEAN = (
+    "Defaults of the other options. paper: ResNet-50 on CIFAR-100 as in section 4 of PILCRO, days on a CPU; short: the "
+    "small CNN on CIFAR-10, with few epochs and measurements on few images."
+)
+
+
+def landscapes_preset(preset: str, **overrides: Any) -> LandscapesSettings:
+    """Return a preset's settings with some replaced, those of the training too; None keeps the preset's value.
+
+    Raises:
+        SettingsError: the preset is unknown, or the settings are invalid.
+
+    >>> landscapes_preset("short", arms=("plain", "target:1"), epochs=2).training.epochs
+    2
+    """
+    check_choice("preset", preset, PRESETS)
+    training, own = PRESETS[preset]
+    given = {name: value for name, value in overrides.items() if value is not None}
+    fields = LandscapesSettings.__dataclass_fields__
+    setting = from_preset("paper", **training | {name: value for name, value in given.items() if name not in fields})
+    return LandscapesSettings(setting, **own | {name: value for name, value in given.items() if name in fields})

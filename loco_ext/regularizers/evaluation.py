@@ -1,0 +1,81 @@
+"""The state that a model is measured in, and what is checked of the model and its inputs before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from loco_ext.argument_checks import check_module
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's and DistributedDataParallel's wrappers.
+
+    Calling a wrapper would compile a graph that cannot be differentiated twice, or start the wrapper's own bookkeeping
+    of one forward pass for each backward pass.
+    """
+    while True:
+        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+            model = model._orig_mod
+        elif isinstance(model, DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+@contextmanager
+def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Switch the model to evaluation mode, autocast off, gradients on, and restore all of it with the RNG on exit.
+
+    Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        with (
+            torch.random.fork_rng(devices),
+            torch.autocast(device.type, enabled=False),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_images(name: str, x: Any) -> None:
+    """Raise TypeError or ValueError unless x is a batch of images, ``(N, C, H, W)``, floating-point and not empty."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}")
+    if x.dim() != 4 or x.numel() == 0:
+        raise ValueError(f"{name}: expected images of shape (N, C, H, W), at least one, got {tuple(x.shape)}")
+
+
+def check_logits(logits: Any, x: Tensor) -> None:
+    """Raise TypeError or ValueError unless the model's output for the images x is ``(batch, classes)``."""
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"model: expected an output tensor of shape (batch, classes), got {type(logits).__name__}")
+    if logits.dim() != 2 or len(logits) != len(x) or logits.shape[1] == 0:
+        raise ValueError(f"model: expected an output of shape ({len(x)}, classes), got {tuple(logits.shape)}")
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require a gradient; raise ValueError if there are none, TypeError for sharded ones."""
+    check_module("model", model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("model: expected parameters that require gradients, got none")
+    for parameter in parameters:
+        if type(parameter.data) is not Tensor:
+            raise TypeError(f"model: expected parameters that are whole, got {type(parameter.data).__name__}")
+    return parameters

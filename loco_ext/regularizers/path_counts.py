@@ -1,0 +1,74 @@
+"""Numbers of paths from a network's outputs to its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from loco_ext.argument_checks import check_ints, check_module
+from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
+from loco_ext.regularizers.evaluation import measuring
+
+# Layers whose weights paths cross, and layers that paths pass unchanged.
+_WEIGHTED = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    LocallyConnected1d,
+    LocallyConnected2d,
+    LocallyConnected3d,
+)
+_UNCHANGED = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.ReLU)
+
+
+def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
+    """Return the number of paths from an output to each input, on average over the outputs.
+
+    In a stack of linear layers at initialisation, the expected squared gradient of an output in an input is this number
+    times the product of the variances of the layers' weights. It is computed as a backward pass of ones through the
+    layers with weights of ones, for convolutions a transposed convolution.
+
+    Args:
+        model: layers of convolutions, locally connected and linear layers, ReLUs, dropout and flattening, in any order
+            and with sums of branches.
+        input_size: the shape of one input, such as ``(C, H, W)``.
+
+    Returns:
+        A tensor of shape ``input_size``, float64.
+
+    Raises:
+        TypeError: ``model`` is not a module, or has a layer of another type.
+        ValueError: ``input_size`` is not one to three positive ints.
+
+    Source:
+        "PILCRO: Making Importance Landscapes Flat Again", section 3.1 and Proposition 1.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import regularizers
+        >>> stack = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 3), torch.nn.Conv1d(1, 1, 3))
+        >>> regularizers.path_counts(stack, (1, 5)).tolist()
+        [[1.0, 2.0, 3.0, 2.0, 1.0]]
+    """
+    check_module("model", model)
+    sizes = check_ints("input_size", tuple(input_size), len(input_size))
+    for name, module in model.named_modules():
+        if not isinstance(module, (*_WEIGHTED, *_UNCHANGED)) and next(module.children(), None) is None:
+            raise TypeError(
+                f"model: expected linear layers, ReLUs and flattening, got {type(module).__name__} at {name!r}"
+            )
+    # Weights, and so all values, are positive: ReLUs pass them, and biases have to be zero only to keep them small.
+    ones = {
+        name: torch.full_like(p, 0.0 if name.rpartition(".")[2] == "bias" else 1.0, dtype=torch.float64)
+        for name, p in model.named_parameters()
+    }
+    device = next(iter(ones.values())).device if ones else torch.device("cpu")
+    x = torch.ones(1, *sizes, dtype=torch.float64, device=device, requires_grad=True)
+    with measuring(model, device):
+        y = functional_call(model, ones, (x,))
+        (counts,) = torch.autograd.grad(y.sum() / y.numel(), x)
+    return counts[0]

@@ -1,0 +1,158 @@
+"""PILCRO: a regulariser that makes a classifier look at all parts of its images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.argument_checks import check_choice, check_count, check_number, is_int
+from loco_ext.ops.landscape import check_stencil, check_target
+from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters, unwrap
+from loco_ext.regularizers.input_gradients import EXPECTATIONS
+from loco_ext.regularizers.landscape import make_stencil
+from loco_ext.regularizers.landscape_gradient import landscape_gradient
+from loco_ext.regularizers.routes import Route, double_backward
+from loco_ext.regularizers.tangent import TangentRoute
+
+MODES = ("curvature", "target")
+ALPHA_SCALINGS = ("none", "T")
+ROUTES = ("tangent", "double_backward")
+
+
+class PILCRO:
+    """Loss on a classifier's importance landscape, to be added to the training loss.
+
+    Every ``every``-th call, from the first on, computes the loss and its exact gradient in the parameters without
+    differentiating a backward pass; the other calls return zero and cost nothing. The model runs in evaluation mode
+    without autocast; its flags, its buffers and the RNG are left as they were, also when an exception is raised.
+
+    Under DistributedDataParallel each process regularises the landscape of its own batch. Add the loss to the training
+    loss, so that one backward pass synchronises both. With gradient accumulation, call it once for each optimizer step.
+
+    Args:
+        mode: ``"curvature"`` for the variance of the landscape's Laplacian, ``"target"`` for the squared distance of
+            the landscape to ``target``.
+        alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``.
+        every: number of calls from one application to the next, T.
+        target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
+        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``.
+        alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
+        expectation: as for :func:`importance_landscape`; ``"exact"`` takes as many passes as there are classes.
+        chunk_size: most images to compute at once, to bound memory; None for the whole batch. The gradient is that of
+            the whole batch in either case.
+        route: how the gradient is computed: ``"tangent"``, or ``"double_backward"``, which is slower.
+        seed: seed of the classes that are drawn.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type or value; at a call, the model's and images' as for
+            :func:`importance_landscape`, a target of another size, or no parameter that requires a gradient.
+
+    Source:
+        "PILCRO: Making Importance Landscapes Flat Again", section 3.3.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import regularizers
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 10))
+        >>> x, y = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+        >>> pilcro = regularizers.PILCRO("target", alpha=10, target=regularizers.data_smoothness(x))
+        >>> loss = torch.nn.functional.cross_entropy(model(x), y) + pilcro(model, x)
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        mode: str = "curvature",
+        alpha: float = 1.0,
+        every: int = 10,
+        *,
+        target: Tensor | None = None,
+        laplacian_kernel: int | Tensor = 3,
+        alpha_scaling: str = "none",
+        expectation: str = "sampled",
+        chunk_size: int | None = None,
+        route: str = "tangent",
+        seed: int = 0,
+    ) -> None:
+        check_choice("mode", mode, MODES)
+        check_choice("alpha_scaling", alpha_scaling, ALPHA_SCALINGS)
+        check_choice("expectation", expectation, EXPECTATIONS)
+        check_choice("route", route, ROUTES)
+        if mode == "target" and target is None:
+            raise TypeError("target: expected a map of shape (H, W) for mode 'target', got None")
+        if mode != "target" and target is not None:
+            raise ValueError(f"target: expected None for mode {mode!r}, got a map")
+        if target is not None and not isinstance(target, Tensor):
+            raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
+        if not is_int(seed):
+            raise TypeError(f"seed: expected an int, got {seed!r}")
+        self.mode = mode
+        self.alpha = check_number("alpha", alpha)
+        self.every = check_count("every", every, smallest=1)
+        self.target = target
+        self.alpha_scaling = alpha_scaling
+        self.expectation = expectation
+        self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size, smallest=1)
+        self.route = route
+        self.seed = int(seed)
+        self._stencil = make_stencil(laplacian_kernel)
+        self._route: Route = TangentRoute() if route == "tangent" else double_backward
+        self._calls = 0
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        """Return the loss of this step, a scalar; zero between applications."""
+        parameters = trained_parameters(model)
+        check_images("x", x)
+        check_stencil("laplacian_kernel", self._stencil, x)
+        if self.target is not None:
+            check_target("target", self.target, x)
+        call, self._calls = self._calls, self._calls + 1
+        if call % self.every or self.alpha == 0:
+            return torch.zeros((), device=x.device, requires_grad=True)
+        inner = unwrap(model)
+        with measuring(inner, x.device):
+            loss, gradients = landscape_gradient(
+                inner,
+                parameters,
+                x,
+                stencil=self._stencil.to(x.device),
+                target=None if self.target is None else self.target.to(x.device),
+                factor=self.alpha * (self.every if self.alpha_scaling == "T" else 1),
+                exact=self.expectation == "exact",
+                uniform=self._uniform(call, x),
+                chunk_size=self.chunk_size,
+                route=self._route,
+            )
+        return _Loss.apply(loss, gradients, *parameters)
+
+    def _uniform(self, call: int, x: Tensor) -> Tensor:
+        """Return the numbers in [0, 1) by which this call draws classes, ``(N,)``."""
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        generator = torch.Generator().manual_seed(hash((self.seed, call, rank)))
+        return torch.rand(len(x), generator=generator, dtype=torch.float64).to(x.device)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of calls, from which training goes on."""
+        return {"calls": self._calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the calls of a :meth:`state_dict`."""
+        self._calls = check_count("calls", state["calls"])
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient in each parameter is known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if g is None else g * grad.to(g.dtype) for g in ctx.gradients)

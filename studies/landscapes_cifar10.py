@@ -1,0 +1,67 @@
+"""Importance landscapes on CIFAR-10: the small CNN with PILCRO and without, and with noise on its images instead.
+
+    python -m studies.landscapes_cifar10 --data DIR      takes some minutes on one core; writes studies/results/
+
+Few images and few epochs. The target loss is a sum over pixels, as printed: "target:0.01" is about what
+alpha = 10 is for a mean over the 1024 pixels.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench import machine
+from loco_ext.experiments import landscapes
+from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.landscapes_settings import LandscapesSettings, landscapes_preset
+from loco_ext.experiments.samples import Samples
+from studies import summaries, tables
+from studies.options import Data, Device, Out, Runs
+
+TRAINING_IMAGES, TEST_IMAGES, EPOCHS, BATCH_SIZE, SEEDS = 2000, 1000, 4, 32, 3
+ARMS = ("plain", "target:0.01", "curvature:0.1", "noise:0.2")
+MEASURED = {"landscape_images": 400, "corrupted_images": 100, "ablated_images": 32, "resampling_images": 100}
+MEASURED |= {"resampled_inputs": 20, "baseline_images": 8}
+
+
+def study(seeds: int) -> LandscapesSettings:
+    """Return the settings."""
+    return landscapes_preset("short", arms=ARMS, seeds=seeds, epochs=EPOCHS, batch_size=BATCH_SIZE, **MEASURED)
+
+
+def fewer(dataset: Dataset) -> Dataset:
+    """Return the first training and test images."""
+    return replace(dataset.first(TRAINING_IMAGES), test=Samples(*(part[:TEST_IMAGES] for part in dataset.test)))
+
+
+def save(record: dict[str, Any], runs: Path, out: Path) -> None:
+    """Write the report, print its tables, and copy the heatmaps beside it."""
+    report = {
+        "benchmark": "landscapes_cifar10",
+        "machine": machine.describe(),
+        "settings": record["settings"],
+        "training_samples": record["training_samples"],
+        "test_samples": record["test_samples"],
+        **summaries.landscapes(record),
+    }
+    tables.publish(report, out)
+    shutil.copy(runs / "landscapes.png", out.with_suffix(".png"))
+
+
+def main(
+    data: Data,
+    runs: Runs = Path("runs/landscapes_cifar10"),
+    out: Out = tables.RESULTS / "landscapes_cifar10-small.json",
+    seeds: Annotated[int, typer.Option(min=1, help="Networks of each arm.")] = SEEDS,
+    device: Device = "cpu",
+) -> None:
+    """Run the study, write the JSON file and a figure beside it, print the tables."""
+    record = landscapes.measure(study(seeds), fewer(load("cifar10", data)), runs, device, resume=True)
+    save(record, runs, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,104 @@
+"""Tests of the landscape's Triton kernels: in Triton's interpreter against the reference, and compiled for GPUs."""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from loco_ext.ops.landscape import laplacian_stencil
+from loco_ext.reference import landscape as reference
+from tests.tolerances import assert_within_ulps
+from tests.triton_runs import (
+    CUDA,
+    Driver,
+    Warmed,
+    gpu,
+    loaded,
+    needs_compiler,
+    needs_triton,
+    saved,
+    slow,
+    start_interpreter,
+)
+
+pytestmark = needs_triton
+
+# Results are sums of hundreds of terms, of which the slope cancels some.
+ULPS_OF_SUMS = 2**10
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with start_interpreter(prepare) as pool:
+        yield pool
+
+
+def prepare() -> None:
+    import loco_ext.triton_kernels.landscape  # noqa: F401
+
+
+def run(call: bytes) -> bytes:
+    from loco_ext.triton_kernels import landscape
+
+    g, weights, stencil, target, grad = loaded(call)
+    forward = landscape.landscape(g, weights, stencil, target)
+    return saved((*forward, *landscape.landscape_backward(g, weights, forward[-1], grad)))
+
+
+def make_call(shape: tuple[int, ...], dtype: torch.dtype, width: int, with_target: bool) -> tuple[Tensor | None, ...]:
+    g = torch.randn(shape, dtype=torch.float64).to(dtype)
+    stencil = laplacian_stencil(width) * torch.rand(width, width, dtype=torch.float64)
+    target = torch.rand(shape[2:]) if with_target else None
+    return g, torch.rand(shape[0], dtype=torch.float64), stencil, target, torch.tensor(1.5, dtype=torch.float64)
+
+
+CASES = {
+    "curvature": ((5, 3, 7, 9), torch.float32, 3, False),
+    "target": ((17, 2, 6, 5), torch.float64, 3, True),
+    "wide stencil, half precision": ((2, 1, 4, 4), torch.bfloat16, 7, False),
+    "one sample, one pixel": ((1, 1, 1, 1), torch.float32, 1, False),
+    "more pixels than a block": ((2, 1, 33, 35), torch.float32, 3, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_compute_what_the_reference_does(pool, name):
+    call = make_call(*CASES[name])
+    g, weights, stencil, target, grad = call
+    for gradients in (g, g.contiguous(memory_format=torch.channels_last), torch.zeros_like(g)):
+        found = loaded(pool.submit(run, saved((gradients, *call[1:]))).result())
+        forward = reference.landscape(gradients, weights, stencil, target)
+        expected = (*forward, *reference.landscape_backward(gradients, weights, forward[-1], grad))
+        for actual, right in zip(found, expected, strict=True):
+            assert actual.dtype == right.dtype
+            assert_within_ulps(actual, right, ULPS_OF_SUMS, scale=right.abs().max())
+
+
+@pytest.mark.parametrize("arch", [slow(arch) if arch != 90 else arch for arch in CUDA])
+@pytest.mark.parametrize("name", ["curvature", "target"])
+@pytest.mark.usefixtures("_compiling")
+def test_the_kernels_compile(monkeypatch, name, arch):
+    import triton
+    from loco_ext.triton_kernels import landscape
+
+    g, weights, stencil, target, grad = make_call((16, 3, 32, 32), torch.float32, 3, CASES[name][3])
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(gpu("cuda", arch)))
+    kernels = {
+        kernel: Warmed(getattr(landscape, kernel)) for kernel in ("sums_kernel", "map_kernel", "backward_kernel")
+    }
+    for kernel, warmed in kernels.items():
+        monkeypatch.setattr(landscape, kernel, warmed)
+    slope = landscape.landscape(g, weights, stencil, target)[-1]
+    landscape.landscape_backward(g, weights, slope, grad)
+    for warmed in kernels.values():
+        ((_, _, compiled),) = warmed.launches
+        assert compiled.asm["cubin"]
+
+
+@pytest.fixture
+def _compiling(request) -> None:
+    for mark in needs_compiler[1:]:
+        if mark.args[0]:
+            pytest.skip(mark.kwargs["reason"])

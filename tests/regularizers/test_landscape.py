@@ -1,0 +1,127 @@
+"""Tests of importance landscapes, data smoothness, total variation and path counts."""
+
+import pytest
+import torch
+from scipy.ndimage import convolve
+from torch import nn
+
+from loco_ext import regularizers
+from tests.regularizers.networks import CLASSES, NETWORKS, images, make
+from tests.tolerances import STANDARD_ERRORS
+
+
+def brute_force(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the exact landscape from the Jacobian of each image."""
+    total = 0
+    for image in x:
+        jacobian = torch.autograd.functional.jacobian(lambda i: model(i[None])[0], image)  # [classes, C, H, W]
+        total = total + (model(image[None]).softmax(1).view(-1, 1, 1, 1) * jacobian**2).sum(0)
+    n = total.detach().norm(dim=0)
+    return n / n.norm() * n.numel() ** 0.5
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_landscape_is_that_of_the_jacobians(name):
+    model, x = make(name), images()
+    expected = brute_force(model.eval(), x)
+    for chunk_size in (None, 3):
+        found = regularizers.importance_landscape(model, x, expectation="exact", chunk_size=chunk_size)
+        torch.testing.assert_close(found, expected)
+    batches = [(x[:4], None), (x[4:], None)]
+    torch.testing.assert_close(regularizers.importance_landscape(model, batches, expectation="exact"), expected)
+
+
+def test_drawn_classes_have_the_networks_probabilities():
+    model, x = make("plain"), images(1)
+    with torch.no_grad():
+        model[-1].weight.mul_(20)  # far from uniform
+    found = regularizers.importance_landscape(model, x.expand(3000, -1, -1, -1))
+    expected = brute_force(model.eval(), x)
+    assert (found - expected).abs().max() < 0.1 < expected.std()
+
+
+def test_the_smoothness_of_data_is_that_of_each_image_on_average():
+    x = images(4)
+    x[2] = 0.5  # no variation: NaN must not spread
+    stencil = torch.ones(3, 3, dtype=torch.float64).numpy()
+    stencil[1, 1] = -8
+    expected = 0
+    for image in x[[0, 1, 3]]:
+        curvature = torch.stack([torch.from_numpy(convolve(c.numpy(), stencil, mode="mirror")) for c in image])
+        n = curvature.norm(dim=0)
+        expected = expected + n / n.norm() * 8
+    torch.testing.assert_close(regularizers.data_smoothness(x), expected / 4)
+    torch.testing.assert_close(regularizers.data_smoothness([x[:1], x[1:]]), expected / 4)
+    assert regularizers.data_smoothness(x.float()).dtype == torch.float32
+
+
+def test_total_variation_is_the_mean_over_pairs_of_neighbours():
+    image = torch.rand(3, 4, dtype=torch.float64)
+    pairs = [(image[i, j] - image[i + 1, j]) ** 2 for i in range(2) for j in range(4)]
+    pairs += [(image[i, j] - image[i, j + 1]) ** 2 for i in range(3) for j in range(3)]
+    torch.testing.assert_close(regularizers.total_variation(image), torch.stack(pairs).mean())
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, stride=2), nn.Conv2d(4, 2, 2, dilation=2), nn.Flatten()
+    )
+
+
+def test_paths_are_counted_one_by_one():
+    model = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(2, 1, 3, stride=2))
+    counts = torch.zeros(6)
+    for output in range(2):
+        for second in range(3):
+            for first in range(3):
+                at = 2 * output + second + first - 1
+                if 0 <= at < 6:
+                    counts[at] += 2  # channels between the layers
+    assert regularizers.path_counts(model, (1, 6))[0].tolist() == (counts / 2).tolist()
+
+
+@pytest.mark.slow
+def test_squared_gradients_at_initialisation_are_proportional_to_the_paths():
+    """Proposition 1, over 2,000 initialisations."""
+    expected = regularizers.path_counts(stack(), (2, 9, 9))
+    for layer in stack():
+        if isinstance(layer, nn.Conv2d):  # U(-b, b) with b = 1 / sqrt(fan_in): the variance is b^2 / 3
+            expected = expected / (3 * layer.weight[0].numel())
+    maps = []
+    for _ in range(2000):
+        model = stack().double()
+        x = torch.zeros(1, 2, 9, 9, dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(lambda x, model=model: model(x)[0], x)[:, 0]
+        maps.append((jacobian**2).mean(0))
+    maps = torch.stack(maps)
+    errors = (maps.mean(0) - expected).abs() / (maps.std(0) / 2000**0.5).clamp(min=1e-300)
+    assert (maps.mean(0)[expected == 0] == 0).all()
+    seen = errors[expected > 0]
+    assert seen.max() < STANDARD_ERRORS
+    assert (seen < 3).double().mean() > 0.98
+
+
+MODEL, X = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)), torch.rand(2, 3, 8, 8)
+WRONG = {
+    "x: expected images of shape": lambda: regularizers.importance_landscape(MODEL, X[0]),
+    "x: expected a floating-point tensor": lambda: regularizers.importance_landscape(MODEL, X.int()),
+    r"x\[1\]: expected a tensor": lambda: regularizers.importance_landscape(MODEL, [X, "y"]),
+    "x: expected at least one batch": lambda: regularizers.importance_landscape(MODEL, []),
+    r"model: expected an output of shape \(2, classes\)": lambda: regularizers.importance_landscape(nn.Identity(), X),
+    "model: expected a module": lambda: regularizers.importance_landscape(len, X),
+    "expectation: expected one of": lambda: regularizers.importance_landscape(MODEL, X, expectation="mean"),
+    "chunk_size: expected at least 1": lambda: regularizers.importance_landscape(MODEL, X, chunk_size=0),
+    "laplacian_kernel: expected an odd": lambda: regularizers.data_smoothness(X, laplacian_kernel=4),
+    "laplacian_kernel: expected at most 15": lambda: regularizers.data_smoothness(X, laplacian_kernel=17),
+    r"image: expected shape \(H, W\)": lambda: regularizers.total_variation(X),
+    "image: expected a floating-point": lambda: regularizers.total_variation(X[0, 0].int()),
+    "expected linear layers, ReLUs and flattening, got MaxPool2d at '1'": lambda: regularizers.path_counts(
+        nn.Sequential(nn.Conv2d(1, 1, 3), nn.MaxPool2d(2)), (1, 8, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message]()

@@ -1,0 +1,204 @@
+"""Tests of PILCRO: its gradient against create_graph and finite differences, and what it leaves as it was."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from loco_ext.regularizers import PILCRO, data_smoothness
+from loco_ext.regularizers.tangent import TangentRoute
+from tests.regularizers.networks import CLASSES, NETWORKS, images, make
+
+NEAR = 1e-9  # of the largest number in the gradient, in float64
+
+
+def gradient(pilcro: PILCRO, model: nn.Module, x: Tensor) -> Tensor:
+    """Return all parameters' gradients in one vector, zeros where there are none."""
+    model.zero_grad()
+    pilcro(model, x).backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert expected.abs().max() > 0
+    assert (found - expected).abs().max() <= NEAR * expected.abs().max()
+
+
+def create_graph(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """Return the gradient of the exact expectation's target loss, by torch alone."""
+    model.eval()
+    x = x.clone().requires_grad_()
+    logits = model(x * 1)
+    probabilities = logits.softmax(1)
+    squares = 0
+    for k in range(CLASSES):
+        (g,) = torch.autograd.grad(logits[:, k].sum(), x, create_graph=True)
+        squares = squares + (probabilities[:, k].view(-1, 1, 1, 1) * g**2).mean(0)
+    n = squares.norm(dim=0)
+    loss = (n.numel() ** 0.5 * n / n.norm() - target).square().sum()
+    found = torch.autograd.grad(3 * loss, list(model.parameters()), materialize_grads=True)
+    model.train()
+    return torch.cat([part.flatten() for part in found])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_gradient_is_create_graphs(name):
+    model, x = make(name), images()
+    target = data_smoothness(x)
+    expected = create_graph(model, x, target)
+    for options in ({}, {"chunk_size": 3}, {"route": "double_backward"}):
+        found = gradient(PILCRO("target", 3.0, target=target, expectation="exact", **options), model, x)
+        assert_near(found, expected)
+    sampled = [gradient(PILCRO(route=route), model, x) for route in ("tangent", "double_backward")]
+    assert_near(*sampled)
+    assert_near(gradient(PILCRO(chunk_size=2), model, x), sampled[0])
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    model, x = make("batch norm and pooling"), images()
+    pilcro = PILCRO(every=1, expectation="exact")
+    found = gradient(pilcro, model, x)[: model[0].weight.numel()].view_as(model[0].weight)
+    direction, step = torch.randn_like(found), 1e-6
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            model[0].weight.add_(direction, alpha=sign * step)
+            losses.append(pilcro(model, x).item())
+            model[0].weight.add_(direction, alpha=-sign * step)
+    assert (found * direction).sum().item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5)
+
+
+def test_piecewise_linear_networks_go_through_no_forward_pass_again():
+    """Layers keep their inputs only for networks whose gradient needs them."""
+    for name in NETWORKS:
+        pilcro = PILCRO()
+        pilcro(make(name), images())
+        assert isinstance(pilcro._route, TangentRoute)
+        assert pilcro._route._keep_inputs == (name == "smooth")
+
+
+def test_it_applies_every_so_many_calls_and_goes_on_from_its_state():
+    model, x = make("plain"), images()
+    first = PILCRO(every=3, alpha=2, alpha_scaling="T")
+    losses = [first(model, x).item() for _ in range(7)]
+    assert [loss > 0 for loss in losses] == [True, False, False, True, False, False, True]
+    assert losses[0] != losses[3]  # other classes are drawn
+    assert losses[0] == pytest.approx(6 * PILCRO()(model, x).item())
+    second = PILCRO(every=3, alpha=2, alpha_scaling="T")
+    for _ in range(5):
+        first(model, x)
+    second.load_state_dict(first.state_dict())
+    assert [first(model, x).item() for _ in range(4)] == [second(model, x).item() for _ in range(4)]
+    zero = first(model, x)
+    zero.backward()  # must not raise
+
+
+class Noisy(nn.Module):
+    """Draws numbers in evaluation mode too, and can fail."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.fails = model, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("a model that fails")
+        return self.model(nn.functional.dropout(x, 0.3, training=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_flags_statistics_images_and_random_numbers_stay_as_they_were(fails):
+    model, x = Noisy(make("batch norm and pooling").train()), images()
+    model.model[1].eval()
+    model.fails = fails
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags, copy, state = [m.training for m in model.modules()], x.clone(), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="a model that fails") if fails else contextlib.nullcontext():
+        PILCRO(chunk_size=3)(model, x).backward()
+    assert [m.training for m in model.modules()] == flags
+    assert torch.equal(x, copy)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_chunks_of_a_model_that_draws_numbers_see_the_same_ones():
+    model, x = Noisy(make("plain")), images(6)
+    loss = PILCRO(chunk_size=3)
+    assert_near(gradient(loss, model, x), gradient(PILCRO(chunk_size=3, route="double_backward"), model, x))
+
+
+def test_it_works_with_a_scaler_autocast_frozen_layers_and_compiled_models():
+    model, x = make("residual").float(), images().float()
+    expected = gradient(PILCRO(), model, x)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = PILCRO()(model, x)
+    assert loss.dtype == torch.float32
+    scaler.scale(loss).backward()
+    found = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    torch.testing.assert_close(found / 1024, expected)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(gradient(PILCRO(), compiled, x), expected)
+    model.linear.requires_grad_(False)
+    pilcro = PILCRO()
+    model.zero_grad()
+    pilcro(model, x).backward()
+    assert model.linear.weight.grad is None
+    torch.testing.assert_close(model.second.weight.grad.flatten(), _part(expected, model, "second.weight"))
+
+
+def _part(vector: Tensor, model: nn.Module, name: str) -> Tensor:
+    sizes = [p.numel() for p in model.parameters()]
+    return vector.split(sizes)[[n for n, _ in model.named_parameters()].index(name)]
+
+
+def test_a_compiled_step_calls_it():
+    model, x = make("plain"), images()
+    labels, pilcro = torch.arange(7) % CLASSES, PILCRO(every=1)
+
+    def step() -> Tensor:
+        loss = cross_entropy(model(x), labels) + pilcro(model, x)
+        loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="eager")
+    model.zero_grad()
+    found = compiled(), model[0].weight.grad.clone()
+    model.zero_grad()
+    pilcro.load_state_dict({"calls": 0})
+    expected = step(), model[0].weight.grad.clone()
+    torch.testing.assert_close(found, expected)
+
+
+def test_networks_that_ignore_their_images_have_no_gradient_and_no_nan():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)).double()
+    nn.init.zeros_(model[1].weight)
+    assert not gradient(PILCRO(every=1), model, images()).any()
+
+
+MODEL, X = make("plain").float(), torch.rand(2, 3, 8, 8)
+WRONG = {
+    "mode: expected one of": lambda: PILCRO("flat"),
+    "alpha: expected a finite number": lambda: PILCRO(alpha=-1),
+    "every: expected at least 1": lambda: PILCRO(every=0),
+    "target: expected a map": lambda: PILCRO("target"),
+    "target: expected None": lambda: PILCRO(target=torch.ones(8, 8)),
+    "route: expected one of": lambda: PILCRO(route="forward"),
+    "seed: expected an int": lambda: PILCRO(seed=1.5),
+    "x: expected images of shape": lambda: PILCRO()(MODEL, X[:, 0]),
+    "x: expected a floating-point tensor": lambda: PILCRO()(MODEL, X.long()),
+    "target: expected the images' size": lambda: PILCRO("target", target=torch.ones(4, 4))(MODEL, X),
+    r"model: expected an output of shape \(2, classes\)": lambda: PILCRO()(nn.Conv2d(3, 3, 1), X),
+    "model: expected parameters that require": lambda: PILCRO()(nn.Flatten(), X),
+    "model: expected a module": lambda: PILCRO()(torch.relu, X),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message]()

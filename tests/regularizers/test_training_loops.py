@@ -1,0 +1,153 @@
+"""Tests of PILCRO in the loops that people train in: it adds the same gradient in each."""
+
+import copy
+import logging
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from loco_ext.regularizers import PILCRO
+
+pytestmark = pytest.mark.slow  # imports of the libraries and starts of processes
+
+WORLD = 2
+STEPS = 3
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(4 * STEPS, 1, 8, 8, generator=generator), torch.arange(4 * STEPS) % 3)
+
+
+def plain_loop() -> nn.Sequential:
+    model, pilcro = make_model(), PILCRO(alpha=0.1, every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(make_data(), 4):
+        optimizer.zero_grad()
+        loss = pilcro(model, x) + cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value, msg=name)
+
+
+def test_lightnings_trainer(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.pilcro = make_model(), PILCRO(alpha=0.1, every=2)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            x, y = batch
+            return self.pilcro(self.model, x) + cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, enable_checkpointing=False, default_root_dir=tmp_path, **quiet
+    )
+    trainer.fit(module, DataLoader(make_data(), 4))
+    assert_same(module.model, plain_loop())
+
+
+class Classifier(nn.Module):
+    """A model whose output has logits, as those of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.model(x)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def test_transformers_trainer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pilcro = PILCRO(alpha=0.1, every=2)
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            extra = pilcro(self.model.model, inputs["x"]) if model.training else 0
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+            return (loss + extra, outputs) if return_outputs else loss + extra
+
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    model = Classifier(make_model())
+    settings = transformers.TrainingArguments(
+        **{"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_grad_norm": 0.0},
+        **{"num_train_epochs": 1, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"},
+        **{"save_strategy": "no", "learning_rate": 0.1},
+    )
+    data = [{"x": x, "labels": y} for x, y in make_data()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, settings, train_dataset=data, optimizers=(optimizer, None)).train()
+    assert_same(model.model, plain_loop())
+
+
+def run_rank(rank: int, store_path: str, result_path: str) -> None:
+    """Train one step with accumulation under DDP; rank 0 saves the gradients."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    model = DistributedDataParallel(make_model().double())
+    pilcro = PILCRO(every=1)
+    for step in range(2):
+        x, y = batch(rank, step)
+        context = model.no_sync() if step == 0 else torch.enable_grad()
+        with context:
+            (pilcro(model, x) + cross_entropy(model(x), y)).backward()
+    gradients = {name: p.grad for name, p in model.module.named_parameters()}
+    torch.save(gradients, f"{result_path}{rank}")
+    # Shutting gloo's threads down sometimes aborts (torch 2.13), so the process exits without once all ranks are done.
+    store.add("through", 1)
+    while store.add("through", 0) < WORLD:
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return torch.randn(4, 1, 8, 8, generator=generator, dtype=torch.float64), torch.arange(4) % 3
+
+
+def test_processes_average_the_gradients_of_their_own_landscapes(tmp_path, monkeypatch):
+    multiprocessing.spawn(run_rank, (str(tmp_path / "store"), str(tmp_path / "rank")), nprocs=WORLD)
+    found = [torch.load(tmp_path / f"rank{rank}") for rank in range(WORLD)]
+    expected = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for rank in range(WORLD):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        model, pilcro = make_model().double(), PILCRO(every=1)
+        for step in range(2):
+            x, y = batch(rank, step)
+            (pilcro(model, x) + cross_entropy(model(x), y)).backward()
+        expected.append(copy.deepcopy({name: p.grad for name, p in model.named_parameters()}))
+    for name in expected[0]:
+        mean = (expected[0][name] + expected[1][name]) / WORLD
+        torch.testing.assert_close(found[0][name], mean)
+        torch.testing.assert_close(found[1][name], mean)
