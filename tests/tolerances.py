@@ -104,3 +104,12 @@ EQ_34_OBJECTIVE = 1e-4
 # Difference of folded kernels from the minimum of loss and penalty, after steps that have almost converged. Running
 # variances are unbiased, so they are larger by 1 / samples than the variances that normalise a batch.
 STATIONARY = 1e-3
+
+# Radii of linear regions in float64 against one backward pass per unit, and in float32 against float64; norms of
+# gradients against the same; a search for the boundary by bisection; squares of small float32 numbers.
+REGIONS = {"rtol": 1e-10, "atol": 1e-13}
+FLOAT32_RADIUS = 1e-3
+BOUNDARY_SEARCH = 1e-6
+SMALL_GRADIENTS = 1e-5
+# Gradients of losses over regions against double backward passes.
+REGION_LOSSES = {"rtol": 1e-9, "atol": 1e-12}
