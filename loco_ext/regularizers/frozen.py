@@ -17,12 +17,14 @@ from torch import Tensor, fx, nn
 
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.regularizers.affine import AffineRule, Call, NotPiecewiseLinearError, Pass, affine_rule
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
 
 Read = Callable[[fx.Node, Tensor], object]
+_MANY = 32  # directions from which on it pays to select each sample's live units
 _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
 
@@ -41,6 +43,7 @@ class Network:
     Attributes:
         input: node of the model's input.
         nodes: nodes whose results depend on the input, in the order of the graph, without the input itself.
+        before_bends: those of them that bend or lead to one that does.
         places: the operations that bend, in that order.
 
     Raises:
@@ -63,6 +66,7 @@ class Network:
         self.affine: dict[fx.Node, AffineRule] = {}
         for node in self.nodes:
             self._add_rule(node, depending)
+        self.before_bends = _leading_to(self.nodes, set(self.bending))
         names: Counter[str] = Counter()
         self.places = []
         for node in self.bending:
@@ -116,6 +120,15 @@ def _depending(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
             yield node
 
 
+def _leading_to(nodes: list[fx.Node], ends: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes, in order, that are in ``ends`` or whose results are used for one of them."""
+    found = set(ends)
+    for node in reversed(nodes):
+        if not found.isdisjoint(node.users):
+            found.add(node)
+    return [node for node in nodes if node in found]
+
+
 def _name(node: fx.Node) -> str:
     """Return the name of a module; that of a function with the module whose code calls it, if that is known."""
     if node.op == "call_module":
@@ -144,7 +157,7 @@ class Frozen:
         self.shapes: dict[fx.Node, Any] = {network.input: x.shape[1:]}
         self._constants: dict[fx.Node, Any] = {}
         self._depending = {network.input, *network.nodes}
-        self._last_use = {source: node for node in network.nodes for source in node.all_input_nodes}
+        self._last_use = {source: node for node in network.before_bends for source in node.all_input_nodes}
         values: dict[fx.Node, Any] = {network.input: x}
         for node in network.nodes:
             self._find_constants(node, values)
@@ -216,6 +229,8 @@ class Frozen:
                     del found[source]
 
     def _affine_tangent(self, node: fx.Node, found: Mapping[fx.Node, Any], sources: list[fx.Node]) -> Any:
+        if self._reads_few_units(node, sources[0], found[sources[0]]):
+            return self._linear_of_live_units(node, sources[0], found[sources[0]])
         firsts = [_first(found[source]) for source in sources]
         count, samples = firsts[0].shape[0], max(first.shape[1] for first in firsts)
 
@@ -224,6 +239,24 @@ class Frozen:
 
         result = self.network.affine[node](self._call(node, Pass.TANGENT, rows))
         return _each(lambda t: t.unflatten(0, (count, samples)), result)
+
+    def _reads_few_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
+        """Return whether a linear layer of vectors reads what ReLUs let through, in a pass that no gradient is for."""
+        name = operation(node, self.network.modules)
+        if torch.is_grad_enabled() or name != "linear" or operation(source, self.network.modules) != "relu":
+            return False
+        return tangents.dim() == 3 and tangents.shape[1] == self.batch and len(tangents) >= _MANY
+
+    def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
+        """Return the tangents of a linear layer, from those of the units alone that are positive for each sample."""
+        layer = self.network.modules[str(node.target)] if node.op == "call_module" else None
+        weight: Any = layer.weight if layer is not None else self.constant(node.args[1])
+        weight = weight.mT.contiguous()
+        result = tangents.new_empty(*tangents.shape[:2], weight.shape[1])
+        for sample, sides in enumerate(self.bends[source].sides):
+            live = sides.nonzero().flatten()
+            torch.mm(tangents[:, sample].index_select(1, live), weight.index_select(0, live), out=result[:, sample])
+        return result
 
     def dependences(self, pixels: Tensor) -> dict[fx.Node, Tensor]:
         """Return which units depend on which sets of pixels.
@@ -236,7 +269,7 @@ class Frozen:
         """
         found: dict[fx.Node, Any] = {self.network.input: pixels}
         result = {}
-        for node in self.network.nodes:
+        for node in self.network.before_bends:
             sources = [source for source in node.all_input_nodes if source in self._depending]
             if node in self.bends:
                 found[node] = result[node] = self.bends[node].dependence(found[sources[0]])
@@ -265,10 +298,10 @@ class Frozen:
     def _behind(self, starts: Mapping[fx.Node, Tensor]) -> list[fx.Node]:
         """Return the nodes that the results of ``starts`` lead to."""
         reached = set(starts)
-        for node in self.network.nodes:
+        for node in self.network.before_bends:
             if not reached.isdisjoint(node.all_input_nodes):
                 reached.add(node)
-        return [node for node in self.network.nodes if node in reached and node not in starts]
+        return [node for node in self.network.before_bends if node in reached and node not in starts]
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:

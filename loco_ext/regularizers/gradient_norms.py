@@ -149,14 +149,22 @@ class NormSums:
 
 
 def _norm(tangents: Tensor, q: float) -> Tensor:
-    """Return the norm over the first axis; powers neither overflow nor vanish.
-
-    Squares of float32 are summed in float64; for other exponents, numbers are divided by the largest first.
-    """
+    """Return the norm over the first axis; powers neither overflow nor vanish."""
     if q in (1, math.inf):
         return torch.linalg.vector_norm(tangents, q, dim=0)
-    if q == 2 and tangents.dtype == torch.float32:
-        return torch.linalg.vector_norm(tangents, 2, dim=0, dtype=torch.float64).to(torch.float32)
+    if q != 2:
+        return _scaled_norm(tangents, q)
+    squares = tangents.square().sum(0)
+    info = torch.finfo(tangents.dtype)
+    rounded = ~((squares > info.tiny / info.eps) & (squares < info.max))  # or NaN
+    norm = squares.sqrt()
+    if rounded.any():
+        norm[rounded] = _scaled_norm(tangents[:, rounded], q)
+    return norm
+
+
+def _scaled_norm(tangents: Tensor, q: float) -> Tensor:
+    """Return the norm over the first axis, of numbers that are divided by the largest first."""
     largest = tangents.abs().amax(0)
     scale = torch.where(largest > 0, largest, 1)
     return torch.linalg.vector_norm(tangents / scale, q, dim=0) * scale
