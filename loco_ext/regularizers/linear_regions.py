@@ -17,8 +17,8 @@ from loco_ext.regularizers.frozen import Frozen, Network, Place
 from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
 from loco_ext.regularizers.ieee import ieee_arithmetic
 
-MEMORY_LIMIT = 2**28
-_MOST_DIRECTIONS = 256  # directions at once beyond which a pass does not get faster
+MEMORY_LIMIT = 2**26
+_MOST_DIRECTIONS = 512  # directions at once beyond which a pass does not get faster
 
 
 @dataclass(frozen=True)
