@@ -114,9 +114,9 @@ class RegionsSettings:
     def grid(self) -> Iterator[tuple[float, float, str]]:
         return itertools.product(self.strengths, self.hinges, self.percents)
 
-    def roll(self, strength: float, hinge: float, percent: str) -> ROLL:
-        """Return the loss of one place in the grid."""
-        return ROLL(strength, hinge, percent_of(percent), probes=self.probes or "exact")
+    def roll(self, strength: float, hinge: float, percent: str, generator: torch.Generator | None = None) -> ROLL:
+        """Return the loss of one place in the grid, with the source of its random probes."""
+        return ROLL(strength, hinge, percent_of(percent), probes=self.probes or "exact", generator=generator)
 
 
 def percent_of(text: str) -> Any:
@@ -189,7 +189,8 @@ def _network(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = fully_connected(sizes, samples.classes).to(device)
-    loss = None if arm is None else settings.roll(*arm)
+    probes = torch.Generator(device).manual_seed(seed)
+    loss = None if arm is None else settings.roll(*arm, probes)
     fit(model, *train, settings, seed, loss, f"{name}, seed {seed}")
     with torch.no_grad():
         accuracy = (model(test[0]).argmax(1) == test[1]).double().mean().item()
