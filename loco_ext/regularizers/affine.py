@@ -22,7 +22,17 @@ from loco_ext.nn.locally_connected import LocallyConnectedNd
 
 
 class NotPiecewiseLinearError(UserError, ValueError):
-    """Raised for a model that is not known to be piecewise linear in each sample; the message names the module."""
+    """Raised for a model that is not known to be piecewise linear in each sample; the message names the module.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import regularizers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.GELU())
+        >>> regularizers.region_radius(model, torch.zeros(1, 2))
+        Traceback (most recent call last):
+            ...
+        loco_ext.regularizers.affine.NotPiecewiseLinearError: model: expected piecewise linear layers, got GELU at 1
+    """
 
 
 class Pass(enum.Enum):

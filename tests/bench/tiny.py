@@ -13,6 +13,7 @@ from bench import (
     bench_compact,
     bench_optim_step,
     bench_optim_step_gpu,
+    bench_regions,
     bench_ring_prox,
     bench_ring_prox_gpu,
     bench_train,
@@ -54,6 +55,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(harness, bandwidth=lambda threads, effort: bandwidth(threads, TINY, elements=1000))
     patch(shapes, NETWORKS={"resnet50": lambda: iter(CONVOLUTION), "large": lambda: iter([(7, 5, 3, 3)])})
     patch(bench_compact, BATCH_SIZE=2)
+    patch(bench_regions, UNITS=6, INPUTS=9, LARGE_INPUTS=20, GRAM_BATCH=3)
     patch(bench_train, STEPS={"small": 1}, BATCH_SIZE=8)
     patch(torch, compile=lambda function: function)
     penalties = {name: case.penalty for name, case in bench_ring_prox.CASES.items()}
