@@ -147,7 +147,7 @@ class Frozen:
 
     Attributes:
         bends: :class:`Bend` of each operation that bends, by its node.
-        sizes: numbers per sample of each result, by node; of each part for an operation that returns several.
+        shapes: shape of each result without its axis of samples; of each part for an operation that returns several.
         elements: numbers that the pass has stored per sample.
     """
 
@@ -242,10 +242,11 @@ class Frozen:
 
     def _reads_few_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
         """Return whether a linear layer of vectors reads what ReLUs let through, in a pass that no gradient is for."""
-        name = operation(node, self.network.modules)
-        if torch.is_grad_enabled() or name != "linear" or operation(source, self.network.modules) != "relu":
+        names = operation(node, self.network.modules), operation(source, self.network.modules)
+        if torch.is_grad_enabled() or names != ("linear", "relu"):
             return False
-        return tangents.dim() == 3 and tangents.shape[1] == self.batch and len(tangents) >= _MANY
+        one_by_one = tangents.device.type == "cpu" and len(tangents) >= _MANY  # a GPU would wait for each sample
+        return one_by_one and tangents.dim() == 3 and tangents.shape[1] == self.batch
 
     def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
         """Return the tangents of a linear layer, from those of the units alone that are positive for each sample."""

@@ -44,10 +44,10 @@ class Probes:
     extents: tuple[int, ...] | None
 
 
-def choose_probes(frozen: Frozen, q: float) -> Probes:
-    """Return the exact probes that take the fewest directions."""
+def choose_probes(frozen: Frozen, q: float, memory_limit: int | None = None) -> Probes:
+    """Return the exact probes that take the fewest directions; finding them takes about ``memory_limit`` bytes."""
     size, network = frozen.shapes[frozen.network.input], frozen.network
-    extents = receptive_extents(frozen)
+    extents = receptive_extents(frozen, memory_limit)
     colored = Probes(network.input, size[0] * math.prod(extents), size, extents)
     layer = first_linear(frozen) if q == 2 else None
     if layer is None or frozen.shapes[layer][0] >= colored.count:
@@ -55,29 +55,33 @@ def choose_probes(frozen: Frozen, q: float) -> Probes:
     return Probes(layer, frozen.shapes[layer][0], frozen.shapes[layer], None)
 
 
-def receptive_extents(frozen: Frozen) -> tuple[int, ...]:
+def receptive_extents(frozen: Frozen, memory_limit: int | None = None) -> tuple[int, ...]:
     """Return how far apart the first and last pixel are that a unit depends on, at most, along each axis of pixels.
 
     Axes of pixels are those of the input behind samples and channels; an input of numbers has none.
     """
     size = frozen.shapes[frozen.network.input]
-    if len(size) == 1:
-        return ()
+    if len(size) == 1 or not frozen.bends:
+        return (1,) * (len(size) - 1)
+    like = next(iter(frozen.bends.values())).distances
+    numbers = max(1, frozen.most_tangents({frozen.network.input: like}))
+    chunk = max(size) if memory_limit is None else max(1, memory_limit // (numbers * like.element_size()))
     extents = []
     for axis, length in enumerate(size[1:], 1):
-        lines = torch.eye(length).view(length, *(length if a == axis else 1 for a in range(len(size))))
-        x = next(iter(frozen.bends.values())).distances if frozen.bends else lines
-        seen = frozen.dependences(lines.expand(length, *size).to(x.device, x.dtype))
-        extents.append(max([1, *(_extent(part > 0) for part in seen.values() if part.numel())]))
+        lines = torch.eye(length, dtype=like.dtype, device=like.device)
+        lines = lines.view(length, *(length if a == axis else 1 for a in range(len(size))))
+        first: dict[fx.Node, Tensor] = {}
+        last: dict[fx.Node, Tensor] = {}
+        for start in range(0, length, chunk):
+            part = lines[start : start + chunk]
+            for node, seen in frozen.dependences(part.expand(len(part), *size)).items():
+                index = torch.arange(start, start + len(part), device=like.device).view(-1, *[1] * (seen.dim() - 1))
+                nearest, farthest = (torch.where(seen > 0, index, none) for none in (length, -1))
+                first[node] = torch.minimum(first.get(node, nearest[0]), nearest.amin(0))
+                last[node] = torch.maximum(last.get(node, farthest[0]), farthest.amax(0))
+        spans = [last[node] - first[node] + 1 for node in first if first[node].numel()]
+        extents.append(max([1, *(int(span.amax()) for span in spans)]))
     return tuple(extents)
-
-
-def _extent(seen: Tensor) -> int:
-    """Return the longest distance between the first and last line that a unit sees, both included, [lines, ...]."""
-    lines = torch.arange(1, len(seen) + 1, device=seen.device).view(-1, *[1] * (seen.dim() - 1))
-    last = (seen * lines).amax(0)
-    first = torch.where(seen, lines, len(seen) + 1).amin(0)
-    return int((last - first + 1).amax().clamp(min=0))
 
 
 def first_linear(frozen: Frozen) -> fx.Node | None:

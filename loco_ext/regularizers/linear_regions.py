@@ -227,7 +227,7 @@ def _chunks(network: Network, x: Tensor, q: float, memory_limit: int) -> Iterato
     if not len(x):
         return
     first = Frozen(network, x[:1])
-    probes = choose_probes(first, q)
+    probes = choose_probes(first, q, memory_limit)
     stored = x.element_size() * first.elements
     moving = x.element_size() * first.most_tangents({probes.node: x})
     if stored + moving > memory_limit:

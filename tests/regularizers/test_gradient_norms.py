@@ -85,6 +85,7 @@ def test_the_gram_recursion_and_jacobians_agree():
 def test_receptive_extents(layers, extents):
     network = frozen.Frozen(frozen.Network(nn.Sequential(*layers)), torch.randn(1, 3, 16, 16))
     assert gradient_norms.receptive_extents(network) == extents
+    assert gradient_norms.receptive_extents(network, memory_limit=100_000) == extents
 
 
 def test_colored_probes_are_twenty_times_fewer_on_images_of_cifar():
