@@ -73,7 +73,7 @@ def toy_network(loss: Callable[[nn.Module, Tensor], Tensor] | None, label: str, 
 
 def save_toy(path: Path, steps: int = TOY_STEPS) -> None:
     """Draw the linear regions of three networks of the plane, with the largest circles around the training points."""
-    losses = {"vanilla": None, "margin loss": MarginLoss(1.0), "ROLL": ROLL(0.1, 5.0)}
+    losses = {"vanilla": None, "margin loss": MarginLoss(0.2), "ROLL": ROLL(0.1, 5.0)}
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     for axes, (name, loss) in zip(figure.subplots(1, 3), losses.items(), strict=True):
         draw_regions(axes, toy_network(loss, f"toy, {name}", steps), name)

@@ -49,7 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 0.05,
         "momentum": 0.9,
         "strengths": (0.5,),
-        "hinges": (0.25, 1.0),
+        "hinges": (0.25,),
         "percents": ("100",),
         "probes": 2,
         "seeds": 3,
@@ -57,7 +57,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS_MEAN = (
     "Defaults of the other options. paper: the training of its MNIST experiment, and a grid around the settings that "
-    "it reports; quick: handwritten digits of scikit-learn and two settings, with random probes, in ten minutes."
+    "it reports; quick: handwritten digits of scikit-learn and one setting, with random probes, in ten minutes."
 )
 Loss = Callable[[nn.Module, Tensor], Tensor]
 Record = dict[str, Any]
