@@ -71,8 +71,8 @@ def loop(model: nn.Sequential, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     norms = []
     for layer in pre_activations(model, x):
-        for unit in layer.unbind(1):
-            (gradient,) = torch.autograd.grad(unit.sum(), x, retain_graph=True)
+        for unit in range(layer.shape[1]):
+            (gradient,) = torch.autograd.grad(layer[:, unit].sum(), x, retain_graph=True)
             norms.append(gradient.norm(dim=1))
     return torch.stack(norms, 1)
 

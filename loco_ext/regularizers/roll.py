@@ -74,7 +74,7 @@ class ROLL:
 
         Args:
             model, x: as for :func:`region_radius`. ``x`` gets no gradient. Modules with batch statistics or dropout
-                have to be in evaluation mode.
+                have to be in evaluation mode. Of DistributedDataParallel, pass its ``module``.
 
         Raises:
             TypeError, ValueError: as for :func:`region_radius`.
