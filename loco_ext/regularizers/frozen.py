@@ -252,11 +252,10 @@ class Frozen:
         """Return the tangents of a linear layer, from those of the units alone that are positive for each sample."""
         layer = self.network.modules[str(node.target)] if node.op == "call_module" else None
         weight: Any = layer.weight if layer is not None else self.constant(node.args[1])
-        weight = weight.mT.contiguous()
-        result = tangents.new_empty(*tangents.shape[:2], weight.shape[1])
+        result = tangents.new_empty(*tangents.shape[:2], len(weight))
         for sample, sides in enumerate(self.bends[source].sides):
             live = sides.nonzero().flatten()
-            torch.mm(tangents[:, sample].index_select(1, live), weight.index_select(0, live), out=result[:, sample])
+            torch.mm(tangents[:, sample].index_select(1, live), weight.index_select(1, live).mT, out=result[:, sample])
         return result
 
     def dependences(self, pixels: Tensor) -> dict[fx.Node, Tensor]:
