@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from loco_ext.version import __version__
 
 if TYPE_CHECKING:
-    from loco_ext import analysis
+    from loco_ext import analysis, regularizers
 
-__all__ = ["__version__", "analysis", "backend", "geometry", "nn", "ops", "optim", "sparsity"]
+__all__ = ["__version__", "analysis", "backend", "geometry", "nn", "ops", "optim", "regularizers", "sparsity"]
 
 
 def __getattr__(name: str) -> Any:
