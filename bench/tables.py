@@ -266,6 +266,31 @@ def landscape(report: Record) -> list[Table]:
     ]
 
 
+def regions(report: Record) -> list[Table]:
+    """Return tables of the times of all gradient norms, of the Gram recursion, and of numbers of probes."""
+    case: Columns = [("batch", shown("batch")), *THREADS]
+    results, gram, probes = report["results"], report["gram"], report["probes"]
+    field: Columns = [("receptive field", lambda record: "x".join(map(str, record["field"])))]
+    return [
+        targets(report, "Targets of the gradient norms of all units"),
+        table(
+            "Milliseconds (median) for the norms of the gradients of 1,200 units in 784 inputs; ratios within rounds",
+            results,
+            case + each(results, "candidates", milliseconds) + each(results, "ratios", fixed(1)),
+        ),
+        table(
+            "Milliseconds (median) of the Gram recursion, by the number of inputs",
+            gram,
+            [*case, *each(gram, "candidates", milliseconds), ("growth", number("growth", ".2f"))],
+        ),
+        table(
+            "Directions that find all gradients of stacks of 3x3 convolutions on images of 3x32x32",
+            probes,
+            [("layers", shown("layers")), *field, ("probes", shown("probes")), ("inputs", shown("inputs"))],
+        ),
+    ]
+
+
 RENDERERS = {
     function.__name__: function
     for function in (
@@ -279,6 +304,7 @@ RENDERERS = {
         ring_prox_gpu,
         block_sparse,
         block_sparse_gpu,
+        regions,
     )
 }
 

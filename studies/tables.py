@@ -299,9 +299,34 @@ def number(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3g}"
 
 
+def regions_digits(report: Record) -> list[Table]:
+    """Return the table of accuracies and radii of linear regions, with and without ROLL."""
+
+    def cell(value: Record, form: str) -> str:
+        error = value["standard_error"]
+        return f"{value['mean']:{form}}" + ("" if error is None else f" ± {error:{form}}")
+
+    rows = []
+    for arm in report["arms"]:
+        kind = "without" if arm["hinge"] is None else f"{arm['strength']:g}, {arm['hinge']:g}, {arm['top_percent']}"
+        accuracy = {name: None if value is None else 100 * value for name, value in arm["accuracy"].items()}
+        radii = [cell(arm["median_radius"][p], ".2g") for p in ("1", "2", "inf")]
+        rows.append([kind, cell(accuracy, ".2f"), *radii, *(cell(arm["ratio"][p], ".2f") for p in ("1", "2", "inf"))])
+    settings = report["settings"]
+    title = (
+        f"{report['training_samples']} training and {report['test_samples']:,} test digits, "
+        f"{settings['layers']} layers of {settings['units']} units, {settings['epochs']} epochs, {settings['seeds']} "
+        "paired seeds: test accuracy "
+        "in percent, median radius over the test samples in pixels of [0, 1], its ratio to the networks without "
+        "ROLL; means and standard errors"
+    )
+    headers = ["ROLL: strength, hinge, percent", "accuracy", "p = 1", "p = 2", "p = inf"]
+    return [Table(title, [*headers, *(f"ratio, p = {p}" for p in ("1", "2", "inf"))], rows)]
+
+
 RENDERERS = {
     function.__name__: function
-    for function in (locality_cifar10, frontier_cifar10, trained_cifar10, efcn_cifar10, efcn_paths, landscapes_cifar10)
+    for function in (locality_cifar10, frontier_cifar10, trained_cifar10, efcn_cifar10, efcn_paths, landscapes_cifar10, regions_digits)
 }
 
 

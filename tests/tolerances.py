@@ -110,3 +110,12 @@ RESAMPLED = 1e-6
 # Difference from another implementation of JPEG, which rounds a transform's coefficients differently now and then, as a
 # share of what the compression changes.
 OF_THE_LOSS = 0.35
+
+# Radii of linear regions in float64 against one backward pass per unit, and in float32 against float64; norms of
+# gradients against the same; a search for the boundary by bisection; squares of small float32 numbers.
+REGIONS = {"rtol": 1e-10, "atol": 1e-13}
+FLOAT32_RADIUS = 1e-3
+BOUNDARY_SEARCH = 1e-6
+SMALL_GRADIENTS = 1e-5
+# Gradients of losses over regions against double backward passes.
+REGION_LOSSES = {"rtol": 1e-9, "atol": 1e-12}

@@ -29,6 +29,7 @@ COMMANDS = {
     "frontier": "Train with many strengths of a penalty: accuracy by cost.",
     "efcn": "Relax a network's convolutions, and train on.",
     "landscapes": "Flatten importance landscapes, and measure them.",
+    "regions": "Widen a network's linear regions, and measure them.",
     "analyze": "Tell how local a network is, and suggest its decay.",
     "compact": "Make the smaller network that one with zeros amounts to.",
     "info": "Show versions, libraries and the backend of every operation.",

@@ -1,7 +1,8 @@
 """Image data sets in the binary formats in which their authors publish them.
 
 CIFAR-10 and CIFAR-100: records of label bytes and 3072 pixel bytes, the red, green and blue planes of 32x32 in
-row-major order. Fashion-MNIST: idx files, a header of big-endian integers followed by the bytes, plain or gzipped.
+row-major order. MNIST and Fashion-MNIST: idx files, a header of big-endian integers followed by the bytes, plain or
+gzipped.
 """
 
 import gzip
@@ -74,6 +75,23 @@ def fashion_mnist(folder: Path) -> tuple[Samples, Samples]:
         DataError: a file cannot be read; the message names it.
     """
     folder = _find_folder(folder, "FashionMNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
+    train, test = _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
+    return _resized(train), _resized(test)
+
+
+def mnist(folder: Path) -> tuple[Samples, Samples]:
+    """Read MNIST.
+
+    Args:
+        folder: holds the four idx files, named as those of Fashion-MNIST; or ``MNIST/raw`` with them.
+
+    Returns:
+        ``(train, test)``: 60,000 and 10,000 samples, uint8 images, [N, 1, 28, 28], and labels 0 to 9.
+
+    Raises:
+        DataError: a file cannot be read; the message names it.
+    """
+    folder = _find_folder(folder, "MNIST/raw", "train-images-idx3-ubyte", "train-images-idx3-ubyte.gz")
     return _idx_samples(folder, "train", 60_000), _idx_samples(folder, "t10k", 10_000)
 
 
@@ -119,9 +137,13 @@ def _cifar(path: Path, count: int, label_bytes: int, classes: int) -> Samples:
 def _idx_samples(folder: Path, name: str, count: int) -> Samples:
     _, images = _idx(folder, f"{name}-images-idx3-ubyte", (count, 28, 28))
     path, labels = _idx(folder, f"{name}-labels-idx1-ubyte", (count,))
-    pixels = torch.from_numpy(images).unsqueeze(1).float()
-    resized = interpolate(pixels, size=(32, 32), mode="bilinear", align_corners=False).round_().to(torch.uint8)
-    return Samples(resized, _check_labels(path, labels, 10))
+    return Samples(torch.from_numpy(images).unsqueeze(1), _check_labels(path, labels, 10))
+
+
+def _resized(samples: Samples) -> Samples:
+    pixels = samples.images.float()
+    resized = interpolate(pixels, size=(32, 32), mode="bilinear", align_corners=False)
+    return Samples(resized.round_().to(torch.uint8), samples.labels)
 
 
 def _idx(folder: Path, name: str, shape: tuple[int, ...]) -> tuple[Path, np.ndarray]:

@@ -21,6 +21,7 @@ OPTIONS = {
     "landscape": ["--quick", "--threads", "1"],
     "ring_prox": ["--quick", "--threads", "1"],
     "block_sparse": ["--quick", "--threads", "1"],
+    "regions": ["--quick", "--threads", "1", "--batches", "1", "8"],
     "optim_step_gpu": ["--networks", "resnet50", "thousand_small", "--rules", "adamw"],
     "ring_prox_gpu": ["--rules", "sgd"],
     "block_sparse_gpu": [],

@@ -43,6 +43,8 @@ SHOWN |= {
     "loco_ext.regularizers.landscape",
     "loco_ext.regularizers.path_counts",
     "loco_ext.regularizers.pilcro",
+    "loco_ext.regularizers.linear_regions",
+    "loco_ext.regularizers.roll",
     "loco_ext.sparsity.compaction.compact",
     "loco_ext.sparsity.complexity",
     "loco_ext.sparsity.export",
@@ -66,7 +68,7 @@ def test_examples_in_docstrings_run(name):
     assert result.attempted > 0 or name not in SHOWN
 
 
-@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis", "nn", "sparsity"])
+@pytest.mark.parametrize("kind", ["optim", "ops", "geometry", "analysis", "nn", "regularizers", "sparsity"])
 def test_everything_public_has_an_example(kind):
     module = importlib.import_module(f"loco_ext.{kind}")
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])

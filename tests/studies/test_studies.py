@@ -10,13 +10,14 @@ from scipy import stats
 
 from bench import harness, readme
 from loco_ext.analysis import estimate_locality
-from loco_ext.experiments import data
+from loco_ext.experiments import data, region_pictures, regions
 from studies import (
     efcn_cifar10,
     efcn_paths_cifar10,
     frontier_cifar10,
     landscapes_cifar10,
     locality_cifar10,
+    regions_digits,
     summaries,
     tables,
     trained_cifar10,
@@ -172,3 +173,19 @@ def test_a_loss_that_is_not_finite_is_kept_as_null_and_shown_as_infinite():
     assert summaries.paths(network)["methods"]["linear"]["highest_loss"] is None
     (table,) = tables.efcn_paths({"networks": [summaries.paths(network)]})
     assert table.rows == [["LCN", "3", "50.0", "50.0", "50.0", "50.0", "inf", "inf"]]
+
+
+def test_regions_are_compared_in_paired_runs(tmp_path, monkeypatch):
+    tiny = {"data": "digits", "epochs": 1, "units": 6, "layers": 1, "strengths": (0.5,), "hinges": (1.0,)}
+    monkeypatch.setitem(regions.PRESETS, "quick", tiny | {"percents": ("max",), "seeds": 2})
+    monkeypatch.setattr(region_pictures, "PIXELS", 10)
+    monkeypatch.setattr(region_pictures.save_toy, "__defaults__", (2,))
+    out = tmp_path / "regions_digits-x.json"
+    regions_digits.main(tmp_path / "runs", out)
+    record = json.loads((tmp_path / "runs" / "regions.json").read_text())
+    roll = next(arm for arm in record["arms"] if arm["strength"])
+    text = section("regions_digits", tmp_path)
+    assert f"| 0.5, 1, max | {100 * roll['accuracy']['mean']:.2f} ± " in text
+    assert f"{roll['ratio']['2']['mean']:.2f} ± {roll['ratio']['2']['standard_error']:.2f} |" in text
+    for name in ("regions", "toy"):
+        assert (tmp_path / f"regions_digits-x-{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,315 @@
+"""How much ROLL widens linear regions: fully connected networks trained with and without it, over a grid of settings.
+
+    settings.json    the settings and versions
+    runs/            one file for each network: its settings, test accuracy and radii
+    regions.json     everything: settings, versions, all networks and the ratios of their radii
+    regions.png      median radius against accuracy
+    toy.png          linear regions of three networks of the plane
+
+After a kill, networks that were finished are kept, and the others are trained again to the same numbers.
+
+Lee, Alvarez-Melis, Jaakkola, "Towards Robust, Locally Linear Deep Networks" (ICLR 2019): the training is that of its
+MNIST experiment, four layers of 300 units, SGD with Nesterov's momentum. Inputs are normalised by one mean and one
+standard deviation, and radii are in units of pixels scaled to [0, 1].
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from typer import Option
+
+from loco_ext.experiments import data, files, region_pictures, run
+from loco_ext.experiments.data import CLASSES, Dataset
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.settings import SettingsError, check_fields
+from loco_ext.folders import owned
+from loco_ext.option_parsers import MOST, separated
+from loco_ext.output import progress_bar, write_json
+from loco_ext.regularizers import ROLL, region_radius
+
+MOST_POINTS_LOST = 0.5  # percentage points of accuracy that a network may lose and still count
+QUANTILES = (0.25, 0.5, 0.75)
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "quick": {
+        "data": "digits",
+        "epochs": 150,
+        "learning_rate": 0.05,
+        "momentum": 0.9,
+        "strengths": (0.5,),
+        "hinges": (0.25,),
+        "percents": ("100",),
+        "probes": 2,
+        "seeds": 3,
+    },
+}
+PRESETS_MEAN = (
+    "Defaults of the other options. paper: the training of its MNIST experiment, and a grid around the settings that "
+    "it reports; quick: handwritten digits of scikit-learn and one setting, with random probes, in ten minutes."
+)
+Loss = Callable[[nn.Module, Tensor], Tensor]
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RegionsSettings:
+    """Settings of the networks, their training, and the grid of :class:`loco_ext.regularizers.ROLL`'s arguments."""
+
+    data: Annotated[
+        Literal["mnist", "digits"],
+        Option("--dataset", help="mnist, its idx files in --data; or digits, which need no files."),
+    ] = "mnist"
+    epochs: Annotated[int, Option(min=1, max=MOST, help="Passes over the training samples.")] = 20
+    batch_size: Annotated[int, Option(min=1, max=MOST, help="Samples per step.")] = 64
+    learning_rate: Annotated[float, Option("--lr", min=0, help="Learning rate.")] = 0.01
+    momentum: Annotated[float, Option(min=0, max=1, help="Nesterov's momentum, less than 1.")] = 0.5
+    layers: Annotated[int, Option(min=1, max=100, help="Hidden layers.")] = 4
+    units: Annotated[int, Option(min=1, max=MOST, help="Units in each of them.")] = 300
+    strengths: Annotated[
+        tuple[float, ...],
+        Option(parser=separated(float), metavar="NUMBERS", help="Strengths of ROLL, lambda in the paper."),
+    ] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    hinges: Annotated[
+        tuple[float, ...],
+        Option(parser=separated(float), metavar="NUMBERS", help="Factors of the margin's share, C in the paper."),
+    ] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+    percents: Annotated[
+        tuple[str, ...],
+        Option(parser=separated(str), metavar="PERCENTS", help="Percentages of the units that count, or max."),
+    ] = ("max", "25", "50", "75", "100")
+    probes: Annotated[
+        int, Option(min=0, max=MOST, help="Random probes of the gradients in each step; 0 for exact norms.")
+    ] = 0
+    seeds: Annotated[int, Option(min=1, max=MOST, help="Networks for each setting, from different weights.")] = 1
+    seed: Annotated[int, Option(min=0, max=2**62, help="Seed of the first of them.")] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.momentum >= 1:
+            raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
+        for name in ("strengths", "hinges", "percents"):
+            if not getattr(self, name):
+                raise SettingsError(f"{name}: expected at least one, got none")
+        for strength, hinge, percent in self.grid:
+            try:
+                self.roll(strength, hinge, percent)
+            except (TypeError, ValueError) as error:
+                names = {"strength": "strengths", "hinge": "hinges", "top_percent": "percents"}
+                name, _, rest = str(error).partition(":")
+                raise SettingsError(f"{names.get(name, name)}:{rest}") from error
+
+    @property
+    def grid(self) -> Iterator[tuple[float, float, str]]:
+        return itertools.product(self.strengths, self.hinges, self.percents)
+
+    def roll(self, strength: float, hinge: float, percent: str, generator: torch.Generator | None = None) -> ROLL:
+        """Return the loss of one place in the grid, with the source of its random probes."""
+        return ROLL(strength, hinge, percent_of(percent), probes=self.probes or "exact", generator=generator)
+
+
+def percent_of(text: str) -> Any:
+    """Return the number, or "max"; other texts unchanged.
+
+    >>> percent_of("25"), percent_of("max")
+    (25.0, 'max')
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def load(settings: RegionsSettings, folder: Path | None) -> Dataset:
+    """Read the data set.
+
+    Raises:
+        DataError: there is no folder, or a file is missing, truncated or corrupted.
+    """
+    if settings.data == "digits":
+        return data.load("digits", None)
+    if folder is None:
+        raise files.DataError("folder: expected the folder that holds MNIST's idx files, got none")
+    return Dataset("mnist", *files.mnist(folder), classes=CLASSES["digits"], augmented=False)
+
+
+def measure(
+    settings: RegionsSettings, samples: Dataset, out: Path, device: str, *, resume: bool = False
+) -> dict[str, Any]:
+    """Train and measure all networks, or those that ``out`` lacks; write the files listed above there.
+
+    Returns:
+        The content of ``regions.json``.
+
+    Raises:
+        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
+    """
+    processes = Processes(torch.device(device))
+    with owned(out):
+        record = run.start_experiment(out, settings, samples, processes, resume=resume)
+        (out / "runs").mkdir(exist_ok=True)
+        arms = [None, *settings.grid]
+        record["networks"] = [
+            _network(settings, samples, arm, seed, out / "runs", processes.device)
+            for seed in range(settings.seed, settings.seed + settings.seeds)
+            for arm in arms
+        ]
+        record["arms"] = summarise(record["networks"])
+        write_json(out / "regions.json", record)
+        region_pictures.save_radii(record["arms"], out / "regions.png")
+        region_pictures.save_toy(out / "toy.png")
+    return record
+
+
+def _network(
+    settings: RegionsSettings, samples: Dataset, arm: tuple[float, float, str] | None, seed: int, out: Path, device: Any
+) -> Record:
+    """Train and measure one network, or read what was measured."""
+    name = "vanilla" if arm is None else "roll-{:g}-{:g}-{}".format(*arm)
+    path = out / f"{name}-{seed}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    scale = Scale(samples.train)
+    train, test = (
+        (scale(part.images.to(device)).flatten(1), part.labels.to(device)) for part in (samples.train, samples.test)
+    )
+    sizes = [train[0].shape[1], *[settings.units] * settings.layers]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = fully_connected(sizes, samples.classes).to(device)
+    probes = torch.Generator(device).manual_seed(seed)
+    loss = None if arm is None else settings.roll(*arm, probes)
+    fit(model, *train, settings, seed, loss, f"{name}, seed {seed}")
+    with torch.no_grad():
+        accuracy = (model(test[0]).argmax(1) == test[1]).double().mean().item()
+    radii = {}
+    for p in (1.0, 2.0, math.inf):
+        radius = scale.deviation * region_radius(model, test[0], p).double()
+        radii[f"{p:g}"] = radius.quantile(torch.tensor(QUANTILES, dtype=torch.float64, device=device)).tolist()
+    strength, hinge, percent = arm or (0.0, None, None)
+    record = {"name": name, "seed": seed, "strength": strength, "hinge": hinge, "top_percent": percent}
+    record |= {"accuracy": accuracy, "radii": radii}
+    write_json(path, record)
+    return record
+
+
+class Scale:
+    """Normalisation of images by the mean and the standard deviation of all pixels of the training samples."""
+
+    def __init__(self, samples: Samples) -> None:
+        pixels = _unit(samples.images)
+        self.mean, self.deviation = pixels.mean().item(), pixels.std().item()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return (_unit(images) - self.mean) / self.deviation
+
+
+def _unit(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
+
+
+def fully_connected(sizes: list[int], classes: int) -> nn.Sequential:
+    """Return a network of linear layers with ReLUs between them."""
+    layers: list[nn.Module] = []
+    for size, following in itertools.pairwise(sizes):
+        layers += [nn.Linear(size, following), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+
+def fit(
+    model: nn.Module, x: Tensor, y: Tensor, settings: RegionsSettings, seed: int, loss: Loss | None, label: str
+) -> None:
+    """Train the model in place, with the cross-entropy and an additional loss of the model and the inputs."""
+    momentum = settings.momentum
+    optimizer = torch.optim.SGD(model.parameters(), settings.learning_rate, momentum, nesterov=momentum > 0)
+    generator = torch.Generator().manual_seed(seed)
+    with progress_bar(settings.epochs, label, unit="epoch") as bar:
+        for _ in range(settings.epochs):
+            for batch in torch.randperm(len(x), generator=generator).to(x.device).split(settings.batch_size):
+                value = cross_entropy(model(x[batch]), y[batch])
+                if loss is not None:
+                    value = value + loss(model, x[batch])
+                optimizer.zero_grad()
+                value.backward()
+                optimizer.step()
+            bar.update()
+
+
+def summarise(networks: list[Record]) -> list[Record]:
+    """Return means and standard errors over seeds of each setting, and of the ratios to the networks without ROLL."""
+    seeds: dict[str, dict[int, Record]] = {}
+    for network in networks:
+        seeds.setdefault(network["name"], {})[network["seed"]] = network
+    vanilla, arms = seeds["vanilla"], []
+    for found in seeds.values():
+        first = next(iter(found.values()))
+        ratios = {
+            p: [found[seed]["radii"][p][1] / max(vanilla[seed]["radii"][p][1], 1e-300) for seed in found]
+            for p in first["radii"]
+        }
+        lost = [100 * (vanilla[seed]["accuracy"] - found[seed]["accuracy"]) for seed in found]
+        arms.append(
+            {
+                **{key: first[key] for key in ("name", "strength", "hinge", "top_percent")},
+                "accuracy": _mean([network["accuracy"] for network in found.values()]),
+                "points_lost": _mean(lost),
+                "median_radius": {p: _mean([network["radii"][p][1] for network in found.values()]) for p in ratios},
+                "ratio": {p: _mean(values) for p, values in ratios.items()},
+            }
+        )
+    return arms
+
+
+def _mean(values: list[float]) -> Record:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "standard_error": error}
+
+
+def best(arms: list[Record], p: str = "2") -> Record:
+    """Return the setting of the largest mean ratio among those that lose fewer than 0.5 points of accuracy."""
+    within = [arm for arm in arms if arm["points_lost"]["mean"] < MOST_POINTS_LOST]
+    return max(within, key=lambda arm: arm["ratio"][p]["mean"])
+
+
+def rows(record: Record) -> tuple[list[str], list[list[str]]]:
+    """Return headers and cells of a table of all settings; an asterisk marks the best within half a point."""
+    chosen = best(record["arms"])["name"]
+    headers = ["strength", "hinge", "percent", "accuracy", "radius, p=1", "p=2", "p=inf", "ratio, p=2"]
+    cells = []
+    for arm in record["arms"]:
+        mark = " *" if arm["name"] == chosen else ""
+        hinge = "" if arm["hinge"] is None else f"{arm['hinge']:g}"
+        cells.append(
+            [
+                f"{arm['strength']:g}{mark}",
+                hinge,
+                arm["top_percent"] or "",
+                f"{100 * arm['accuracy']['mean']:.2f}%",
+                *(f"{arm['median_radius'][p]['mean']:.2e}" for p in ("1", "2", "inf")),
+                f"{arm['ratio']['2']['mean']:.1f}",
+            ]
+        )
+    return headers, cells
+
+
+def settings_of(preset: str, **options: Any) -> RegionsSettings:
+    """Return the settings of a preset, with some replaced.
+
+    Raises:
+        SettingsError: the preset is unknown, or a setting is out of range.
+    """
+    if preset not in PRESETS:
+        raise SettingsError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    return RegionsSettings(**PRESETS[preset] | options)

@@ -1,0 +1,299 @@
+"""Operations that are affine in a network's input: each computes values, tangents or dependences.
+
+A tangent is the derivative of a value along a direction of the input: the same operation without its constant terms.
+A dependence says which values may depend on which pixels: the same with ones as weights, so that nothing cancels.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from loco_ext import ops
+from loco_ext.errors import UserError
+from loco_ext.fx.operations import POOLS, operation
+from loco_ext.nn.locally_connected import LocallyConnectedNd
+
+
+class NotPiecewiseLinearError(UserError, ValueError):
+    """Raised for a model that is not known to be piecewise linear in each sample; the message names the module.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import regularizers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.GELU())
+        >>> regularizers.region_radius(model, torch.zeros(1, 2))
+        Traceback (most recent call last):
+            ...
+        loco_ext.regularizers.affine.NotPiecewiseLinearError: model: expected piecewise linear layers, got GELU at 1
+    """
+
+
+class Pass(enum.Enum):
+    """What a pass through the network computes."""
+
+    VALUE = enum.auto()
+    TANGENT = enum.auto()
+    DEPENDENCE = enum.auto()
+
+
+@dataclass
+class Call:
+    """One call of an operation in one pass.
+
+    Attributes:
+        node: the call in the graph.
+        modules: modules of the graph, by name.
+        args, kwargs: the arguments in this pass; those that depend on the input have one leading axis, of samples or of
+            pairs of a direction and a sample.
+        depends: for each of ``args``, whether it is a tensor that depends on the input.
+        kind: what the pass computes.
+        shape: shape of the result without its leading axis, known after the pass of values.
+    """
+
+    node: fx.Node
+    modules: Mapping[str, nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    depends: tuple[bool, ...]
+    kind: Pass
+    shape: Any = None
+
+    @property
+    def module(self) -> Any:
+        """The module that is called; None for functions and methods."""
+        return self.modules[str(self.node.target)] if self.node.op == "call_module" else None
+
+    def option(self, place: int, name: str, default: Any = None) -> Any:
+        """Return a module's attribute, or the function's argument at this place behind its input."""
+        if self.module is not None:
+            return getattr(self.module, name, default)
+        return self.args[place + 1] if place + 1 < len(self.args) else self.kwargs.get(name, default)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """Return the weight to use in this pass."""
+        return torch.ones_like(weight) if self.kind is Pass.DEPENDENCE else weight
+
+    def constant(self, term: Any) -> Any:
+        """Return a constant term in the pass of values, and None in the others."""
+        return term if self.kind is Pass.VALUE else None
+
+    def run(self, *args: Any) -> Any:
+        """Run the operation itself on ``args`` and the node's other arguments."""
+        args, kwargs = (*args, *self.args[len(args) :]), self.kwargs
+        if self.module is not None:
+            return self.module(*args, **kwargs)
+        if self.node.op == "call_method":
+            return getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
+        return self.node.target(*args, **kwargs)  # type: ignore[operator]
+
+    @property
+    def description(self) -> str:
+        """What the node calls, and where."""
+        if self.module is not None:
+            return f"{type(self.module).__name__} at {self.node.target}"
+        stack = list((self.node.meta.get("nn_module_stack") or {}).values())
+        name = getattr(self.node.target, "__name__", self.node.target)
+        return f"{name}() in {stack[-1][0] if stack else 'the model'}"
+
+    def refuse(self, got: str | None = None) -> NotPiecewiseLinearError:
+        """Return the error for an operation that is not supported."""
+        return NotPiecewiseLinearError(f"model: expected piecewise linear layers, got {got or self.description}")
+
+
+AffineRule = Callable[[Call], Any]
+
+
+def _linear(call: Call) -> Tensor:
+    layer = call.module
+    weight, bias = (layer.weight, layer.bias) if layer else (call.args[1], call.option(1, "bias"))
+    return functional.linear(call.args[0], call.weight(weight), call.constant(bias))
+
+
+def _convolution(call: Call) -> Tensor:
+    if call.args[0].dim() != (call.module.weight if call.module is not None else call.args[1]).dim():
+        raise call.refuse(f"an input without an axis of samples for {call.description}")
+    if call.module is not None:
+        return call.module._conv_forward(call.args[0], call.weight(call.module.weight), call.constant(call.module.bias))
+    function: Any = getattr(functional, operation(call.node, call.modules))
+    names = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+    options = [call.option(place, name, default) for place, (name, default) in enumerate(names, 2)]
+    return function(call.args[0], call.weight(call.args[1]), call.constant(call.option(1, "bias")), *options)
+
+
+def _locally_connected(call: Call) -> Tensor:
+    layer, (x,) = call.module, call.args
+    if x.dim() != layer.axes + 2:
+        raise call.refuse(f"an input without an axis of samples for {call.description}")
+    pixels, pattern = x.flatten(2).transpose(1, 2), layer.pattern.to(x.device)
+    y = ops.block_sparse_matmul(pixels, call.weight(layer.weight), pattern, call.constant(layer.bias))
+    return y.unflatten(1, layer.output_size).movedim(-1, 1)
+
+
+def _batch_norm(call: Call) -> Tensor:
+    norm, x = call.module, call.args[0]
+    if norm is None:
+        raise call.refuse()
+    if norm.training or norm.running_mean is None:
+        raise NotPiecewiseLinearError(
+            "model: expected batch normalisations in evaluation mode with running statistics, got one that normalises "
+            f"by the batch: {call.description}; call eval() on it"
+        )
+    if call.kind is Pass.DEPENDENCE:
+        return x
+    if call.kind is Pass.VALUE:
+        return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    scale = (norm.running_var + norm.eps).rsqrt()
+    scale = scale if norm.weight is None else scale * norm.weight
+    return x * scale.view(-1, *[1] * (x.dim() - 2))
+
+
+def _dropout(call: Call) -> Tensor:
+    training = call.module.training if call.module is not None else call.option(1, "training", True)
+    if training:
+        raise NotPiecewiseLinearError(
+            f"model: expected dropout in evaluation mode, got {call.description} that is active; call eval() on it"
+        )
+    return call.args[0]
+
+
+def _sum_of_two(call: Call, sign: int) -> Tensor:
+    factor = call.kwargs.get("alpha", 1)
+    if not call.kwargs.keys() <= {"alpha"} or len(call.args) != 2:
+        raise call.refuse()
+    one, other = call.args
+    if call.kind is Pass.VALUE:
+        return one + sign * factor * other
+    sign = 1 if call.kind is Pass.DEPENDENCE else sign * factor
+    if all(call.depends):
+        return one + sign * other
+    term, constant = (one, other) if call.depends[0] else (sign * other, one)
+    if not isinstance(constant, Tensor):
+        return term
+    return term.expand(torch.broadcast_shapes(term.shape, _shared(call, constant).shape))
+
+
+def _product(call: Call) -> Tensor:
+    name = operation(call.node, call.modules)
+    if call.kwargs or sum(call.depends) != 1 or len(call.args) != 2 or (name == "div" and call.depends[1]):
+        raise call.refuse()
+    factor, x = (call.args[1], call.args[0]) if call.depends[0] else call.args
+    if isinstance(factor, Tensor):
+        factor = call.weight(_shared(call, factor, x.dim()))
+    elif call.kind is Pass.DEPENDENCE:
+        factor = 1
+    return x / factor if name == "div" else x * factor
+
+
+def _shared(call: Call, constant: Tensor, dims: int | None = None) -> Tensor:
+    """Return a constant, which has to be the same for all samples."""
+    if constant.dim() and constant.shape[0] != 1 and constant.dim() >= (dims or call.args[not call.depends[0]].dim()):
+        raise call.refuse(f"a constant for each sample of the batch: {call.description}")
+    return constant
+
+
+def _matmul(call: Call) -> Tensor:
+    x, weight = call.args
+    if call.depends != (True, False) or weight.dim() != 2:
+        raise call.refuse()
+    return x @ call.weight(weight)
+
+
+def _concatenated(call: Call) -> Tensor:
+    parts, axis = call.args[0], call.option(0, "dim", 0)
+    _check_axes(call, parts[0].dim(), axis)
+    return torch.cat(parts, axis)
+
+
+def _linear_map(call: Call) -> Any:
+    return call.run(call.args[0])
+
+
+def _view(call: Call) -> Tensor:
+    x = call.args[0]
+    return call.run(x) if call.shape is None else x.reshape(len(x), *call.shape)
+
+
+def _along(place: int, name: str, several: bool = False) -> AffineRule:
+    """Return the rule of a linear operation along axes, which are the argument at this place, or all arguments."""
+
+    def rule(call: Call) -> Any:
+        axes = call.args[1:] if several and len(call.args) > 2 else call.option(place, name)
+        _check_axes(call, call.args[0].dim(), axes)
+        return call.run(call.args[0])
+
+    return rule
+
+
+def _check_axes(call: Call, dims: int, axes: Any) -> None:
+    """Raise unless the axes are given, and the axis of samples is not among them."""
+    each = axes if isinstance(axes, tuple | list) else (axes,)
+    if not all(isinstance(axis, int) and axis % dims for axis in each):
+        raise call.refuse(f"an operation along the axis of samples: {call.description}")
+
+
+def _permuted(call: Call) -> Tensor:
+    axes = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], tuple | list) else call.args[1:]
+    if not axes or axes[0] != 0:
+        raise call.refuse(f"an operation along the axis of samples: {call.description}")
+    return call.args[0].permute(*axes)
+
+
+def _item(call: Call) -> Any:
+    source, places = call.args
+    if isinstance(source, Tensor):
+        first, *_ = places if isinstance(places, tuple) else (places,)
+        if first is not ... and first != slice(None):
+            raise call.refuse(f"an operation along the axis of samples: {call.description}")
+    return source[places]
+
+
+def _padded(call: Call) -> Tensor:
+    if call.module is not None:
+        if isinstance(call.module, nn.ConstantPad1d | nn.ConstantPad2d | nn.ConstantPad3d):
+            value = call.module.value if call.kind is Pass.VALUE else 0.0
+            return functional.pad(call.args[0], call.module.padding, value=value)
+        return call.run(call.args[0])
+    pads, mode = call.option(0, "pad"), call.option(1, "mode", "constant")
+    filling = call.option(2, "value") if call.kind is Pass.VALUE else None
+    return functional.pad(call.args[0], pads, mode, filling)
+
+
+_PADDINGS = [
+    f"{kind}pad{axes}d" for kind in ("zero", "constant", "reflection", "replication", "circular") for axes in (1, 2, 3)
+]
+_AVERAGES = [f"{kind}{name}" for name in POOLS if name.startswith("avg") for kind in ("", "adaptive")]
+AFFINE: dict[str, AffineRule] = {
+    "linear": _linear,
+    **{f"conv{axes}d": _convolution for axes in (1, 2, 3)},
+    **{f"batchnorm{axes}d": _batch_norm for axes in (1, 2, 3)},
+    **{name: _dropout for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout")},
+    "add": lambda call: _sum_of_two(call, 1),
+    "sub": lambda call: _sum_of_two(call, -1),
+    **{name: _product for name in ("mul", "div")},
+    "matmul": _matmul,
+    "neg": lambda call: call.args[0] if call.kind is Pass.DEPENDENCE else -call.args[0],
+    "cat": _concatenated,
+    **{name: _linear_map for name in (*_AVERAGES, "unflatten", "identity", "contiguous", "clone")},
+    **{name: _along(0, "dim") for name in ("mean", "sum", "squeeze", "unsqueeze")},
+    "transpose": _along(0, "", several=True),
+    **{name: _view for name in ("view", "flatten")},
+    "permute": _permuted,
+    "chunk": _along(1, "dim"),
+    "split": _along(1, "dim"),
+    "getitem": _item,
+    **{name: _padded for name in ("pad", *_PADDINGS)},
+}
+
+
+def affine_rule(node: fx.Node, modules: Mapping[str, nn.Module]) -> AffineRule | None:
+    """Return the rule of an affine operation; None for others."""
+    if node.op == "call_module" and isinstance(modules[str(node.target)], LocallyConnectedNd):
+        return _locally_connected
+    return AFFINE.get(operation(node, modules))

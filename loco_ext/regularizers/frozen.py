@@ -1,0 +1,318 @@
+"""A piecewise linear network around the samples of a batch: its bends, and derivatives of all of them at once.
+
+One pass through the graph computes the values. Later passes propagate tangents of many directions together: the network
+is affine around each sample, so a tangent is exact, and nothing has to be differentiated unit by unit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from loco_ext.fx.in_place import read_results_of_writes
+from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.operations import operation
+from loco_ext.fx.trace import UntraceableError, trace
+from loco_ext.nn.locally_connected import LocallyConnectedNd
+from loco_ext.regularizers.affine import AffineRule, Call, NotPiecewiseLinearError, Pass, affine_rule
+from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
+
+Read = Callable[[fx.Node, Tensor], object]
+_MANY = 32  # directions from which on it pays to select each sample's live units
+_SHAPES = ("shape", "ndim", "dtype", "device")
+_SIZES = ("size", "dim", "ndimension", "numel")
+
+
+class Place(NamedTuple):
+    """An operation that bends: its name in the model, and which of several calls of that name it is."""
+
+    node: fx.Node
+    module: str
+    call: int
+
+
+class Network:
+    """The graph of a model with the rule of each operation, all found before anything runs.
+
+    Attributes:
+        input: node of the model's input.
+        nodes: nodes whose results depend on the input, in the order of the graph, without the input itself.
+        before_bends: those of them that bend or lead to one that does.
+        places: the operations that bend, in that order.
+
+    Raises:
+        NotPiecewiseLinearError: the model cannot be traced, or has an operation that is not supported.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        model = getattr(model, "_orig_mod", model)  # the model that torch.compile has wrapped
+        try:
+            self.graph = trace(model, lambda module: isinstance(module, LocallyConnectedNd), _defaults(model))
+            read_results_of_writes(self.graph)
+        except UntraceableError as error:
+            raise NotPiecewiseLinearError(str(error)) from error
+        self.modules: Mapping[str, nn.Module] = dict(self.graph.named_modules())
+        inputs = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+        self.input = inputs[0]
+        self.nodes = list(_depending(self.graph.graph, self.input))
+        depending = {self.input, *self.nodes}
+        self.bending: dict[fx.Node, BendingRule] = {}
+        self.affine: dict[fx.Node, AffineRule] = {}
+        for node in self.nodes:
+            self._add_rule(node, depending)
+        self.before_bends = _leading_to(self.nodes, set(self.bending))
+        names: Counter[str] = Counter()
+        self.places = []
+        for node in self.bending:
+            name = _name(node)
+            self.places.append(Place(node, name, names[name]))
+            names[name] += 1
+
+    def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:
+        bending, affine = bending_rule(node, self.modules), affine_rule(node, self.modules)
+        call = Call(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
+        if call.module is not None and is_hooked(call.module):
+            raise NotPiecewiseLinearError(f"model: expected modules without hooks, got some at {node.target}")
+        lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
+        mixed = any(part in depending for parts in lists for part in parts if isinstance(part, fx.Node))
+        if mixed and not all(part in depending for parts in lists for part in parts):
+            raise call.refuse()
+        if any(value in depending for value in node.kwargs.values() if isinstance(value, fx.Node)):
+            raise call.refuse(f"an input passed by keyword: {call.description}")
+        if bending is not None:
+            self.bending[node] = bending
+        elif affine is not None:
+            self.affine[node] = affine
+        else:
+            raise call.refuse()
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """Return the defaults of the arguments of the model behind the first.
+
+    Raises:
+        NotPiecewiseLinearError: the model does not take one input.
+    """
+    first, *others = inspect.signature(model.forward).parameters.values()
+    if first.kind in (first.VAR_KEYWORD, first.KEYWORD_ONLY, first.VAR_POSITIONAL):
+        raise NotPiecewiseLinearError(f"model: expected one that takes one input, got {type(model).__name__}")
+    required = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if required:
+        raise NotPiecewiseLinearError(f"model: expected one that takes one input, got one that needs {required[0]}")
+    return {p.name: p.default for p in others if p.default is not p.empty}
+
+
+def _depending(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes whose results depend on the numbers in the input, beyond its shape, except the output."""
+    found = {first}
+    for node in graph.nodes:
+        if node.op == "output" or found.isdisjoint(node.all_input_nodes):
+            continue
+        of_shape = node.op == "call_method" and node.target in _SIZES
+        if not of_shape and not (node.target is getattr and node.args[1] in _SHAPES):
+            found.add(node)
+            yield node
+
+
+def _leading_to(nodes: list[fx.Node], ends: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes, in order, that are in ``ends`` or whose results are used for one of them."""
+    found = set(ends)
+    for node in reversed(nodes):
+        if not found.isdisjoint(node.users):
+            found.add(node)
+    return [node for node in nodes if node in found]
+
+
+def _name(node: fx.Node) -> str:
+    """Return the name of a module; that of a function with the module whose code calls it, if that is known."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    function = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", node.name)
+    return ".".join([*([stack[-1][0]] if stack else []), f"{function}()"])
+
+
+class Frozen:
+    """A network around a batch: each operation that bends is replaced by the linear one that it is there.
+
+    Args:
+        network: the graph.
+        x: inputs ``[N, ...]``.
+
+    Attributes:
+        bends: :class:`Bend` of each operation that bends, by its node.
+        shapes: shape of each result without its axis of samples; of each part for an operation that returns several.
+        elements: numbers that the pass has stored per sample.
+    """
+
+    def __init__(self, network: Network, x: Tensor) -> None:
+        self.network, self.batch = network, len(x)
+        self.bends: dict[fx.Node, Bend] = {}
+        self.shapes: dict[fx.Node, Any] = {network.input: x.shape[1:]}
+        self._constants: dict[fx.Node, Any] = {}
+        self._depending = {network.input, *network.nodes}
+        self._last_use = {source: node for node in network.before_bends for source in node.all_input_nodes}
+        values: dict[fx.Node, Any] = {network.input: x}
+        for node in network.nodes:
+            self._find_constants(node, values)
+            values[node] = self._value(node, values)
+            self.shapes[node] = _each(lambda value: value.shape[1:], values[node])
+        self.elements = sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(
+            bend.distances[:1].numel() for bend in self.bends.values()
+        )
+
+    def _find_constants(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+        """Compute what the node reads that does not depend on the numbers in the input."""
+        for source in node.all_input_nodes:
+            if source in self._depending or source in self._constants:
+                continue
+            self._find_constants(source, values)
+            args, kwargs = fx.map_arg(
+                (source.args, source.kwargs), lambda each: (values if each in values else self._constants)[each]
+            )
+            if source.op == "get_attr":
+                self._constants[source] = operator.attrgetter(str(source.target))(self.network.graph)
+            elif source.op == "placeholder":
+                raise NotPiecewiseLinearError(f"model: expected one that takes one input, got one that reads {source}")
+            else:
+                call = Call(source, self.network.modules, args, dict(kwargs), (), Pass.VALUE)
+                self._constants[source] = call.run(*args)
+
+    def _call(self, node: fx.Node, kind: Pass, value: Callable[[fx.Node], Any]) -> Call:
+        def find(source: fx.Node) -> Any:
+            return value(source) if source in self._depending else self._constants[source]
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), find)
+        depends = tuple(isinstance(arg, fx.Node) and arg in self._depending for arg in node.args)
+        return Call(node, self.network.modules, tuple(args), dict(kwargs), depends, kind, self.shapes.get(node))
+
+    def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        call = self._call(node, Pass.VALUE, values.__getitem__)
+        if node in self.network.bending:
+            self.bends[node] = bend = self.network.bending[node](call)
+            return bend.result
+        result = self.network.affine[node](call)
+        for part in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(part, Tensor) or part.shape[:1] != (self.batch,):
+                raise call.refuse(f"an operation along the axis of samples: {call.description}")
+        return result
+
+    def constant(self, node: Any) -> Tensor:
+        """Return a tensor that an operation of the graph reads and that does not depend on the input."""
+        return self._constants[node]
+
+    def tangents(self, starts: Mapping[fx.Node, Tensor], read: Read) -> None:
+        """Propagate tangents from the results of some nodes, and read those of all bends behind them.
+
+        Args:
+            starts: tangents ``[K, N, ...]`` of results, or ``[K, 1, ...]`` if they are the same for all samples. All
+                paths from the input lead through these nodes.
+            read: is called with the node and the tangents ``[K, N or 1, ...]`` of each operation that bends.
+        """
+        found = dict(starts)
+        for node in self._behind(starts):
+            sources = [source for source in node.all_input_nodes if source in self._depending]
+            if node in self.bends:
+                tangent = self.bends[node].tangents(found[sources[0]])
+                read(node, tangent.bends())
+                found[node] = tangent.result
+            else:
+                found[node] = self._affine_tangent(node, found, sources)
+            for source in sources:
+                if self._last_use[source] is node:
+                    del found[source]
+
+    def _affine_tangent(self, node: fx.Node, found: Mapping[fx.Node, Any], sources: list[fx.Node]) -> Any:
+        if self._reads_few_units(node, sources[0], found[sources[0]]):
+            return self._linear_of_live_units(node, sources[0], found[sources[0]])
+        firsts = [_first(found[source]) for source in sources]
+        count, samples = firsts[0].shape[0], max(first.shape[1] for first in firsts)
+
+        def rows(source: fx.Node) -> Any:
+            return _each(lambda t: t.expand(-1, samples, *t.shape[2:]).flatten(0, 1), found[source])
+
+        result = self.network.affine[node](self._call(node, Pass.TANGENT, rows))
+        return _each(lambda t: t.unflatten(0, (count, samples)), result)
+
+    def _reads_few_units(self, node: fx.Node, source: fx.Node, tangents: Any) -> bool:
+        """Return whether a linear layer of vectors reads what ReLUs let through, in a pass that no gradient is for."""
+        names = operation(node, self.network.modules), operation(source, self.network.modules)
+        if torch.is_grad_enabled() or names != ("linear", "relu"):
+            return False
+        one_by_one = tangents.device.type == "cpu" and len(tangents) >= _MANY  # a GPU would wait for each sample
+        return one_by_one and tangents.dim() == 3 and tangents.shape[1] == self.batch
+
+    def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
+        """Return the tangents of a linear layer, from those of the units alone that are positive for each sample."""
+        layer = self.network.modules[str(node.target)] if node.op == "call_module" else None
+        weight: Any = layer.weight if layer is not None else self.constant(node.args[1])
+        result = tangents.new_empty(*tangents.shape[:2], len(weight))
+        for sample, sides in enumerate(self.bends[source].sides):
+            live = sides.nonzero().flatten()
+            torch.mm(tangents[:, sample].index_select(1, live), weight.index_select(1, live).mT, out=result[:, sample])
+        return result
+
+    def dependences(self, pixels: Tensor) -> dict[fx.Node, Tensor]:
+        """Return which units depend on which sets of pixels.
+
+        Args:
+            pixels: sets of the input's numbers, as zeros and ones ``[sets, ...]``.
+
+        Returns:
+            Zeros and ones ``[sets, ...]`` for the results of each operation that bends, whatever the weights are.
+        """
+        found: dict[fx.Node, Any] = {self.network.input: pixels}
+        result = {}
+        for node in self.network.before_bends:
+            sources = [source for source in node.all_input_nodes if source in self._depending]
+            if node in self.bends:
+                found[node] = result[node] = self.bends[node].dependence(found[sources[0]])
+            else:
+                call = self._call(node, Pass.DEPENDENCE, found.__getitem__)
+                found[node] = _each(lambda t: (t > 0).to(pixels.dtype), self.network.affine[node](call))
+            for source in sources:
+                if self._last_use[source] is node:
+                    del found[source]
+        return result
+
+    def most_tangents(self, starts: Mapping[fx.Node, Tensor]) -> int:
+        """Return how many numbers of tangents exist at once for each direction and sample, at most."""
+        alive = {node: _count(self.shapes[node]) for node in starts}
+        most = sum(alive.values())
+        for node in self._behind(starts):
+            bend = self.bends.get(node)
+            alive[node] = _count(self.shapes[node])
+            beside = bend.distances[:1].numel() if bend is not None else alive[node]  # what the operation itself needs
+            most = max(most, sum(alive.values()) + 2 * beside)
+            for source in node.all_input_nodes:
+                if self._last_use.get(source) is node:
+                    alive.pop(source, None)
+        return most
+
+    def _behind(self, starts: Mapping[fx.Node, Tensor]) -> list[fx.Node]:
+        """Return the nodes that the results of ``starts`` lead to."""
+        reached = set(starts)
+        for node in self.network.before_bends:
+            if not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        return [node for node in self.network.before_bends if node in reached and node not in starts]
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a tensor, or to each of several that an operation has returned."""
+    return tuple(map(function, value)) if type(value) in (tuple, list) else function(value)
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if type(value) in (tuple, list) else value
+
+
+def _count(shape: Any) -> int:
+    """Return the number of elements of a shape, or of several shapes together."""
+    return shape.numel() if isinstance(shape, torch.Size) else sum(each.numel() for each in shape)

@@ -1,0 +1,182 @@
+"""Norms of the gradients of all bends of a network in its input, in a few passes instead of one for each unit.
+
+Each pass propagates tangents of many directions of the input, and a unit's tangents are numbers of its gradient:
+
+- *Coloured probes*, exact for every norm: a direction is a set of pixels of one channel that are so far apart that no
+  unit sees two of them, so that C times the size of the largest receptive field directions suffice. Where a unit sees
+  the whole input, each direction is one number of the input, which gives all Jacobians.
+- *The Gram recursion*, exact for p = 2, for networks that begin with a linear layer: norms only depend on
+  ``G_i = J_i J_i^T``. It is propagated as a factor, ``J_1 J_1^T = G_1`` and ``J_i = W_i M J_{i-1}`` with the units that
+  are switched on in ``M``, so the cost does not depend on the size of the input.
+- *Rademacher probes*, random: with signs ``v``, ``(J v)^2`` has the squared norms as its expectation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from loco_ext.fx.operations import operation
+from loco_ext.regularizers.frozen import Frozen
+
+_KEEPING_ORDER = ("flatten", "view", "contiguous", "identity", "dropout")
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Directions whose tangents contain the gradients.
+
+    Attributes:
+        node: the node whose results are moved along the directions.
+        count: number of directions.
+        shape: shape of a direction.
+        extents: number of colours along each axis of pixels; None for the Gram recursion.
+    """
+
+    node: fx.Node
+    count: int
+    shape: torch.Size
+    extents: tuple[int, ...] | None
+
+
+def choose_probes(frozen: Frozen, q: float, memory_limit: int | None = None) -> Probes:
+    """Return the exact probes that take the fewest directions; finding them takes about ``memory_limit`` bytes."""
+    size, network = frozen.shapes[frozen.network.input], frozen.network
+    extents = receptive_extents(frozen, memory_limit)
+    colored = Probes(network.input, size[0] * math.prod(extents), size, extents)
+    layer = first_linear(frozen) if q == 2 else None
+    if layer is None or frozen.shapes[layer][0] >= colored.count:
+        return colored
+    return Probes(layer, frozen.shapes[layer][0], frozen.shapes[layer], None)
+
+
+def receptive_extents(frozen: Frozen, memory_limit: int | None = None) -> tuple[int, ...]:
+    """Return how far apart the first and last pixel are that a unit depends on, at most, along each axis of pixels.
+
+    Axes of pixels are those of the input behind samples and channels; an input of numbers has none.
+    """
+    size = frozen.shapes[frozen.network.input]
+    if len(size) == 1 or not frozen.bends:
+        return (1,) * (len(size) - 1)
+    like = next(iter(frozen.bends.values())).distances
+    numbers = max(1, frozen.most_tangents({frozen.network.input: like}))
+    chunk = max(size) if memory_limit is None else max(1, memory_limit // (numbers * like.element_size()))
+    extents = []
+    for axis, length in enumerate(size[1:], 1):
+        lines = torch.eye(length, dtype=like.dtype, device=like.device)
+        lines = lines.view(length, *(length if a == axis else 1 for a in range(len(size))))
+        first: dict[fx.Node, Tensor] = {}
+        last: dict[fx.Node, Tensor] = {}
+        for start in range(0, length, chunk):
+            part = lines[start : start + chunk]
+            for node, seen in frozen.dependences(part.expand(len(part), *size)).items():
+                index = torch.arange(start, start + len(part), device=like.device).view(-1, *[1] * (seen.dim() - 1))
+                nearest, farthest = (torch.where(seen > 0, index, none) for none in (length, -1))
+                first[node] = torch.minimum(first.get(node, nearest[0]), nearest.amin(0))
+                last[node] = torch.maximum(last.get(node, farthest[0]), farthest.amax(0))
+        spans = [last[node] - first[node] + 1 for node in first if first[node].numel()]
+        extents.append(max([1, *(int(span.amax()) for span in spans)]))
+    return tuple(extents)
+
+
+def first_linear(frozen: Frozen) -> fx.Node | None:
+    """Return the linear layer of vectors that everything else depends on the input through; None if there is none."""
+    network, node = frozen.network, frozen.network.input
+    while len(node.users) == 1:
+        (user,) = node.users
+        name = operation(user, network.modules)
+        if name == "linear" and len(frozen.shapes[node]) == 1:
+            return user
+        if name not in _KEEPING_ORDER:
+            return None
+        node = user
+    return None
+
+
+def _weight(node: fx.Node, frozen: Frozen) -> Tensor:
+    if node.op == "call_module":
+        layer = frozen.network.modules[str(node.target)]
+        assert isinstance(layer, nn.Linear)
+        return layer.weight
+    return frozen.constant(node.args[1])
+
+
+def directions(probes: Probes, frozen: Frozen, chunk: int, like: Tensor) -> Iterator[Tensor]:
+    """Yield tangents of the node of ``probes``, ``[at most chunk, 1, ...]``."""
+    if probes.extents is None:
+        weight = _weight(probes.node, frozen)
+        if torch.is_grad_enabled():  # the rows of the weight stay in the span of a constant basis of theirs
+            basis, _ = torch.linalg.qr(weight.detach().mT)
+            factor = (weight @ basis).mT
+        else:
+            factor = torch.linalg.qr(weight.mT, mode="r").R
+        yield from factor.unsqueeze(1).split(chunk)
+        return
+    channels, *size = probes.shape
+    colors = itertools.product(range(channels), *(range(extent) for extent in probes.extents))
+    while places := list(itertools.islice(colors, chunk)):
+        each = like.new_zeros(len(places), 1, channels, *size)
+        for direction, (channel, *offsets) in zip(each[:, 0], places, strict=True):
+            steps = zip(offsets, probes.extents, strict=True)
+            direction[(channel, *(slice(offset, None, extent) for offset, extent in steps))] = 1
+        yield each
+
+
+def random_directions(x: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """Return random signs for each sample, ``[count, N, ...]``."""
+    signs = torch.randint(0, 2, (count, *x.shape), generator=generator, device=x.device)
+    return signs.to(x.dtype).mul_(2).sub_(1)
+
+
+class NormSums:
+    """Norms of gradients, summed up over directions.
+
+    Args:
+        q: exponent of the norm, at least 1; ``inf`` for the largest magnitude.
+    """
+
+    def __init__(self, q: float) -> None:
+        self.q = q
+        self.norms: dict[fx.Node, Tensor] = {}
+
+    def add(self, node: fx.Node, tangents: Tensor) -> None:
+        """Add tangents ``[K, N or 1, ...]`` of the units of an operation."""
+        part = _norm(tangents, self.q)
+        if node in self.norms:
+            part = _norm(torch.stack([self.norms[node], part]), self.q)
+        self.norms[node] = part
+
+
+def _norm(tangents: Tensor, q: float) -> Tensor:
+    """Return the norm over the first axis; powers neither overflow nor vanish."""
+    if q in (1, math.inf):
+        return torch.linalg.vector_norm(tangents, q, dim=0)
+    if q != 2:
+        return _scaled_norm(tangents, q)
+    squares = tangents.square().sum(0)
+    info = torch.finfo(tangents.dtype)
+    rounded = ~((squares > info.tiny / info.eps) & (squares < info.max))  # or NaN
+    norm = squares.sqrt()
+    if rounded.any():
+        norm[rounded] = _scaled_norm(tangents[:, rounded], q)
+    return norm
+
+
+def _scaled_norm(tangents: Tensor, q: float) -> Tensor:
+    """Return the norm over the first axis, of numbers that are divided by the largest first."""
+    largest = tangents.abs().amax(0)
+    scale = torch.where(largest > 0, largest, 1)
+    return torch.linalg.vector_norm(tangents / scale, q, dim=0) * scale
+
+
+def gradient_norms(frozen: Frozen, probes: Probes, q: float, chunk: int, like: Tensor) -> dict[fx.Node, Tensor]:
+    """Return ``||dz/dx||_q`` of all bends ``z``, ``[N or 1, ...]`` by node."""
+    sums = NormSums(q)
+    for tangents in directions(probes, frozen, chunk, like):
+        frozen.tangents({probes.node: tangents}, sums.add)
+    return sums.norms

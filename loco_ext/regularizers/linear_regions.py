@@ -1,0 +1,257 @@
+"""Locally linear regions of piecewise linear networks: the distance to their boundary, and how many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from loco_ext.argument_checks import check_count, check_module
+from loco_ext.regularizers.frozen import Frozen, Network, Place
+from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
+from loco_ext.regularizers.ieee import ieee_arithmetic
+
+MEMORY_LIMIT = 2**26
+_MOST_DIRECTIONS = 512  # directions at once beyond which a pass does not get faster
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit whose bend is a boundary of a linear region.
+
+    Attributes:
+        module: name of the module that bends; for a function, that of the module whose code calls it, and its name.
+        call: which of several calls of this module or function it is, from 0.
+        index: place of the unit in the module's input without the batch; for max-pooling that in its result, and the
+            tap of the window that the largest is compared with.
+
+    Example:
+        >>> from loco_ext import regularizers
+        >>> regularizers.Unit("features.1", 0, (3, 0, 2)).index
+        (3, 0, 2)
+    """
+
+    module: str
+    call: int
+    index: tuple[int, ...]
+
+
+@overload
+def region_radius(
+    model: nn.Module, x: Tensor, p: float = ..., return_unit: Literal[False] = ..., *, memory_limit: int = ...
+) -> Tensor: ...
+@overload
+def region_radius(
+    model: nn.Module, x: Tensor, p: float = ..., *, return_unit: Literal[True], memory_limit: int = ...
+) -> tuple[Tensor, list[Unit | None]]: ...
+def region_radius(
+    model: nn.Module, x: Tensor, p: float = 2, return_unit: bool = False, *, memory_limit: int = MEMORY_LIMIT
+) -> Tensor | tuple[Tensor, list[Unit | None]]:
+    """Return the radius of the largest l_p ball around each sample in which the network is affine.
+
+    It is the minimum of ``|z| / ||dz/dx||_q`` with ``1/p + 1/q = 1`` over all bends ``z``: pre-activations of ReLU,
+    leaky ReLU, PReLU, ReLU6, Hardtanh and abs, and for max-pooling the differences of the largest number of a window
+    to the others. Those that do not depend on the input around the sample have no boundary. The radius is 0 for a
+    sample on a boundary, as images of one colour are where convolutions without padding are max-pooled, and infinite if
+    there is no boundary.
+
+    Convolutions, linear and locally connected layers, sums, concatenations, average pooling and batch normalisations
+    and dropout in evaluation mode are affine. Computed without TF32 or autocast.
+
+    Args:
+        model: network of one input, all layers as above; it is not changed, and neither are its modes.
+        x: inputs ``[N, ...]``, float32 or float64 like the model's parameters; float64 for certificates that hold
+            up to 1e-10, float32 for up to 1e-4 or so, by its rounding errors.
+        p: exponent of the norm, at least 1, or ``float("inf")``.
+        return_unit: also return the unit whose boundary is nearest.
+        memory_limit: bytes that the computation may use beside the model and ``x``, approximately.
+
+    Returns:
+        Radii ``[N]`` in the dtype of ``x``, in the units of ``x``; with ``return_unit`` also a list of :class:`Unit`,
+        None where the radius is infinite.
+
+    Raises:
+        TypeError: an argument has the wrong type, or the dtypes of ``x`` and the parameters differ or are others.
+        ValueError: ``p`` is below 1, ``x`` has no axis of samples, or the limit is too small for one sample.
+        NotPiecewiseLinearError: a module of the model, which is named, is not known to be piecewise linear, or mixes
+            samples. It is a ValueError.
+
+    Source:
+        Lee, Alvarez-Melis, Jaakkola, "Towards Robust, Locally Linear Deep Networks" (ICLR 2019), section 4.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import regularizers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+        >>> _ = model[0].weight.data.copy_(torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, 0.0]]))
+        >>> _ = model[0].bias.data.zero_()
+        >>> x = torch.tensor([[1.0, 0.5], [0.0, 0.0]])
+        >>> radius, units = regularizers.region_radius(model, x, return_unit=True)
+        >>> radius, units[0]
+        (tensor([0.5000, 0.0000]), Unit(module='1', call=0, index=(1,)))
+        >>> regularizers.region_radius(model, x, p=float("inf"))
+        tensor([0.5000, 0.0000])
+    """
+    network = checked_network(model, x)
+    q = dual_exponent(p)
+    check_count("memory_limit", memory_limit, 1)
+    found = nearest_bends(network, x, q, memory_limit)
+    return (found.radius, found.units(network)) if return_unit else found.radius
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The bend whose boundary is nearest to each sample.
+
+    Attributes:
+        radius: ``[N]``.
+        operation: which operation of :attr:`Network.places` bends, int64 ``[N]``; -1 if there is no boundary.
+        index: which of its bends it is, int64 ``[N]``.
+        shapes: shape of the bends of each operation.
+    """
+
+    radius: Tensor
+    operation: Tensor
+    index: Tensor
+    shapes: list[torch.Size]
+
+    def units(self, network: Network) -> list[Unit | None]:
+        """Return the names of the bends."""
+        return [
+            None if number < 0 else _unit(network.places[number], self.shapes[number], flat)
+            for number, flat in zip(self.operation.tolist(), self.index.tolist(), strict=True)
+        ]
+
+
+def _unit(place: Place, shape: torch.Size, flat: int) -> Unit:
+    index = np.unravel_index(flat, shape)
+    return Unit(place.module, place.call, tuple(map(int, index)))
+
+
+@torch.no_grad()
+def nearest_bends(network: Network, x: Tensor, q: float, memory_limit: int = MEMORY_LIMIT) -> Nearest:
+    """Return the bends with the smallest ``|z| / ||dz/dx||_q``."""
+    parts, shapes = [], []
+    with ieee_arithmetic(x.device):
+        for frozen, probes, chunk in _chunks(network, x.detach(), q, memory_limit):
+            norms = gradient_norms(frozen, probes, q, chunk, x)
+            parts.append(_nearest(frozen, norms, x))
+            shapes = [frozen.bends[place.node].distances.shape[1:] for place in network.places]
+    if not parts:
+        none = torch.empty(0, dtype=torch.int64, device=x.device)
+        return Nearest(x.new_empty(0), none, none, shapes)
+    radius, operation, index = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Nearest(radius, operation, index, shapes)
+
+
+def dual_exponent(p: Any) -> float:
+    """Return q with ``1/p + 1/q = 1``.
+
+    Raises:
+        TypeError: ``p`` is not a number.
+        ValueError: ``p`` is not at least 1.
+    """
+    if isinstance(p, bool) or not isinstance(p, Real):
+        raise TypeError(f"p: expected a number, got {p!r}")
+    p = float(p)
+    if not p >= 1:
+        raise ValueError(f"p: expected at least 1, got {p}")
+    return math.inf if p == 1 else 1.0 if p == math.inf else p / (p - 1)
+
+
+def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int:
+    """Return in how many different linear regions the samples are.
+
+    Two samples are in the same region if all units of the network are on the same linear piece for both: the same
+    pre-activations are positive, and the same numbers are the largest of pooling windows.
+
+    Args:
+        model, x: as for :func:`region_radius`.
+        batch_size: number of samples that are evaluated together.
+
+    Raises:
+        TypeError, ValueError: as for :func:`region_radius`; ``batch_size`` is below 1.
+
+    Source:
+        Lee, Alvarez-Melis, Jaakkola, "Towards Robust, Locally Linear Deep Networks" (ICLR 2019), section 4.
+
+    Example:
+        >>> import torch
+        >>> from loco_ext import regularizers
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.ReLU())
+        >>> _ = model[0].weight.data.fill_(1.0), model[0].bias.data.copy_(torch.tensor([0.0, -1.0]))
+        >>> regularizers.count_regions(model, torch.linspace(-2, 3, 11).unsqueeze(1))
+        3
+    """
+    network = checked_network(model, x)
+    check_count("batch_size", batch_size, 1)
+    found: set[bytes] = set()
+    with torch.no_grad(), ieee_arithmetic(x.device):
+        for part in x.detach().split(batch_size):
+            found.update(region_patterns(network, part))
+    return len(found)
+
+
+def region_patterns(network: Network, x: Tensor) -> list[bytes]:
+    """Return what identifies the linear region of each sample."""
+    frozen = Frozen(network, x)
+    sides = [bend.sides.flatten(1).to(torch.int32) for bend in frozen.bends.values()]
+    if not sides:
+        return [b""] * len(x)
+    return [row.tobytes() for row in torch.cat(sides, 1).cpu().numpy()]
+
+
+def checked_network(model: Any, x: Any) -> Network:
+    """Check the arguments and return the network."""
+    check_module("model", model)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"x: expected float32 or float64, got {x.dtype}")
+    if x.dim() < 2:
+        raise ValueError(f"x: expected an axis of samples and at least another one, got shape {tuple(x.shape)}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != x.dtype:
+            raise TypeError(f"x: expected {parameter.dtype}, as {name} of the model has it, got {x.dtype}")
+    return Network(model)
+
+
+def _chunks(network: Network, x: Tensor, q: float, memory_limit: int) -> Iterator[tuple[Frozen, Probes, int]]:
+    """Yield the network around some samples at a time, and how many directions go through it at once."""
+    if not len(x):
+        return
+    first = Frozen(network, x[:1])
+    probes = choose_probes(first, q, memory_limit)
+    stored = x.element_size() * first.elements
+    moving = x.element_size() * first.most_tangents({probes.node: x})
+    if stored + moving > memory_limit:
+        raise ValueError(
+            f"memory_limit: expected at least {stored + moving} bytes, for one sample and one direction, "
+            f"got {memory_limit}"
+        )
+    chunk = max(1, min(probes.count, _MOST_DIRECTIONS, (memory_limit - stored) // max(1, moving)))
+    for part in x.split(max(1, memory_limit // (stored + chunk * moving))):
+        yield Frozen(network, part), probes, chunk
+
+
+def _nearest(frozen: Frozen, norms: dict[Any, Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each sample's radius, the operation that limits it, and the index of its bend."""
+    radius = x.new_full((frozen.batch,), math.inf)
+    operation, index = (torch.full((frozen.batch,), none, device=x.device) for none in (-1, 0))
+    for number, place in enumerate(frozen.network.places):
+        distances = frozen.bends[place.node].distances
+        norm = norms[place.node].expand(distances.shape)
+        ratio = torch.where(norm == 0, math.inf, distances.abs() / norm).flatten(1)
+        if not ratio.shape[1]:
+            continue
+        least, where = ratio.min(1)  # NaN where there is one
+        better = (least < radius) | least.isnan()
+        radius, index = torch.where(better, least, radius), torch.where(better, where, index)
+        operation = torch.where(better, number, operation)
+    return radius, operation, index

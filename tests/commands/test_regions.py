@@ -1,0 +1,93 @@
+"""``loco-ext regions``: its files and record, resuming, and errors."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from loco_ext import regularizers
+from loco_ext.cli import main
+from loco_ext.experiments import files, region_pictures, regions
+from tests.experiments import image_files
+
+OPTIONS = ["--epochs", "1", "--units", "8", "--layers", "2", "--strengths", "0.5", "--hinges", "0,1", "--probes", "1"]
+
+
+@pytest.fixture
+def small_pictures(monkeypatch):
+    for name, value in (("TOY_POINTS", 6), ("TOY_UNITS", 4), ("PIXELS", 20)):
+        monkeypatch.setattr(region_pictures, name, value)
+    monkeypatch.setattr(region_pictures.save_toy, "__defaults__", (2,))
+
+
+@pytest.mark.usefixtures("small_pictures")
+def test_networks_are_trained_measured_and_resumed(tmp_path, capsys):
+    arguments = ["regions", "--out", str(tmp_path), *OPTIONS, "--seeds", "2", "--samples", "100"]
+    assert main([*arguments, "--json"]) == 0
+    record = json.loads((tmp_path / "regions.json").read_text())
+    assert record == json.loads(capsys.readouterr().out)
+    assert [network["seed"] for network in record["networks"]] == [0] * 3 + [1] * 3
+    names = ["vanilla", "roll-0.5-0-100", "roll-0.5-1-100"]
+    assert [arm["name"] for arm in record["arms"]] == names
+    for file in ("regions.png", "toy.png"):
+        assert (tmp_path / file).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    for arm in record["arms"]:
+        networks = [network for network in record["networks"] if network["name"] == arm["name"]]
+        vanilla = [network for network in record["networks"] if network["name"] == "vanilla"]
+        assert all(0 < low <= mid <= high for network in networks for low, mid, high in network["radii"].values())
+        ratios = [a["radii"]["2"][1] / b["radii"]["2"][1] for a, b in zip(networks, vanilla, strict=True)]
+        assert arm["ratio"]["2"]["mean"] == pytest.approx(sum(ratios) / 2)
+        error = abs(ratios[0] - ratios[1]) / 2  # of the mean of two
+        assert arm["ratio"]["2"]["standard_error"] == pytest.approx(error)
+    assert main(arguments) == 2
+    assert "holds an experiment already" in capsys.readouterr().err
+    lost = tmp_path / "runs" / "roll-0.5-1-100-1.json"
+    content = lost.read_text()
+    lost.unlink()
+    assert main([*arguments, "--resume"]) == 0
+    assert lost.read_text() == content
+    assert "*" in capsys.readouterr().out
+
+
+def test_radii_are_in_units_of_pixels(tmp_path):
+    """The same network, of pixels instead of normalised inputs, has these radii itself."""
+    setting = regions.settings_of("quick", epochs=1, units=8, layers=1, strengths=(0.5,), hinges=(1.0,))
+    samples = regions.load(setting, None).first(64)
+    record = regions._network(setting, samples, None, 3, tmp_path, torch.device("cpu"))
+    scale = regions.Scale(samples.train)
+    torch.manual_seed(3)
+    model = regions.fully_connected([64, 8], 10)
+    regions.fit(model, scale(samples.train.images).flatten(1), samples.train.labels, setting, 3, None, "")
+    with torch.no_grad():
+        model[0].weight /= scale.deviation
+        model[0].bias -= model[0].weight.sum(1) * scale.mean
+    radii = regularizers.region_radius(model.double(), samples.test.images.flatten(1).double(), math.inf)
+    torch.testing.assert_close(record["radii"]["inf"][1], radii.quantile(0.5).item(), rtol=1e-3, atol=0)
+
+
+def test_mnist_is_read_from_its_files(tmp_path):
+    images, labels = map(torch.from_numpy, image_files.fashion_mnist(tmp_path / "MNIST" / "raw", zipped=False))
+    train, test = files.mnist(tmp_path)
+    assert torch.equal(torch.cat([train.images, test.images]).squeeze(1), images)
+    assert torch.equal(torch.cat([train.labels, test.labels]), labels.long())
+    setting = regions.settings_of("paper")
+    assert regions.load(setting, tmp_path).size == 28
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dataset", "mnist"], "--data: expected the folder that holds MNIST's idx files, got none"),
+        (["--percents", "most"], "--percents: expected a number or 'max', got 'most'"),
+        (["--percents", "50"], "--probes: expected 'exact' to select 50.0 percent"),
+        (["--strengths", "-1"], "--strengths: expected a finite number of at least 0"),
+        (["--hinges", ""], "--hinges: expected at least one, got none"),
+        (["--momentum", "1"], "--momentum: expected less than 1"),
+        (["--preset", "best"], "--preset: expected one of paper, quick, got 'best'"),
+    ],
+)
+def test_errors_name_the_option(tmp_path, capsys, options, said):
+    assert main(["regions", "--out", str(tmp_path / "run"), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,127 @@
+"""Norms of the gradients of all units, by every route, against autograd."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from loco_ext.regularizers import frozen, gradient_norms, roll
+from tests import tolerances
+from tests.regularizers import piecewise
+
+NETWORKS = [name for name in piecewise.networks() if name != "residual vectors"]  # Hardtanh bends twice
+
+
+def around(name, samples=2):
+    """Return the network around some samples, the samples, and the model."""
+    model, shape = piecewise.networks()[name]
+    x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return frozen.Frozen(frozen.Network(model), x), x, model
+
+
+def norms(network, probes, q, chunk, x):
+    with torch.no_grad():
+        found = gradient_norms.gradient_norms(network, probes, q, chunk, x)
+    return [found[place.node].expand(network.bends[place.node].distances.shape) for place in network.network.places]
+
+
+def expected(model, x, q):
+    each = [piecewise.gradients(model, sample)[2].flatten(1).norm(q, dim=1) for sample in x]
+    return torch.stack(each)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("q", [1, 2, 3.5, math.inf])
+def test_exact_norms_are_those_of_autograd(name, q):
+    """Windows of max-pooling compare with the largest in an order of their own, so norms are compared sorted."""
+    network, x, model = around(name)
+    probes = gradient_norms.choose_probes(network, q)
+    found = norms(network, probes, q, 5, x)
+    existing = []
+    for part, place in zip(found, network.network.places, strict=True):
+        bend = network.bends[place.node]
+        existing.append(part[bend.exists].view(len(x), -1) if bend.exists is not None else part.flatten(1))
+        if isinstance(network.network.modules[str(place.node.target)], nn.ReLU6):
+            existing.append(existing[-1])
+    ours, theirs = torch.cat(existing, 1).sort(1).values, expected(model, x, q).sort(1).values
+    torch.testing.assert_close(ours, theirs, **tolerances.REGIONS)
+
+
+def test_routes_are_chosen_by_architecture():
+    def route(name, q=2):
+        network = around(name)[0]
+        return gradient_norms.choose_probes(network, q)
+
+    assert route("mlp").extents is None  # 8 first units, 40 numbers
+    assert route("mlp").count == 8
+    assert route("mlp", 1).count == 40
+    assert route("narrow mlp").count == 3
+    assert route("residual vectors").count == 5
+    assert route("local").extents == (5, 4)
+    assert route("1d").count == 6  # the last convolution sees 3 + 2 + 1 numbers
+
+
+def test_the_gram_recursion_and_jacobians_agree():
+    network, x, _ = around("mlp")
+    gram = gradient_norms.choose_probes(network, 2)
+    jacobian = gradient_norms.choose_probes(network, 1)
+    for one, other in zip(norms(network, gram, 2, 3, x), norms(network, jacobian, 2, 7, x), strict=True):
+        torch.testing.assert_close(one, other, **tolerances.REGIONS)
+
+
+@pytest.mark.parametrize(
+    ("layers", "extents"),
+    [
+        ([nn.Conv2d(3, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, (3, 1)), nn.ReLU()], (5, 3)),
+        ([nn.Conv2d(3, 2, 3, dilation=2), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(2, 1, 2), nn.ReLU()], (8, 8)),
+        ([nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), nn.ReLU()], (16, 16)),
+        ([nn.MaxPool2d(3, 2), nn.Conv2d(3, 2, 2), nn.ReLU()], (5, 5)),
+        ([nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(392, 2)], (3, 3)),  # nothing bends behind the last
+        ([nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(392, 2), nn.ReLU()], (16, 16)),
+    ],
+    ids=range(6),
+)
+def test_receptive_extents(layers, extents):
+    network = frozen.Frozen(frozen.Network(nn.Sequential(*layers)), torch.randn(1, 3, 16, 16))
+    assert gradient_norms.receptive_extents(network) == extents
+    assert gradient_norms.receptive_extents(network, memory_limit=100_000) == extents
+
+
+def test_colored_probes_are_twenty_times_fewer_on_images_of_cifar():
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3)]
+    model = nn.Sequential(*layers, nn.ReLU()).double()
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64, requires_grad=True)
+    network = frozen.Frozen(frozen.Network(model), x.detach())
+    probes = gradient_norms.choose_probes(network, 2)
+    assert probes.count == 3 * 7 * 7
+    assert 20 * probes.count <= 3 * 32 * 32
+    # Every number of the gradient is found, so that one unit's norms for all q are enough to see.
+    for index in ((0, 0, 0, 0), (0, 3, 15, 29)):
+        gradient = torch.autograd.grad(model[:5](x)[index], x)[0]
+        for q in (1, 2, math.inf):
+            found = norms(network, probes, q, 50, x)[-1][index]
+            torch.testing.assert_close(found, gradient.flatten().norm(q), **tolerances.REGIONS)
+
+
+def test_rademacher_probes_are_unbiased():
+    network, x, model = around("cnn", samples=1)
+    squares, count = [], 4000
+    signs = gradient_norms.random_directions(x, count, torch.Generator().manual_seed(0))
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    with torch.no_grad():
+        network.tangents({network.network.input: signs}, lambda node, t: squares.append(t.square().flatten(2)))
+    totals = torch.cat(squares, 2).sum((1, 2))
+    error = totals.std() / math.sqrt(count)
+    exact = expected(model, x, 2).square().sum()
+    assert (totals.mean() - exact).abs() <= tolerances.STANDARD_ERRORS * error
+    assert error < 0.1 * exact
+
+
+@pytest.mark.parametrize("q", [1, 1.5, 2, 4, math.inf])
+def test_dual_steps(q):
+    gradient = torch.randn(4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    p = math.inf if q == 1 else 1 if q == math.inf else q / (q - 1)
+    step = roll.dual_step(gradient, q)
+    torch.testing.assert_close(step.norm(p, dim=1), torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close((step * gradient).sum(1), gradient.norm(q, dim=1))

@@ -1,0 +1,318 @@
+"""Radii of linear regions against one backward pass per unit, brute-force searches and random points."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from loco_ext import regularizers
+from loco_ext.regularizers.linear_regions import region_patterns
+from tests import tolerances
+from tests.regularizers import piecewise
+
+NETWORKS = list(piecewise.networks())
+NORMS = [1, 1.01, 2, 3.5, math.inf]
+
+
+def network(name, samples=3, seed=0):
+    model, shape = piecewise.networks()[name]
+    x = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return model, x
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_radius_and_unit_are_those_of_a_loop_over_units(name):
+    model, x = network(name)
+    references = [piecewise.gradients(model, sample) for sample in x]
+    for p in NORMS:
+        radii, units = regularizers.region_radius(model, x, p, return_unit=True)
+        assert torch.equal(radii, regularizers.region_radius(model, x, p))
+        for radius, unit, (names, values, gradients) in zip(radii, units, references, strict=True):
+            expected, place = piecewise.smallest_ratio(values, gradients, p)
+            torch.testing.assert_close(radius.item(), expected, **tolerances.REGIONS)
+            assert unit.module == names[place]
+
+
+def test_functions_and_methods_are_understood_like_modules():
+    model, x = network("cnn")
+    twin = piecewise.Functional(model)
+    torch.testing.assert_close(twin(x), model(x))
+    radius, units = regularizers.region_radius(twin, x, return_unit=True)
+    expected, others = regularizers.region_radius(model, x, return_unit=True)
+    torch.testing.assert_close(radius, expected, **tolerances.REGIONS)
+    assert [unit.index for unit in units] == [unit.index for unit in others]
+    assert {unit.module for unit in units} <= {"relu()", "max_pool2d()"}
+
+
+def test_the_index_of_the_unit_leads_to_its_value():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.MaxPool2d(2)).double()
+    x = torch.randn(20, 1, 4, 6, dtype=torch.float64)
+    radii, units = regularizers.region_radius(model, x, return_unit=True)
+    assert {unit.module for unit in units} == {"1", "3"}
+    for sample, radius, unit in zip(x, radii, units, strict=True):
+        sample = sample.clone().requires_grad_()
+        z = model[0](sample)
+        if unit.module == "1":
+            value = z[unit.index]
+        else:
+            channel, row, column, tap = unit.index
+            window = model[2](z.relu())[channel, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2].flatten()
+            value = window.max() - window[tap]
+        gradient = torch.autograd.grad(value, sample)[0]
+        torch.testing.assert_close(value.abs() / gradient.norm(), radius, **tolerances.REGIONS)
+
+
+def dual_step(gradient, p):
+    """Return the step of l_p norm 1 along which a linear function with this gradient changes fastest."""
+    if p == 1:
+        return torch.zeros_like(gradient).index_fill_(0, gradient.abs().argmax(), 1) * gradient.sign()
+    if p == math.inf:
+        return gradient.sign()
+    step = gradient.sign() * (gradient.abs() / gradient.abs().max()) ** (1 / (p - 1))
+    return step / step.norm(p)
+
+
+def check_soundness(name, p, points, seed=1):
+    """Assert that random points near the boundary are in the same region, and the witness's step leads out of it."""
+    model, x = network(name, samples=4, seed=seed)
+    graph = regularizers.linear_regions.Network(model)
+    radii = regularizers.region_radius(model, x, p)
+    generator = torch.Generator().manual_seed(seed)
+    for sample, radius, here in zip(x, radii, region_patterns(graph, x), strict=True):
+        assert 0 < radius < math.inf
+        steps = torch.randn(points // len(x), *sample.shape, generator=generator, dtype=torch.float64)
+        corners = steps.flatten(1)[: len(steps) // 4]  # points of the ball that are extreme in few or all coordinates
+        corners.copy_(
+            corners.sign() if p == math.inf else corners * (corners.abs() > corners.abs().amax(1, True) * 0.8)
+        )
+        steps *= 0.999 * radius / steps.flatten(1).norm(p, dim=1).view(-1, *[1] * sample.dim())
+        for part in (sample + steps).split(2000):
+            assert set(region_patterns(graph, part)) == {here}
+        _, values, gradients = piecewise.gradients(model, sample)
+        _, place = piecewise.smallest_ratio(values, gradients, p)
+        step = -values[place].sign() * dual_step(gradients[place].flatten(), p).view_as(sample)
+        outside, inside = ((sample + factor * radius * step).unsqueeze(0) for factor in (1.001, 0.999))
+        assert region_patterns(graph, outside) != [here]
+        assert region_patterns(graph, inside) == [here]
+
+
+@pytest.mark.parametrize(("name", "p"), [("cnn", 2), ("residual vectors", math.inf), ("residual", 1), ("mlp", 3.5)])
+def test_no_point_inside_the_radius_is_in_another_region(name, p):
+    check_soundness(name, p, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_none_of_many_points_inside_the_radius_is_in_another_region(name, p):
+    """With 9 architectures and 3 norms these are more than 100,000 points for each norm."""
+    check_soundness(name, p, 12_000, seed=2)
+
+
+def circle(p, count):
+    """Return points of the l_p unit circle, [count, 2]."""
+    angles = np.linspace(0, 2 * np.pi, count, endpoint=False)
+    points = np.stack([np.cos(angles), np.sin(angles)], 1)
+    return torch.from_numpy(points / np.linalg.norm(points, p, axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
+def test_in_the_plane_the_radius_is_that_of_a_search_for_the_boundary(p):
+    """The search bisects along many rays for the first change of region, then refines around the nearest ray."""
+    torch.manual_seed(4)
+    model = nn.Sequential(*piecewise.mlp(2, 5, 4), nn.Linear(4, 2)).double()
+    x = torch.tensor([[0.3, -0.2], [-1.0, 0.8]], dtype=torch.float64)
+    for sample, radius in zip(x, regularizers.region_radius(model, x, p).tolist(), strict=True):
+        assert first_change(model, sample, p, radius) == pytest.approx(radius, abs=tolerances.BOUNDARY_SEARCH)
+
+
+def first_change(model, sample, p, scale):
+    """Return the smallest l_p distance at which a plain forward pass has other signs, by bisection along rays."""
+
+    def pattern(points):
+        signs = []
+        for layer in model:
+            signs += [points > 0] if isinstance(layer, nn.ReLU) else []
+            points = layer(points)
+        return torch.cat(signs, 1)
+
+    rays, here, spread = circle(p, 20_000), pattern(sample.unsqueeze(0)), 1e-3
+    with torch.no_grad():
+        for _ in range(4):
+            low, high = torch.zeros(len(rays), dtype=torch.float64), torch.full((len(rays),), 2 * scale).double()
+            for _ in range(50):
+                middle = (low + high) / 2
+                same = (pattern(sample + middle[:, None] * rays) == here).all(1)
+                low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+            best = rays[high.argmin()]
+            around = best + torch.linspace(-spread, spread, 2001)[:, None].double() * torch.stack([-best[1], best[0]])
+            rays, spread = around / around.norm(p, dim=1, keepdim=True), spread / 100
+    return high.min().item()
+
+
+def test_boundaries_and_units_without_gradient():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU()).double()
+    for layer in (model[0], model[2]):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    x = torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64)
+    radius, units = regularizers.region_radius(model, x, return_unit=True)
+    assert radius.tolist() == [math.inf, math.inf]
+    assert units == [None, None]
+    model[0].weight.data[1, 0] = 2.0  # z = 2 * x0, whose boundary is at distance x0
+    radius, units = regularizers.region_radius(model, x, return_unit=True)
+    assert radius.tolist() == [1.0, 0.0]
+    assert units == [regularizers.Unit("1", 0, (1,))] * 2
+    assert regularizers.region_radius(nn.Linear(2, 2).double(), x).tolist() == [math.inf, math.inf]
+    assert regularizers.region_radius(model, x[:0]).shape == (0,)
+    x[0, 0] = math.nan
+    assert regularizers.region_radius(model, x).isnan().tolist() == [True, False]
+
+
+def test_ties_of_pooling_windows():
+    """One colour is on the boundary of all windows; dead units that tie do not depend on the input at all."""
+    x = torch.ones(1, 1, 4, 4, dtype=torch.float64)
+    pool = nn.MaxPool2d(2)
+    assert regularizers.region_radius(pool, x).item() == 0
+    dead = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), pool).double()
+    nn.init.constant_(dead[0].weight, 1.0)
+    nn.init.constant_(dead[0].bias, -3.0)
+    assert regularizers.region_radius(dead, x).item() == pytest.approx(2.0)
+
+
+def test_small_gradients_and_large_exponents_do_not_underflow():
+    model = nn.Sequential(nn.Linear(3, 1), nn.ReLU())
+    nn.init.constant_(model[0].weight, 1e-30)
+    nn.init.constant_(model[0].bias, 1e-30)
+    for p, norm in ((1.001, 3 ** (1 / 1001)), (2, math.sqrt(3)), (1e9, 3.0)):
+        radius = regularizers.region_radius(model, torch.zeros(1, 3), p)
+        torch.testing.assert_close(radius.item(), 1 / norm, rtol=tolerances.SMALL_GRADIENTS, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "residual"])
+def test_a_memory_limit_changes_nothing_but_the_chunks(name):
+    model, x = network(name, samples=5)
+    expected = regularizers.region_radius(model, x)
+    torch.testing.assert_close(
+        regularizers.region_radius(model, x, memory_limit=30_000), expected, **tolerances.REGIONS
+    )
+    with pytest.raises(ValueError, match="memory_limit: expected at least"):
+        regularizers.region_radius(model, x, memory_limit=100)
+
+
+def test_regions_are_counted():
+    model = nn.Sequential(nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+    model[0].weight.data.fill_(1.0)
+    model[0].bias.data.copy_(torch.tensor([1.0, 0.0, -1.0]))
+    x = torch.linspace(-2, 2, 101, dtype=torch.float64).unsqueeze(1)
+    assert regularizers.count_regions(model, x) == 4
+    assert regularizers.count_regions(model, x, batch_size=7) == 4
+    assert regularizers.count_regions(model, x[:1]) == 1
+    assert regularizers.count_regions(model, x[:0]) == 0
+    assert regularizers.count_regions(nn.Hardtanh(), x) == 3
+    assert regularizers.count_regions(nn.Linear(1, 1).double(), x) == 1
+
+
+def test_precision_and_model_are_as_before():
+    """Autocast is off inside; settings, modes, statistics, gradients and random numbers stay."""
+    model, x = network("residual")
+    model.float()
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = regularizers.region_radius(model, x.float())
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = precision
+    assert rounded.dtype == torch.float32
+    exact = regularizers.region_radius(model.double(), x.float().double())
+    torch.testing.assert_close(rounded.double(), exact, rtol=tolerances.FLOAT32_RADIUS, atol=0)
+    assert all(
+        torch.equal(a.double(), b.double()) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
+class Mixing(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.relu = function, nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(self.function(x))
+
+
+class Two(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+REFUSED = {
+    "gelu": (nn.Sequential(nn.Linear(4, 4), nn.GELU()), "got GELU at 1"),
+    "inner sigmoid": (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), nn.ReLU()), "got Sigmoid at 0.1"),
+    "function": (Mixing(torch.tanh), r"got tanh\(\) in the model"),
+    "batch norm": (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()), "BatchNorm1d at 1; call eval"),
+    "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()), "Dropout at 1 that is active; call eval"),
+    "without statistics": (
+        nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)).eval(),
+        "normalises by the batch",
+    ),
+    "layer norm": (nn.Sequential(nn.LayerNorm(4), nn.ReLU()), "got LayerNorm at 0"),
+    "product": (Mixing(lambda x: x * x), r"got mul\(\)"),
+    "batch mean": (Mixing(lambda x: x - x.mean(0, keepdim=True)), "axis of samples"),
+    "whole mean": (Mixing(lambda x: x - x.mean()), "axis of samples"),
+    "transposed": (Mixing(lambda x: x.transpose(0, 1)), "axis of samples"),
+    "merged": (Mixing(lambda x: x.view(-1, 2)), "axis of samples"),
+    "first": (Mixing(lambda x: x[0]), "axis of samples"),
+    "constants by sample": (Mixing(lambda x: x + torch.arange(3.0).view(3, 1)), "axis of samples"),
+    "two inputs": (Two(), "got one that needs y"),
+    "branches": (Branching(), "torch.fx can trace"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_to_be_piecewise_linear_is_refused(name):
+    model, said = REFUSED[name]
+    with pytest.raises(regularizers.NotPiecewiseLinearError, match=said):
+        regularizers.region_radius(model, torch.randn(3, 4))
+
+
+def test_hooks_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(lambda module, args, result: 2 * result)
+    with pytest.raises(regularizers.NotPiecewiseLinearError, match="got some at 0"):
+        regularizers.region_radius(model, torch.randn(3, 4))
+
+
+BAD = [
+    ({"model": "relu"}, TypeError, "model: expected a module, got str"),
+    ({"x": [[1.0]]}, TypeError, "x: expected a tensor, got list"),
+    ({"x": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "x: expected float32 or float64, got torch.int64"),
+    ({"x": torch.ones(3, 4).double()}, TypeError, "x: expected torch.float32, as weight of the model has it"),
+    ({"x": torch.ones(4)}, ValueError, "x: expected an axis of samples"),
+    ({"p": 0.9}, ValueError, "p: expected at least 1, got 0.9"),
+    ({"p": math.nan}, ValueError, "p: expected at least 1, got nan"),
+    ({"p": "2"}, TypeError, "p: expected a number, got '2'"),
+    ({"memory_limit": 0}, ValueError, "memory_limit: expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "said"), BAD, ids=range(len(BAD)))
+def test_bad_arguments_are_named(change, error, said):
+    arguments = {"model": nn.Linear(4, 2), "x": torch.ones(3, 4)} | change
+    with pytest.raises(error, match=said):
+        regularizers.region_radius(**arguments)
+    if change.keys() <= {"model", "x"}:
+        with pytest.raises(error, match=said):
+            regularizers.count_regions(**arguments)

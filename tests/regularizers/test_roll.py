@@ -1,0 +1,150 @@
+"""ROLL and the margin loss against losses written unit by unit, with their gradients."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from loco_ext import regularizers
+from tests import tolerances
+from tests.regularizers import piecewise
+
+
+def network(name, samples=3):
+    model, shape = piecewise.networks()[name]
+    return model, torch.randn(samples, *shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def gradients_of(loss, model):
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def bends_with_graph(model, sample):
+    """Return the bends of one sample and the norms of their gradients, both differentiable in the parameters."""
+    sample = sample.clone().requires_grad_()
+    _, values = piecewise.bends(model, sample)
+    each = [torch.autograd.grad(z, sample, create_graph=True, materialize_grads=True)[0].flatten() for z in values]
+    return values, torch.stack(each)
+
+
+@pytest.mark.parametrize("top_percent", [100, 30, "max", 1e-3])
+@pytest.mark.parametrize("name", ["mlp", "narrow mlp", "1d", "residual"])
+def test_roll_is_the_loss_over_a_loop_of_units(name, top_percent):
+    model, x = network(name)
+    loss = 0
+    for sample in x:
+        z, gradients = bends_with_graph(model, sample)
+        terms = gradients.square().sum(1) + 0.7 * (1 - z.abs()).clamp(min=0)
+        count = len(terms) if top_percent == 100 else max(1, round(len(terms) * 0.3)) if top_percent == 30 else 1
+        loss = loss + terms.sort(descending=True).values[:count].mean() / len(x)
+    loss = 2.5 * loss
+    found = regularizers.ROLL(2.5, 0.7, top_percent)(model, x)
+    torch.testing.assert_close(found, loss, **tolerances.REGIONS)
+    torch.testing.assert_close(gradients_of(found, model), gradients_of(loss, model), **tolerances.REGION_LOSSES)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("name", ["mlp", "1d", "residual"])
+def test_margin_loss_is_the_smallest_ratio_of_a_loop_of_units(name, p):
+    model, x = network(name)
+    q = math.inf if p == 1 else 1 if p == math.inf else p / (p - 1)
+    loss = 0
+    for sample in x:
+        z, gradients = bends_with_graph(model, sample)
+        inside = gradients.abs().amax(1) > 0
+        loss = loss - 1.5 * (z[inside].abs() / gradients[inside].norm(q, dim=1)).min() / len(x)
+    found = regularizers.MarginLoss(1.5, p)(model, x)
+    torch.testing.assert_close(found, loss, **tolerances.REGIONS)
+    torch.testing.assert_close(gradients_of(found, model), gradients_of(loss, model), **tolerances.REGION_LOSSES)
+
+
+def test_random_probes_are_unbiased_for_roll_and_its_gradient():
+    model, x = network("cnn")
+    exact = regularizers.ROLL(1.0, 0.5, probes="exact")(model, x)
+    auto = regularizers.ROLL(1.0, 0.5)(model, x)
+    assert torch.equal(auto, exact)
+    generator, draws = torch.Generator().manual_seed(0), []
+    estimate = regularizers.ROLL(1.0, 0.5, probes=8, generator=generator)
+    for _ in range(300):
+        value = estimate(model, x)
+        draws.append(torch.cat([value.detach().view(1), gradients_of(value, model)]))
+    draws = torch.stack(draws)
+    expected = torch.cat([exact.detach().view(1), gradients_of(exact, model)])
+    error = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - expected).abs() <= tolerances.STANDARD_ERRORS * error + 1e-12).all()
+
+
+def test_many_directions_are_replaced_by_a_random_one():
+    model = nn.Sequential(nn.Conv2d(4, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 18 * 18, 3), nn.ReLU())
+    x = torch.randn(2, 4, 20, 20)
+    generator = torch.Generator().manual_seed(0)
+    roll = regularizers.ROLL(1.0, 0.5, generator=generator)
+    assert roll(model, x) != roll(model, x)
+    selecting = regularizers.ROLL(1.0, 0.5, 50)
+    assert selecting(model, x) == selecting(model, x)
+
+
+def test_networks_without_bends_and_infinite_radii_add_nothing():
+    x = torch.randn(3, 4)
+    assert regularizers.ROLL(1.0, 1.0)(nn.Linear(4, 2), x) == 0
+    assert regularizers.MarginLoss(1.0)(nn.Linear(4, 2), x) == 0
+    assert regularizers.ROLL(1.0, 1.0)(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), x[:0]) == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled", "autocast", "scaler"])
+def test_training_lowers_the_loss(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(*piecewise.mlp(4, 16, 16), nn.Linear(16, 2))
+    x = torch.randn(32, 4)
+    y = (x[:, 0] > 0).long()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler", init_scale=1024.0)
+    called = torch.compile(model, backend="eager") if kind == "compiled" else model
+    roll = regularizers.ROLL(2.0, 0.5)
+    before = roll(model, x).item()
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = cross_entropy(called(x), y) + roll(called, x)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    if kind == "compiled":
+        step = torch.compile(step, backend="eager")
+    for _ in range(40):
+        step()
+    assert roll(model, x).item() < 0.8 * before
+
+
+BAD = [
+    ({"strength": -1.0}, ValueError, "strength: expected a finite number of at least 0"),
+    ({"hinge": "1"}, TypeError, "hinge: expected a number, got '1'"),
+    ({"top_percent": 0}, ValueError, "top_percent: expected more than 0 and at most 100, or 'max', got 0"),
+    ({"top_percent": 101}, ValueError, "top_percent: expected more than 0"),
+    ({"top_percent": "most"}, TypeError, "top_percent: expected a number or 'max', got 'most'"),
+    ({"probes": 0}, ValueError, "probes: expected at least 1, got 0"),
+    ({"probes": "random"}, TypeError, "probes: expected an int, got 'random'"),
+    ({"probes": 3, "top_percent": 50}, ValueError, "probes: expected 'exact' to select 50 percent"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "said"), BAD, ids=range(len(BAD)))
+def test_bad_arguments_are_named(change, error, said):
+    with pytest.raises(error, match=said):
+        regularizers.ROLL(**{"strength": 1.0, "hinge": 1.0} | change)
+
+
+def test_bad_arguments_of_the_margin_loss_and_of_calls_are_named():
+    with pytest.raises(ValueError, match="p: expected at least 1, got 0"):
+        regularizers.MarginLoss(1.0, 0)
+    model, x = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), torch.randn(3, 4)
+    for loss in (regularizers.ROLL(1.0, 1.0), regularizers.MarginLoss(1.0)):
+        with pytest.raises(regularizers.NotPiecewiseLinearError, match="BatchNorm1d at 1; call eval"):
+            loss(model, x)
+        with pytest.raises(TypeError, match="x: expected float32 or float64"):
+            loss(model, x.long())
