@@ -12,10 +12,10 @@
 #include "ring_prox/ring_sums.h"
 
 namespace loco::optim_step {
-namespace {
+LOCO_KERNELS_BEGIN
 
+using namespace ring_prox::LOCO_CAPABILITY;
 using ring_prox::kLanes;
-using ring_prox::kShortSum;
 using ring_prox::Moments;
 using ring_prox::Run;
 
@@ -83,7 +83,7 @@ struct AdamUpdate {
 template <int rings, class Update>
 LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& run,
                     double* const (&sums)[Update::count]) {
-  ring_prox::RingSums<rings, Update::count> ring_sums;
+  RingSums<rings, Update::count> ring_sums;
   float same[kLanes];
   std::fill(same, same + kLanes, block.uniform);
   const float* const table = block.table ? block.table : same;
@@ -99,7 +99,6 @@ LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& 
   };
   int64_t i = 0;
   for (; i + kShortSum * kLanes <= block.count; i += kShortSum * kLanes) {
-#pragma GCC unroll 4
     for (int k = 0; k < kShortSum; ++k) step(i + k * kLanes);
     ring_sums.settle();
   }
@@ -136,32 +135,15 @@ LOCO_HD void adam_with_decay(const Block<float>& block, const AdamScalars<float>
   by_rings(block, AdamUpdate<decay>{block, s}, run, sums);
 }
 
-// Returns whether a run consists of whole vectors, and so do the patterns that repeat along it (rings and the table).
-bool of_vectors(const Block<float>& block, const Run& run) {
-  const bool lanes = run.uniform() || (run.period % kLanes == 0 && run.rings <= ring_prox::kMostRingSums);
-  const bool table = block.table == nullptr || (block.period % kLanes == 0 && block.phase % kLanes == 0);
-  return run.count % kLanes == 0 && block.count % kLanes == 0 && lanes && table;
-}
-
-}  // namespace
-
-bool sums_meanwhile(const Block<float>& block, SgdFlags flags, const SgdScalars<float>&, const Run& run) {
-  return flags.decay != Decay::l1 && flags.momentum != Momentum::first && of_vectors(block, run);
-}
-
-bool sums_meanwhile(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars, const Run& run) {
-  return flags.decay != Decay::l1 && !flags.amsgrad && !scalars.lerp_from_end && of_vectors(block, run);
-}
-
-LOCO_CLONES void update_and_sum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars,
-                                const Run& run, Moments& sums) {
+void update_sgd_and_sum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars, const Run& run,
+                        Moments& sums) {
   const SgdScalars<float> local = scalars;
   flags.decay == Decay::none ? sgd_by_momentum<Decay::none>(block, flags, local, run, sums)
                              : sgd_by_momentum<Decay::l2>(block, flags, local, run, sums);
 }
 
-LOCO_CLONES void update_and_sum(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
-                                const Run& run, Moments& sums) {
+void update_adam_and_sum(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars, const Run& run,
+                         Moments& sums) {
   AdamScalars<float> local = scalars;
   local.lerp_from_end = false;
   if (flags.decay == Decay::none) return adam_with_decay<Decay::none>(block, local, run, sums);
@@ -169,4 +151,7 @@ LOCO_CLONES void update_and_sum(const Block<float>& block, AdamFlags flags, cons
   adam_with_decay<Decay::decoupled>(block, local, run, sums);
 }
 
+const SummingKernels summing_kernels = {update_sgd_and_sum, update_adam_and_sum};
+
+LOCO_KERNELS_END
 }  // namespace loco::optim_step
