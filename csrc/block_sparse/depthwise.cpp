@@ -6,8 +6,8 @@
 // [entries, channels] and bias [rows, channels] are contiguous. Vectors lie along the channels, and elements are
 // converted as they are read.
 //
-// An item is one row for one vector of channels and one part of the batch of at most kSamples samples, whose sums stay
-// in registers. A thread takes a range of items, in which rows follow each other.
+// An item is one row for one tile of channels and one part of the batch of at most kDepthwiseSamples samples, whose
+// sums stay in registers. A thread takes a range of items, in which rows follow each other.
 //
 // If rows read the same pixels, a thread first copies the pixels of its few samples and its vector of channels into a
 // ring buffer: in the tensor, pixels are so far apart, and often at such even distances, that the L1 cache would not
@@ -22,18 +22,21 @@
 namespace loco::block_sparse {
 LOCO_KERNELS_BEGIN
 
-constexpr int kSamples = 12;                              // samples whose sums stay in registers
-constexpr int64_t kRing = 1 << 20;                        // bytes of a ring, at most
-constexpr int64_t kReads = 3;                             // reads per pixel from which on a ring pays
-constexpr int64_t kTransposedAtOnce = 16;                 // pixels copied at once where pixels have stride 1
-constexpr int64_t kPixelsAhead = 16, kEntriesAhead = 96;  // distances of prefetches
+constexpr int kDepthwiseSamples = 11;         // samples whose sums stay in registers
+constexpr int64_t kDepthwiseRing = 1 << 20;   // bytes of a ring, at most
+constexpr int64_t kDepthwiseReads = 3;        // reads per pixel from which on a ring pays
+constexpr int64_t kDepthwiseTransposed = 16;  // pixels copied at once where pixels have stride 1
+// Prefetch distances.
+constexpr int64_t kDepthwisePixelsAhead = 16, kDepthwiseEntriesAhead = 96;
 
-// Load the initial value of a row's sums: its bias, or zeros.
-template <typename E, bool whole>
-LOCO_HD typename E::Vec start_of(const Product& call, int64_t row, int64_t channel) {
-  if (!call.bias) return typename E::Vec{};
+// Load the initial values of a row's sums: its bias, or zeros.
+template <typename E, int vectors, bool whole>
+LOCO_HD void depthwise_start(const Product& call, int64_t row, int64_t channel, typename E::Vec (&to)[vectors]) {
+  const typename E::Acc zeros[E::Arithmetic::kWidth] = {};
+  LOCO_UNROLL for (int j = 0; j < vectors; ++j) to[j] = E::Arithmetic::load(zeros);
+  if (!call.bias) return;
   const auto* bias = static_cast<const typename E::Storage*>(call.bias) + row * call.groups + channel;
-  return E::template read<whole>(bias, call.groups - channel);
+  E::template read<vectors, whole>(bias, call.groups - channel, to);
 }
 
 // The pixels in [begin, end), or none.
@@ -47,17 +50,19 @@ struct Span {
   }
 };
 
-// Return the distance between pixels in a ring, in vectors of channels. It is odd so that pixels below each other are
+// Return the distance between pixels of a copy, in vectors of channels. It is odd so that pixels below each other are
 // in different cache sets.
-constexpr int64_t ring_stride(int64_t samples) { return samples | 1; }
+constexpr int64_t depthwise_stride(int64_t samples) { return samples | 1; }
 
 // The pixels that each row reads, and the size of the rings, if any are used.
 template <typename E>
-class Spans {
-  static constexpr int64_t kPixel = ring_stride(kSamples) * E::kWidth * sizeof(typename E::Storage);
+class DepthwiseSpans {
+  static constexpr int64_t kPixel =
+      depthwise_stride(kDepthwiseSamples) * E::kVectors * E::Arithmetic::kWidth * sizeof(typename E::Storage);
 
  public:
-  explicit Spans(const Product& call) : call_(call), unit_(call.from.channel_stride == 1 ? 1 : kTransposedAtOnce) {
+  explicit DepthwiseSpans(const Product& call)
+      : call_(call), unit_(call.from.channel_stride == 1 ? 1 : kDepthwiseTransposed) {
     int64_t widest = 0;
     bool ordered = true;
     for (int64_t row = 0; row < call.rows; ++row) {
@@ -69,7 +74,7 @@ class Spans {
       }
     }
     ordered_ = ordered;
-    const bool pays = widest * kPixel <= kRing && call.first[call.rows] >= kReads * all_.length();
+    const bool pays = widest * kPixel <= kDepthwiseRing && call.first[call.rows] >= kDepthwiseReads * all_.length();
     // If pixels have stride 1, they have to be copied.
     if (pays || unit_ > 1) size_ = pieces(widest + unit_ - 1, unit_) * unit_;
   }
@@ -98,7 +103,7 @@ class Spans {
   int64_t size_ = 0;
 };
 
-// Some samples and one vector of channels: of all pixels, in the tensor, or of the pixels in a ring of `size` pixels,
+// Some samples and vectors of channels: of all pixels, in the tensor, or of the pixels in a ring of `size` pixels,
 // [pixel % size, sample, channel], with zeros beyond the last channel.
 template <typename E>
 struct Window {
@@ -106,146 +111,147 @@ struct Window {
   int64_t batch, samples, channel, size;
 };
 
-// Compute one row of `to`, which reads pixels from `lowest` on, for `samples` samples from sample `first` of the window
-// on.
-template <typename E, int samples, bool whole, bool copied>
-void row_tile(const Product& call, const Window<E>& window, int64_t first, int64_t row, int64_t lowest) {
+// Compute one row, which reads pixels from `lowest` on.
+template <typename E, int samples, int vectors, bool whole, bool copied>
+void depthwise_tile(const Product& call, const Window<E>& window, int64_t row, int64_t lowest) {
   using A = typename E::Arithmetic;
   using Storage = typename E::Storage;
-  constexpr bool kWholePixels = whole || copied;
+  constexpr int kWidth = A::kWidth;
   const int64_t count = call.groups - window.channel;
   const auto* const values = static_cast<const Storage*>(call.values) + window.channel;
-  const int64_t sample_stride = copied ? E::kWidth : call.from.batch_stride;
-  const int64_t pixel_stride = copied ? ring_stride(window.samples) * E::kWidth : call.from.pixel_stride;
+  const int64_t sample_stride = copied ? vectors * kWidth : call.from.batch_stride;
+  const int64_t pixel_stride = copied ? depthwise_stride(samples) * sample_stride : call.from.pixel_stride;
   const int64_t start = copied ? lowest / window.size * window.size : 0, size = window.size;
-  typename E::Vec sums[samples];
-  const typename E::Vec bias = start_of<E, whole>(call, row, window.channel);
-  LOCO_UNROLL for (int i = 0; i < samples; ++i) sums[i] = bias;
+  typename A::Vec sums[samples][vectors], x[vectors], v[vectors];
+  depthwise_start<E, vectors, whole>(call, row, window.channel, v);
+  LOCO_UNROLL for (int i = 0; i < samples; ++i) { LOCO_UNROLL for (int j = 0; j < vectors; ++j) sums[i][j] = v[j]; }
   const int64_t end = call.first[row + 1], entries = call.first[call.rows];
   for (int64_t entry = call.first[row]; entry < end; ++entry) {
     int64_t place = call.source[entry] - start;
     if constexpr (copied) place = place < size ? place : place - size;
-    const auto* const pixel = window.data + place * pixel_stride + first * sample_stride;
-    const int64_t next = least(entry + kEntriesAhead, entries - 1);
+    const auto* const pixel = window.data + place * pixel_stride;
+    const int64_t next = least(entry + kDepthwiseEntriesAhead, entries - 1);
     const auto* const value = values + (call.blocks ? call.blocks[entry] : entry) * call.groups;
     __builtin_prefetch(values + (call.blocks ? call.blocks[next] : next) * call.groups, 0, 2);
-    const typename E::Vec v = E::template read<whole>(value, count);
+    E::template read<vectors, whole>(value, count, v);
     LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-      const typename E::Vec x = E::template read<kWholePixels>(pixel + i * sample_stride, count);
-      sums[i] = A::multiply_add(x, v, sums[i]);
+      E::template read<vectors, whole || copied>(pixel + i * sample_stride, count, x);
+      LOCO_UNROLL for (int j = 0; j < vectors; ++j) sums[i][j] = A::multiply_add(x[j], v[j], sums[i][j]);
     }
   }
-  auto* to = static_cast<Storage*>(call.to.data) + (window.batch + first) * call.to.batch_stride +
-             row * call.to.pixel_stride + window.channel;
+  auto* to = static_cast<Storage*>(call.to.data) + window.batch * call.to.batch_stride + row * call.to.pixel_stride +
+             window.channel;
   LOCO_UNROLL for (int i = 0; i < samples; ++i) {
-    E::template write<whole>(to + i * call.to.batch_stride, count, sums[i]);
+    E::template write<vectors, whole>(to + i * call.to.batch_stride, count, sums[i]);
   }
 }
 
-// Copy one pixel of all samples of a window to `to`, [sample, channel]. Channels have stride 1.
-template <typename E>
-void copy_pixel(const Product& call, const Window<E>& window, int64_t pixel, int64_t last, typename E::Storage* to) {
+// Copy some samples of a pixel whose channels have stride 1.
+template <typename E, int samples, int channels, bool whole>
+void depthwise_copy(const Product& call, const Window<E>& window, int64_t pixel, int64_t last,
+                    typename E::Storage* to) {
   using Storage = typename E::Storage;
-  const int64_t count = least(E::kWidth, call.groups - window.channel), stride = call.from.batch_stride;
+  const int64_t count = whole ? channels : call.groups - window.channel, stride = call.from.batch_stride;
   const auto* const from = static_cast<const Storage*>(call.from.data) + window.batch * stride + window.channel;
   const auto* const here = from + pixel * call.from.pixel_stride;
-  const auto* const ahead = from + least(pixel + kPixelsAhead, last) * call.from.pixel_stride;
-  for (int64_t i = 0; i < window.samples; ++i, to += E::kWidth) {
+  const auto* const ahead = from + least(pixel + kDepthwisePixelsAhead, last) * call.from.pixel_stride;
+  LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+    std::memcpy(to + i * channels, here + i * stride, count * sizeof(Storage));
+    if constexpr (!whole) std::memset(to + i * channels + count, 0, (channels - count) * sizeof(Storage));
     __builtin_prefetch(ahead + i * stride, 0, 2);
-    if (count == E::kWidth) {
-      std::memcpy(to, here + i * stride, E::kWidth * sizeof(Storage));
-    } else {
-      std::memcpy(to, here + i * stride, count * sizeof(Storage));
-      std::memset(to + count, 0, (E::kWidth - count) * sizeof(Storage));
-    }
   }
 }
 
-// Copy `length` pixels of all samples of a window to `to`, [pixel, sample, channel]. Pixels have stride 1.
-template <typename E>
-void copy_transposed(const Product& call, const Window<E>& window, int64_t pixel, int64_t length,
-                     typename E::Storage* to) {
+// Copy some samples of `length` pixels, transposed: pixels have stride 1.
+template <typename E, int samples, int channels, bool whole>
+void depthwise_transpose(const Product& call, const Window<E>& window, int64_t pixel, int64_t length,
+                         typename E::Storage* to) {
   using Storage = typename E::Storage;
-  const int64_t pixel_stride = ring_stride(window.samples) * E::kWidth, stride = call.from.channel_stride;
-  const int64_t count = least(E::kWidth, call.groups - window.channel);
+  constexpr int64_t kPixel = depthwise_stride(samples) * channels;
+  const int64_t count = whole ? channels : call.groups - window.channel, stride = call.from.channel_stride;
   const auto* from = static_cast<const Storage*>(call.from.data) + window.batch * call.from.batch_stride +
                      window.channel * stride + pixel;
-  for (int64_t i = 0; i < window.samples; ++i, from += call.from.batch_stride, to += E::kWidth) {
+  for (int64_t i = 0; i < samples; ++i, from += call.from.batch_stride, to += channels) {
     for (int64_t c = 0; c < count; ++c) __builtin_prefetch(from + c * stride + length, 0, 2);
     transpose<typename E::Square>(reinterpret_cast<const char*>(from), stride * sizeof(Storage), count, length, to,
-                                  pixel_stride);
+                                  kPixel);
+    if constexpr (whole) continue;
     for (int64_t at = 0; at < length; ++at) {
-      std::memset(to + at * pixel_stride + count, 0, (E::kWidth - count) * sizeof(Storage));
+      std::memset(to + at * kPixel + count, 0, (channels - count) * sizeof(Storage));
     }
   }
 }
 
 // Copy the pixels of `span` that are missing in a ring, which has those of `cached`.
-template <typename E>
-void fill_ring(const Product& call, const Spans<E>& spans, const Window<E>& window, Span span, Span& cached) {
-  const int64_t unit = spans.unit(), pixel_stride = ring_stride(window.samples) * E::kWidth;
+template <typename E, int samples, int vectors, bool whole>
+void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, Span span,
+                    Span& cached) {
+  constexpr int kChannels = vectors * E::Arithmetic::kWidth, kPixel = depthwise_stride(samples) * kChannels;
+  const int64_t unit = spans.unit();
   // The first pixel that leaves room for the last: later rows may read further back than this one.
   const int64_t first = pieces(most(span.end - window.size, 0), unit) * unit;
   if (span.begin < cached.begin || first > cached.end) cached = {first, first};
   while (cached.end < span.end) {
-    auto* const to = window.data + cached.end % window.size * pixel_stride;
+    auto* const to = window.data + cached.end % window.size * kPixel;
     if (unit == 1) {
-      copy_pixel(call, window, cached.end, spans.end() - 1, to);
+      depthwise_copy<E, samples, kChannels, whole>(call, window, cached.end, spans.end() - 1, to);
     } else {
-      copy_transposed(call, window, cached.end, least(unit, spans.end() - cached.end), to);
+      const int64_t length = least(unit, spans.end() - cached.end);
+      depthwise_transpose<E, samples, kChannels, whole>(call, window, cached.end, length, to);
     }
     cached.end += unit;
     cached.begin = most(cached.begin, cached.end - window.size);
   }
 }
 
-// Compute a row for the samples of a window from `first` on, in tiles of kSamples, 8, 4, 2 or 1 samples.
-template <typename E, bool whole, bool copied, int samples = kSamples>
-void row_tiles(const Product& call, const Window<E>& window, int64_t first, int64_t row, int64_t lowest) {
-  for (; first + samples <= window.samples; first += samples) {
-    row_tile<E, samples, whole, copied>(call, window, first, row, lowest);
-  }
-  if constexpr (samples > 1) {
-    constexpr int fewer = samples > 8 ? 8 : samples / 2;
-    row_tiles<E, whole, copied, fewer>(call, window, first, row, lowest);
-  }
-}
-
 // Compute rows `row` to before `last`, from a ring or from the tensor.
-template <typename E, bool whole, bool copied>
-void window_rows(const Product& call, const Spans<E>& spans, const Window<E>& window, int64_t row, int64_t last) {
-  constexpr int most_samples = whole ? kSamples : 4;  // few channels are in a vector that is not whole
+template <typename E, int vectors, bool whole, bool copied, int samples = kDepthwiseSamples>
+void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, int64_t row,
+                    int64_t last) {
+  if constexpr (samples > 1) {
+    if (window.samples < samples) {
+      return depthwise_rows<E, vectors, whole, copied, samples - 1>(call, spans, window, row, last);
+    }
+  }
   Span cached{0, 0};
   for (; row < last; ++row) {
     const Span span = spans.of(row);
-    if (copied && span.length() > 0) fill_ring(call, spans, window, span, cached);
-    row_tiles<E, whole, copied, most_samples>(call, window, 0, row, span.begin);
+    if (copied && span.length() > 0) {
+      depthwise_fill<E, samples, vectors, whole>(call, spans, window, span, cached);
+    }
+    depthwise_tile<E, samples, vectors, whole, copied>(call, window, row, span.begin);
   }
+}
+
+template <typename E, bool copied>
+auto depthwise_rows_of(bool wide, bool whole) {
+  return wide    ? depthwise_rows<E, E::kVectors, true, copied>
+         : whole ? depthwise_rows<E, 1, true, copied>
+                 : depthwise_rows<E, 1, false, copied>;
 }
 
 template <typename E>
 int64_t depthwise_items(const Product& call) {
-  return call.rows * pieces(call.groups, E::kWidth) * pieces(call.batch, kSamples);
+  return call.rows * DepthwiseTiles<E>(call.groups).count * pieces(call.batch, kDepthwiseSamples);
 }
 
-// Compute items begin .. end - 1. Items are ordered by part of the batch, then vector of channels, then row of `to`.
+// Compute items begin .. end - 1. Items are ordered by part of the batch, then tile of channels, then row of `to`.
 template <typename E>
 void depthwise_range(const Product& call, int64_t begin, int64_t end) {
-  const Spans<E> spans(call);
-  const int64_t vectors = pieces(call.groups, E::kWidth);
+  const DepthwiseTiles<E> tiles(call.groups);
+  const DepthwiseSpans<E> spans(call);
+  const int64_t parts = pieces(call.batch, kDepthwiseSamples);
   const Memory<typename E::Storage> memory(spans.bytes() / sizeof(typename E::Storage));
   for (int64_t item = begin; item < end;) {
-    const int64_t row = item % call.rows, part = item / call.rows;
-    const int64_t batch = part / vectors * kSamples, channel = part % vectors * E::kWidth;
-    Window<E> window{memory.data(), batch, least(kSamples, call.batch - batch), channel, spans.size()};
+    const int64_t row = item % call.rows, part = item / call.rows, tile = part % tiles.count;
+    const int64_t batch = part / tiles.count * call.batch / parts, next = (part / tiles.count + 1) * call.batch / parts;
+    Window<E> window{memory.data(), batch, next - batch, tiles.channel(tile), spans.size()};
     if (spans.size() == 0) {
-      window.data = static_cast<typename E::Storage*>(call.from.data) + batch * call.from.batch_stride + channel;
+      window.data = static_cast<typename E::Storage*>(call.from.data) + batch * call.from.batch_stride + window.channel;
     }
     const int64_t last = least(call.rows, row + end - item);
-    const bool whole = channel + E::kWidth <= call.groups;
-    const auto rows = spans.size() > 0 ? (whole ? window_rows<E, true, true> : window_rows<E, false, true>)
-                                       : (whole ? window_rows<E, true, false> : window_rows<E, false, false>);
-    rows(call, spans, window, row, last);
+    const auto rows = spans.size() > 0 ? depthwise_rows_of<E, true> : depthwise_rows_of<E, false>;
+    rows(tile < tiles.wide, tiles.whole(window.channel))(call, spans, window, row, last);
     item += last - row;
   }
 }

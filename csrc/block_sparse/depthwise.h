@@ -1,4 +1,5 @@
-// Elements of products and value gradients with blocks of one element, which are converted as they are read.
+// Elements of products and value gradients with blocks of one element, which are converted as they are read, and tiles
+// of channels.
 #pragma once
 
 #include <type_traits>
@@ -8,56 +9,81 @@
 namespace loco::block_sparse {
 LOCO_KERNELS_BEGIN
 
-// Loads and stores vectors of a dtype's elements, in the arithmetic of T. Unless `whole`, only the first `count`
-// elements exist.
+// Loads and stores of elements of a dtype as vectors of an arithmetic. Unless `whole`, only the first `count` elements
+// exist. Which elements each of two vectors holds depends on the instruction set.
 template <typename T, DType type>
 struct Elements {
-  using Arithmetic = Lanes<T>;
-  using Vec = typename Arithmetic::Vec;
+  using A = Lanes<T>;
+  using Arithmetic = A;
+  using Vec = typename A::Vec;
   using Acc = T;
-  static constexpr bool kPlain = type == DType::f64 || type == DType::f32;
-  static constexpr int kWidth = Arithmetic::kWidth;
-  using Storage = std::conditional_t<kPlain, T, uint16_t>;
-  using Square = std::conditional_t<kPlain, typename Arithmetic::Square, PlainSquare>;
+  using Storage = std::conditional_t<type == DType::bf16 || type == DType::f16, uint16_t, Acc>;
+  static constexpr bool kPlain = std::is_same_v<Storage, Acc>;
+  using Square = std::conditional_t<kPlain, typename A::Square, PlainSquare>;
+  // Vectors in a tile. Half precision, too, takes a whole cache line where there are registers for that.
+  static constexpr int kVectors = A::kVectors > 2 && !kPlain ? 2 : 1;
 
-  template <bool whole>
-  static LOCO_HD Vec read(const Storage* at, int64_t count) {
-    Storage some[kWidth] = {};
+  template <int vectors, bool whole>
+  static LOCO_HD void read(const Storage* at, int64_t count, Vec (&to)[vectors]) {
+    constexpr int kCount = vectors * A::kWidth;
+    Storage some[kCount] = {};
     if constexpr (!whole) {
-      for (int64_t i = 0; i < least(count, kWidth); ++i) some[i] = at[i];
+      for (int64_t i = 0; i < least(count, kCount); ++i) some[i] = at[i];
       at = some;
     }
-    if constexpr (kPlain) {
-      return Arithmetic::load(at);
-    } else if constexpr (type == DType::f16) {
-      return Arithmetic::load_f16(at);
+    if constexpr (type == DType::bf16 && vectors == 2) {
+      split_bf16(at, to);
     } else {
-      T wide[kWidth];
-      for (int i = 0; i < kWidth; ++i) wide[i] = bf16_to_float(at[i]);
-      return Arithmetic::load(wide);
+      LOCO_UNROLL for (int j = 0; j < vectors; ++j) to[j] = read_vector(at + j * A::kWidth);
     }
   }
 
-  template <bool whole>
-  static LOCO_HD void write(Storage* at, int64_t count, Vec from) {
-    if constexpr (whole && kPlain) {
-      Arithmetic::store(at, from);
+  template <int vectors, bool whole>
+  static LOCO_HD void write(Storage* at, int64_t count, const Vec (&from)[vectors]) {
+    if constexpr (type == DType::bf16 && vectors == 2) {
+      join_bf16(from, at);
+    } else if constexpr (whole && kPlain) {
+      LOCO_UNROLL for (int j = 0; j < vectors; ++j) A::store(at + j * A::kWidth, from[j]);
     } else {
-      T wide[kWidth];
-      Arithmetic::store(wide, from);
+      Acc wide[vectors * A::kWidth];
+      LOCO_UNROLL for (int j = 0; j < vectors; ++j) A::store(wide + j * A::kWidth, from[j]);
       if constexpr (whole) {
-        round(wide, at);
+        LOCO_UNROLL for (int j = 0; j < vectors; ++j) narrow(wide + j * A::kWidth, at + j * A::kWidth);
       } else {
-        store(type, wide, at, least(count, kWidth));
+        store(type, wide, at, least(count, vectors * A::kWidth));
       }
     }
   }
 
  private:
-  // A separate function, so that the compiler recognises the loop.
-  __attribute__((noinline)) static void round(const T* from, Storage* to) {
-    for (int i = 0; i < kWidth; ++i) to[i] = type == DType::f16 ? float_to_f16(from[i]) : float_to_bf16(from[i]);
+  static LOCO_HD Vec read_vector(const Storage* at) {
+    if constexpr (kPlain) {
+      return A::load(at);
+    } else if constexpr (type == DType::f16) {
+      return A::load_f16(at);
+    } else {
+      Acc wide[A::kWidth];
+      for (int i = 0; i < A::kWidth; ++i) wide[i] = bf16_to_float(at[i]);
+      return A::load(wide);
+    }
   }
+
+  // A separate function, so that the compiler recognises the loop.
+  __attribute__((noinline)) static void narrow(const Acc* from, Storage* to) {
+    for (int i = 0; i < A::kWidth; ++i) to[i] = type == DType::f16 ? float_to_f16(from[i]) : float_to_bf16(from[i]);
+  }
+};
+
+// Divides channels into tiles of kVectors vectors, and the rest into tiles of one vector.
+template <typename E>
+struct DepthwiseTiles {
+  static constexpr int64_t kWidth = E::Arithmetic::kWidth, kWide = kWidth * E::kVectors;
+  int64_t channels, wide, count;
+
+  explicit DepthwiseTiles(int64_t all)
+      : channels(all), wide(channels / kWide), count(wide + pieces(channels % kWide, kWidth)) {}
+  int64_t channel(int64_t tile) const { return tile < wide ? tile * kWide : wide * kWide + (tile - wide) * kWidth; }
+  bool whole(int64_t channel) const { return channel + kWidth <= channels; }
 };
 
 using F64 = Elements<double, DType::f64>;

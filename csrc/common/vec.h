@@ -34,6 +34,30 @@ LOCO_HD __m512d fused_multiply_add(__m512d a, __m512d b, __m512d c) { return _mm
 LOCO_HD __m512 f16_to_vector(const uint16_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
+
+// Convert 32 elements of bfloat16: those at even positions to to[0], those at odd positions to to[1].
+LOCO_HD void split_bf16(const uint16_t* at, __m512 (&to)[2]) {
+  __m512i pairs = _mm512_loadu_si512(at);
+  asm("" : "+v"(pairs));  // otherwise the compiler would load it twice
+  to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  to[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+// Round to bfloat16. The results are in the upper halves of the words; the lower halves are undefined. A NaN becomes
+// quiet.
+LOCO_HD __m512i rounded_to_bf16(__m512 value) {
+  const __m512i bits = _mm512_castps_si512(value);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  return _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+}
+
+// Undo split_bf16, with rounding.
+LOCO_HD void join_bf16(const __m512 (&from)[2], uint16_t* at) {
+  const __m512i even = _mm512_srli_epi32(rounded_to_bf16(from[0]), 16), odd = rounded_to_bf16(from[1]);
+  _mm512_storeu_si512(at, _mm512_mask_mov_epi16(even, 0xaaaaaaaa, odd));
+}
 #elif defined(LOCO_AVX2)
 constexpr int kVectorBytes = 32, kMostVectors = 2;
 
@@ -92,7 +116,7 @@ struct WordSquare {
 
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    for (int64_t first = 0; first < kSize; first += 4) {
+    LOCO_UNROLL for (int64_t first = 0; first < kSize; first += 4) {
       transpose_four(from + first * 4, row_bytes, to + first * to_row, to_row);
     }
   }
@@ -105,7 +129,7 @@ struct WordSquare {
 
   static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, float* to, const int64_t* places) {
     const auto mask = static_cast<__mmask16>((1u << rows) - 1);
-    for (int64_t first = 0; first < kSize; first += 4) {
+    LOCO_UNROLL for (int64_t first = 0; first < kSize; first += 4) {
       four_columns(from + first * 4, row_bytes, [&](int64_t column, __m512 words) LOCO_INLINE {
         _mm512_mask_storeu_ps(to + places[first + column], mask, words);
       });

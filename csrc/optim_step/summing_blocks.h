@@ -1,4 +1,4 @@
-// Variants of the inner loops of blocks.h that also compute the ring sums needed by a filter's prox, while the weights
+// A variant of the inner loop of blocks.h that also computes the ring sums needed by a filter's prox, while the weights
 // are in registers.
 #pragma once
 
@@ -17,34 +17,18 @@ inline bool of_vectors(const Block<float>& block, const ring_prox::Run& run) {
 
 // Returns whether update_and_sum supports the arguments: the flags must be common ones, and everything must consist of
 // whole vectors.
-inline bool sums_meanwhile(const Block<float>& block, SgdFlags flags, const SgdScalars<float>&,
-                           const ring_prox::Run& run) {
-  return flags.decay != Decay::l1 && flags.momentum != Momentum::first && of_vectors(block, run);
-}
-
 inline bool sums_meanwhile(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
                            const ring_prox::Run& run) {
   return flags.decay != Decay::l1 && !flags.amsgrad && !scalars.lerp_from_end && of_vectors(block, run);
 }
 
-// The loops update a block that is the whole run and add to the sums by ring: what squares() adds, or for Adam what
-// moments() adds at c = 0, in the metric of the denominators.
 struct SummingKernels {
-  void (*sgd)(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars, const ring_prox::Run& run,
-              ring_prox::Moments& sums);
-  void (*adam)(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars, const ring_prox::Run& run,
-               ring_prox::Moments& sums);
+  // Update a block that is the whole run and add to the sums by ring what moments() adds at c = 0, in the metric of the
+  // denominators.
+  void (*update_and_sum)(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
+                         const ring_prox::Run& run, ring_prox::Moments& sums);
 };
 
 LOCO_TABLE(SummingKernels, summing_kernels)
-
-inline void update_and_sum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars,
-                           const ring_prox::Run& run, ring_prox::Moments& sums) {
-  summing_kernels().sgd(block, flags, scalars, run, sums);
-}
-inline void update_and_sum(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
-                           const ring_prox::Run& run, ring_prox::Moments& sums) {
-  summing_kernels().adam(block, flags, scalars, run, sums);
-}
 
 }  // namespace loco::optim_step
