@@ -75,9 +75,9 @@ def _product(
     x: Tensor, values: Tensor, crow: Tensor, pixels: Tensor, blocks: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Return the product with the blocks in order, or with those that ``blocks`` lists, transposed."""
-    turned = blocks is not None
+    transposed = blocks is not None
     batch, rows, groups = len(x), len(crow) - 1, values.shape[1]
-    summed, width = values.shape[:1:-1] if turned else values.shape[2:]
+    summed, width = values.shape[:1:-1] if transposed else values.shape[2:]
     y = torch.empty((batch, rows, groups * width), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -92,7 +92,7 @@ def _product(
         kernel, sizes = depthwise_product_kernel, (batch, rows, groups // units[1])
         programs = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
     else:
-        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _shared_memory(x.device), units, turned)
+        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _shared_memory(x.device), units, transposed)
         kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
         programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
     strides = _strides(x, units[0])

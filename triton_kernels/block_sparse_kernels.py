@@ -38,7 +38,7 @@ class Form:
     sums: tl.dtype
     precision: str  # input_precision of tl.dot
     parts: int = 1  # tiles along the dimension that is summed over
-    turned: bool = False  # blocks are transposed: their rows are the channels of the result
+    transposed: bool = False  # blocks are transposed: their rows are the channels of the result
     slices: int = 1  # programs that share an output pixel's blocks
 
 
@@ -97,7 +97,7 @@ def product_kernel(
     k = tl.arange(0, FORM.depth)
 
     x += n[:, None] * x_sample_stride + (group * depth + k[None, :])
-    if FORM.turned:
+    if FORM.transposed:
         values += group * depth * width + (k[:, None] + w[None, :] * depth)
     else:
         values += group * depth * width + (k[:, None] * width + w[None, :])
@@ -112,7 +112,7 @@ def product_kernel(
         at = x + (pixel * x_pixel_stride + first)
         x_tile = tl.load(at, mask=(n < batch)[:, None] & summed[None, :], other=0.0)
         at = block * groups * depth
-        at = values + (at * width + first if FORM.turned else (at + first) * width)
+        at = values + (at * width + first if FORM.transposed else (at + first) * width)
         block_tile = tl.load(at, mask=summed[:, None] & (w < width)[None, :], other=0.0)
         total = tl.dot(x_tile, block_tile, total, input_precision=FORM.precision, out_dtype=FORM.sums)
 

@@ -90,7 +90,7 @@ def _most_by_hand(depth: int, unit: int, dtype: torch.dtype) -> int:
 
 
 def product(
-    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, shared: int, units: Units, turned: bool
+    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, shared: int, units: Units, transposed: bool
 ) -> Plan:
     """Return the plan for products of samples by blocks ``[summed, channels]``; ``shared``: shared memory in bytes."""
     kind = kind_of(dtype, tf32)
@@ -104,7 +104,7 @@ def product(
     stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
     parts = triton.cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
-    return Plan(Form(samples, depth, width, parts=parts, turned=turned, **_common(kind, units)), warps, stages)
+    return Plan(Form(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units)), warps, stages)
 
 
 def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:

@@ -1,9 +1,18 @@
 """The kernels of ring norms and of the prox of nested rings in Triton.
 
+    norms[o, r] = ||w(o, ring r)||_2
+    out[o] = argmin_x 1/2 sum_i d_i (x_i - w_i)^2 + sum_n t_n ||x(G_n)|| + (sum_n q_n ||x(G_n)||)^2
+
 The maths, including the treatment of NaN, infinity and thresholds of 0, is that of ``csrc/ring_prox/math.h``. As there,
 sums and everything derived from them are in float64, and nothing is fused (launch with ``enable_fp_fusion=False``).
 
-One program handles one filter (output channel) from its first sum to its last weight.
+weight, metric (d) and out are [filters, channels, taps] with strides in elements for filters and channels and an offset
+for each tap. The table, int64, lists the taps ring after ring, outermost first. thresholds (t) and squared (q) are
+float64 [filters, rings], or [rings] with a stride of 0 between filters; norms is contiguous [filters, rings].
+
+One program handles one filter (output channel) from its first sum to its last weight: it reads the filter in blocks of
+one ring's weights, once for the sums of squares and again wherever a metric or a clipped ring needs them, solves for
+the scalars of all rings, and writes every weight once.
 """
 
 # mypy: disallow-incomplete-defs=False

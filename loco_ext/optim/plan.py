@@ -45,7 +45,7 @@ def _options_of(group: Group) -> list[object]:
     return [list(option) if isinstance(option, list) else option for option in options]
 
 
-def _kernels_of(group: Group) -> tuple[list[object], list[object]]:
+def _shapes_and_patterns(group: Group) -> tuple[list[object], list[object]]:
     """Return the parameters' shapes and block patterns if maps or penalties may depend on them, else empty lists."""
     if group["locality"] is None and group["penalty"] is None:
         return [], []
@@ -63,7 +63,7 @@ class Plan:
 
     params: list[Tensor]
     options: list[object]
-    kernels: tuple[list[object], list[object]]
+    shapes_and_patterns: tuple[list[object], list[object]]
     maps: list[Tensor]  # without duplicates
     map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
     penalties: list[OfStep | None]  # for each parameter, without FoldedPenalty; empty if no parameter has one
@@ -78,7 +78,7 @@ class Plan:
         """Return whether the plan is still valid: nothing that it was made from has changed."""
         same = self.fake_mode is _fake_mode() and _options_of(group) == self.options
         same = same and same_objects(group["params"], self.params)
-        return same and all(map(same_values, _kernels_of(group), self.kernels))
+        return same and all(map(same_values, _shapes_and_patterns(group), self.shapes_and_patterns))
 
     def map_of(self, index: int) -> Tensor | None:
         """Return the decay map of a parameter, None for uniform decay."""
@@ -100,7 +100,7 @@ def make_plan(group: Group) -> Plan:
     return Plan(
         list(params),
         _options_of(group),
-        _kernels_of(group),
+        _shapes_and_patterns(group),
         unique,
         [places.get(id(m), -1) for m in maps],
         *step_penalties(params, penalty),

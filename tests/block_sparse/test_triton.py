@@ -129,11 +129,11 @@ def far_blocks(depth: int) -> bool:
             (values[first:], pixels[first:], torch.tensor([0, 2])),
         ]
     ]
-    turned = [
+    transposed = [
         block_sparse.block_sparse_input_gradient(x, v, torch.tensor([0, 2]), torch.tensor([0, 1]), blocks)
         for v, blocks in [(values, torch.tensor([first + 1, first])), (values[first:], torch.tensor([1, 0]))]
     ]
-    return same_bits(*pairs) and same_bits(*turned)
+    return same_bits(*pairs) and same_bits(*transposed)
 
 
 # ---- in this process

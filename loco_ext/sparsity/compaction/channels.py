@@ -27,7 +27,7 @@ from loco_ext.sparsity.compaction.constants import (
 from loco_ext.sparsity.compaction.disjoint_set import DisjointSet, Integers
 from loco_ext.sparsity.compaction.roles import GraphInfo, Role
 
-_RATHER = 1e-3  # a constant channel that is kept anyway replaces others that are larger by at most the inverse
+_LARGE_ENOUGH = 1e-3  # a kept constant channel stands for all that are larger by at most the inverse of this
 
 
 @dataclass
@@ -275,7 +275,7 @@ def _need_constant(channels: Channels, layer: Layer, source: Value, wanted: Bool
         some = group[wanted[group]]
         if len(some):
             largest = some[sizes[some].argmax()]
-            if not (needed[group] & (sizes[group] >= _RATHER * sizes[largest])).any():
+            if not (needed[group] & (sizes[group] >= _LARGE_ENOUGH * sizes[largest])).any():
                 why = f"a constant that the padding of {layer.node.target} makes visible"
                 changed |= channels.sets.need(source.ids[[largest]], why)
     return changed

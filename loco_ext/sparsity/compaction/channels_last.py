@@ -15,14 +15,14 @@ from loco_ext.sparsity.compaction.graph import record
 from loco_ext.sparsity.compaction.roles import GraphInfo, Role
 
 
-def in_channels_last(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+def in_channels_last(model: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
     """Return a copy of the graph that converts images once at the input; None if no image needs a conversion.
 
     Operations that are not known to support every memory format, and the caller, get images in their original format.
     An image with one channel is converted where an operation produces more channels from it, since earlier operations
     may lose the format.
     """
-    result = copy.deepcopy(traced)
+    result = copy.deepcopy(model)
     info = GraphInfo(result)
     strict = (Role.OTHER, Role.FLATTEN)  # these include views
     known = {

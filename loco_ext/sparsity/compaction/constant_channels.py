@@ -27,15 +27,15 @@ from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 WHOLE = "whole"  # key in the meta of a layer's node: the weight that the layer has in the model
 
 
-def without_constant_channels(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+def without_constant_channels(model: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
     """Return a copy of the graph in which no layer normalisation reads constant channels; None if nothing changes.
 
     Depthwise convolutions before such normalisations compute only the other channels. A normalisation is kept if one of
     its readers is not linear or pads it with zeros, or if all its channels are constant.
     """
-    if not any(type(module) is nn.LayerNorm for module in traced.modules()):
+    if not any(type(module) is nn.LayerNorm for module in model.modules()):
         return None
-    result = copy.deepcopy(traced)
+    result = copy.deepcopy(model)
     channels = analyse(result)
     norms = [node for node in channels.values if _is_over_channels(channels, node)]
     changed = [_narrow(result, channels, node) for node in norms]
