@@ -176,18 +176,16 @@ using WordSquare = PlainSquare;
 template <typename T>
 struct Lanes {
   typedef T Vec __attribute__((vector_size(kVectorBytes)));
+  typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(4)));
   using In = Vec;
   using Word = T;
   using Acc = T;
   using Square = std::conditional_t<sizeof(T) == 4, WordSquare, PlainSquare>;
   static constexpr int kWidth = kVectorBytes / sizeof(T), kVectors = kMostVectors, kPair = 1;
 
-  static LOCO_HD Vec load(const T* at) {
-    Vec value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-  }
-  static LOCO_HD void store(T* at, Vec value) { std::memcpy(at, &value, sizeof value); }
+  // Not by memcpy: GCC 12 would keep arrays of vectors that are loaded by it on the stack.
+  static LOCO_HD Vec load(const T* at) { return *reinterpret_cast<const Unaligned*>(at); }
+  static LOCO_HD void store(T* at, Vec value) { *reinterpret_cast<Unaligned*>(at) = value; }
   static LOCO_HD In words(const T* at) { return load(at); }
   static LOCO_HD In broadcast(const char* at) { return *reinterpret_cast<const T*>(at) - Vec{}; }
 
