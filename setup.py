@@ -29,6 +29,7 @@ found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:
 if found < OLDEST_TORCH:
     sys.exit(f"loco_ext: torch 2.11 or later is needed to build, torch {torch.__version__} is installed")
 
+X86 = platform.machine() in ("x86_64", "AMD64")
 CXX_FLAGS = [
     "-O3",
     "-std=c++17",
@@ -44,7 +45,7 @@ CXX_FLAGS = [
     # Python's own flags may ask for debug information, which takes most of the time that the longest files compile.
     "-g0",
 ]
-if platform.machine() in ("x86_64", "AMD64"):
+if X86:
     # The step waits for memory, whatever the width; the prox, which divides much, gains from the widest.
     CXX_FLAGS.append("-mprefer-vector-width=512")
 
@@ -62,11 +63,42 @@ CUDA_SOURCES = (
 )
 
 
+# Sources that are compiled once per instruction set (csrc/common/capability.h): as they are, and for each of these.
+CAPABILITY_SOURCES = {
+    "common/convert.cpp": ("AVX2", "AVX512"),
+    "block_sparse/depthwise.cpp": ("AVX2", "AVX512"),
+    "block_sparse/depthwise_gradient.cpp": ("AVX2", "AVX512"),
+    "block_sparse/product.cpp": ("AVX2", "AVX512", "AVX512_BF16"),
+    "block_sparse/transpose.cpp": ("AVX2", "AVX512"),
+    "block_sparse/value_gradient.cpp": ("AVX2", "AVX512", "AVX512_BF16"),
+    "mixed_conv/convolve.cpp": ("AVX2", "AVX512"),
+    "optim_step/blocks.cpp": ("AVX2", "AVX512"),
+    "optim_step/summing_blocks.cpp": ("AVX2", "AVX512"),
+    "ring_prox/rows.cpp": ("AVX2", "AVX512"),
+}
+# The files that compile them for these instruction sets: relative path and contents.
+CAPABILITY_FILES = {
+    f"build/capabilities/{source[:-4]}_{name.lower()}.cpp": f'#define LOCO_{name}\n#include "{source}"\n'
+    for source, names in CAPABILITY_SOURCES.items()
+    for name in names
+    if X86
+}
+
+
 def cpu_sources() -> list[str]:
-    """Every C++ file below csrc that is not for GPUs alone, relative to this one."""
+    """Every C++ file below csrc that is not for GPUs alone, and the CAPABILITY_FILES, relative to this one."""
     gpu_only = {name for name in CUDA_SOURCES if "cuda" in name or "device" in name}
     files = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
-    return sorted(f"csrc/{name}" for name in files - gpu_only)
+    return sorted(f"csrc/{name}" for name in files - gpu_only) + list(CAPABILITY_FILES)
+
+
+def write_capability_files() -> None:
+    """Write CAPABILITY_FILES. A file that is already right keeps its time, so that it is not compiled again."""
+    for name, text in CAPABILITY_FILES.items():
+        path = ROOT / name
+        if not path.exists() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
 
 
 def cuda_sources() -> list[str]:
@@ -120,6 +152,7 @@ class TimedBuild(BuildExtension.with_options(use_ninja=True)):
         files, jobs = sum(len(extension.sources) for extension in self.extensions), os.environ["MAX_JOBS"]
         print(f"loco_ext: compiling {files} files, {jobs} at a time; this takes minutes", file=sys.stderr, flush=True)
         start = time.monotonic()
+        write_capability_files()
         super().build_extensions()
         print(f"loco_ext: compiled in {time.monotonic() - start:.0f} seconds", file=sys.stderr, flush=True)
 
@@ -131,6 +164,7 @@ extensions = [
         "loco_ext._C",
         sources=cpu_sources(),
         include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("LOCO_ALL_CAPABILITIES", None)] if X86 else [],
         extra_compile_args={"cxx": CXX_FLAGS},
     )
 ]

@@ -4,30 +4,12 @@
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
-#include <string>
-
 #include "block_sparse/bind_pattern.h"
-#include "block_sparse/cpu.h"
+#include "common/capability.h"
 #include "common/registry.h"
-#include "mixed_conv/cpu.h"
-#include "optim_step/cpu.h"
 #include "optim_step/gpu_table.h"
 
 namespace {
-
-// Defines <family>_levels(), which lists the instruction-set levels of a family's kernels, and
-// use_<family>_level(name), which selects one of them.
-void define_levels(pybind11::module_& module, const std::string& family, const char* const* (*levels)(),
-                   bool (*use)(const char*)) {
-  module.def((family + "_levels").c_str(), [levels] {
-    pybind11::list names;
-    for (const char* const* name = levels(); *name; ++name) names.append(*name);
-    return names;
-  });
-  module.def(("use_" + family + "_level").c_str(), [family, use](const char* name) {
-    if (!use(name)) throw pybind11::value_error("name: expected one of " + family + "_levels()");
-  });
-}
 
 // Returns the offsets in bytes by which Triton's kernels read a table of optim_step/gpu_table.h.
 pybind11::dict table_fields() {
@@ -50,12 +32,19 @@ PYBIND11_MODULE(_C, module) {
   module.def("build_info", [] {
     pybind11::dict info;
     info["compiler"] = __VERSION__;
-    info["cpu_capability"] = loco::optim_step::cpu_capability();
+    info["cpu_capability"] = *loco::capabilities();
     return info;
   });
   module.def("optim_step_table_fields", &table_fields);
   module.def("release", &loco::release);
   loco::block_sparse::define_pattern(module);
-  define_levels(module, "block_sparse", loco::block_sparse::levels, loco::block_sparse::use_level);
-  define_levels(module, "mixed_conv", loco::mixed_conv::levels, loco::mixed_conv::use_level);
+  // The instruction sets that this machine has and the kernels are compiled for, best first, and a choice for tests.
+  module.def("cpu_capabilities", [] {
+    pybind11::list names;
+    for (const char* const* name = loco::capabilities(); *name; ++name) names.append(*name);
+    return names;
+  });
+  module.def("use_cpu_capability", [](const char* name) {
+    if (!loco::use_capability(name)) throw pybind11::value_error("name: expected one of cpu_capabilities()");
+  });
 }

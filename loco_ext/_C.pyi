@@ -42,14 +42,8 @@ def are_valid(crow: np.ndarray, col: np.ndarray, n_in: int) -> bool:
 def transpose(crow: np.ndarray, col: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pattern by input pixel: where each one's entries begin, their output pixels, their blocks."""
 
-def block_sparse_levels() -> list[str]:
-    """The instruction sets that the block-sparse kernels can use on this machine, best first."""
+def cpu_capabilities() -> list[str]:
+    """Return the instruction sets that kernels are compiled for and this machine has, best first."""
 
-def use_block_sparse_level(name: str) -> None:
-    """From now on these kernels: one of :func:`block_sparse_levels`, for tests and measurements."""
-
-def mixed_conv_levels() -> list[str]:
-    """The instruction sets that the kernels of mixed_conv2d can use on this machine, best first."""
-
-def use_mixed_conv_level(name: str) -> None:
-    """From now on these kernels: one of :func:`mixed_conv_levels`, for tests and measurements."""
+def use_cpu_capability(name: str) -> None:
+    """Use the kernels of one of :func:`cpu_capabilities` from now on, for tests and measurements."""

@@ -326,7 +326,15 @@ def regions_digits(report: Record) -> list[Table]:
 
 RENDERERS = {
     function.__name__: function
-    for function in (locality_cifar10, frontier_cifar10, trained_cifar10, efcn_cifar10, efcn_paths, landscapes_cifar10, regions_digits)
+    for function in (
+        locality_cifar10,
+        frontier_cifar10,
+        trained_cifar10,
+        efcn_cifar10,
+        efcn_paths,
+        landscapes_cifar10,
+        regions_digits,
+    )
 }
 
 

@@ -54,10 +54,4 @@ void product_cpu(const Product& call);
 void value_gradient_cpu(const ValueGradient& call);
 void transpose_cpu(const Transpose& call);
 
-// Return the names of the instruction sets that the kernels can use on this machine, best first, ending with null.
-const char* const* levels();
-
-// Use the kernels of one of levels(), by name, from now on. Return false if there is no such level.
-bool use_level(const char* name);
-
 }  // namespace loco::block_sparse

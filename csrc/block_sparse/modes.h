@@ -15,6 +15,7 @@
 #include "common/dtype.h"
 
 namespace loco::block_sparse {
+LOCO_KERNELS_BEGIN
 
 // The words are the elements themselves.
 template <typename A>
@@ -97,8 +98,8 @@ struct Pairs {
     }
   }
 
-  static void store(DType, const typename A::Acc* from, Storage* to, int64_t count) {
-    for (int64_t j = 0; j < count; j += A::kWidth) A::store(from + j, to + j, count - j);
+  static void store(DType dtype, const typename A::Acc* from, Storage* to, int64_t count) {
+    loco::store(dtype, from, to, count);
   }
 };
 
@@ -124,53 +125,5 @@ void transpose(const char* from, int64_t row_bytes, int64_t rows, int64_t column
   }
 }
 
-// Write the sum of the lanes of each of four vectors.
-template <typename A>
-LOCO_HD void totals_of_lanes(const typename A::Vec (&of)[4], typename A::Acc* to) {
-  for (int i = 0; i < 4; ++i) {
-    typename A::Acc lanes[A::kWidth];
-    A::store(lanes, of[i]);
-    to[i] = lanes[0];
-    for (int k = 1; k < A::kWidth; ++k) to[i] += lanes[k];
-  }
-}
-
-// Transposes a square by plain loops. It is parametrised by the arithmetic so that each instruction set has its own
-// copy.
-template <typename Arithmetic>
-struct PlainSquare {
-  static constexpr int64_t kSize = 8;
-
-  template <typename Word>
-  static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    part<kSize>(from, row_bytes, to, to_row);
-  }
-
-  // Transpose only the first rows; column b goes to to + places[b].
-  template <typename Word>
-  static LOCO_HD void transpose_some(const char* from, int64_t row_bytes, int64_t rows, Word* to,
-                                     const int64_t* places) {
-    for (int64_t a = 0; a < rows; ++a) {
-      Word row[kSize];
-      std::memcpy(row, from + a * row_bytes, sizeof row);
-      LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[places[b] + a] = row[b];
-    }
-  }
-
-  // Transpose only the first four columns.
-  template <typename Word>
-  static LOCO_HD void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    part<4>(from, row_bytes, to, to_row);
-  }
-
-  template <int64_t kColumns, typename Word>
-  static LOCO_HD void part(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    for (int64_t a = 0; a < kSize; ++a) {
-      Word row[kColumns];
-      std::memcpy(row, from + a * row_bytes, sizeof row);
-      LOCO_UNROLL for (int64_t b = 0; b < kColumns; ++b) to[b * to_row + a] = row[b];
-    }
-  }
-};
-
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

@@ -15,6 +15,7 @@
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
+LOCO_KERNELS_BEGIN
 
 constexpr int kNarrow = 4;  // the most channels of a group in `to`
 
@@ -90,4 +91,5 @@ void narrow_product(const Product& call, int64_t row, int64_t batch, int64_t row
   run(call, row, batch, rows);
 }
 
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

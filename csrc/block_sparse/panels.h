@@ -20,6 +20,7 @@
 #include "block_sparse/tile.h"
 
 namespace loco::block_sparse {
+LOCO_KERNELS_BEGIN
 
 constexpr int64_t kStripSteps = 64, kStripStepsInPlace = 640;
 constexpr int64_t kSquareRows = 16;
@@ -119,4 +120,5 @@ int64_t panel_row(int64_t width) {
   return least(Scratch<M>::kPanel, pieces(width, kWidth) * kWidth);
 }
 
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

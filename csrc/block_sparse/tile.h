@@ -8,16 +8,15 @@
 //
 // Words are the operands of the arithmetic: a float, a double, or a pair of bfloat16 that are adjacent along the depth.
 // The left factor is read in place, where rows and pixels may be powers of two apart, and each of its cache lines is
-// read once. Everything here is a template of an arithmetic, which belongs to one instruction set (see lanes_*.h).
+// read once. A is an arithmetic of vec.h.
 #pragma once
 
 #include <cstdint>
 
-#include "common/platform.h"
-
-#define LOCO_UNROLL _Pragma("GCC unroll 16")
+#include "common/vec.h"
 
 namespace loco::block_sparse {
+LOCO_KERNELS_BEGIN
 
 constexpr int kRows = 6;
 constexpr int64_t kLine = 64;        // bytes of a cache line
@@ -153,4 +152,5 @@ void tiles(const Factors<A>& factors, int64_t rows, int64_t vectors, const Sums<
   if (row < rows) tile_of<A, kStepsAdjacent>(rows - row, vectors)(factors, row, sums, ahead);
 }
 
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

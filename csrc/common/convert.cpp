@@ -1,14 +1,15 @@
+// Conversion between dtypes: to[i] = from[i], rounded to nearest even where the type of `to` is narrower.
+//
+// from and to are contiguous [count] and do not overlap. A call runs on the calling thread.
 #include "common/convert.h"
-
-#include "common/platform.h"
 
 #define LOCO_RESTRICT __restrict__
 
 namespace loco {
-namespace {
+LOCO_KERNELS_BEGIN
 
 template <typename T>
-LOCO_HD void load_any(DType dtype, const void* from, T* LOCO_RESTRICT to, int64_t count) {
+void load_any(DType dtype, const void* from, T* LOCO_RESTRICT to, int64_t count) {
   const auto* half = static_cast<const uint16_t*>(from);
   switch (dtype) {
     case DType::f64:
@@ -27,7 +28,7 @@ LOCO_HD void load_any(DType dtype, const void* from, T* LOCO_RESTRICT to, int64_
 }
 
 template <typename T>
-LOCO_HD void store_any(DType dtype, const T* LOCO_RESTRICT from, void* to, int64_t count) {
+void store_any(DType dtype, const T* LOCO_RESTRICT from, void* to, int64_t count) {
   auto* half = static_cast<uint16_t*>(to);
   switch (dtype) {
     case DType::f64:
@@ -45,11 +46,7 @@ LOCO_HD void store_any(DType dtype, const T* LOCO_RESTRICT from, void* to, int64
   }
 }
 
-}  // namespace
+const Conversions conversions{load_any<float>, load_any<double>, store_any<float>, store_any<double>};
 
-LOCO_CLONES void load(DType dtype, const void* from, float* to, int64_t count) { load_any(dtype, from, to, count); }
-LOCO_CLONES void load(DType dtype, const void* from, double* to, int64_t count) { load_any(dtype, from, to, count); }
-LOCO_CLONES void store(DType dtype, const float* from, void* to, int64_t count) { store_any(dtype, from, to, count); }
-LOCO_CLONES void store(DType dtype, const double* from, void* to, int64_t count) { store_any(dtype, from, to, count); }
-
+LOCO_KERNELS_END
 }  // namespace loco

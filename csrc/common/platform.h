@@ -18,16 +18,3 @@
 #else
 #define LOCO_INLINE
 #endif
-
-// Compiles one clone of a function per x86-64 level; the loader chooses one when the library is loaded. Everything that
-// the function calls must be LOCO_HD, so that it is inlined and compiled for that level too.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define LOCO_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define LOCO_CLONES
-#endif
-
-// Defined where a pragma can set the x86-64 level that a file is compiled for.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define LOCO_X86_LEVELS
-#endif

@@ -7,9 +7,11 @@
 
 #include <algorithm>
 
+#include "common/capability.h"
 #include "mixed_conv/cpu.h"
 
 namespace loco::mixed_conv {
+LOCO_KERNELS_BEGIN
 
 constexpr int64_t kLine = 16;  // elements of a cache line; planes an odd number of lines apart use all cache sets
 
@@ -28,7 +30,7 @@ struct Layout {
 };
 
 // Return the number of images to interleave that leaves the fewest lanes empty, and the smallest such number.
-static inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
+inline int64_t images_side_by_side(const Convolution& call, int64_t lanes) {
   const auto rounded = [&](int64_t images) { return (call.to.width * images + lanes - 1) / lanes * lanes; };
   int64_t best = 1;
   for (int64_t images = 2; images <= std::min(lanes, call.to.batch); images *= 2) {
@@ -39,7 +41,7 @@ static inline int64_t images_side_by_side(const Convolution& call, int64_t lanes
 
 // Return a layout whose bands have at most most_elements elements, unless a band of one row has more, and with at least
 // one band for each thread if there are enough rows.
-static inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
+inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t most_elements) {
   Layout all{};
   all.lanes = lanes;
   all.images = images_side_by_side(call, lanes);
@@ -68,4 +70,5 @@ static inline Layout layout_of(const Convolution& call, int64_t lanes, int64_t m
   return all;
 }
 
+LOCO_KERNELS_END
 }  // namespace loco::mixed_conv

@@ -34,25 +34,25 @@ Images images_of(const View& view, bool channels_last) {
 
 // Return the output channel of each filter, [filters], one part's filters after the other's. `order` lists the filter
 // of each output channel; without it the channels are in the filters' order.
-std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t kernels) {
-  std::vector<int64_t> places(kernels, -1);
-  const int64_t* kernel = nullptr;
+std::vector<int64_t> places(const std::optional<Tensor>& order, int64_t filters) {
+  std::vector<int64_t> places(filters, -1);
+  const int64_t* filter = nullptr;
   if (order) {
     int32_t code = 0;
     int64_t dims = 0;
     void* data = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(order->get(), &code));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(order->get(), &dims));
-    STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == kernels &&
+    STD_TORCH_CHECK(code == aoti_torch_dtype_int64() && dims == 1 && order->size(0) == filters &&
                         order->is_contiguous() && place_of(*order).type == Place::cpu().type,
-                    "order: expected a contiguous int64 tensor of shape (", kernels, ") on the CPU");
+                    "order: expected a contiguous int64 tensor of shape (", filters, ") on the CPU");
     check_storage(*order, sizeof(int64_t), "order", 0);
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(order->get(), &data));
-    kernel = static_cast<const int64_t*>(data);
+    filter = static_cast<const int64_t*>(data);
   }
-  for (int64_t channel = 0; channel < kernels; ++channel) {
-    const int64_t of = kernel ? kernel[channel] : channel;
-    STD_TORCH_CHECK(of >= 0 && of < kernels && places[of] < 0, "order: expected each of 0 to ", kernels - 1, " once");
+  for (int64_t channel = 0; channel < filters; ++channel) {
+    const int64_t of = filter ? filter[channel] : channel;
+    STD_TORCH_CHECK(of >= 0 && of < filters && places[of] < 0, "order: expected each of 0 to ", filters - 1, " once");
     places[of] = channel;
   }
   return places;
@@ -112,11 +112,11 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
                       number);
   }
   std::vector<Part> parts;
-  int64_t kernels = 0, height = 0, width = 0;
+  int64_t filters = 0, height = 0, width = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     const View weight = dense(weights[i], "weights", i, 4, dtype);
     const int64_t* size = weight.sizes;
-    STD_TORCH_CHECK(size[1] == from.channels && weight.numel > 0, "weights[", i, "]: expected kernels that read x's ",
+    STD_TORCH_CHECK(size[1] == from.channels && weight.numel > 0, "weights[", i, "]: expected filters that read x's ",
                     from.channels, " channels, got shape ", shape_text(size, 4));
     const int64_t* pad = &pads[4 * i];
     const int64_t rows = result_size(from.height, pad[0], pad[1], size[2], stride[0], dilation[0]);
@@ -131,13 +131,13 @@ Tensor mixed_conv2d(Tensor x, std::vector<Tensor> weights, std::vector<Tensor> b
       bias = view.data;
     }
     parts.push_back({weight.data, bias, size[0], size[2], size[3], pad[0], pad[2], nullptr});
-    kernels += size[0];
+    filters += size[0];
   }
-  const std::vector<int64_t> channels = places(order, kernels);
+  const std::vector<int64_t> channels = places(order, filters);
   const int64_t* next = channels.data();
-  for (Part& part : parts) part.channels = next, next += part.kernels;
-  std::vector<int64_t> shape{from.batch, kernels, height, width};
-  if (channels_last) shape = {from.batch, height, width, kernels};
+  for (Part& part : parts) part.channels = next, next += part.filters;
+  std::vector<int64_t> shape{from.batch, filters, height, width};
+  if (channels_last) shape = {from.batch, height, width, filters};
   Tensor out = torch::stable::new_empty(x, shape);
   const View to = view_of(out, "out", 0);
   const void* added_to = addend(add, to);

@@ -6,17 +6,14 @@
 // with zeros outside the images. from has the strides of Images (cpu.h): either columns (Weave) or channels (Transpose)
 // are contiguous. to has the strides of Layout (band.h). One thread copies a band, row by row: for each residue of the
 // column stride, vectors of four elements are loaded and transposed where images or channels have to be interleaved.
-//
-// Functions that are not inlined are templates of the arithmetic L: otherwise the linker would keep one instruction
-// set's copy for all.
 #pragma once
 
 #include <cstring>
 
-#include "common/platform.h"
 #include "mixed_conv/band.h"
 
 namespace loco::mixed_conv {
+LOCO_KERNELS_BEGIN
 
 constexpr int64_t kSide = 4;
 
@@ -241,4 +238,5 @@ void copy_band(const Convolution& call, const Layout& layout, int64_t first_imag
   }
 }
 
+LOCO_KERNELS_END
 }  // namespace loco::mixed_conv

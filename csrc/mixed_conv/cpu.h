@@ -11,7 +11,7 @@ namespace loco::mixed_conv {
 // The filters of one size, and the output channels that they compute.
 struct Part {
   const void *weight, *bias;  // contiguous [filters, channels in, height, width]; [filters], or null
-  int64_t kernels, height, width;
+  int64_t filters, height, width;
   int64_t top, left;        // padding rows and columns before the image; negative: cropped rows and columns
   const int64_t* channels;  // [filters], the output channel of each filter
 };
@@ -42,11 +42,5 @@ void convolve_cpu(const Convolution& call);
 
 // Return memory of at least `bytes`, aligned to a cache line, which the thread keeps for its next call.
 void* scratch(int64_t bytes);
-
-// Return the names of the instruction sets that the kernels can use on this machine, best first, ending with null.
-const char* const* levels();
-
-// Use the kernels of one of levels(), by name, from now on. Return false if there is no such level.
-bool use_level(const char* name);
 
 }  // namespace loco::mixed_conv

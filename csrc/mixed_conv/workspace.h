@@ -6,6 +6,7 @@
 #include "mixed_conv/band.h"
 
 namespace loco::mixed_conv {
+LOCO_KERNELS_BEGIN
 
 constexpr int64_t kWeightBytes = 512 << 10;  // weights that the L2 cache holds beside a band
 
@@ -24,12 +25,12 @@ template <typename L>
 bool writes_whole_pixels(const Convolution& call) {
   int64_t weights = 0;
   for (const Part* part = call.parts; part < call.parts + call.count; ++part)
-    weights += part->kernels * part->height * part->width * call.from.channels;
+    weights += part->filters * part->height * part->width * call.from.channels;
   return call.to.by_pixel() && weights * static_cast<int64_t>(sizeof(typename L::Word)) <= kWeightBytes;
 }
 
 // Write the offsets of the taps of all parts, one part after the other.
-static inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
+inline void fill_offsets(const Convolution& call, const Layout& layout, int64_t* offsets) {
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     for (int64_t y = 0; y < part->height; ++y) {
       const int64_t row = layout.top - part->top + y * call.dilation[0];
@@ -79,4 +80,5 @@ struct Workspace {
   }
 };
 
+LOCO_KERNELS_END
 }  // namespace loco::mixed_conv

@@ -14,6 +14,7 @@
 #include "mixed_conv/workspace.h"
 
 namespace loco::mixed_conv {
+LOCO_KERNELS_BEGIN
 
 // The band that a thread is computing.
 template <typename L>
@@ -114,4 +115,5 @@ struct Band {
   int64_t images() const { return std::min(layout.images, call.to.batch - first_image); }
 };
 
+LOCO_KERNELS_END
 }  // namespace loco::mixed_conv

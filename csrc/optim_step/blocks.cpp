@@ -1,9 +1,9 @@
 // The update rules of math.h, w, state <- rule(w, g, state), for a block of elements. The pointers' shapes and strides
 // are given in blocks.h.
 //
-// Each exported function is cloned per x86-64 level. It contains one plain loop per combination of flags, so that the
-// compiler vectorises it without branches. Parameters, gradients and states never overlap; the caller has checked this.
-// A call runs on the calling thread: cpu.cpp divides the work.
+// Each function contains one plain loop per combination of flags, so that the compiler vectorises it without branches.
+// Parameters, gradients and states never overlap; the caller has checked this. A call runs on the calling thread:
+// cpu.cpp divides the work.
 #include "optim_step/blocks.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 #define LOCO_RESTRICT __restrict__
 
 namespace loco::optim_step {
-namespace {
+LOCO_KERNELS_BEGIN
 
 // Calls loop(begin, end, coefficients) for pieces of a block, each covered by the table without wrapping.
 // coefficients[i] belongs to element i.
@@ -107,45 +107,29 @@ LOCO_HD void adam_flags(const Block<T>& block, AdamFlags flags, const AdamScalar
   return flags.amsgrad ? adam_decay<true, true>(block, flags.decay, s) : adam_decay<false, true>(block, flags.decay, s);
 }
 
-}  // namespace
-
-LOCO_CLONES void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars) {
-  const SgdScalars<float> local = scalars;
+template <typename T>
+void update_sgd(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars) {
+  const SgdScalars<T> local = scalars;
   sgd_decay(block, flags, local);
 }
 
-LOCO_CLONES void update(const Block<double>& block, SgdFlags flags, const SgdScalars<double>& scalars) {
-  const SgdScalars<double> local = scalars;
-  sgd_decay(block, flags, local);
-}
-
-LOCO_CLONES void update(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars) {
-  const AdamScalars<float> local = scalars;
+template <typename T>
+void update_adam(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& scalars) {
+  const AdamScalars<T> local = scalars;
   adam_flags(block, flags, local);
 }
 
-LOCO_CLONES void update(const Block<double>& block, AdamFlags flags, const AdamScalars<double>& scalars) {
-  const AdamScalars<double> local = scalars;
-  adam_flags(block, flags, local);
-}
-
-LOCO_CLONES void unscale(float* g, int64_t count, float scale) {
+template <typename T>
+void unscale(T* g, int64_t count, T scale) {
   for (int64_t i = 0; i < count; ++i) g[i] = g[i] / scale;
 }
 
-LOCO_CLONES void unscale(double* g, int64_t count, double scale) {
-  for (int64_t i = 0; i < count; ++i) g[i] = g[i] / scale;
-}
-
-LOCO_CLONES void negate(float* g, int64_t count) {
+template <typename T>
+void negate(T* g, int64_t count) {
   for (int64_t i = 0; i < count; ++i) g[i] = -g[i];
 }
 
-LOCO_CLONES void negate(double* g, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) g[i] = -g[i];
-}
-
-LOCO_CLONES void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]) {
+static void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]) {
   const PhiloxKey k = key;
   uint32_t *LOCO_RESTRICT w0 = words[0], *LOCO_RESTRICT w1 = words[1];
   uint32_t *LOCO_RESTRICT w2 = words[2], *LOCO_RESTRICT w3 = words[3];
@@ -156,9 +140,14 @@ LOCO_CLONES void random_words(const PhiloxKey& key, const int64_t* elements, int
   }
 }
 
-LOCO_CLONES void store_stochastic(const float* LOCO_RESTRICT from, const uint32_t* LOCO_RESTRICT random,
-                                  uint16_t* LOCO_RESTRICT to, int64_t count) {
+static void store_stochastic(const float* LOCO_RESTRICT from, const uint32_t* LOCO_RESTRICT random,
+                             uint16_t* LOCO_RESTRICT to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = float_to_bf16_stochastic(from[i], random[i]);
 }
 
+const BlockKernels<float> float_blocks = {update_sgd, update_adam, unscale, negate};
+const BlockKernels<double> double_blocks = {update_sgd, update_adam, unscale, negate};
+const RandomKernels random_kernels = {random_words, store_stochastic};
+
+LOCO_KERNELS_END
 }  // namespace loco::optim_step

@@ -1,9 +1,10 @@
-// The inner loops on the CPU: each applies an update rule to a block of consecutive elements, vectorised for each
-// x86-64 level.
+// The inner loops on the CPU: each applies an update rule to a block of consecutive elements, compiled for each
+// instruction set.
 #pragma once
 
 #include <cstdint>
 
+#include "common/capability.h"
 #include "optim_step/rules.h"
 
 namespace loco::optim_step {
@@ -41,23 +42,44 @@ struct Block {
   }
 };
 
-// Updates w, the states and the metric of a block in place (formulas: math.h).
-void update(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars);
-void update(const Block<double>& block, SgdFlags flags, const SgdScalars<double>& scalars);
-void update(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars);
-void update(const Block<double>& block, AdamFlags flags, const AdamScalars<double>& scalars);
+// The loops over elements of type T.
+template <typename T>
+struct BlockKernels {
+  // Update w, the states and the metric of a block in place (formulas: math.h).
+  void (*sgd)(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars);
+  void (*adam)(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& scalars);
+  void (*unscale)(T* g, int64_t count, T scale);  // g = g / scale
+  void (*negate)(T* g, int64_t count);            // g = -g
+};
 
-// g = g / scale
-void unscale(float* g, int64_t count, float scale);
-void unscale(double* g, int64_t count, double scale);
-// g = -g
-void negate(float* g, int64_t count);
-void negate(double* g, int64_t count);
+struct RandomKernels {
+  // Writes four random words per element, one to each array of `words` (each [count]). elements: [count], the elements'
+  // logical indices.
+  void (*random_words)(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]);
+  // Rounds floats to bfloat16 stochastically. from, random, to: [count], contiguous.
+  void (*store_stochastic)(const float* from, const uint32_t* random, uint16_t* to, int64_t count);
+};
 
-// Writes four random words per element, one to each array of `words` (each [count]). elements: [count], the elements'
-// logical indices.
-void random_words(const PhiloxKey& key, const int64_t* elements, int64_t count, uint32_t* const words[4]);
-// Rounds floats to bfloat16 stochastically. from, random, to: [count], contiguous.
-void store_stochastic(const float* from, const uint32_t* random, uint16_t* to, int64_t count);
+LOCO_TABLE(BlockKernels<float>, float_blocks)
+LOCO_TABLE(BlockKernels<double>, double_blocks)
+LOCO_TABLE(RandomKernels, random_kernels)
+
+template <typename T>
+const BlockKernels<T>& blocks() {
+  if constexpr (sizeof(T) == 4) {
+    return float_blocks();
+  } else {
+    return double_blocks();
+  }
+}
+
+template <typename T>
+void update(const Block<T>& block, SgdFlags flags, const SgdScalars<T>& scalars) {
+  blocks<T>().sgd(block, flags, scalars);
+}
+template <typename T>
+void update(const Block<T>& block, AdamFlags flags, const AdamScalars<T>& scalars) {
+  blocks<T>().adam(block, flags, scalars);
+}
 
 }  // namespace loco::optim_step

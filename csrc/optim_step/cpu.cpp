@@ -270,10 +270,10 @@ class Step {
     T* block = space.operands[1];
     stage_in(g, begin, count, block, space.raw);
     if (call_.grad_scale != 0) {
-      unscale(block, count, static_cast<T>(call_.grad_scale));
+      blocks<T>().unscale(block, count, static_cast<T>(call_.grad_scale));
       stage_out(g, begin, count, block, nullptr, space.raw);
     }
-    if (call_.options.maximize) negate(block, count);
+    if (call_.options.maximize) blocks<T>().negate(block, count);
     return block;
   }
 
@@ -304,7 +304,7 @@ class Step {
     uint32_t* words[4] = {space.words[0], space.words[1], space.words[2], space.words[3]};
     const Rounding& r = call_.rounding;
     const PhiloxKey key{static_cast<uint32_t>(r.seed), static_cast<uint32_t>(r.seed >> 32), t.ordinal, r.step};
-    random_words(key, space.elements, count, words);
+    random_kernels().random_words(key, space.elements, count, words);
   }
 
   const Call& call_;
@@ -328,13 +328,5 @@ void step_cpu(const Call& call) {
 
 template void step_cpu<Sgd>(const Call& call);
 template void step_cpu<Adam>(const Call& call);
-
-const char* cpu_capability() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-  if (__builtin_cpu_supports("x86-64-v4")) return "x86-64-v4";
-  if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
-#endif
-  return "default";
-}
 
 }  // namespace loco::optim_step

@@ -45,7 +45,4 @@ struct Call {
 template <class Rule>
 void step_cpu(const Call& call);
 
-// Returns the name of the x86-64 level whose clones this machine runs.
-const char* cpu_capability();
-
 }  // namespace loco::optim_step

@@ -36,7 +36,7 @@ void stage_out(const Operand& operand, int64_t begin, int64_t count, const T* bl
   bool stored = false;
   if constexpr (std::is_same_v<T, float>) {
     if (random != nullptr && operand.dtype == DType::bf16) {
-      store_stochastic(block, random, static_cast<uint16_t*>(out), count);
+      random_kernels().store_stochastic(block, random, static_cast<uint16_t*>(out), count);
       stored = true;
     }
   }

@@ -1,6 +1,6 @@
-// The update rules of math.h, fused with sums over each ring of the new weights:
-//   SGD   sums[0][ring] += x^2
-//   Adam  sums[k][ring] += x^2 / d^k, k = 0 .. 3, with the denominator d as the metric
+// Adam's update rule of math.h, fused with sums over each ring of the new weights, with the denominator d as the
+// metric:
+//   sums[k][ring] += x^2 / d^k, k = 0 .. 3
 // The pointers' shapes and strides are given in blocks.h; sums are [count][kMaxRings], indexed by ring.
 //
 // A call runs on the calling thread, which takes kLanes elements at a time. The running sums stay in registers: if they
@@ -12,10 +12,10 @@
 #include "ring_prox/ring_sums.h"
 
 namespace loco::optim_step {
-namespace {
+LOCO_KERNELS_BEGIN
 
+using namespace ring_prox::LOCO_CAPABILITY;
 using ring_prox::kLanes;
-using ring_prox::kShortSum;
 using ring_prox::Moments;
 using ring_prox::Run;
 
@@ -24,34 +24,8 @@ constexpr int64_t kAhead = 768;
 
 LOCO_HD void fetch(const float* line) { __builtin_prefetch(line); }
 
-// Updates kLanes elements from `begin` on and writes the squares of the new weights to terms[0]. c: [kLanes].
-template <Decay decay, Momentum momentum, bool nesterov>
-struct SgdUpdate {
-  static constexpr int count = 1;
-  const Block<float>& block;
-  const SgdScalars<float>& scalars;
-
-  LOCO_HD void fetch_from(int64_t begin) const {
-    fetch(block.w + begin), fetch(block.g + begin);
-    if (momentum != Momentum::none) fetch(block.state[0] + begin);
-  }
-
-  LOCO_HD void operator()(int64_t begin, const float* c, float (&terms)[count][kLanes]) const {
-    float *w = block.w + begin, *buffer = block.state[0] + begin;
-    const float* g = block.g + begin;
-#pragma GCC ivdep
-    for (int l = 0; l < kLanes; ++l) {
-      float x = w[l], b = momentum == Momentum::next ? buffer[l] : 0.0f;
-      sgd(x, g[l], b, c[l], SgdFlags{decay, momentum, nesterov}, scalars);
-      w[l] = x;
-      if constexpr (momentum != Momentum::none) buffer[l] = b;
-      terms[0][l] = x * x;
-    }
-  }
-};
-
 // Updates kLanes elements from `begin` on and writes the squares of the new weights, divided by the k-th power of their
-// denominators, to terms[k].
+// denominators, to terms[k]. c: [kLanes].
 template <Decay decay>
 struct AdamUpdate {
   static constexpr int count = Moments::kPowers;
@@ -80,18 +54,19 @@ struct AdamUpdate {
 };
 
 // Updates a block and adds its sums. rings: how many rings the run has.
-template <int rings, class Update>
-LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& run,
-                    double* const (&sums)[Update::count]) {
-  ring_prox::RingSums<rings, Update::count> ring_sums;
+template <int rings, Decay decay>
+LOCO_HD void stream(const Block<float>& block, const AdamScalars<float>& s, const Run& run,
+                    double* const (&sums)[Moments::kPowers]) {
+  const AdamUpdate<decay> update{block, s};
+  RingSums<rings, Moments::kPowers> ring_sums;
   float same[kLanes];
   std::fill(same, same + kLanes, block.uniform);
   const float* const table = block.table ? block.table : same;
   const int64_t period = block.table ? block.period : kLanes;
   int64_t lane = 0, phase = block.phase;
   const auto step = [&](int64_t begin) LOCO_INLINE {
-    float terms[Update::count][kLanes];
-    if (rings * Update::count > 1) update.fetch_from(begin + kAhead);
+    float terms[Moments::kPowers][kLanes];
+    update.fetch_from(begin + kAhead);
     update(begin, table + phase, terms);
     ring_sums.add(terms, run.ring_of_lane + lane);
     lane = lane + kLanes >= run.period ? 0 : lane + kLanes;
@@ -99,7 +74,6 @@ LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& 
   };
   int64_t i = 0;
   for (; i + kShortSum * kLanes <= block.count; i += kShortSum * kLanes) {
-#pragma GCC unroll 4
     for (int k = 0; k < kShortSum; ++k) step(i + k * kLanes);
     ring_sums.settle();
   }
@@ -110,63 +84,23 @@ LOCO_HD void stream(const Block<float>& block, const Update& update, const Run& 
   ring_sums.add_to(sums, run.ring);
 }
 
-template <class Update>
-LOCO_HD void by_rings(const Block<float>& block, const Update& update, const Run& run,
-                      double* const (&sums)[Update::count]) {
-  if (run.uniform()) return stream<1>(block, update, run, sums);
-  run.rings == 2 ? stream<2>(block, update, run, sums) : stream<3>(block, update, run, sums);
-}
-
 template <Decay decay>
-LOCO_HD void sgd_by_momentum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& s, const Run& run,
-                             Moments& moments) {
-  double* const sums[1] = {moments.power[0]};
-  if (flags.momentum == Momentum::none) {
-    by_rings(block, SgdUpdate<decay, Momentum::none, false>{block, s}, run, sums);
-  } else if (flags.nesterov) {
-    by_rings(block, SgdUpdate<decay, Momentum::next, true>{block, s}, run, sums);
-  } else {
-    by_rings(block, SgdUpdate<decay, Momentum::next, false>{block, s}, run, sums);
-  }
-}
-
-template <Decay decay>
-LOCO_HD void adam_with_decay(const Block<float>& block, const AdamScalars<float>& s, const Run& run, Moments& moments) {
+LOCO_HD void by_rings(const Block<float>& block, const AdamScalars<float>& s, const Run& run, Moments& moments) {
   double* const sums[Moments::kPowers] = {moments.power[0], moments.power[1], moments.power[2], moments.power[3]};
-  by_rings(block, AdamUpdate<decay>{block, s}, run, sums);
+  if (run.uniform()) return stream<1, decay>(block, s, run, sums);
+  run.rings == 2 ? stream<2, decay>(block, s, run, sums) : stream<3, decay>(block, s, run, sums);
 }
 
-// Returns whether a run consists of whole vectors, and so do the patterns that repeat along it (rings and the table).
-bool of_vectors(const Block<float>& block, const Run& run) {
-  const bool lanes = run.uniform() || (run.period % kLanes == 0 && run.rings <= ring_prox::kMostRingSums);
-  const bool table = block.table == nullptr || (block.period % kLanes == 0 && block.phase % kLanes == 0);
-  return run.count % kLanes == 0 && block.count % kLanes == 0 && lanes && table;
-}
-
-}  // namespace
-
-bool sums_meanwhile(const Block<float>& block, SgdFlags flags, const SgdScalars<float>&, const Run& run) {
-  return flags.decay != Decay::l1 && flags.momentum != Momentum::first && of_vectors(block, run);
-}
-
-bool sums_meanwhile(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars, const Run& run) {
-  return flags.decay != Decay::l1 && !flags.amsgrad && !scalars.lerp_from_end && of_vectors(block, run);
-}
-
-LOCO_CLONES void update_and_sum(const Block<float>& block, SgdFlags flags, const SgdScalars<float>& scalars,
-                                const Run& run, Moments& sums) {
-  const SgdScalars<float> local = scalars;
-  flags.decay == Decay::none ? sgd_by_momentum<Decay::none>(block, flags, local, run, sums)
-                             : sgd_by_momentum<Decay::l2>(block, flags, local, run, sums);
-}
-
-LOCO_CLONES void update_and_sum(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
-                                const Run& run, Moments& sums) {
+static void update_and_sum(const Block<float>& block, AdamFlags flags, const AdamScalars<float>& scalars,
+                           const Run& run, Moments& sums) {
   AdamScalars<float> local = scalars;
   local.lerp_from_end = false;
-  if (flags.decay == Decay::none) return adam_with_decay<Decay::none>(block, local, run, sums);
-  if (flags.decay == Decay::l2) return adam_with_decay<Decay::l2>(block, local, run, sums);
-  adam_with_decay<Decay::decoupled>(block, local, run, sums);
+  if (flags.decay == Decay::none) return by_rings<Decay::none>(block, local, run, sums);
+  if (flags.decay == Decay::l2) return by_rings<Decay::l2>(block, local, run, sums);
+  by_rings<Decay::decoupled>(block, local, run, sums);
 }
 
+const SummingKernels summing_kernels = {update_and_sum};
+
+LOCO_KERNELS_END
 }  // namespace loco::optim_step

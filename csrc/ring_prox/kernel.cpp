@@ -93,8 +93,9 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
   T* const to = transposes() ? transposed_u_.data() : out;
   double caps[kMaxRings];
   find_caps(thresholds, caps);
-  for_taps(
-      [&](int64_t at, int r) { clip(u_ + at, shape_.channels, static_cast<T>(caps[r] / scale_.weight), to + at); });
+  for_taps([&](int64_t at, int r) {
+    rows<T>().clip(u_ + at, shape_.channels, static_cast<T>(caps[r] / scale_.weight), to + at);
+  });
   if (transposes()) transpose(to, shape_.taps, shape_.channels, out);
 }
 
@@ -138,7 +139,7 @@ void KernelSolver<T>::prox_l2(const Thresholds& thresholds, const Scale& scale, 
     return l2_penalty(squares, of, thresholds.squared, rings) / scale.weight;
   };
   solve_squared(thresholds, solve, penalty, factors);
-  for (const Part& part : parts_) multiply(u_ + part.at, part.run, factors, out + part.at);
+  for (const Part& part : parts_) rows<T>().multiply_rings(u_ + part.at, part.run, factors, out + part.at);
 }
 
 template <typename T>
@@ -161,7 +162,9 @@ void KernelSolver<T>::prox_in_metric(const Thresholds& thresholds, const Scale& 
   };
   solve_squared(thresholds, solve, penalty, coefficients);
   std::fill(coefficients, coefficients + first, kInfinity);
-  for (const Part& part : parts_) damp(u_ + part.at, scaled_d_ + part.at, part.run, coefficients, out + part.at);
+  for (const Part& part : parts_) {
+    rows<T>().damp(u_ + part.at, scaled_d_ + part.at, part.run, coefficients, out + part.at);
+  }
 }
 
 // Return the first ring that does not vanish. The Cauchy-Schwarz inequality (sum u^2)^2 <= sum (d u)^2 sum (u / d)^2
@@ -193,7 +196,8 @@ void KernelSolver<T>::weigh() {
   weighed_scale_ = 1;
   std::fill(weighed_, weighed_ + shape_.rings, 0.0);
   if (moderate_) {
-    for (const Part& part : parts_) weighed_squares(scaled_ + part.at, scaled_d_ + part.at, part.run, weighed_);
+    for (const Part& part : parts_)
+      rows<T>().weighed_squares(scaled_ + part.at, scaled_d_ + part.at, part.run, weighed_);
     return;
   }
   const auto weighed = [&](int64_t i) { return static_cast<double>(scaled_[i]) * finite_metric(scaled_d_[i]); };
@@ -254,7 +258,7 @@ void KernelSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
     for_taps([&](int64_t at, int r) {
       if (r > n) return;
       const T* d = d_ ? scaled_d_ + at : nullptr;
-      const Above part = above(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], level);
+      const Above part = rows<T>().above(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], level);
       all.mass += part.mass;
       all.weight += part.weight;
     });
@@ -269,7 +273,8 @@ void KernelSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
     for_taps([&](int64_t at, int r) {
       if (r > n) return;
       const T* d = d_ ? scaled_d_ + at : nullptr;
-      least = std::max(least, least_level(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
+      least =
+          std::max(least, rows<T>().least_level(scaled_ + at, d, shape_.channels, r == n ? kInfinity : of[r], t[n]));
     });
     // Start from level -1 if a sum of all would overflow: that keeps weights from being clipped, as it does on a GPU.
     const Above all = sums(n, of, least < kHuge ? least : level);
@@ -291,7 +296,7 @@ void KernelSolver<T>::find_caps(const Thresholds& thresholds, double* caps) {
 template <typename T>
 void KernelSolver<T>::set_infinite_metrics_aside(double* floors) {
   std::fill(floors, floors + shape_.rings, 0.0);
-  if (d_ == nullptr || largest(d_, shape_.numel()) < kInfinity) return;
+  if (d_ == nullptr || rows<T>().largest(d_, shape_.numel()) < kInfinity) return;
   finite_d_.assign(d_, d_ + shape_.numel());
   for_taps([&](int64_t at, int r) {
     for (int64_t i = at; i < at + shape_.channels; ++i) {
@@ -309,7 +314,7 @@ template <typename T>
 void KernelSolver<T>::measure(double* sizes) const {
   for (int r = 0; r < shape_.rings; ++r) sizes[r] = 0;
   for_taps([&](int64_t at, int r) {
-    const double size = largest(scaled_ + at, shape_.channels);
+    const double size = rows<T>().largest(scaled_ + at, shape_.channels);
     if (size > sizes[r] || is_nan(size)) sizes[r] = size;
   });
 }
@@ -348,7 +353,7 @@ Scale KernelSolver<T>::scaled_sums(bool summed) {
   if (sizeof(T) == 8) bring_near_one();
   sum_up(true);
   if (sizeof(T) == 8 && d_ != nullptr) {
-    const double size = largest(scaled_, shape_.numel());
+    const double size = rows<T>().largest(scaled_, shape_.numel());
     moderate_ = all_safe(true) || !(size > 0 && size < kInfinity);
   }
   return scale_;
@@ -372,13 +377,13 @@ template <typename T>
 void KernelSolver<T>::sum_up(bool wide) {
   if (d_ != nullptr) return sum_moments(wide, nullptr, zero_);
   std::fill(zero_.power[0], zero_.power[0] + shape_.rings, 0.0);
-  for (const Part& part : parts_) squares(scaled_ + part.at, part.run, wide, zero_.power[0]);
+  for (const Part& part : parts_) rows<T>().squares(scaled_ + part.at, part.run, wide, zero_.power[0]);
 }
 
 template <typename T>
 void KernelSolver<T>::sum_moments(bool wide, const double* c, Moments& to) {
   to.clear(shape_.rings);
-  for (const Part& part : parts_) moments(scaled_ + part.at, scaled_d_ + part.at, part.run, wide, c, to);
+  for (const Part& part : parts_) rows<T>().moments(scaled_ + part.at, scaled_d_ + part.at, part.run, wide, c, to);
 }
 
 // Return whether sums of weights times metrics neither vanish nor overflow.
@@ -387,7 +392,7 @@ bool KernelSolver<T>::products_safe() const {
   constexpr double kLeast = 1e-140;
   if (sizeof(T) == 4) return true;
   const auto safe = [](double size) { return size == 0 || (size > kLeast && size < 1 / kLeast); };
-  return safe(largest(u_, shape_.numel())) && (d_ == nullptr || safe(largest(d_, shape_.numel())));
+  return safe(rows<T>().largest(u_, shape_.numel())) && (d_ == nullptr || safe(rows<T>().largest(d_, shape_.numel())));
 }
 
 // Set scaled_ and scaled_d_ to u and d times powers of two, scale_. A power is 1 if no largest magnitude exists (zeros
@@ -397,13 +402,13 @@ void KernelSolver<T>::bring_near_one() {
   const int64_t numel = shape_.numel();
   const auto scaled = [numel](const T* from, double by, std::vector<T>& copy) {
     copy.resize(numel);
-    multiply(from, numel, static_cast<T>(by), copy.data());
+    rows<T>().multiply(from, numel, static_cast<T>(by), copy.data());
     return copy.data();
   };
-  scale_.weight = near_one(largest(u_, numel));
+  scale_.weight = near_one(rows<T>().largest(u_, numel));
   if (scale_.weight != 1) scaled_ = scaled(u_, scale_.weight, scaled_copy_);
   if (d_ == nullptr) return;
-  scale_.metric = near_one(std::min(largest(d_, numel), kLargest<double>));
+  scale_.metric = near_one(std::min(rows<T>().largest(d_, numel), kLargest<double>));
   if (scale_.metric != 1) scaled_d_ = scaled(d_, scale_.metric, scaled_d_copy_);
 }
 

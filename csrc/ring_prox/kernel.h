@@ -36,7 +36,7 @@ class KernelSolver {
   // Write the minimiser that math.h describes. d may be null, and out may be u.
   void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
   // Write the l2 prox from sums over the rings that the caller has made. For every part, it must have added to
-  // no_sums() what moments() adds without c, or, without a metric, what squares() adds, as power[0].
+  // no_sums() what moments() adds without c.
   void prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out);
   Moments& no_sums();
   const std::vector<Part>& parts() const { return parts_; }

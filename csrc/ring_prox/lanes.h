@@ -11,6 +11,7 @@
 #include "ring_prox/rows.h"
 
 namespace loco::ring_prox {
+LOCO_KERNELS_BEGIN
 
 // The number of terms that are summed in their own type before they are added to a float64 sum.
 constexpr int kShortSum = 4;
@@ -134,4 +135,5 @@ LOCO_HD void sum_pattern(const Run& run, const Term& term, double* const (&sums)
   add_lanes(run, exact, rough, sums);
 }
 
+LOCO_KERNELS_END
 }  // namespace loco::ring_prox

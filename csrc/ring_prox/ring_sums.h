@@ -7,8 +7,7 @@
 #include "ring_prox/lanes.h"
 
 namespace loco::ring_prox {
-
-constexpr int kMostRingSums = 3;  // with more rings, registers cannot hold the sums
+LOCO_KERNELS_BEGIN
 
 // `count` sums for each ring, the first of which is kept in float64 and all others in float32.
 template <int rings, int count>
@@ -74,4 +73,5 @@ class RingSums {
   Doubles exact_[2][rings]{};
 };
 
+LOCO_KERNELS_END
 }  // namespace loco::ring_prox

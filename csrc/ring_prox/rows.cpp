@@ -8,7 +8,7 @@
 // a Run.
 //
 // Everything runs in one thread. A run of a single ring is summed in kLanes lanes, any other in one lane for each
-// weight of a period (lanes.h); LOCO_CLONES compiles each function once per x86-64 level.
+// weight of a period (lanes.h).
 #include "ring_prox/rows.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 #include "ring_prox/lanes.h"
 
 namespace loco::ring_prox {
-namespace {
+LOCO_KERNELS_BEGIN
 
 constexpr int kBlock = 64;
 
@@ -41,7 +41,7 @@ LOCO_HD void add_powers(Part x, Part inverse, Part* parts) {
 }
 
 template <typename T>
-LOCO_HD void weighed_squares_of(const T* u, const T* d, const Run& run, double* by_ring) {
+void weighed_squares(const T* u, const T* d, const Run& run, double* by_ring) {
   const auto term = [=](int64_t i, int64_t, double* parts) LOCO_INLINE {
     const double value = static_cast<double>(u[i]) * finite_metric(d[i]);
     parts[0] += value * value;
@@ -131,7 +131,7 @@ LOCO_HD double least_level_of(const T* u, const T* d, int64_t count, double cap,
 }
 
 template <typename T>
-LOCO_HD double largest_of(const T* x, int64_t count) {
+double largest(const T* x, int64_t count) {
   T lanes[kLanes] = {};
   bool nan = false;
   for (int64_t i = 0; i < count; ++i) {
@@ -161,7 +161,12 @@ LOCO_HD void change_by_ring(const Run& run, const double* by_ring, const Change&
 }
 
 template <typename T>
-LOCO_HD void multiply_of(const T* x, const Run& run, const double* by_ring, T* out) {
+void multiply(const T* x, int64_t count, T factor, T* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
+}
+
+template <typename T>
+void multiply_rings(const T* x, const Run& run, const double* by_ring, T* out) {
   change_by_ring(run, by_ring, [=](int64_t i, T factor) LOCO_INLINE { return x[i] * factor; }, out);
 }
 
@@ -177,7 +182,7 @@ LOCO_HD void damp_wide(const float* u, const float* d, const Run& run, const dou
 LOCO_HD void damp_wide(const double*, const double*, const Run&, const double*, double*) {}
 
 template <typename T>
-LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T* out) {
+void damp(const T* u, const T* d, const Run& run, const double* c, T* out) {
   constexpr double kLeast = 1e-30;
   const auto factor = [=](int64_t i, T by) LOCO_INLINE {
     const T weight = finite_metric(d[i]);
@@ -198,75 +203,38 @@ LOCO_HD void damp_of(const T* u, const T* d, const Run& run, const double* c, T*
 }
 
 template <typename T>
-LOCO_HD void clip_of(const T* u, int64_t count, T cap, T* out) {
+void clip(const T* u, int64_t count, T cap, T* out) {
   for (int64_t i = 0; i < count; ++i) {
     const T size = std::fabs(u[i]);
     out[i] = std::copysign(size > cap || cap != cap ? cap : size, u[i]);
   }
 }
 
-}  // namespace
-
-LOCO_CLONES void squares(const float* x, const Run& run, bool wide, double* by_ring) {
-  wide ? squares_of<double>(x, run, by_ring) : squares_of<float>(x, run, by_ring);
-}
-LOCO_CLONES void squares(const double* x, const Run& run, bool, double* by_ring) {
-  squares_of<double>(x, run, by_ring);
+template <typename T>
+void squares(const T* x, const Run& run, bool wide, double* by_ring) {
+  wide ? squares_of<double>(x, run, by_ring) : squares_of<T>(x, run, by_ring);
 }
 
-LOCO_CLONES void weighed_squares(const float* u, const float* d, const Run& run, double* by_ring) {
-  weighed_squares_of(u, d, run, by_ring);
-}
-LOCO_CLONES void weighed_squares(const double* u, const double* d, const Run& run, double* by_ring) {
-  weighed_squares_of(u, d, run, by_ring);
+template <typename T>
+void moments(const T* u, const T* d, const Run& run, bool wide, const double* c, Moments& moments) {
+  wide ? moments_of<double>(u, d, run, c, moments) : moments_of<T>(u, d, run, c, moments);
 }
 
-LOCO_CLONES void moments(const float* u, const float* d, const Run& run, bool wide, const double* c, Moments& moments) {
-  wide ? moments_of<double>(u, d, run, c, moments) : moments_of<float>(u, d, run, c, moments);
-}
-LOCO_CLONES void moments(const double* u, const double* d, const Run& run, bool, const double* c, Moments& moments) {
-  moments_of<double>(u, d, run, c, moments);
-}
-
-LOCO_CLONES Above above(const float* u, const float* d, int64_t count, double cap, double level) {
-  return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
-}
-LOCO_CLONES Above above(const double* u, const double* d, int64_t count, double cap, double level) {
+template <typename T>
+Above above(const T* u, const T* d, int64_t count, double cap, double level) {
   return d ? above_of<true>(u, d, count, cap, level) : above_of<false>(u, d, count, cap, level);
 }
 
-LOCO_CLONES double least_level(const float* u, const float* d, int64_t count, double cap, double t) {
+template <typename T>
+double least_level(const T* u, const T* d, int64_t count, double cap, double t) {
   return d ? least_level_of<true>(u, d, count, cap, t) : least_level_of<false>(u, d, count, cap, t);
 }
-LOCO_CLONES double least_level(const double* u, const double* d, int64_t count, double cap, double t) {
-  return d ? least_level_of<true>(u, d, count, cap, t) : least_level_of<false>(u, d, count, cap, t);
-}
 
-LOCO_CLONES double largest(const float* x, int64_t count) { return largest_of(x, count); }
-LOCO_CLONES double largest(const double* x, int64_t count) { return largest_of(x, count); }
+template <typename T>
+constexpr RowKernels<T> kRows = {squares<T>, weighed_squares<T>, moments<T>,        above<T>, least_level<T>,
+                                 largest<T>, multiply<T>,        multiply_rings<T>, damp<T>,  clip<T>};
+const RowKernels<float> float_rows = kRows<float>;
+const RowKernels<double> double_rows = kRows<double>;
 
-LOCO_CLONES void multiply(const float* x, int64_t count, float factor, float* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
-}
-LOCO_CLONES void multiply(const double* x, int64_t count, double factor, double* out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = x[i] * factor;
-}
-
-LOCO_CLONES void multiply(const float* x, const Run& run, const double* by_ring, float* out) {
-  multiply_of(x, run, by_ring, out);
-}
-LOCO_CLONES void multiply(const double* x, const Run& run, const double* by_ring, double* out) {
-  multiply_of(x, run, by_ring, out);
-}
-
-LOCO_CLONES void damp(const float* u, const float* d, const Run& run, const double* c, float* out) {
-  damp_of(u, d, run, c, out);
-}
-LOCO_CLONES void damp(const double* u, const double* d, const Run& run, const double* c, double* out) {
-  damp_of(u, d, run, c, out);
-}
-
-LOCO_CLONES void clip(const float* u, int64_t count, float cap, float* out) { clip_of(u, count, cap, out); }
-LOCO_CLONES void clip(const double* u, int64_t count, double cap, double* out) { clip_of(u, count, cap, out); }
-
+LOCO_KERNELS_END
 }  // namespace loco::ring_prox

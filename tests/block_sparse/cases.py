@@ -12,7 +12,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The backends under test: the reference, and the kernels of every instruction set that this machine has.
 BACKENDS = (
     "reference",
-    *(f"native, {name}" for name in (backends.library.block_sparse_levels() if backends.library else ())),
+    *(f"native, {name}" for name in (backends.library.cpu_capabilities() if backends.library else ())),
 )
 
 

@@ -134,5 +134,5 @@ def test_the_operators_read_and_write_nothing_beyond_their_tensors(name):
 
 
 def test_levels_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="name: expected one of block_sparse_levels"):
-        loco_ext.ops.backends.library.use_block_sparse_level("avx1024")
+    with pytest.raises(ValueError, match="name: expected one of cpu_capabilities"):
+        loco_ext.ops.backends.library.use_cpu_capability("avx1024")

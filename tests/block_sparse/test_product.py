@@ -34,12 +34,12 @@ def using(name: str) -> Iterator[None]:
     backend, _, level = name.partition(", ")
     with loco_ext.backend(backend):
         if level:
-            backends.library.use_block_sparse_level(level)
+            backends.library.use_cpu_capability(level)
         try:
             yield
         finally:
             if level:
-                backends.library.use_block_sparse_level(LEVELS[0])
+                backends.library.use_cpu_capability(LEVELS[0])
 
 
 @pytest.fixture(params=BACKENDS)

@@ -12,7 +12,7 @@ import loco_ext
 from loco_ext.ops import backends, mixed_conv2d
 from tests.covering import slow
 
-LEVELS = backends.library.mixed_conv_levels() if backends.library else []
+LEVELS = backends.library.cpu_capabilities() if backends.library else []
 FORMATS = (torch.contiguous_format, torch.channels_last)
 TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-14}
 
@@ -28,9 +28,9 @@ class Case(NamedTuple):
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest):
-    backends.library.use_mixed_conv_level(request.param)
+    backends.library.use_cpu_capability(request.param)
     yield request.param
-    backends.library.use_mixed_conv_level(LEVELS[0])
+    backends.library.use_cpu_capability(LEVELS[0])
 
 
 def random_case(seed: int) -> Case:
@@ -320,5 +320,5 @@ def test_parts_may_come_from_an_iterator(backend: str) -> None:
 
 
 def test_unknown_levels_are_refused() -> None:
-    with pytest.raises(ValueError, match="name: expected one of mixed_conv_levels"):
-        backends.library.use_mixed_conv_level("avx1024")
+    with pytest.raises(ValueError, match="name: expected one of cpu_capabilities"):
+        backends.library.use_cpu_capability("avx1024")

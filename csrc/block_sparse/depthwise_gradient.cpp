@@ -1,4 +1,4 @@
-// Value gradients of blocks of one element (see depthwise.h).
+// Value gradients of blocks of one element (see depthwise.cpp).
 //
 //   values[e, c] = sum over n of from[n, source[e], c] to[n, row of e, c]
 //
@@ -8,11 +8,11 @@
 // An item is an entry. A thread takes its entries in groups whose sums fit into scratch memory, and for each group the
 // batch in small parts: in the tensor, pixels are so far apart that the L1 cache would not keep those of more samples
 // until the next row.
-#pragma once
-
 #include "block_sparse/depthwise.h"
+#include "block_sparse/kernels.h"
 
 namespace loco::block_sparse {
+LOCO_KERNELS_BEGIN
 
 constexpr int64_t kDepthwiseBatch = 12;    // samples in a part of the batch
 constexpr int64_t kDepthwiseSums = 16384;  // sums that wait for the rest of the batch, at most
@@ -114,4 +114,8 @@ void depthwise_gradient_range(const ValueGradient& call, int64_t begin, int64_t 
   }
 }
 
+const GradientKernels depthwise_value_gradients{{depthwise_gradient_range<F64>, depthwise_gradient_range<F32>,
+                                                 depthwise_gradient_range<Bf16>, depthwise_gradient_range<F16>}};
+
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

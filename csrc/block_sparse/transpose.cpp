@@ -1,16 +1,12 @@
-// Transposition to pixel-major order for one instruction set: to[n, pixel, channel] = from[n, channel, pixel].
+// Transpose to pixel-major order: to[n, pixel, channel] = from[n, channel, pixel].
 //
 // from is [batch, channels, pixels] with strides batch_stride and channel_stride and contiguous pixels; to is
 // contiguous [batch, pixels, channels]. An item is kTransposePixels pixels of one sample, all channels.
-#pragma once
-
+#include "block_sparse/kernels.h"
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
-
-constexpr int64_t kTransposePixels = 64;  // pixels per item
-
-inline int64_t transpose_items(const Transpose& call) { return call.batch * pieces(call.pixels, kTransposePixels); }
+LOCO_KERNELS_BEGIN
 
 template <typename Square, typename Word>
 void transpose_range(const Transpose& call, int64_t begin, int64_t end) {
@@ -24,4 +20,8 @@ void transpose_range(const Transpose& call, int64_t begin, int64_t end) {
   }
 }
 
+const TransposeKernels transposes{{transpose_range<PlainSquare, double>, transpose_range<WordSquare, float>,
+                                   transpose_range<PlainSquare, uint16_t>, transpose_range<PlainSquare, uint16_t>}};
+
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

@@ -11,14 +11,14 @@
 // each group, as many channels as a tile is wide. A panel takes its entries strip by strip, packs the factors where
 // they cannot be read in place, and adds their product to its sums by tiles (tile.h), which prefetch the blocks of the
 // next strip.
-#pragma once
-
 #include <cstring>
 
+#include "block_sparse/kernels.h"
 #include "block_sparse/narrow.h"
 #include "block_sparse/panels.h"
 
 namespace loco::block_sparse {
+LOCO_KERNELS_BEGIN
 
 // A panel: `rows` samples from `batch` on, and the channels of a group from `column` on that fit into a tile.
 template <typename M>
@@ -259,4 +259,15 @@ void product_range(const Product& call, int64_t begin, int64_t end) {
   }
 }
 
+#ifdef LOCO_AVX512_BF16
+const ProductKernels products{{{}, {}, {product_items<Pairs<Bf16Pairs>>, product_range<Pairs<Bf16Pairs>>}, {}}};
+#else
+using Half = Converted<Lanes<float>>;
+const ProductKernels products{{{product_items<Plain<Lanes<double>>>, product_range<Plain<Lanes<double>>>},
+                               {product_items<Plain<Lanes<float>>>, product_range<Plain<Lanes<float>>>},
+                               {product_items<Half>, product_range<Half>},
+                               {product_items<Half>, product_range<Half>}}};
+#endif
+
+LOCO_KERNELS_END
 }  // namespace loco::block_sparse

@@ -1,4 +1,4 @@
-// Convolution by filters of several sizes, for one instruction set.
+// Convolution by filters of several sizes.
 //
 //   to[n, o, y, x] = bias[o] + sum over channels c and taps (i, j) of weight[o, c, i, j] *
 //       from[n, c, y * stride + i * dilation - top, x * stride + j * dilation - left]
@@ -9,14 +9,14 @@
 // (cpu.h), and pixels outside of `from` are zero. `add` is laid out as `to` is.
 //
 // An item is a band: some rows of the result, for as many images as are interleaved (band.h). The thread that has it
-// copies the pixels that the band depends on (copy.h), and then computes tiles of L::kKernels filters by L::kPixels
+// copies the pixels that the band depends on (copy.h), and then computes tiles of L::kFilters filters by L::kPixels
 // vectors of pixels (tile.h), part by part, before it adds `add` (write.h).
-#pragma once
-
+#include "mixed_conv/kernels.h"
 #include "mixed_conv/tile.h"
 #include "mixed_conv/write.h"
 
 namespace loco::mixed_conv {
+LOCO_KERNELS_BEGIN
 
 constexpr int64_t kBandBytes = 384 << 10;  // less than the L2 cache, which the weights pass through, too
 
@@ -37,7 +37,7 @@ void fill_places(const Convolution& call, const Layout& layout, const typename L
 
 // Not inlined: with all tiles in one function, the compiler would run out of registers.
 template <typename L, int K, int V>
-__attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const Taps& taps, int64_t kernel,
+__attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const Taps& taps, int64_t filter,
                                     int64_t index) {
   using Word = typename L::Word;
   using Vec = typename L::Vec;
@@ -46,30 +46,30 @@ __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const
   Vec sums[K][V];
   LOCO_UNROLL for (int v = 0; v < V; ++v) at[v] = places[v].from;
   LOCO_UNROLL for (int k = 0; k < K; ++k) {
-    const Word none = 0, *bias = part.bias ? static_cast<const Word*>(part.bias) + kernel + k : &none;
+    const Word none = 0, *bias = part.bias ? static_cast<const Word*>(part.bias) + filter + k : &none;
     LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = L::broadcast(reinterpret_cast<const char*>(bias));
   }
-  const Word* weight = static_cast<const Word*>(part.weight) + kernel * taps.channels * taps.count;
+  const Word* weight = static_cast<const Word*>(part.weight) + filter * taps.channels * taps.count;
   multiply<L, K, V>(taps, weight, at, sums);
   if (band.call.relu && !band.call.add) {
     LOCO_UNROLL for (int k = 0; k < K; ++k) {
       LOCO_UNROLL for (int v = 0; v < V; ++v) sums[k][v] = sums[k][v] < Vec{} ? Vec{} : sums[k][v];  // NaN is kept
     }
   }
-  LOCO_UNROLL for (int v = 0; v < V; ++v) band.store(places[v], part.channels + kernel, sums, v);
+  LOCO_UNROLL for (int v = 0; v < V; ++v) band.store(places[v], part.channels + filter, sums, v);
 }
 
 // Call tile with these numbers of filters and vectors as template arguments.
-template <typename L, int K = L::kKernels, int V = L::kPixels>
-void some(int64_t kernels, int64_t vectors, const Band<L>& band, const Part& part, const Taps& taps, int64_t kernel,
+template <typename L, int K = L::kFilters, int V = L::kPixels>
+void some(int64_t filters, int64_t vectors, const Band<L>& band, const Part& part, const Taps& taps, int64_t filter,
           int64_t index) {
   if constexpr (K > 1) {
-    if (kernels < K) return some<L, K - 1, V>(kernels, vectors, band, part, taps, kernel, index);
+    if (filters < K) return some<L, K - 1, V>(filters, vectors, band, part, taps, filter, index);
   }
   if constexpr (V > 1) {
-    if (vectors < V) return some<L, K, V - 1>(kernels, vectors, band, part, taps, kernel, index);
+    if (vectors < V) return some<L, K, V - 1>(filters, vectors, band, part, taps, filter, index);
   }
-  tile<L, K, V>(band, part, taps, kernel, index);
+  tile<L, K, V>(band, part, taps, filter, index);
 }
 
 // Divides `total` things into as few shares of at most `most` as possible, whose sizes differ by at most one.
@@ -90,10 +90,10 @@ void convolve_vectors(const Band<L>& band, int64_t begin, int64_t count) {
   const Shares vectors(count, L::kPixels);
   for (const Part* part = call.parts; part < call.parts + call.count; ++part) {
     const Taps taps{offsets, part->height * part->width, call.from.channels, band.layout.plane};
-    const Shares kernels(part->kernels, L::kKernels);
-    for (int64_t i = 0; i < kernels.count; ++i) {
+    const Shares filters(part->filters, L::kFilters);
+    for (int64_t i = 0; i < filters.count; ++i) {
       for (int64_t j = 0; j < vectors.count; ++j)
-        some<L>(kernels.size(i), vectors.size(j), band, *part, taps, kernels.begin(i), begin + vectors.begin(j));
+        some<L>(filters.size(i), vectors.size(j), band, *part, taps, filters.begin(i), begin + vectors.begin(j));
     }
     offsets += taps.count;
   }
@@ -130,4 +130,14 @@ void convolve_range(const Convolution& call, int64_t begin, int64_t end) {
   }
 }
 
+// An arithmetic with the size of its tiles: the most filters and vectors of pixels whose sums fit into registers.
+template <typename T>
+struct Tiled : Lanes<T> {
+  static constexpr int kFilters = kVectorBytes > 16 ? 6 : 4, kPixels = Lanes<T>::kVectors;
+};
+
+const ConvolutionKernels convolutions{{{convolve_items<Tiled<double>>, convolve_range<Tiled<double>>},
+                                       {convolve_items<Tiled<float>>, convolve_range<Tiled<float>>}}};
+
+LOCO_KERNELS_END
 }  // namespace loco::mixed_conv
