@@ -2,8 +2,7 @@
 
     python -m studies.landscapes_cifar10 --data DIR      takes some minutes on one core; writes studies/results/
 
-Few images and few epochs. The target loss is a sum over pixels, as printed: "target:0.01" is about what
-alpha = 10 is for a mean over the 1024 pixels.
+Few images and few epochs.
 """
 
 import shutil
@@ -22,7 +21,7 @@ from studies import summaries, tables
 from studies.options import Data, Device, Out, Runs
 
 TRAINING_IMAGES, TEST_IMAGES, EPOCHS, BATCH_SIZE, SEEDS = 2000, 1000, 4, 32, 3
-ARMS = ("plain", "target:0.01", "curvature:0.1", "noise:0.2")
+ARMS = ("plain", "target:10", "curvature:0.1", "noise:0.2")
 MEASURED = {"landscape_images": 400, "corrupted_images": 100, "ablated_images": 32, "resampling_images": 100}
 MEASURED |= {"resampled_inputs": 20, "baseline_images": 8}
 

@@ -141,7 +141,9 @@ class Settings:
             "target, towards the smoothness of the training images.",
         ),
     ] = None
-    alpha: Annotated[float, Option(help="Strength of --pilcro; its paper has 1, 10 and 100.")] = 0.0
+    alpha: Annotated[
+        float, Option(help="Strength of --pilcro, whose losses are means over pixels; its paper has 1, 10 and 100.")
+    ] = 0.0
     amp: Annotated[
         bool,
         Option(help="Compute under autocast, in bfloat16; on GPUs without it in float16, with a GradScaler."),

@@ -19,6 +19,7 @@ from loco_ext.regularizers.tangent import TangentRoute
 
 MODES = ("curvature", "target")
 ALPHA_SCALINGS = ("none", "T")
+REDUCTIONS = ("sum", "mean")
 ROUTES = ("tangent", "double_backward")
 
 
@@ -40,6 +41,8 @@ class PILCRO:
         target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
         laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
+        reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
+            not grow with the images and with which 1 to 100 are usual values of alpha. The curvature loss is a mean.
         expectation: as for :func:`importance_landscape`; ``"exact"`` takes as many passes as there are classes.
         chunk_size: most images to compute at once, to bound memory; None for the whole batch. The gradient is that of
             the whole batch in either case.
@@ -72,6 +75,7 @@ class PILCRO:
         target: Tensor | None = None,
         laplacian_kernel: int | Tensor = 3,
         alpha_scaling: str = "none",
+        reduction: str = "sum",
         expectation: str = "sampled",
         chunk_size: int | None = None,
         route: str = "tangent",
@@ -79,6 +83,7 @@ class PILCRO:
     ) -> None:
         check_choice("mode", mode, MODES)
         check_choice("alpha_scaling", alpha_scaling, ALPHA_SCALINGS)
+        check_choice("reduction", reduction, REDUCTIONS)
         check_choice("expectation", expectation, EXPECTATIONS)
         check_choice("route", route, ROUTES)
         if mode == "target" and target is None:
@@ -94,6 +99,7 @@ class PILCRO:
         self.every = check_count("every", every, smallest=1)
         self.target = target
         self.alpha_scaling = alpha_scaling
+        self.reduction = reduction
         self.expectation = expectation
         self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size, smallest=1)
         self.route = route
@@ -121,13 +127,18 @@ class PILCRO:
                 x,
                 stencil=self._stencil.to(x.device),
                 target=None if self.target is None else self.target.to(x.device),
-                factor=self.alpha * (self.every if self.alpha_scaling == "T" else 1),
+                factor=self._factor(x),
                 exact=self.expectation == "exact",
                 uniform=self._uniform(call, x),
                 chunk_size=self.chunk_size,
                 route=self._route,
             )
         return _Loss.apply(loss, gradients, *parameters)
+
+    def _factor(self, x: Tensor) -> float:
+        """Return what multiplies the loss of images ``x``."""
+        pixels = x.shape[-2:].numel() if self.mode == "target" and self.reduction == "mean" else 1
+        return self.alpha * (self.every if self.alpha_scaling == "T" else 1) / pixels
 
     def _uniform(self, call: int, x: Tensor) -> Tensor:
         """Return the numbers in [0, 1) by which this call draws classes, ``(N,)``."""

@@ -19,7 +19,6 @@ from tests.triton_runs import (
     needs_compiler,
     needs_triton,
     saved,
-    slow,
     start_interpreter,
 )
 
@@ -76,7 +75,7 @@ def test_the_kernels_compute_what_the_reference_does(pool, name):
             assert_within_ulps(actual, right, ULPS_OF_SUMS, scale=right.abs().max())
 
 
-@pytest.mark.parametrize("arch", [slow(arch) if arch != 90 else arch for arch in CUDA])
+@pytest.mark.parametrize("arch", [arch if arch == 90 else pytest.param(arch, marks=pytest.mark.slow) for arch in CUDA])
 @pytest.mark.parametrize("name", ["curvature", "target"])
 @pytest.mark.usefixtures("_compiling")
 def test_the_kernels_compile(monkeypatch, name, arch):

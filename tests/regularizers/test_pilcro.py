@@ -48,8 +48,10 @@ def test_the_gradient_is_create_graphs(name):
     model, x = make(name), images()
     target = data_smoothness(x)
     expected = create_graph(model, x, target)
-    for options in ({}, {"chunk_size": 3}, {"route": "double_backward"}):
-        found = gradient(PILCRO("target", 3.0, target=target, expectation="exact", **options), model, x)
+    pixels = x[0, 0].numel()
+    for options in ({}, {"chunk_size": 3}, {"route": "double_backward"}, {"reduction": "mean"}):
+        alpha = 3.0 * pixels if "reduction" in options else 3.0
+        found = gradient(PILCRO("target", alpha, target=target, expectation="exact", **options), model, x)
         assert_near(found, expected)
     sampled = [gradient(PILCRO(route=route), model, x) for route in ("tangent", "double_backward")]
     assert_near(*sampled)
