@@ -60,6 +60,39 @@ def _source(i, count, candidate: tl.constexpr, reach: tl.constexpr):
 
 
 @triton.jit
+def _laplacian_at(values, stencil, i, height, width, pixels, K: tl.constexpr):
+    """Return the Laplacian of values [H * W] at pixels i, under reflect padding."""
+    REACH: tl.constexpr = K // 2
+    result = tl.zeros(i.shape, dtype=tl.float64)
+    for dy in range(K):
+        for dx in range(K):
+            y = _reflected(i // width + dy - REACH, height)
+            x = _reflected(i % width + dx - REACH, width)
+            near = tl.load(values + y * width + x, mask=i < pixels, other=0.0)
+            result += tl.load(stencil + dy * K + dx) * near
+    return result
+
+
+@triton.jit
+def _slope_of_variance(curved, mean, stencil, i, height, width, pixels, K: tl.constexpr):
+    """Return, at pixels i, the derivative of the variance of the Laplacian, curved [H * W], in the landscape."""
+    REACH: tl.constexpr = K // 2
+    result = tl.zeros(i.shape, dtype=tl.float64)
+    for v in tl.static_range(3):
+        y, below = _source(i // width, height, v, REACH)
+        for h in tl.static_range(3):
+            x, beside = _source(i % width, width, h, REACH)
+            for dy in range(K):
+                for dx in range(K):
+                    row, column = y - dy + REACH, x - dx + REACH
+                    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (i < pixels)
+                    inside &= below & beside
+                    near = tl.load(curved + row * width + column, mask=inside, other=0.0) - mean
+                    result += tl.load(stencil + dy * K + dx) * tl.where(inside, near, 0.0) * 2 / pixels
+    return result
+
+
+@triton.jit
 def map_kernel(
     squares,  # [C, H * W]
     stencil,  # [K, K]
@@ -76,7 +109,6 @@ def map_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute the landscape, its Laplacian, the loss, and the slope dL/dA."""
-    REACH: tl.constexpr = K // 2
     pixels = height * width
     norms, scaled, curved, by_map = scratch, scratch + pixels, scratch + 2 * pixels, scratch + 3 * pixels
     lane = tl.arange(0, BLOCK)
@@ -116,13 +148,7 @@ def map_kernel(
     first = 0
     while first < pixels:
         i = first + lane
-        value = tl.zeros((BLOCK,), dtype=tl.float64)
-        for dy in range(K):
-            for dx in range(K):
-                y = _reflected(i // width + dy - REACH, height)
-                x = _reflected(i % width + dx - REACH, width)
-                near = tl.load(scaled + y * width + x, mask=i < pixels, other=0.0)
-                value += tl.load(stencil + dy * K + dx) * near
+        value = _laplacian_at(scaled, stencil, i, height, width, pixels, K)
         tl.store(curved + i, value, mask=i < pixels)
         tl.store(laplacian + i, value, mask=i < pixels)
         sums += value
@@ -138,18 +164,7 @@ def map_kernel(
         if target is None:
             centred = tl.where(i < pixels, tl.load(curved + i, mask=i < pixels, other=0.0) - mean, 0.0)
             losses += centred * centred / pixels
-            d = tl.zeros((BLOCK,), dtype=tl.float64)
-            for v in tl.static_range(3):
-                y, below = _source(i // width, height, v, REACH)
-                for h in tl.static_range(3):
-                    x, beside = _source(i % width, width, h, REACH)
-                    for dy in range(K):
-                        for dx in range(K):
-                            row, column = y - dy + REACH, x - dx + REACH
-                            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (i < pixels)
-                            inside &= below & beside
-                            near = tl.load(curved + row * width + column, mask=inside, other=0.0) - mean
-                            d += tl.load(stencil + dy * K + dx) * tl.where(inside, near, 0.0) * 2 / pixels
+            d = _slope_of_variance(curved, mean, stencil, i, height, width, pixels, K)
         else:
             difference = value - tl.load(target + i, mask=i < pixels, other=0.0).to(tl.float64)
             losses += difference * difference

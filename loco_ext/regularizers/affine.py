@@ -36,7 +36,7 @@ class NotPiecewiseLinearError(UserError, ValueError):
 
 
 class Pass(enum.Enum):
-    """What a pass through the network computes."""
+    """Tell the passes through the network apart by the results that they compute."""
 
     VALUE = enum.auto()
     TANGENT = enum.auto()
@@ -95,7 +95,7 @@ class Call:
 
     @property
     def description(self) -> str:
-        """What the node calls, and where."""
+        """Return the name of the called module or function, and its place in the model."""
         if self.module is not None:
             return f"{type(self.module).__name__} at {self.node.target}"
         stack = list((self.node.meta.get("nn_module_stack") or {}).values())
