@@ -124,7 +124,8 @@ def _convolution(call: Call) -> Tensor:
     function: Any = getattr(functional, operation(call.node, call.modules))
     names = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
     options = [call.option(place, name, default) for place, (name, default) in enumerate(names, 2)]
-    return function(call.args[0], call.weight(call.option(0, "weight")), call.constant(call.option(1, "bias")), *options)
+    weight, bias = call.weight(call.option(0, "weight")), call.constant(call.option(1, "bias"))
+    return function(call.args[0], weight, bias, *options)
 
 
 def _locally_connected(call: Call) -> Tensor:

@@ -109,7 +109,7 @@ def _is_leaf(module: nn.Module) -> bool | None:
 def _nodes(argument: Any) -> set[fx.Node]:
     """Return the nodes in an argument, also those in lists of it."""
     found: set[fx.Node] = set()
-    fx.map_arg(argument, found.add)  # type: ignore[arg-type]
+    fx.map_arg(argument, found.add)
     return found
 
 
