@@ -4,10 +4,10 @@ import pytest
 import torch
 from scipy.ndimage import convolve
 from torch import nn
+from torch.func import functional_call, jacrev, stack_module_state, vmap
 
 from loco_ext import regularizers
 from tests.regularizers.networks import CLASSES, NETWORKS, images, make
-from tests.tolerances import STANDARD_ERRORS
 
 
 def brute_force(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -91,23 +91,33 @@ def test_paths_are_counted_one_by_one():
 
 @pytest.mark.slow
 def test_squared_gradients_at_initialisation_are_proportional_to_the_paths():
-    """Proposition 1, over 2,000 initialisations."""
+    """Proposition 1, over 2,000 initialisations, for all pixels together.
+
+    Of right maps, one in four has some pixel beyond three standard errors.
+    """
     expected = regularizers.path_counts(stack(), (2, 9, 9))
     for layer in stack():
         if isinstance(layer, nn.Conv2d):  # U(-b, b) with b = 1 / sqrt(fan_in): the variance is b^2 / 3
             expected = expected / (3 * layer.weight[0].numel())
-    maps = []
-    for _ in range(2000):
-        model = stack().double()
-        x = torch.zeros(1, 2, 9, 9, dtype=torch.float64)
-        jacobian = torch.autograd.functional.jacobian(lambda x, model=model: model(x)[0], x)[:, 0]
-        maps.append((jacobian**2).mean(0))
-    maps = torch.stack(maps)
-    errors = (maps.mean(0) - expected).abs() / (maps.std(0) / 2000**0.5).clamp(min=1e-300)
-    assert (maps.mean(0)[expected == 0] == 0).all()
-    seen = errors[expected > 0]
-    assert seen.max() < STANDARD_ERRORS
-    assert (seen < 3).double().mean() > 0.98
+    maps = squared_gradients(2000)
+    centred = maps - maps.mean(0)
+    error = centred.std(0) / len(maps) ** 0.5
+    largest = ((maps.mean(0) - expected.flatten()) / error).abs().max()
+    # Neighbouring pixels err together: normal errors with the same correlations tell how large the largest is.
+    draws = torch.randn(2000, len(maps), dtype=torch.float64) @ centred / len(maps) / error
+    assert largest < draws.abs().amax(1).quantile(0.99)
+
+
+def squared_gradients(count: int) -> torch.Tensor:
+    """Return squared gradients at initialisation, on average over the outputs, ``(count, pixels)``."""
+    models = [stack().double() for _ in range(count)]
+    x = torch.zeros(1, 2, 9, 9, dtype=torch.float64)
+
+    def of_one(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        jacobian = jacrev(lambda x: functional_call(models[0], parameters, (x,))[0])(x)
+        return jacobian.square().mean(0).flatten()
+
+    return vmap(of_one, chunk_size=500)(stack_module_state(models)[0]).detach()
 
 
 MODEL, X = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)), torch.rand(2, 3, 8, 8)
