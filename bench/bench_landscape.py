@@ -5,8 +5,9 @@
 
 A plain step is a forward and a backward pass with torch.optim's fused SGD. The routes compute the gradient of the same
 curvature loss on the same images: ours; torch's own double backward, create_graph; and torch.func's forward mode, whose
-tangents another backward pass differentiates. All of them are called in turn, so that they see the same machine. Times
-are the process's CPU time: calls take seconds, in which a shared machine runs other processes too.
+tangents another backward pass differentiates. BackPACK and auto_LiRPA have no gradients of a network's input gradients
+in its parameters. All of them are called in turn, so that they see the same machine. Times are the process's CPU time:
+calls take seconds, in which a shared machine runs other processes too.
 """
 
 import argparse

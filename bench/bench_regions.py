@@ -1,14 +1,18 @@
-"""Gradient norms of all units of a piecewise linear network, against autograd unit by unit and vmap(jacrev).
+"""Gradient norms of all units of a piecewise linear network, against autograd, vmap(jacrev) and BackPACK.
 
     python -m bench.bench_regions
 
 The network has four layers of 300 units and MNIST's input size, as in Lee, Alvarez-Melis and Jaakkola (ICLR 2019), with
 random weights. Ours includes tracing the model and all that a call needs. The loop over units takes the gradient of one
-unit for all samples at once. All run interleaved, after their norms were found equal in float64. The cost of the Gram
-recursion is compared between input sizes, for a batch that the factorisation of the first layer is shared by.
+unit for all samples at once. BackPACK, where it is installed, has the Jacobians of one layer's units in the first bias
+at a time, as the square root of a squared loss's Gauss-Newton matrix. All run interleaved, after our norms were found
+equal to the loop's in float64. The cost of the Gram recursion is compared between input sizes, for a batch that the
+factorisation of the first layer is shared by.
 """
 
+import copy
 import functools
+import importlib
 import itertools
 import math
 import sys
@@ -30,7 +34,13 @@ INPUTS, LARGE_INPUTS = 784, 12_288
 BATCHES = ("1", "8", "64")
 GRAM_BATCH = 512
 IMAGE = (3, 32, 32)
-RATIOS = {"loop / ours": ("loop", "ours"), "vmap(jacrev) / ours": ("vmap_jacrev", "ours")}
+RATIOS = {
+    "loop / ours": ("loop", "ours"),
+    "vmap(jacrev) / ours": ("vmap_jacrev", "ours"),
+    "BackPACK / ours": ("backpack", "ours"),
+}
+NOT_MEASURED = {"auto_LiRPA": "its last release on the Python Package Index, 0.3, needs NumPy 1"}
+JACOBIANS = ("vmap_jacrev", "backpack")
 MOST_JACREV = 8  # samples; the Jacobians of more take gigabytes
 
 TARGET_BATCHES = (1, 8)
@@ -87,7 +97,25 @@ def vmap_jacrev(model: nn.Sequential, x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.jacrev(units))(x).norm(dim=2)
 
 
-CANDIDATES: dict[str, Callable[[Any, Tensor], Tensor]] = {"ours": ours, "loop": loop, "vmap_jacrev": vmap_jacrev}
+def by_backpack(model: nn.Sequential, x: Tensor) -> Tensor:
+    """Return the same from BackPACK's Jacobians in the first bias, one pass for the units of each layer."""
+    backpack, extensions = importlib.import_module("backpack"), importlib.import_module("backpack.extensions")
+    norms = []
+    for place, layer in enumerate(model):
+        if isinstance(layer, nn.ReLU):
+            part = backpack.extend(copy.deepcopy(model[:place]))  # a copy: it adds hooks
+            z, loss = part(x), backpack.extend(nn.MSELoss(reduction="sum"))  # whose Hessian is 2
+            with backpack.backpack(extensions.SqrtGGNExact()):
+                loss(z, torch.zeros_like(z)).backward()
+            jacobian = part[0].bias.sqrt_ggn_exact.detach() / math.sqrt(2)  # [layer's units, N, first units]
+            norms.append((jacobian @ part[0].weight.detach()).norm(dim=2).T)
+    return torch.cat(norms, 1)
+
+
+CANDIDATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    **{"ours": ours, "loop": loop, "vmap_jacrev": vmap_jacrev},
+    **({"backpack": by_backpack} if find_spec("backpack") else {}),
+}
 
 
 def inputs_of(batch: int, size: int) -> Tensor:
@@ -105,7 +133,7 @@ def norm_error() -> float:
 def measure(batch: int, threads: int, effort: harness.Effort) -> dict[str, Any]:
     """Return the times of all candidates, and their ratios."""
     model, x = make_network(INPUTS), inputs_of(batch, INPUTS)
-    names = [name for name in CANDIDATES if name != "vmap_jacrev" or batch <= MOST_JACREV]
+    names = [name for name in CANDIDATES if name not in JACOBIANS or batch <= MOST_JACREV]
 
     def build() -> dict[str, Callable[[], object]]:
         return {name: functools.partial(CANDIDATES[name], model, x) for name in names}
@@ -170,8 +198,7 @@ def run(arguments: Any, save: Save) -> dict[str, Any]:
     quick = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
     effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.0, warmup=1, builds=2)
     report: dict[str, Any] = {"benchmark": "regions", "machine": machine.describe(), "settings": asdict(effort)}
-    installed = find_spec("auto_LiRPA") is not None
-    report["not_measured"] = {"auto_LiRPA": "has no candidate here" if installed else "not installed"}
+    report["not_measured"] = NOT_MEASURED | ({} if "backpack" in CANDIDATES else {"BackPACK": "not installed"})
     report |= {"error": norm_error(), "probes": count_probes(), "results": [], "gram": []}
     for threads, batch in itertools.product(arguments.threads, arguments.batches):
         report["results"].append(measure(int(batch), threads, effort))
