@@ -1,8 +1,5 @@
 """Tests of the landscape's Triton kernels: in Triton's interpreter against the reference, and compiled for GPUs."""
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,23 +16,12 @@ from tests.triton_runs import (
     needs_compiler,
     needs_triton,
     saved,
-    start_interpreter,
 )
 
 pytestmark = needs_triton
 
 # Results are sums of hundreds of terms, of which the slope cancels some.
 ULPS_OF_SUMS = 2**10
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with start_interpreter(prepare) as pool:
-        yield pool
-
-
-def prepare() -> None:
-    import loco_ext.triton_kernels.landscape  # noqa: F401
 
 
 def run(call: bytes) -> bytes:
@@ -63,11 +49,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_compute_what_the_reference_does(pool, name):
+def test_the_kernels_compute_what_the_reference_does(interpreter_process, name):
     call = make_call(*CASES[name])
     g, weights, stencil, target, grad = call
     for gradients in (g, g.contiguous(memory_format=torch.channels_last), torch.zeros_like(g)):
-        found = loaded(pool.submit(run, saved((gradients, *call[1:]))).result())
+        found = loaded(interpreter_process.submit(run, saved((gradients, *call[1:]))).result())
         forward = reference.landscape(gradients, weights, stencil, target)
         expected = (*forward, *reference.landscape_backward(gradients, weights, forward[-1], grad))
         for actual, right in zip(found, expected, strict=True):
