@@ -1,7 +1,5 @@
 """Tracing of models with torch.fx."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The graph that compaction works on: every value is one node, and every node knows its tensor's shape."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import operator
