@@ -72,16 +72,27 @@ def receptive_extents(frozen: Frozen, memory_limit: int | None = None) -> tuple[
         lines = lines.view(length, *(length if a == axis else 1 for a in range(len(size))))
         first: dict[fx.Node, Tensor] = {}
         last: dict[fx.Node, Tensor] = {}
-        for start in range(0, length, chunk):
-            part = lines[start : start + chunk]
+        extent = 1
+        for places in _ends_first(length, chunk, like.device):
+            part = lines[places]
             for node, seen in frozen.dependences(part.expand(len(part), *size)).items():
-                index = torch.arange(start, start + len(part), device=like.device).view(-1, *[1] * (seen.dim() - 1))
+                index = places.view(-1, *[1] * (seen.dim() - 1))
                 nearest, farthest = (torch.where(seen > 0, index, none) for none in (length, -1))
                 first[node] = torch.minimum(first.get(node, nearest[0]), nearest.amin(0))
                 last[node] = torch.maximum(last.get(node, farthest[0]), farthest.amax(0))
-        spans = [last[node] - first[node] + 1 for node in first if first[node].numel()]
-        extents.append(max([1, *(int(span.amax()) for span in spans)]))
+                if seen.numel():
+                    extent = max(extent, int((last[node] - first[node]).amax()) + 1)
+            if extent == length:
+                break
+        extents.append(extent)
     return tuple(extents)
+
+
+def _ends_first(length: int, chunk: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield the numbers below ``length``, at most ``chunk`` at a time: the two ends, then those between them."""
+    yield from torch.arange(0, length, max(length - 1, 1), device=device).split(chunk)
+    if length > 2:
+        yield from torch.arange(1, length - 1, device=device).split(chunk)
 
 
 def first_linear(frozen: Frozen) -> fx.Node | None:

@@ -66,6 +66,8 @@ class ROLL:
         self.probes = probes if probes in ("auto", "exact") else check_count("probes", probes, 1)
         if top_percent != 100 and isinstance(self.probes, int):
             raise ValueError(f"probes: expected 'exact' to select {top_percent} percent of the units, got {probes}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
         self.generator = generator
 
     @torch.compiler.disable

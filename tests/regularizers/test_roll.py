@@ -140,6 +140,7 @@ BAD = [
     ({"top_percent": "most"}, TypeError, "top_percent: expected a number or 'max', got 'most'"),
     ({"probes": 0}, ValueError, "probes: expected at least 1, got 0"),
     ({"probes": "random"}, TypeError, "probes: expected an int, got 'random'"),
+    ({"generator": 3}, TypeError, "generator: expected a torch.Generator, got int"),
     ({"probes": 3, "top_percent": 50}, ValueError, "probes: expected 'exact' to select 50 percent"),
 ]
 

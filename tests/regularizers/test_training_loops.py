@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from loco_ext.regularizers import PILCRO
+from loco_ext.regularizers import PILCRO, region_radius
 
 pytestmark = pytest.mark.slow  # imports of the libraries and starts of processes
 
@@ -121,6 +121,8 @@ def run_rank(rank: int, store_path: str, result_path: str) -> None:
         context = model.no_sync() if step == 0 else torch.enable_grad()
         with context:
             (pilcro(model, x) + cross_entropy(model(x), y)).backward()
+    x, _ = batch(rank, 0)
+    assert torch.equal(region_radius(model.eval(), x), region_radius(model.module, x))
     gradients = {name: p.grad for name, p in model.module.named_parameters()}
     torch.save(gradients, f"{result_path}{rank}")
     # Shutting gloo's threads down sometimes aborts (torch 2.13), so the process exits without once all ranks are done.
