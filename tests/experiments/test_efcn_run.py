@@ -142,7 +142,7 @@ def test_dropout_differs_from_epoch_to_epoch(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Run a whole experiment without drawing its figures, which takes seconds; return its folder and what it printed."""
+    """Run a whole experiment without drawing its figures; return its folder and what it printed."""
     torch.set_num_threads(1)
     out, drawn = tmp_path_factory.mktemp("efcn") / "out", []
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
