@@ -1,7 +1,5 @@
 """Tests of SGD, Adam and AdamW as drop-in replacements: their options, compared with torch.optim's for-loop."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ from tests.optim.stepping import (
     torch_loop,
     train,
 )
-from tests.tolerances import ULPS_OF_TORCHS_SQRT, same_bits
+from tests.tolerances import same_bits
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -60,13 +58,6 @@ def test_every_option_steps_as_torchs_loop(name, options, dtype):
     ours, theirs = pair(name, make_params(dtype=dtype, seed=2), **options)
     for step in range(4):
         follow(ours, theirs, seed=20 + step)
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=describe)
-def test_every_option_steps_as_torchs_loop_with_its_own_square_root(name, options):
-    ours, theirs = pair(name, make_params(seed=3), **options)
-    for step in range(4):
-        follow(ours, theirs, seed=step, sqrt=nullcontext, ulps=ULPS_OF_TORCHS_SQRT)
 
 
 def test_arguments_and_their_defaults_are_torchs():
