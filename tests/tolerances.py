@@ -14,8 +14,6 @@ ULPS = {torch.float64: 8, torch.float32: 8, torch.bfloat16: 1, torch.float16: 1}
 ULPS_OF_TWO_ROUNDINGS = 2
 # Distance between our step and torch.optim's for-loop with a correctly rounded square root.
 ULPS_OF_TORCHS_LOOP = 2
-# The same with the for-loop's own float32 square root, which may be off by one ulp and which four roundings follow.
-ULPS_OF_TORCHS_SQRT = 3
 # Difference between ONNX Runtime and torch in float32, for outputs of magnitude 1.
 ONNX = 1e-5
 # A mean of n random numbers lies farther than this many standard errors from its expectation once in 16,000 runs.

@@ -15,8 +15,6 @@ from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
 GLUE.append(CSRC / "common" / "device.cpp")
-# The library of the CPU-run kernels holds the rest of the glue, so that ordinary tests compile it already.
-LAST = ("library_cuda.cpp", "module_cuda.cpp")
 TARGETS = ["80", "90", "100", "120"]
 
 
@@ -51,9 +49,8 @@ def test_kernels_keep_their_budgets(source, tmp_path):
         assert not unused, f"budgets of no kernel for {target}: {unused}"
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(path, marks=[] if path.name in LAST else pytest.mark.slow) for path in GLUE], ids=name_of
-)
+@pytest.mark.slow  # ordinary tests compile most of it for the library of the CPU-run kernels
+@pytest.mark.parametrize("source", GLUE, ids=name_of)
 def test_glue_compiles_without_a_cuda_build_of_torch(source):
     need_cuda_headers()
     oldest = re.search(r"^OLDEST_TORCH = \((\d+), (\d+)\)", (CSRC.parent / "setup.py").read_text(), re.MULTILINE)

@@ -1,5 +1,7 @@
 """``loco-ext landscapes``: the paper's protocol, paired training, measurements and files, and resuming a run."""
 
+import contextlib
+import io
 import json
 import math
 import subprocess
@@ -66,9 +68,9 @@ def finished(tmp_path_factory):
     """Run a whole experiment; return its folder, and what it printed."""
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("landscapes") / "out"
-    command = [sys.executable, "-m", "loco_ext.cli", "landscapes", *RUN, "--out", str(out), "--json"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=ONE_THREAD).stdout
-    return out, json.loads(printed, parse_constant=pytest.fail)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["landscapes", *RUN, "--out", str(out), "--json"]) == 0
+    return out, json.loads(printed.getvalue(), parse_constant=pytest.fail)
 
 
 def trained(record, out):

@@ -20,6 +20,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train
+from tests.covering import covering
 from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when, killed_after, quick
 
 CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
@@ -79,9 +80,9 @@ def test_impossible_settings_are_named(bad):
         quick(**bad)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 100)])
-def test_models_map_images_to_logits(name, channels, classes):
+@pytest.mark.parametrize(("name", "of_data"), covering(MODELS, [(3, 10), (1, 100)], strength=1))
+def test_models_map_images_to_logits(name, of_data):
+    channels, classes = of_data
     model = MODELS[name].make(channels, classes, 32)
     assert model(torch.zeros(2, channels, 32, 32)).shape == (2, classes)
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]

@@ -67,16 +67,16 @@ def correct_sqrt():
         torch.Tensor.sqrt = sqrt
 
 
-def follow(ours, theirs, seed=0, frozen=(), sqrt=correct_sqrt, ulps=ULPS_OF_TORCHS_LOOP):
+def follow(ours, theirs, seed=0, frozen=()):
     """Step both with the same gradients and assert that they agree; then copy torch's parameters and states to ours."""
     for optimizer in (ours, theirs):
         set_gradients(params_of(optimizer), seed, frozen)
     before = [p.detach().clone() for p in params_of(ours)]
     states = [copy.deepcopy(theirs.state.get(q, {})) for q in params_of(theirs)]
     ours.step()
-    with sqrt():
+    with correct_sqrt():
         theirs.step()
-    compare_step(ours, theirs, before, states, ulps)
+    compare_step(ours, theirs, before, states)
 
 
 def compare_step(ours, theirs, before, states, ulps=ULPS_OF_TORCHS_LOOP):

@@ -1,6 +1,5 @@
 """Penalties on the square of a layer's sum, which join its filters: their prox, and steps that end with it."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import loco_ext
 from loco_ext import geometry, ops, optim, sparsity
 from loco_ext.ops.joint import group_norms_by, shared_factor
-from tests.covering import slow
+from tests.covering import covering
 from tests.optim.stepping import train
 from tests.penalties.test_in_step import DTYPES, KINDS, LAYOUTS, make, make_params
 from tests.tolerances import assert_within_ulps, same_bits
@@ -144,16 +143,7 @@ def test_without_squares_filters_are_not_joint(backend, linf):
 # ---- the step
 
 
-# The reference takes seconds for Adam's steps, which nest two searches.
-STEPS = [
-    *itertools.product([kind for kind in KINDS if "Adam" not in kind], PENALTIES, DTYPES),
-    *itertools.product(["Adam"], PENALTIES, [torch.float32]),
-    *map(slow, itertools.product(["Adam"], PENALTIES, [torch.bfloat16])),
-    *map(slow, itertools.product(["AdamW"], PENALTIES, [torch.float32, torch.bfloat16])),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "dtype"), STEPS, ids=str)
+@pytest.mark.parametrize(("kind", "name", "dtype"), covering(KINDS, PENALTIES, DTYPES), ids=str)
 @pytest.mark.usefixtures("native")
 def test_the_step_is_that_of_the_reference(kind, name, dtype):
     ours, _ = stepped(kind, PENALTIES[name], dtype=dtype)

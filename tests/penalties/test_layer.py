@@ -58,8 +58,6 @@ def by_hand(kind, penalty, dtype, steps=1):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_is_one_without_the_penalty_and_then_its_prox(kind, name, backend):
-    if backend == "reference" and "Adam" in kind and "square" in name:
-        pytest.skip("the reference takes seconds for two nested searches")
     penalty = PENALTIES[name]()
     params = make_params(torch.float64)
     options = {"foreach": True} if backend == "foreach" else {}

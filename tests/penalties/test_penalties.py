@@ -117,15 +117,14 @@ def test_the_prox_is_lower_than_all_around_it(options, with_metric):
     """A convex function that decreases in no direction from a point has its minimum there."""
     weight = torch.randn(4, 2, 3, 3, dtype=torch.float64) * torch.logspace(-1, 0.5, 4).view(4, 1, 1, 1)
     metric = torch.rand_like(weight) + 0.5 if with_metric else None
-    slow = loco_ext.ops.backends.choose("ring_prox", weight.device) == "reference" and with_metric
     strengths = {"plain": 0.3, "normalized": 1.5, "scaled": 0.05}
-    for penalty in both_penalties(strengths[options["weighting"]], options)[slow and options["power"] == 2 :]:
+    for penalty in both_penalties(strengths[options["weighting"]], options):
         x = penalty.prox(weight, 0.4, metric)
         least = objective(penalty, weight, x, 0.4, metric)
         assert least < objective(penalty, weight, weight, 0.4, metric)
         assert least < objective(penalty, weight, torch.zeros_like(weight), 0.4, metric)
         for size in (1e-1, 1e-3, 1e-5):
-            for direction in torch.randn(20, *weight.shape, dtype=torch.float64):
+            for direction in torch.randn(8, *weight.shape, dtype=torch.float64):
                 for part in (direction, direction * (x != 0), direction * x, direction[:, :1, :1, :1] * x):
                     moved = objective(penalty, weight, x + size * part, 0.4, metric)
                     assert moved >= least - 1e-13 * abs(least)
@@ -190,8 +189,7 @@ def test_strength_0_and_step_0_change_no_bit(options, dtype):
     weight = torch.randn(4, 2, 3).to(dtype)
     weight[0] = -0.0
     weight[1, 0] = torch.finfo(dtype).smallest_normal / 4
-    slow = loco_ext.ops.backends.choose("ring_prox", weight.device) == "reference" and options["power"] == 2
-    for metric in (None,) if slow else (None, torch.rand_like(weight) + 0.5):
+    for metric in (None, torch.rand_like(weight) + 0.5):
         for strength, step in ((0.0, 1.0), (1.0, 0.0), (0, 0)):
             for penalty in both_penalties(strength, options):
                 assert same_bits(penalty.prox(weight, step, metric), weight)

@@ -28,8 +28,6 @@ def times_power(x, exponent):
 @pytest.mark.parametrize("power", ["plain", "both"])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_powers_of_two_of_weights_and_metric_change_nothing_else(norm, power, backend):
-    if backend == "reference" and power == "both":
-        pytest.skip("one search inside the other takes seconds")
     case = make_case(RINGS, 3, 4, norm=norm, metric=True, power=power)
     kinds = {"norm": norm, "kind": "half"}
     with loco_ext.backend(backend):

@@ -44,7 +44,7 @@ def test_the_readme_has_the_committed_results():
 
 
 def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(tmp_path, monkeypatch):
-    few_images(monkeypatch, locality_cifar10, 100)
+    few_images(monkeypatch, locality_cifar10, 40)
     locality_cifar10.main(tmp_path, tmp_path, seeds=3, epochs=1, stat="rms", out=tmp_path / "locality_cifar10-rms.json")
     arms = json.loads((tmp_path / "locality_cifar10-rms.json").read_text())["arms"]
     uniform = [load_file(tmp_path / f"uniform-{seed}" / "model.safetensors") for seed in range(3)]
