@@ -1,0 +1,262 @@
+"""The cheapest sizes of all filters: a nested l0 problem, solved for a price of cost, and the price for a budget.
+
+Minimise, over the size of every filter,
+
+    sum over the filters of the importance lost  +  price * cost,
+
+where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs its
+taps in all layers that read it, and channels that are kept or removed together are one class: it goes if all filters
+that write it go. Given all other layers, each class of a layer decides alone, and exactly; layers take turns while the
+price rises slowly from 0, since a layer that decides at a high price while all others are still whole would lose more
+than its share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
+
+_FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
+_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS = 30, 20, 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The choices of one layer's filters and what they cost.
+
+    Args:
+        unit: cost of one tap of one filter for one input channel.
+        taps: number of taps of each choice, ``[choices]``, falling to 0 for a filter that goes.
+        lost: importance lost by each choice of each filter, ``[C_out, choices]``; infinite for one that is forbidden.
+        writes: class of each filter's channel, ``[C_out]``.
+        reads: class of each input channel, ``[C_in]``; None if each filter reads one channel alone, its own.
+        least: number of filters that stay at least.
+    """
+
+    unit: float
+    taps: Integers
+    lost: Floats
+    writes: Integers
+    reads: Integers | None
+    least: int = 0
+
+    @property
+    def gone(self) -> int:
+        """The choice of a filter without taps."""
+        return len(self.taps) - 1
+
+
+class Problem:
+    """Layers that share classes of channels.
+
+    Args:
+        layers: the layers.
+        fixed: classes that stay whatever their filters are, ``[classes]``.
+        class_costs: cost of each class beside the taps of the layers, ``[classes]``.
+    """
+
+    def __init__(self, layers: list[Layer], fixed: Booleans, class_costs: Floats) -> None:
+        self.layers, self.fixed, self.class_costs = layers, fixed, class_costs
+        count = len(fixed)
+        reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
+        self._reads = [np.bincount(each, minlength=count).astype(np.float64) for each in reads]  # [classes] per layer
+        self._blocks = _blocks_that_share_classes(layers, count)
+
+    def whole(self) -> Sizes:
+        """Return the first choice for every filter."""
+        return [np.zeros(len(layer.writes), np.int64) for layer in self.layers]
+
+    def stays(self, sizes: Sizes) -> Booleans:
+        """Return which classes have a filter left, or are fixed."""
+        stays = self.fixed.copy()
+        for layer, chosen in zip(self.layers, sizes, strict=True):
+            stays[layer.writes[chosen != layer.gone]] = True
+        return stays
+
+    def cost(self, sizes: Sizes) -> float:
+        """Return the exact cost of these sizes."""
+        stays = self.stays(sizes)
+        taps = [layer.taps[chosen].sum() for layer, chosen in zip(self.layers, sizes, strict=True)]
+        inputs = [self._inputs(i, stays) for i in range(len(self.layers))]
+        units = [layer.unit for layer in self.layers]
+        return float(np.dot(units, np.multiply(inputs, taps)) + self.class_costs[stays].sum())
+
+    def lost(self, sizes: Sizes) -> float:
+        """Return the importance that is lost with these sizes."""
+        pairs = zip(self.layers, sizes, strict=True)
+        return float(sum(layer.lost[np.arange(len(chosen)), chosen].sum() for layer, chosen in pairs))
+
+    def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS, last: int | None = None) -> Sizes:
+        """Return sizes that are at least as good at this price: layers take turns, one of them last, until none changes.
+        """
+        sizes = [chosen.copy() for chosen in sizes]
+        blocks = sorted(self._blocks, key=lambda block: last in block)
+        for _ in range(most_rounds):
+            before = [chosen.copy() for chosen in sizes]
+            for block in blocks:
+                self._decide(block, sizes, price)
+            if all(map(np.array_equal, before, sizes)):
+                break
+        return sizes
+
+    def at(self, price: float) -> Sizes:
+        """Return the sizes that minimise the importance lost plus price * cost, the best found from several starts."""
+        first, last = self._prices()
+        up, rising = self.whole(), min(first, price)
+        while rising < price:
+            up, rising = self.improve(up, rising, most_rounds=1), rising * _RISE
+        down, falling = self.improve(self.whole(), max(last, price)), max(last, price)
+        while falling > price:
+            down, falling = self.improve(down, falling, most_rounds=1), falling / _RISE
+        found = [self.improve(start, price) for start in (up, down, self.whole())]
+        return self._flipped(min(found, key=lambda sizes: self.value(sizes, price)), price)
+
+    def value(self, sizes: Sizes, price: float) -> float:
+        """Return what is minimised."""
+        return self.lost(sizes) + price * self.cost(sizes)
+
+    def _flipped(self, sizes: Sizes, price: float) -> Sizes:
+        """Return sizes that no change of a single filter followed by :meth:`improve` betters, if filters are few."""
+        value = self.value(sizes, price)
+        again = sum(map(len, sizes)) <= _MOST_FLIPS
+        while again:
+            again = False
+            for i, layer in enumerate(self.layers):
+                for j, choice in itertools.product(range(len(layer.writes)), range(len(layer.taps))):
+                    other = [chosen.copy() for chosen in sizes]
+                    other[i][j] = choice
+                    other = self.improve(other, price, last=i)
+                    if (better := self.value(other, price)) < value * (1 - 1e-12):
+                        sizes, value, again = other, better, True
+        return sizes
+
+    def within(self, budget: float) -> Sizes:
+        """Return sizes that cost at most ``budget``, losing as little importance as is found.
+
+        Raises:
+            ValueError: no sizes that are allowed cost as little; the message gives the least cost.
+        """
+        sizes = self.whole()
+        if self.cost(sizes) <= budget:
+            return sizes
+        price, end = self._prices()
+        below = sizes
+        while self.cost(below) > budget:
+            if price > end:
+                raise ValueError(f"expected at least {self.cost(below):g}")
+            sizes, price = below, price * _RISE
+            below = self.improve(sizes, price, most_rounds=1)
+        low, high = price / _RISE, price
+        for _ in range(_BISECTIONS):
+            middle = (low * high) ** 0.5
+            found = self.improve(sizes, middle)
+            if self.cost(found) <= budget:
+                below, high = found, middle
+            else:
+                sizes, low = found, middle
+        return self._filled(below, budget, high)
+
+    def _prices(self) -> tuple[float, float]:
+        """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
+        whole, finite = self.cost(self.whole()), [layer.lost[np.isfinite(layer.lost)] for layer in self.layers]
+        total = float(sum(each.sum() for each in finite)) or 1.0
+        least = min(layer.unit for layer in self.layers)
+        return _FIRST_PRICE * total / whole, _RISE * total / least
+
+    def _inputs(self, i: int, stays: Booleans) -> float:
+        """Return the number of input channels that are left to each filter of a layer."""
+        return 1.0 if self.layers[i].reads is None else float(self._reads[i][stays].sum())
+
+    def _prices_of_classes(self, sizes: Sizes) -> Floats:
+        """Return what each class costs beside the filters that write it: the taps that read it."""
+        found = self.class_costs.copy()
+        for layer, reads, chosen in zip(self.layers, self._reads, sizes, strict=True):
+            found += layer.unit * layer.taps[chosen].sum() * reads
+        return found
+
+    def _decide(self, block: list[int], sizes: Sizes, price: float) -> None:
+        """Choose the sizes of layers that share classes, all others being given."""
+        stays, reading = self.stays(sizes), price * self._prices_of_classes(sizes)
+        keep, go = reading, np.zeros(len(self.fixed))
+        values, best = {}, {}
+        for i in block:
+            layer = self.layers[i]
+            values[i] = layer.lost + price * layer.unit * self._inputs(i, stays) * layer.taps
+            # A filter that reads its own channel alone lives as long as its class does.
+            best[i] = (values[i][:, :-1] if layer.reads is None else values[i]).argmin(1)
+            np.add.at(keep, layer.writes, values[i][np.arange(len(best[i])), best[i]])
+            np.add.at(go, layer.writes, layer.lost[:, -1])
+        kept = self.fixed | (keep < go)
+        for i in block:
+            layer = self.layers[i]
+            chosen = np.where(kept[layer.writes], best[i], layer.gone)
+            missing = layer.least - int((chosen != layer.gone).sum())
+            if missing > 0:
+                alive = values[i][:, :-1].argmin(1)
+                extra = values[i][np.arange(len(alive)), alive] - layer.lost[:, -1]
+                extra = extra + np.where(kept[layer.writes], 0.0, reading[layer.writes])
+                back = np.argsort(np.where(chosen == layer.gone, extra, np.inf), kind="stable")[:missing]
+                chosen[back] = alive[back]
+                kept[layer.writes[back]] = True
+            sizes[i] = chosen
+        for i in block:  # classes that a bound brought back
+            layer = self.layers[i]
+            if layer.reads is None:
+                sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
+
+    def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
+        """Return the sizes with what still fits into the budget, the most importance for its cost first."""
+        sizes = [chosen.copy() for chosen in sizes]
+        for gain, changes in sorted(self._additions(sizes, price), key=lambda addition: -addition[0]):
+            before = [(i, sizes[i][j]) for i, j, _ in changes]
+            if gain <= 0:
+                break
+            for i, j, choice in changes:
+                sizes[i][j] = choice
+            if self.cost(sizes) > budget:
+                for (i, j, _), (_, old) in zip(changes, before, strict=True):
+                    sizes[i][j] = old
+        return sizes
+
+    def _additions(self, sizes: Sizes, price: float) -> list[tuple[float, list[tuple[int, int, int]]]]:
+        """Return what may be added: importance won for each unit of cost, and (layer, filter, choice) of the change."""
+        stays, reading = self.stays(sizes), self._prices_of_classes(sizes)
+        found: list[tuple[float, list[tuple[int, int, int]]]] = []
+        classes: dict[int, list[tuple[float, float, tuple[int, int, int]]]] = {}
+        for i, layer in enumerate(self.layers):
+            rate = layer.unit * max(self._inputs(i, stays), 1.0)
+            for j, now in enumerate(sizes[i].tolist()):
+                won = layer.lost[j, now] - layer.lost[j, :now]
+                spent = rate * (layer.taps[:now] - layer.taps[now])
+                if now == 0 or not np.isfinite(won).all():
+                    continue
+                if stays[layer.writes[j]]:
+                    found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
+                else:
+                    n = int((won - price * spent).argmax())
+                    classes.setdefault(int(layer.writes[j]), []).append((won[n], spent[n], (i, j, n)))
+        for one, parts in classes.items():
+            spent = reading[one] + sum(part[1] for part in parts)
+            found.append((sum(part[0] for part in parts) / spent, [part[2] for part in parts]))
+        return found
+
+
+def _blocks_that_share_classes(layers: list[Layer], count: int) -> list[list[int]]:
+    """Return the layers in blocks, such that no class is written by layers of two blocks."""
+    blocks: list[tuple[Booleans, list[int]]] = []
+    for i, layer in enumerate(layers):
+        written = np.zeros(count, bool)
+        written[layer.writes] = True
+        joined = [block for block in blocks if (block[0] & written).any()]
+        blocks = [block for block in blocks if not (block[0] & written).any()]
+        members = sorted([i, *(member for block in joined for member in block[1])])
+        blocks.append((np.logical_or.reduce([written, *(block[0] for block in joined)]), members))
+    return [members for _, members in sorted(blocks, key=lambda block: block[1])]
