@@ -25,7 +25,16 @@ Booleans = NDArray[np.bool_]
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
 _FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
-_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS = 30, 20, 64
+_FALL, _LEAST_PRICE = 1e3, 1e-250  # if the first price already leaves less than the budget
+_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 64, 64
+
+
+class LeastCost(Exception):
+    """No sizes that are allowed cost as little as was wanted; ``cost`` is the least that was found."""
+
+    def __init__(self, cost: float) -> None:
+        super().__init__(f"at least {cost:g}")
+        self.cost = cost
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,9 @@ class Problem:
         self.layers, self.fixed, self.class_costs = layers, fixed, class_costs
         count = len(fixed)
         reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
-        self._reads = [np.bincount(each, minlength=count).astype(np.float64) for each in reads]  # [classes] per layer
+        self._reads = np.stack([np.bincount(each, minlength=count).astype(np.float64) for each in reads])
+        self._alone = np.asarray([layer.reads is None for layer in layers])
+        self._units = np.asarray([layer.unit for layer in layers])
         self._blocks = _blocks_that_share_classes(layers, count)
 
     def whole(self) -> Sizes:
@@ -84,10 +95,7 @@ class Problem:
     def cost(self, sizes: Sizes) -> float:
         """Return the exact cost of these sizes."""
         stays = self.stays(sizes)
-        taps = [layer.taps[chosen].sum() for layer, chosen in zip(self.layers, sizes, strict=True)]
-        inputs = [self._inputs(i, stays) for i in range(len(self.layers))]
-        units = [layer.unit for layer in self.layers]
-        return float(np.dot(units, np.multiply(inputs, taps)) + self.class_costs[stays].sum())
+        return float(self._units @ (self._inputs(stays) * self._taps(sizes)) + self.class_costs[stays].sum())
 
     def lost(self, sizes: Sizes) -> float:
         """Return the importance that is lost with these sizes."""
@@ -142,16 +150,18 @@ class Problem:
         """Return sizes that cost at most ``budget``, losing as little importance as is found.
 
         Raises:
-            ValueError: no sizes that are allowed cost as little; the message gives the least cost.
+            LeastCost: no sizes that are allowed cost as little.
         """
         sizes = self.whole()
         if self.cost(sizes) <= budget:
             return sizes
         price, end = self._prices()
+        while price > _LEAST_PRICE and self.cost(self.improve(sizes, price, most_rounds=1)) <= budget:
+            price /= _FALL
         below = sizes
         while self.cost(below) > budget:
             if price > end:
-                raise ValueError(f"expected at least {self.cost(below):g}")
+                raise LeastCost(self.cost(below))
             sizes, price = below, price * _RISE
             below = self.improve(sizes, price, most_rounds=1)
         low, high = price / _RISE, price
@@ -162,7 +172,8 @@ class Problem:
                 below, high = found, middle
             else:
                 sizes, low = found, middle
-        return self._filled(below, budget, high)
+        found = [each for each in (below, self.at(high)) if self.cost(each) <= budget]
+        return self._filled(min(found, key=lambda each: self.value(each, high)), budget, high)
 
     def _prices(self) -> tuple[float, float]:
         """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
@@ -171,25 +182,26 @@ class Problem:
         least = min(layer.unit for layer in self.layers)
         return _FIRST_PRICE * total / whole, _RISE * total / least
 
-    def _inputs(self, i: int, stays: Booleans) -> float:
-        """Return the number of input channels that are left to each filter of a layer."""
-        return 1.0 if self.layers[i].reads is None else float(self._reads[i][stays].sum())
+    def _inputs(self, stays: Booleans) -> Floats:
+        """Return the number of input channels that are left to a filter of each layer."""
+        return np.where(self._alone, 1.0, self._reads @ stays)
+
+    def _taps(self, sizes: Sizes) -> Floats:
+        """Return the number of taps of each layer's filters."""
+        return np.asarray([layer.taps[chosen].sum() for layer, chosen in zip(self.layers, sizes, strict=True)], np.float64)
 
     def _prices_of_classes(self, sizes: Sizes) -> Floats:
         """Return what each class costs beside the filters that write it: the taps that read it."""
-        found = self.class_costs.copy()
-        for layer, reads, chosen in zip(self.layers, self._reads, sizes, strict=True):
-            found += layer.unit * layer.taps[chosen].sum() * reads
-        return found
+        return self.class_costs + (self._units * self._taps(sizes)) @ self._reads
 
     def _decide(self, block: list[int], sizes: Sizes, price: float) -> None:
         """Choose the sizes of layers that share classes, all others being given."""
         stays, reading = self.stays(sizes), price * self._prices_of_classes(sizes)
         keep, go = reading, np.zeros(len(self.fixed))
-        values, best = {}, {}
+        values, best, inputs = {}, {}, self._inputs(stays)
         for i in block:
             layer = self.layers[i]
-            values[i] = layer.lost + price * layer.unit * self._inputs(i, stays) * layer.taps
+            values[i] = layer.lost + price * layer.unit * inputs[i] * layer.taps
             # A filter that reads its own channel alone lives as long as its class does.
             best[i] = (values[i][:, :-1] if layer.reads is None else values[i]).argmin(1)
             np.add.at(keep, layer.writes, values[i][np.arange(len(best[i])), best[i]])
@@ -215,24 +227,30 @@ class Problem:
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
         """Return the sizes with what still fits into the budget, the most importance for its cost first."""
         sizes = [chosen.copy() for chosen in sizes]
-        for gain, changes in sorted(self._additions(sizes, price), key=lambda addition: -addition[0]):
-            before = [(i, sizes[i][j]) for i, j, _ in changes]
-            if gain <= 0:
-                break
+        additions = sorted(self._additions(sizes, price), key=lambda addition: -addition[0])
+        place, several, failed = 0, len(additions), 0
+        while place < len(additions) and failed < _MOST_FAILED:
+            several = min(several, len(additions) - place)
+            changes = [change for _, changes in additions[place : place + several] for change in changes]
+            before = [(i, j, sizes[i][j]) for i, j, _ in changes]
             for i, j, choice in changes:
-                sizes[i][j] = choice
-            if self.cost(sizes) > budget:
-                for (i, j, _), (_, old) in zip(changes, before, strict=True):
-                    sizes[i][j] = old
+                sizes[i][j] = min(choice, sizes[i][j])
+            if self.cost(sizes) <= budget:
+                place, several = place + several, 2 * several
+                continue
+            for i, j, old in reversed(before):
+                sizes[i][j] = old
+            place, failed, several = (place + 1, failed + 1, 1) if several == 1 else (place, failed, several // 2)
         return sizes
 
     def _additions(self, sizes: Sizes, price: float) -> list[tuple[float, list[tuple[int, int, int]]]]:
         """Return what may be added: importance won for each unit of cost, and (layer, filter, choice) of the change."""
         stays, reading = self.stays(sizes), self._prices_of_classes(sizes)
+        inputs = self._inputs(stays)
         found: list[tuple[float, list[tuple[int, int, int]]]] = []
         classes: dict[int, list[tuple[float, float, tuple[int, int, int]]]] = {}
         for i, layer in enumerate(self.layers):
-            rate = layer.unit * max(self._inputs(i, stays), 1.0)
+            rate = layer.unit * max(inputs[i], 1.0)
             for j, now in enumerate(sizes[i].tolist()):
                 won = layer.lost[j, now] - layer.lost[j, :now]
                 spent = rate * (layer.taps[:now] - layer.taps[now])
