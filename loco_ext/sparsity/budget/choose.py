@@ -25,7 +25,8 @@ Booleans = NDArray[np.bool_]
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
 _FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
-_FALL, _LEAST_PRICE = 1e3, 1e-250  # if the first price already leaves less than the budget
+_RAMP = 40  # prices on the way up or down to the wanted one
+_FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than the budget
 _BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 64, 64
 
 
@@ -103,7 +104,9 @@ class Problem:
         return float(sum(layer.lost[np.arange(len(chosen)), chosen].sum() for layer, chosen in pairs))
 
     def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS, last: int | None = None) -> Sizes:
-        """Return sizes that are at least as good at this price: layers take turns, one of them last, until none changes.
+        """Return sizes that are at least as good at this price.
+
+        Layers take turns, ``last`` after all others, until none changes.
         """
         sizes = [chosen.copy() for chosen in sizes]
         blocks = sorted(self._blocks, key=lambda block: last in block)
@@ -117,13 +120,10 @@ class Problem:
 
     def at(self, price: float) -> Sizes:
         """Return the sizes that minimise the importance lost plus price * cost, the best found from several starts."""
-        first, last = self._prices()
-        up, rising = self.whole(), min(first, price)
-        while rising < price:
-            up, rising = self.improve(up, rising, most_rounds=1), rising * _RISE
-        down, falling = self.improve(self.whole(), max(last, price)), max(last, price)
-        while falling > price:
-            down, falling = self.improve(down, falling, most_rounds=1), falling / _RISE
+        up, down = self.whole(), self.improve(self.whole(), price * _RISE**_RAMP)
+        for factor in _RISE ** np.arange(_RAMP, 0, -1):
+            up = self.improve(up, price / factor, most_rounds=1)
+            down = self.improve(down, price * factor, most_rounds=1)
         found = [self.improve(start, price) for start in (up, down, self.whole())]
         return self._flipped(min(found, key=lambda sizes: self.value(sizes, price)), price)
 
@@ -156,7 +156,9 @@ class Problem:
         if self.cost(sizes) <= budget:
             return sizes
         price, end = self._prices()
-        while price > _LEAST_PRICE and self.cost(self.improve(sizes, price, most_rounds=1)) <= budget:
+        for _ in range(_FALLS):
+            if self.cost(self.improve(sizes, price, most_rounds=1)) > budget:
+                break
             price /= _FALL
         below = sizes
         while self.cost(below) > budget:
@@ -172,8 +174,9 @@ class Problem:
                 below, high = found, middle
             else:
                 sizes, low = found, middle
-        found = [each for each in (below, self.at(high)) if self.cost(each) <= budget]
-        return self._filled(min(found, key=lambda each: self.value(each, high)), budget, high)
+        if self.cost(best := self.at(high)) <= budget and self.value(best, high) < self.value(below, high):
+            below = best
+        return self._filled(below, budget, high)
 
     def _prices(self) -> tuple[float, float]:
         """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
@@ -188,7 +191,8 @@ class Problem:
 
     def _taps(self, sizes: Sizes) -> Floats:
         """Return the number of taps of each layer's filters."""
-        return np.asarray([layer.taps[chosen].sum() for layer, chosen in zip(self.layers, sizes, strict=True)], np.float64)
+        pairs = zip(self.layers, sizes, strict=True)
+        return np.asarray([layer.taps[chosen].sum() for layer, chosen in pairs], np.float64)
 
     def _prices_of_classes(self, sizes: Sizes) -> Floats:
         """Return what each class costs beside the filters that write it: the taps that read it."""
@@ -226,6 +230,13 @@ class Problem:
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
         """Return the sizes with what still fits into the budget, the most importance for its cost first."""
+        filled = self._filled_once(sizes, budget, price)
+        while not all(map(np.array_equal, filled, sizes)):
+            sizes, filled = filled, self._filled_once(filled, budget, price)
+        return filled
+
+    def _filled_once(self, sizes: Sizes, budget: float, price: float) -> Sizes:
+        """Return the sizes with additions in order, several at a time, without those that do not fit."""
         sizes = [chosen.copy() for chosen in sizes]
         additions = sorted(self._additions(sizes, price), key=lambda addition: -addition[0])
         place, several, failed = 0, len(additions), 0
@@ -248,7 +259,7 @@ class Problem:
         stays, reading = self.stays(sizes), self._prices_of_classes(sizes)
         inputs = self._inputs(stays)
         found: list[tuple[float, list[tuple[int, int, int]]]] = []
-        classes: dict[int, list[tuple[float, float, tuple[int, int, int]]]] = {}
+        classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
         for i, layer in enumerate(self.layers):
             rate = layer.unit * max(inputs[i], 1.0)
             for j, now in enumerate(sizes[i].tolist()):
@@ -259,11 +270,15 @@ class Problem:
                 if stays[layer.writes[j]]:
                     found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
                 else:
-                    n = int((won - price * spent).argmax())
-                    classes.setdefault(int(layer.writes[j]), []).append((won[n], spent[n], (i, j, n)))
+                    classes.setdefault(int(layer.writes[j]), []).append((won, spent, (i, j)))
         for one, parts in classes.items():
-            spent = reading[one] + sum(part[1] for part in parts)
-            found.append((sum(part[0] for part in parts) / spent, [part[2] for part in parts]))
+            best = [int((won - price * spent).argmax()) for won, spent, _ in parts]
+            least = [len(won) - 1 for won, _, _ in parts]
+            for choices in (best, least):
+                pairs = list(zip(parts, choices, strict=True))
+                cost = reading[one] + sum(spent[n] for (_, spent, _), n in pairs)
+                gain = sum(won[n] for (won, _, _), n in pairs) / cost
+                found.append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Taylor:
 
     def __init__(self, structure: Structure) -> None:
         self._layers = structure.layers
+        self._known: set[str] = set()
         self._sums = {
             layer.name: torch.zeros(len(layer.module.weight), len(layer.taps), dtype=torch.float64)
             for layer in structure.layers
@@ -70,9 +71,7 @@ class Taylor:
             given = gradient(layer.module.weight)
             if given is None:
                 continue
-            products = (layer.module.weight * given).flatten(2).sum(1) if layer.module.weight.dim() > 2 else (
-                layer.module.weight * given
-            ).sum(1, keepdim=True)
+            products = _by_tap(layer.module.weight * given)
             rings = torch.from_numpy(layer.rings).to(products.device)
             changes = products.new_zeros(len(products), len(layer.taps)).index_add_(1, rings + 1, products).cumsum(1)
             owner = layer.module if layer.norm is None or layer.norm.weight is None else layer.norm
@@ -82,6 +81,27 @@ class Taylor:
             squares = changes.double().square().cpu()
             if squares.isfinite().all():
                 self._sums[layer.name].mul_(decay).add_(squares)
+                self._known.add(layer.name)
+
+    def unknown(self) -> list[str]:
+        """Return the names of layers that may shrink and whose weights have had no finite gradient."""
+        return [layer.name for layer in self._layers if not layer.kept and layer.name not in self._known]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums by the layer's name, for layers that have any."""
+        return {name: sums.clone() for name, sums in self._sums.items() if name in self._known}
+
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Replace the sums by those of :meth:`state`; raise ValueError if they are another model's."""
+        shapes = {name: tuple(mine.shape) for name, mine in self._sums.items()}
+        for name, each in sums.items():
+            if shapes.get(name) != tuple(each.shape):
+                raise ValueError(f"state: expected importance of shapes {shapes}, got {tuple(each.shape)} for {name!r}")
+        self._known = set(sums)
+        self._sums = {
+            name: sums[name].cpu().double().clone() if name in sums else torch.zeros_like(mine)
+            for name, mine in self._sums.items()
+        }
 
     def lost(self) -> dict[str, Tensor]:
         """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
@@ -118,10 +138,14 @@ def _change(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], T
     return 0.0 if given is None or parameter is None else parameter * given
 
 
+def _by_tap(numbers: Tensor) -> Tensor:
+    """Return the sums over input channels, ``(C_out, taps)``, of numbers for each weight."""
+    return numbers.flatten(2).sum(1) if numbers.dim() > 2 else numbers.sum(1, keepdim=True)
+
+
 def _squares(layer: PrunableLayer) -> Tensor:
     """Return the sum of squares of each ring of each filter, ``(C_out, rings)``, scaled to a sum of 1."""
-    weight = layer.module.weight.detach().double()
-    squares = weight.square().flatten(2).sum(1) if weight.dim() > 2 else weight.square().sum(1, keepdim=True)
+    squares = _by_tap(layer.module.weight.detach().double().square())
     norm = layer.norm
     if norm is not None and norm.running_var is not None:
         scale = (norm.running_var.double() + norm.eps).reciprocal()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from loco_ext import geometry
+from loco_ext.argument_checks import check_choice
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
 from loco_ext.sparsity.budget.choose import Integers, Layer, Problem, Sizes
@@ -93,17 +94,18 @@ class Structure:
         return Problem(layers, self.fixed, of_classes)
 
     @torch.no_grad()
-    def zero(self, problem: Problem, sizes: Sizes) -> None:
+    def zero(self, sizes: Sizes) -> None:
         """Set to zero, in place, what sizes leave out: rings, filters, and the shifts of batch norms behind them."""
+        stays = self.fixed.copy()
         for layer, chosen in zip(self.layers, sizes, strict=True):
             weight, size = layer.module.weight, torch.from_numpy(chosen).to(layer.module.weight.device)
             kept = torch.from_numpy(layer.rings).to(weight.device) >= size[:, None]  # [C_out, taps]
             weight.mul_(kept.view(len(weight), 1, *weight.shape[2:]))
             gone = chosen == len(layer.taps) - 1
+            stays[layer.writes[~gone]] = True
             _zero_shifts(layer.module, gone)
             if layer.norm is not None:
                 _zero_shifts(layer.norm, gone)
-        stays = problem.stays(sizes)
         for norm, classes in self.norms:
             _zero_shifts(norm, ~stays[classes])
 
@@ -132,6 +134,8 @@ def structure_of(
             its weights.
     """
     check_plain(model)
+    check_choice("kind", kind, ("half", "full"))
+    check_choice("granularity", granularity, ("rings", "filters"))
     inner = unwrapped(model)
     copy = copied(inner).eval()
     with torch.no_grad():
@@ -166,7 +170,13 @@ def structure_of(
             rings = _rings(module.weight.shape[2:], kind, granularity)
             pixels = prod(node.meta["shape"][1:]) // len(module.weight)
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
-    return Structure(layers, norms, fixed)
+    structure = Structure(layers, norms, fixed)
+    if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
+        raise ValueError("model: expected convolutions or linear layers that can be made smaller, got none")
+    for name in skip:
+        if name not in own:
+            raise ValueError(f"skip: expected names of the model's modules, got {name!r}")
+    return structure
 
 
 def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:
@@ -184,4 +194,5 @@ def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:
 def _rings(kernel_size: Sequence[int], kind: str, granularity: str) -> Integers:
     """Return the ring of each tap."""
     taps = prod(kernel_size)
-    return np.asarray(geometry.ring_list(tuple(kernel_size), kind) if granularity == "rings" and taps > 1 else [0] * taps)
+    several = granularity == "rings" and taps > 1
+    return np.asarray(geometry.ring_list(tuple(kernel_size), kind) if several else [0] * taps)
