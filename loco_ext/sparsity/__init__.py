@@ -12,6 +12,8 @@ from loco_ext.penalties import (
     ring_norms,
     ring_prox,
 )
+from loco_ext.sparsity.budget.controller import Budget
+from loco_ext.sparsity.budget.shrink import shrink_to
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.complexity import ComplexityPenalty, complexity_penalties
 from loco_ext.sparsity.export import export_onnx
@@ -21,6 +23,7 @@ from loco_ext.sparsity.frontier import frontier
 from loco_ext.sparsity.vocabulary import ModelFileError
 
 __all__ = [
+    "Budget",
     "ComplexityPenalty",
     "FoldedPenalty",
     "KernelPenalty",
@@ -42,5 +45,6 @@ __all__ = [
     "ring_norms",
     "ring_prox",
     "save",
+    "shrink_to",
     "zero_dead_kernels",
 ]

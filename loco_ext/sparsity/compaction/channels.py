@@ -147,13 +147,7 @@ def analyse(
     keep_all: bool = False,
 ) -> Channels:
     """Return the channels of the graph's values; for the arguments, see :class:`Channels`."""
-    channels = Channels(graph, scatter or {}, fixed_size, keep_all)
-    for node in graph.graph.nodes:
-        value = _value(channels, node)
-        if value is not None:
-            channels.values[node] = value
-            if keep_all:
-                channels.sets.need(value.ids, "all stay")
+    channels = classes_of_channels(Channels(graph, scatter or {}, fixed_size, keep_all))
     while any([_need(channels, node) for node in reversed(channels.values)]):
         pass
     _even_out(channels)
@@ -161,6 +155,17 @@ def analyse(
 
 
 # Forward: classes and constants.
+
+
+def classes_of_channels(channels: Channels) -> Channels:
+    """Find the classes and the constants of all channels, and need those that must stay whatever the weights are."""
+    for node in channels.graph.graph.nodes:
+        value = _value(channels, node)
+        if value is not None:
+            channels.values[node] = value
+            if channels.keep_all:
+                channels.sets.need(value.ids, "all stay")
+    return channels
 
 
 def _value(channels: Channels, node: fx.Node) -> Value | None:

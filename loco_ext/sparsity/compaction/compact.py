@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
+from loco_ext.argument_checks import check_choice, check_module
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import make_weights_plain
 from loco_ext.sparsity.compaction import cost as costs
@@ -93,9 +94,10 @@ def compact(
         (torch.Size([2, 1, 3, 3]), True)
     """
     cost = present_name(cost) if isinstance(cost, str) else cost
-    inputs = _check(model, example_inputs, cost)
+    inputs = check_inputs(model, example_inputs)
+    check_choice("cost", cost, tuple(COSTS))
     costs.forget()
-    dense = _copy(_unwrapped(model)).eval()
+    dense = copied(unwrapped(model)).eval()
     with torch.no_grad():
         expected = dense(*copies(inputs))
     make_weights_plain(dense)
@@ -118,7 +120,7 @@ def compact(
     network, report = _select(smaller, unchanged, example, others, measured=cost == "measured")
     report.parameters_before = sum(p.numel() for p in model.parameters())
     report.parameters_after = sum(p.numel() for p in network.parameters())
-    training = {name: module.training for name, module in _unwrapped(model).named_modules()}
+    training = {name: module.training for name, module in unwrapped(model).named_modules()}
     for name, module in network.named_modules():
         module.training = training.get(name, model.training)
     return network, report
@@ -229,7 +231,7 @@ def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: flo
     return costs.latencies([partial(network, *inputs) for network in networks], _device(networks[0]), budget)
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
     """Return a deep copy; computed tensors, such as weights set by hooks, are copied without their history."""
     attributes = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
     memo = {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
@@ -240,19 +242,17 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside the wrappers of torch.compile and of data parallelism."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return _unwrapped(model.module)
+        return unwrapped(model.module)
     inner = getattr(model, "_orig_mod", None)
-    return model if inner is None else _unwrapped(inner)
+    return model if inner is None else unwrapped(inner)
 
 
-def _check(model: nn.Module, example_inputs: Any, cost: str) -> Sequence[Any]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
-    if cost not in tuple(COSTS):
-        raise ValueError(f"cost: expected 'measured' or 'macs', got {cost!r}")
+def check_inputs(model: nn.Module, example_inputs: Any) -> Sequence[Any]:
+    """Return the arguments for one call of the model; raise TypeError unless they are, and the model is a module."""
+    check_module("model", model)
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     if not isinstance(inputs, tuple | list) or not any(isinstance(x, Tensor) for x in inputs):
         raise TypeError(f"example_inputs: expected a tensor, or a tuple with one, got {type(example_inputs).__name__}")

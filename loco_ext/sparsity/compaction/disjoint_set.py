@@ -17,6 +17,9 @@ class DisjointSet:
         self._reasons: dict[int, str] = {}
         self.ordered: set[int] = set()  # channels read or produced by an operation that depends on their order
 
+    def __len__(self) -> int:
+        return len(self._parent)
+
     def new(self, count: int) -> Integers:
         fresh = np.arange(len(self._parent), len(self._parent) + count)
         self._parent = np.concatenate([self._parent, fresh])

@@ -1,0 +1,295 @@
+"""The cheapest sizes of all filters: a nested l0 problem, solved for a price of cost, and the price for a budget.
+
+Minimise, over the size of every filter,
+
+    sum over the filters of the importance lost  +  price * cost,
+
+where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs its
+taps in all layers that read it, and channels that are kept or removed together are one class: it goes if all filters
+that write it go. Given all other layers, each class of a layer decides alone, and exactly; layers take turns while the
+price rises slowly from 0, since a layer that decides at a high price while all others are still whole would lose more
+than its share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
+
+_FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
+_RAMP = 40  # prices on the way up or down to the wanted one
+_FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than the budget
+_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 64, 64
+
+
+class LeastCost(Exception):
+    """No sizes that are allowed cost as little as was wanted; ``cost`` is the least that was found."""
+
+    def __init__(self, cost: float) -> None:
+        super().__init__(f"at least {cost:g}")
+        self.cost = cost
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The choices of one layer's filters and what they cost.
+
+    Args:
+        unit: cost of one tap of one filter for one input channel.
+        taps: number of taps of each choice, ``[choices]``, falling to 0 for a filter that goes.
+        lost: importance lost by each choice of each filter, ``[C_out, choices]``; infinite for one that is forbidden.
+        writes: class of each filter's channel, ``[C_out]``.
+        reads: class of each input channel, ``[C_in]``; None if each filter reads one channel alone, its own.
+        least: number of filters that stay at least.
+    """
+
+    unit: float
+    taps: Integers
+    lost: Floats
+    writes: Integers
+    reads: Integers | None
+    least: int = 0
+
+    @property
+    def gone(self) -> int:
+        """The choice of a filter without taps."""
+        return len(self.taps) - 1
+
+
+class Problem:
+    """Layers that share classes of channels.
+
+    Args:
+        layers: the layers.
+        fixed: classes that stay whatever their filters are, ``[classes]``.
+        class_costs: cost of each class beside the taps of the layers, ``[classes]``.
+    """
+
+    def __init__(self, layers: list[Layer], fixed: Booleans, class_costs: Floats) -> None:
+        self.layers, self.fixed, self.class_costs = layers, fixed, class_costs
+        count = len(fixed)
+        reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
+        self._reads = np.stack([np.bincount(each, minlength=count).astype(np.float64) for each in reads])
+        self._alone = np.asarray([layer.reads is None for layer in layers])
+        self._units = np.asarray([layer.unit for layer in layers])
+        self._blocks = _blocks_that_share_classes(layers, count)
+
+    def whole(self) -> Sizes:
+        """Return the first choice for every filter."""
+        return [np.zeros(len(layer.writes), np.int64) for layer in self.layers]
+
+    def stays(self, sizes: Sizes) -> Booleans:
+        """Return which classes have a filter left, or are fixed."""
+        stays = self.fixed.copy()
+        for layer, chosen in zip(self.layers, sizes, strict=True):
+            stays[layer.writes[chosen != layer.gone]] = True
+        return stays
+
+    def cost(self, sizes: Sizes) -> float:
+        """Return the exact cost of these sizes."""
+        stays = self.stays(sizes)
+        return float(self._units @ (self._inputs(stays) * self._taps(sizes)) + self.class_costs[stays].sum())
+
+    def lost(self, sizes: Sizes) -> float:
+        """Return the importance that is lost with these sizes."""
+        pairs = zip(self.layers, sizes, strict=True)
+        return float(sum(layer.lost[np.arange(len(chosen)), chosen].sum() for layer, chosen in pairs))
+
+    def improve(self, sizes: Sizes, price: float, most_rounds: int = _MOST_ROUNDS, last: int | None = None) -> Sizes:
+        """Return sizes that are at least as good at this price.
+
+        Layers take turns, ``last`` after all others, until none changes.
+        """
+        sizes = [chosen.copy() for chosen in sizes]
+        blocks = sorted(self._blocks, key=lambda block: last in block)
+        for _ in range(most_rounds):
+            before = [chosen.copy() for chosen in sizes]
+            for block in blocks:
+                self._decide(block, sizes, price)
+            if all(map(np.array_equal, before, sizes)):
+                break
+        return sizes
+
+    def at(self, price: float) -> Sizes:
+        """Return the sizes that minimise the importance lost plus price * cost, the best found from several starts."""
+        up, down = self.whole(), self.improve(self.whole(), price * _RISE**_RAMP)
+        for factor in _RISE ** np.arange(_RAMP, 0, -1):
+            up = self.improve(up, price / factor, most_rounds=1)
+            down = self.improve(down, price * factor, most_rounds=1)
+        found = [self.improve(start, price) for start in (up, down, self.whole())]
+        return self._flipped(min(found, key=lambda sizes: self.value(sizes, price)), price)
+
+    def value(self, sizes: Sizes, price: float) -> float:
+        """Return what is minimised."""
+        return self.lost(sizes) + price * self.cost(sizes)
+
+    def _flipped(self, sizes: Sizes, price: float) -> Sizes:
+        """Return sizes that no change of a single filter followed by :meth:`improve` betters, if filters are few."""
+        value = self.value(sizes, price)
+        again = sum(map(len, sizes)) <= _MOST_FLIPS
+        while again:
+            again = False
+            for i, layer in enumerate(self.layers):
+                for j, choice in itertools.product(range(len(layer.writes)), range(len(layer.taps))):
+                    other = [chosen.copy() for chosen in sizes]
+                    other[i][j] = choice
+                    other = self.improve(other, price, last=i)
+                    if (better := self.value(other, price)) < value * (1 - 1e-12):
+                        sizes, value, again = other, better, True
+        return sizes
+
+    def within(self, budget: float) -> Sizes:
+        """Return sizes that cost at most ``budget``, losing as little importance as is found.
+
+        Raises:
+            LeastCost: no sizes that are allowed cost as little.
+        """
+        sizes = self.whole()
+        if self.cost(sizes) <= budget:
+            return sizes
+        price, end = self._prices()
+        for _ in range(_FALLS):
+            if self.cost(self.improve(sizes, price, most_rounds=1)) > budget:
+                break
+            price /= _FALL
+        below = sizes
+        while self.cost(below) > budget:
+            if price > end:
+                raise LeastCost(self.cost(below))
+            sizes, price = below, price * _RISE
+            below = self.improve(sizes, price, most_rounds=1)
+        low, high = price / _RISE, price
+        for _ in range(_BISECTIONS):
+            middle = (low * high) ** 0.5
+            found = self.improve(sizes, middle)
+            if self.cost(found) <= budget:
+                below, high = found, middle
+            else:
+                sizes, low = found, middle
+        if self.cost(best := self.at(high)) <= budget and self.value(best, high) < self.value(below, high):
+            below = best
+        return self._filled(below, budget, high)
+
+    def _prices(self) -> tuple[float, float]:
+        """Return a price at which nearly nothing goes, and one beyond which nothing changes."""
+        whole, finite = self.cost(self.whole()), [layer.lost[np.isfinite(layer.lost)] for layer in self.layers]
+        total = float(sum(each.sum() for each in finite)) or 1.0
+        least = min(layer.unit for layer in self.layers)
+        return _FIRST_PRICE * total / whole, _RISE * total / least
+
+    def _inputs(self, stays: Booleans) -> Floats:
+        """Return the number of input channels that are left to a filter of each layer."""
+        return np.where(self._alone, 1.0, self._reads @ stays)
+
+    def _taps(self, sizes: Sizes) -> Floats:
+        """Return the number of taps of each layer's filters."""
+        pairs = zip(self.layers, sizes, strict=True)
+        return np.asarray([layer.taps[chosen].sum() for layer, chosen in pairs], np.float64)
+
+    def _prices_of_classes(self, sizes: Sizes) -> Floats:
+        """Return what each class costs beside the filters that write it: the taps that read it."""
+        return self.class_costs + (self._units * self._taps(sizes)) @ self._reads
+
+    def _decide(self, block: list[int], sizes: Sizes, price: float) -> None:
+        """Choose the sizes of layers that share classes, all others being given."""
+        stays, reading = self.stays(sizes), price * self._prices_of_classes(sizes)
+        keep, go = reading, np.zeros(len(self.fixed))
+        values, best, inputs = {}, {}, self._inputs(stays)
+        for i in block:
+            layer = self.layers[i]
+            values[i] = layer.lost + price * layer.unit * inputs[i] * layer.taps
+            # A filter that reads its own channel alone lives as long as its class does.
+            best[i] = (values[i][:, :-1] if layer.reads is None else values[i]).argmin(1)
+            np.add.at(keep, layer.writes, values[i][np.arange(len(best[i])), best[i]])
+            np.add.at(go, layer.writes, layer.lost[:, -1])
+        kept = self.fixed | (keep < go)
+        for i in block:
+            layer = self.layers[i]
+            chosen = np.where(kept[layer.writes], best[i], layer.gone)
+            missing = layer.least - int((chosen != layer.gone).sum())
+            if missing > 0:
+                alive = values[i][:, :-1].argmin(1)
+                extra = values[i][np.arange(len(alive)), alive] - layer.lost[:, -1]
+                extra = extra + np.where(kept[layer.writes], 0.0, reading[layer.writes])
+                back = np.argsort(np.where(chosen == layer.gone, extra, np.inf), kind="stable")[:missing]
+                chosen[back] = alive[back]
+                kept[layer.writes[back]] = True
+            sizes[i] = chosen
+        for i in block:  # classes that a bound brought back
+            layer = self.layers[i]
+            if layer.reads is None:
+                sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
+
+    def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
+        """Return the sizes with what still fits into the budget, the most importance for its cost first."""
+        filled = self._filled_once(sizes, budget, price)
+        while not all(map(np.array_equal, filled, sizes)):
+            sizes, filled = filled, self._filled_once(filled, budget, price)
+        return filled
+
+    def _filled_once(self, sizes: Sizes, budget: float, price: float) -> Sizes:
+        """Return the sizes with additions in order, several at a time, without those that do not fit."""
+        sizes = [chosen.copy() for chosen in sizes]
+        additions = sorted(self._additions(sizes, price), key=lambda addition: -addition[0])
+        place, several, failed = 0, len(additions), 0
+        while place < len(additions) and failed < _MOST_FAILED:
+            several = min(several, len(additions) - place)
+            changes = [change for _, changes in additions[place : place + several] for change in changes]
+            before = [(i, j, sizes[i][j]) for i, j, _ in changes]
+            for i, j, choice in changes:
+                sizes[i][j] = min(choice, sizes[i][j])
+            if self.cost(sizes) <= budget:
+                place, several = place + several, 2 * several
+                continue
+            for i, j, old in reversed(before):
+                sizes[i][j] = old
+            place, failed, several = (place + 1, failed + 1, 1) if several == 1 else (place, failed, several // 2)
+        return sizes
+
+    def _additions(self, sizes: Sizes, price: float) -> list[tuple[float, list[tuple[int, int, int]]]]:
+        """Return what may be added: importance won for each unit of cost, and (layer, filter, choice) of the change."""
+        stays, reading = self.stays(sizes), self._prices_of_classes(sizes)
+        inputs = self._inputs(stays)
+        found: list[tuple[float, list[tuple[int, int, int]]]] = []
+        classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
+        for i, layer in enumerate(self.layers):
+            rate = layer.unit * max(inputs[i], 1.0)
+            for j, now in enumerate(sizes[i].tolist()):
+                won = layer.lost[j, now] - layer.lost[j, :now]
+                spent = rate * (layer.taps[:now] - layer.taps[now])
+                if now == 0 or not np.isfinite(won).all():
+                    continue
+                if stays[layer.writes[j]]:
+                    found += [(w / s, [(i, j, n)]) for n, (w, s) in enumerate(zip(won, spent, strict=True))]
+                else:
+                    classes.setdefault(int(layer.writes[j]), []).append((won, spent, (i, j)))
+        for one, parts in classes.items():
+            best = [int((won - price * spent).argmax()) for won, spent, _ in parts]
+            least = [len(won) - 1 for won, _, _ in parts]
+            for choices in (best, least):
+                pairs = list(zip(parts, choices, strict=True))
+                cost = reading[one] + sum(spent[n] for (_, spent, _), n in pairs)
+                gain = sum(won[n] for (won, _, _), n in pairs) / cost
+                found.append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
+        return found
+
+
+def _blocks_that_share_classes(layers: list[Layer], count: int) -> list[list[int]]:
+    """Return the layers in blocks, such that no class is written by layers of two blocks."""
+    blocks: list[tuple[Booleans, list[int]]] = []
+    for i, layer in enumerate(layers):
+        written = np.zeros(count, bool)
+        written[layer.writes] = True
+        joined = [block for block in blocks if (block[0] & written).any()]
+        blocks = [block for block in blocks if not (block[0] & written).any()]
+        members = sorted([i, *(member for block in joined for member in block[1])])
+        blocks.append((np.logical_or.reduce([written, *(block[0] for block in joined)]), members))
+    return [members for _, members in sorted(blocks, key=lambda block: block[1])]

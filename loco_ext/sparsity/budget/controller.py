@@ -1,0 +1,176 @@
+"""A controller that makes a network smaller while it trains, until it meets a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from loco_ext.argument_checks import check_choice, check_count
+from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
+from loco_ext.sparsity.budget.importance import Taylor, by_norm
+from loco_ext.sparsity.budget.shrink import bounds, check_budget
+from loco_ext.sparsity.budget.structure import structure_of
+from loco_ext.sparsity.compaction.compact import check_inputs
+
+_MEMORY = 0.99  # decay of the importance from one step to the next
+
+
+class Budget:
+    """Makes a network smaller while it trains, so that it meets a budget by step ``end``; training then recovers.
+
+    Call :meth:`step` after each step of the optimizer and before gradients are set to zero. From step ``begin`` on,
+    sizes of all filters are chosen ``updates`` times as :func:`shrink_to` chooses them, for a budget that falls from 1
+    to the wanted share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of
+    the batch norms behind it, and stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
+    with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
+
+    It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first one's choice holds
+    for all.
+
+    Args:
+        model: it is changed in place, by :meth:`step` only.
+        optimizer: the optimizer of the model's parameters.
+        example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
+        macs, parameters: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
+            :attr:`Report.macs_after`, or of its parameters that could be removed.
+        begin, end: numbers of steps. Half of the training is a good ``end``, while the learning rate is still high.
+        updates: number of times that sizes are chosen, at least 1.
+        importance: "taylor": as for :func:`shrink_to`, from the gradients of training, in a mean that decays by 1 % a
+            step; or "norm".
+        kind, granularity, least, skip: as for :func:`shrink_to`.
+
+    Raises:
+        TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
+            weight of the model; the budget is below what must stay.
+
+    Source:
+        Zhu and Gupta, "To prune, or not to prune" (2017), eq. 1, for the schedule.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from loco_ext import sparsity
+        >>> model = nn.Sequential(nn.Conv2d(3, 9, 5), nn.BatchNorm2d(9), nn.ReLU(), nn.Conv2d(9, 10, 3), nn.Flatten())
+        >>> x, target = torch.randn(8, 3, 7, 7), torch.arange(8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> budget = sparsity.Budget(model, optimizer, example_inputs=x, macs=0.5, begin=2, end=6)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), target).backward()
+        ...     optimizer.step()
+        ...     budget.step()
+        >>> smaller, report = sparsity.compact(model, x, cost="macs")
+        >>> 0.49 < report.macs_after / report.macs_before <= 0.5
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        example_inputs: Tensor | Sequence[Any],
+        macs: float | None = None,
+        parameters: float | None = None,
+        begin: int,
+        end: int,
+        updates: int = 20,
+        importance: str = "taylor",
+        kind: str = "half",
+        granularity: str = "rings",
+        least: int | Mapping[str, int] = 1,
+        skip: Collection[str] = (),
+    ) -> None:
+        self.cost, self.share = check_budget(macs=macs, parameters=parameters)
+        inputs = check_inputs(model, example_inputs)
+        self.begin, self.end = check_count("begin", begin), check_count("end", end)
+        if end < begin:
+            raise ValueError(f"end: expected at least begin, {begin}, got {end}")
+        check_choice("importance", importance, ("taylor", "norm"))
+        self.importance, self.updates = importance, check_count("updates", updates, 1)
+        self._structure = structure_of(model, inputs, kind, granularity, skip)
+        self._least = bounds(self._structure, least)
+        self._taylor = Taylor(self._structure)
+        _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
+        self.steps = 0
+        self._sizes: Sizes | None = None
+        self._choose(self.share)  # raises if that is impossible
+
+    def step(self) -> None:
+        """Count a step of the optimizer; make the network smaller when it is time.
+
+        Raises:
+            RuntimeError: a layer has had no finite gradient by the time that sizes are chosen by "taylor".
+        """
+        self.steps += 1
+        if self.steps <= self.end and self.importance == "taylor":
+            self._taylor.add(lambda parameter: parameter.grad, _MEMORY)
+        every = max(1, (self.end - self.begin) // self.updates)
+        if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
+            self._sizes = _of_the_first_process(self._choose(self.share_wanted))
+        if self._sizes is not None:
+            self._structure.zero(self._sizes)
+
+    @property
+    def share_wanted(self) -> float:
+        """The share of the cost that the network may have after the present step."""
+        if self.steps < self.begin:
+            return 1.0
+        left = 0.0 if self.steps >= self.end else 1.0 - (self.steps - self.begin) / (self.end - self.begin)
+        return self.share + (1.0 - self.share) * left**3
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the controller; the weights are the model's."""
+        sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
+        return {"steps": self.steps, "importance": self._taylor.state(), "sizes": sizes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a controller of the same model; load the model's own state as well.
+
+        Raises:
+            ValueError: the state is another model's.
+        """
+        self._taylor.load(state["importance"])
+        self.steps, sizes = state["steps"], state["sizes"]
+        self._sizes = None if sizes is None else [chosen.cpu().numpy() for chosen in sizes]
+
+    def _choose(self, share: float) -> Sizes:
+        """Return sizes that cost at most this share."""
+        if self.importance == "norm" or self.steps == 0:
+            lost = by_norm(self._structure)
+        elif unknown := self._taylor.unknown():
+            raise RuntimeError(
+                f"step: expected finite gradients, got none for {', '.join(unknown)}; call it after the optimizer's "
+                "step and before zero_grad, and name layers that do not train in skip"
+            )
+        else:
+            lost = self._taylor.lost()
+        problem: Problem = self._structure.problem(self.cost, lost, self._least)
+        whole = problem.cost(problem.whole())
+        try:
+            return problem.within(share * whole)
+        except LeastCost as error:
+            least = f"expected at least {error.cost / whole:.3g}, which is what must stay"
+            raise ValueError(f"{self.cost}: {least}, got {self.share}") from None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise unless the optimizer has all weights."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, weight in weights:
+        if id(weight) not in owned and weight.requires_grad:
+            raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
+
+
+def _of_the_first_process(sizes: Sizes) -> Sizes:
+    """Return the sizes that the first of several processes has chosen."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return sizes
+    shared = [sizes]
+    distributed.broadcast_object_list(shared, src=0)
+    return shared[0]

@@ -1,0 +1,161 @@
+"""Importance of filters and of their rings: what a network loses without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loco_ext.sparsity.budget.structure import PrunableLayer, Structure
+
+Loss = Callable[[Any, Any], Tensor]
+OfRings = Callable[[str, Tensor], Tensor]  # importance of each ring of each filter, (C_out, rings)
+
+
+def by_norm(structure: Structure) -> dict[str, Tensor]:
+    """Return, for each choice of each filter, the share of the layer's squared weights that it loses.
+
+    Weights count as a batch norm behind the layer scales them.
+    """
+    return {layer.name: _cumulated(layer, _squares(layer)) for layer in structure.layers}
+
+
+def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
+    """Return what each choice loses if the function gives the importance of each ring of a layer's filters.
+
+    Raises:
+        ValueError: its result has another shape than ``(C_out, rings)``, or negative numbers.
+    """
+    found = {}
+    for layer in structure.layers:
+        each = torch.as_tensor(function(layer.name, layer.module.weight.detach()))
+        expected = len(layer.module.weight), len(layer.taps) - 1
+        if tuple(each.shape) != expected or not bool((each >= 0).all()):
+            raise ValueError(
+                f"importance: expected numbers of at least 0 of shape {expected} for {layer.name!r}, got shape "
+                f"{tuple(each.shape)}, the least being {each.min().item() if each.numel() else None}"
+            )
+        found[layer.name] = _cumulated(layer, each)
+    return found
+
+
+class Taylor:
+    """Squares of the first-order changes of the loss, averaged over batches.
+
+    A filter's is that of the output of the batch norm behind it, if there is one: ``gamma dL/dgamma + beta dL/dbeta``.
+    Else it is the sum of ``w dL/dw`` over its weights, as for rings.
+
+    Source:
+        Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), eqs. 8 and 11.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        self._layers = structure.layers
+        self._known: set[str] = set()
+        self._sums = {
+            layer.name: torch.zeros(len(layer.module.weight), len(layer.taps), dtype=torch.float64)
+            for layer in structure.layers
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients :meth:`add` reads."""
+        modules = [module for layer in self._layers for module in (layer.module, layer.norm) if module is not None]
+        return [p for module in modules for p in (module.weight, module.bias) if p is not None]
+
+    @torch.no_grad()
+    def add(self, gradient: Callable[[nn.Parameter], Tensor | None], decay: float = 1.0) -> None:
+        """Add the squared changes for one batch's gradients, after multiplying what was there by ``decay``."""
+        for layer in self._layers:
+            given = gradient(layer.module.weight)
+            if given is None:
+                continue
+            products = _by_tap(layer.module.weight * given)
+            rings = torch.from_numpy(layer.rings).to(products.device)
+            changes = products.new_zeros(len(products), len(layer.taps)).index_add_(1, rings + 1, products).cumsum(1)
+            owner = layer.module if layer.norm is None or layer.norm.weight is None else layer.norm
+            if owner is not layer.module:
+                changes[:, -1] = _change(owner.weight, gradient)
+            changes[:, -1] += _change(owner.bias, gradient)
+            squares = changes.double().square().cpu()
+            if squares.isfinite().all():
+                self._sums[layer.name].mul_(decay).add_(squares)
+                self._known.add(layer.name)
+
+    def unknown(self) -> list[str]:
+        """Return the names of layers that may shrink and whose weights have had no finite gradient."""
+        return [layer.name for layer in self._layers if not layer.kept and layer.name not in self._known]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums by the layer's name, for layers that have any."""
+        return {name: sums.clone() for name, sums in self._sums.items() if name in self._known}
+
+    def load(self, sums: Mapping[str, Tensor]) -> None:
+        """Replace the sums by those of :meth:`state`; raise ValueError if they are another model's."""
+        shapes = {name: tuple(mine.shape) for name, mine in self._sums.items()}
+        for name, each in sums.items():
+            if shapes.get(name) != tuple(each.shape):
+                raise ValueError(f"state: expected importance of shapes {shapes}, got {tuple(each.shape)} for {name!r}")
+        self._known = set(sums)
+        self._sums = {
+            name: sums[name].cpu().double().clone() if name in sums else torch.zeros_like(mine)
+            for name, mine in self._sums.items()
+        }
+
+    def lost(self) -> dict[str, Tensor]:
+        """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
+        return {name: sums.cummax(1).values for name, sums in self._sums.items()}
+
+
+def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, Tensor]:
+    """Return :class:`Taylor`'s importance, from the gradients of a model in its present mode.
+
+    Args:
+        batches: pairs of inputs and targets.
+        loss: function of the model's output and the targets.
+    """
+    taylor = Taylor(structure)
+    parameters = taylor.parameters()
+    required = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for x, target in batches:
+            with torch.enable_grad():
+                value = loss(model(x), target)
+            given = torch.autograd.grad(value, parameters, allow_unused=True)
+            taylor.add(dict(zip(parameters, given, strict=True)).get)
+    finally:
+        for parameter, was in zip(parameters, required, strict=True):
+            parameter.requires_grad_(was)
+    return taylor.lost()
+
+
+def _change(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], Tensor | None]) -> Tensor | float:
+    """Return the first-order change of the loss, but for its sign, if each element became zero."""
+    given = None if parameter is None else gradient(parameter)
+    return 0.0 if given is None or parameter is None else parameter * given
+
+
+def _by_tap(numbers: Tensor) -> Tensor:
+    """Return the sums over input channels, ``(C_out, taps)``, of numbers for each weight."""
+    return numbers.flatten(2).sum(1) if numbers.dim() > 2 else numbers.sum(1, keepdim=True)
+
+
+def _squares(layer: PrunableLayer) -> Tensor:
+    """Return the sum of squares of each ring of each filter, ``(C_out, rings)``, scaled to a sum of 1."""
+    squares = _by_tap(layer.module.weight.detach().double().square())
+    norm = layer.norm
+    if norm is not None and norm.running_var is not None:
+        scale = (norm.running_var.double() + norm.eps).reciprocal()
+        squares = squares * (scale if norm.weight is None else scale * norm.weight.detach().double().square())[:, None]
+    rings = torch.from_numpy(layer.rings).to(squares.device)
+    found = squares.new_zeros(len(squares), len(layer.taps) - 1).index_add_(1, rings, squares)
+    total = found.sum()
+    return found / total if total > 0 else found
+
+
+def _cumulated(layer: PrunableLayer, of_rings: Tensor) -> Tensor:
+    """Return what each choice loses, given each ring's importance: rings are removed from the outside in."""
+    return torch.nn.functional.pad(of_rings.double().cumsum(1), (1, 0))

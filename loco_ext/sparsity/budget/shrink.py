@@ -1,0 +1,205 @@
+"""A smaller network of a given cost, made of a trained one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loco_ext.argument_checks import check_choice, check_count, check_number
+from loco_ext.sparsity.budget.choose import LeastCost, Problem
+from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
+from loco_ext.sparsity.budget.structure import Structure, structure_of
+from loco_ext.sparsity.compaction import Report, compact
+from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
+
+_MOST_TRIES = 12
+_NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
+
+
+def shrink_to(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Any],
+    *,
+    macs: float | None = None,
+    parameters: float | None = None,
+    latency: float | None = None,
+    importance: str | OfRings = "taylor",
+    batches: Iterable[Any] = (),
+    loss: Loss = F.cross_entropy,
+    kind: str = "half",
+    granularity: str = "rings",
+    least: int | Mapping[str, int] = 1,
+    skip: Collection[str] = (),
+) -> tuple[nn.Module, Report]:
+    """Return a smaller network of the given cost that keeps what is most important of a trained model.
+
+    Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or goes. The sizes of all
+    filters together minimise ``importance lost + price * cost``, where a layer's MACs are the taps of its filters times
+    the channels that are left of its input, so that a channel also costs what the layers do that read it; channels
+    that a residual connection adds up go together. The price is the least that meets the budget, and what then
+    remains of the budget is filled up. Train the result further, with a learning rate of 0.1 to 1 times the largest of
+    the training before: its batch norms are not folded.
+
+    Args:
+        model: a trained model that torch.fx can trace; it is not changed.
+        example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`compact`. Its size sets
+            the numbers of pixels.
+        macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
+            of :attr:`Report.macs_after`. Latency is that of a forward pass on the example on this machine after
+            :func:`compact`, over the model's; smaller numbers of MACs are tried until it is met.
+        importance: "taylor": the squared first-order change of the loss, averaged over ``batches``, for filters at the
+            output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the batch
+            norm. Or a function of a layer's name and weight that returns the importance of each ring of each filter,
+            numbers of at least 0, ``(C_out, rings)``, the outermost first.
+        batches: pairs of the model's input and targets, for "taylor"; the model runs in eval mode.
+        loss: function of the model's output and the targets that returns a scalar.
+        kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.
+        granularity: "rings", or "filters": each filter stays whole or goes.
+        least: number of filters that each layer keeps at least, or such numbers by the module's name (else 1).
+        skip: names of modules all of whose filters stay whole, such as ``"layer1"`` or ``"layer1.0.conv1"``.
+
+    Returns:
+        The network, made by :func:`compact`, and its report. It costs at most the budget, and at least 99 % of it where
+        the sizes of filters allow that.
+
+    Raises:
+        TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or nothing can be
+            removed from it; no sizes meet the budget (the least that can be reached is named); the model cannot be
+            timed. Nothing has changed then.
+
+    Source:
+        The costs are eq. 10 of the draft "Optimal Convolutional Architectures Via Structured Sparsity Regularizers";
+        the importance "taylor" is that of Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019),
+        eqs. 8 and 11.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from loco_ext import sparsity
+        >>> model = nn.Sequential(nn.Conv2d(3, 9, 5), nn.BatchNorm2d(9), nn.ReLU(), nn.Conv2d(9, 10, 3), nn.Flatten())
+        >>> x, target = torch.randn(8, 3, 7, 7), torch.arange(8)
+        >>> smaller, report = sparsity.shrink_to(model, x, macs=0.5, batches=[(x, target)])
+        >>> 0.49 < report.macs_after / report.macs_before <= 0.5, smaller(x).shape
+        (True, torch.Size([8, 10]))
+    """
+    cost, share = check_budget(macs=macs, parameters=parameters, latency=latency)
+    inputs = check_inputs(model, example_inputs)
+    dense = copied(unwrapped(model)).eval()
+    structure = structure_of(dense, inputs, kind, granularity, skip)
+    counted = "parameters" if cost == "parameters" else "macs"
+    lost = _lost(structure, dense, importance, batches, loss)
+    problem = structure.problem(counted, lost, bounds(structure, least))
+    network, report = _Search(dense, inputs, structure, problem, cost, share).run()
+    modes = {name: module.training for name, module in unwrapped(model).named_modules()}
+    for name, module in network.named_modules():
+        module.training = modes.get(name, model.training)
+    return network, report
+
+
+def check_budget(**budgets: float | None) -> tuple[str, float]:
+    """Return the name of the only budget that is given, and its share."""
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if len(given) != 1:
+        raise ValueError(f"{', '.join(budgets)}: expected exactly one of them, got {', '.join(given) or 'none'}")
+    ((name, value),) = given.items()
+    share = check_number(name, value)
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}: expected a share of the model's own, in (0, 1], got {value!r}")
+    return name, share
+
+
+def bounds(structure: Structure, least: int | Mapping[str, int]) -> dict[str, int]:
+    """Return the number of filters that each layer keeps at least."""
+    filters = {layer.name: len(layer.module.weight) for layer in structure.layers}
+    given = least if isinstance(least, Mapping) else dict.fromkeys(filters, least)
+    for name, count in given.items():
+        if name not in filters:
+            raise ValueError(f"least: expected names of convolution or linear layers, got {name!r}")
+        check_count("least", count)
+    return {name: min(given.get(name, 1), count) for name, count in filters.items()}
+
+
+def _lost(
+    structure: Structure, model: nn.Module, importance: str | OfRings, batches: Iterable[Any], loss: Loss
+) -> dict[str, Tensor]:
+    """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
+    if callable(importance):
+        return by_function(structure, importance)
+    check_choice("importance", importance, ("taylor", "norm"))
+    if importance == "norm":
+        return by_norm(structure)
+    several = list(batches)
+    if not several:
+        raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
+    return by_taylor(structure, model, several, loss)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search for the sizes with which the compacted network just meets the budget.
+
+    Compaction may remove more than was counted, such as channels that nothing reads; the target of the count follows.
+    """
+
+    model: nn.Module
+    inputs: Sequence[Any]
+    structure: Structure
+    problem: Problem
+    cost: str
+    share: float
+
+    def run(self) -> tuple[nn.Module, Report]:
+        """Return the network and its report; raise ValueError if no sizes that are allowed meet the budget."""
+        low, high, target = 0.0, 1.0, self.share
+        best, least = None, 1.0
+        for _ in range(_MOST_TRIES):
+            try:
+                counted, network, report = self._network(target)
+            except LeastCost as error:
+                if best is not None or high < 1.0:
+                    break  # of the targets tried, the last but one is the least
+                least = error.cost / self.problem.cost(self.problem.whole())
+                break
+            reached = self._reached(report)
+            if reached <= self.share:
+                best, low = (network, report), target
+                if reached >= _NEAR * self.share or target == 1.0 or (target == self.share and reached == counted):
+                    break
+            else:
+                high, least = target, reached
+            guess = target * self.share / reached
+            target = guess if low < guess < high else (low + high) / 2
+        if best is None:
+            raise ValueError(f"{self.cost}: expected at least {least:.3g}, the least reached, got {self.share}")
+        return best
+
+    def _network(self, target: float) -> tuple[float, nn.Module, Report]:
+        """Return what was counted, as a share of the model's, at most the target; the network and its report.
+
+        Raises:
+            LeastCost: no sizes that are allowed cost as little.
+        """
+        whole = self.problem.cost(self.problem.whole())
+        sizes = self.problem.within(target * whole)
+        model, structure = copy.deepcopy((self.model, self.structure))
+        structure.zero(sizes)
+        cost = "measured" if self.cost == "latency" else "macs"
+        network, report = compact(model, self.inputs, cost=cost, fold_norms=False)
+        if self.cost == "latency":  # timed as it will run
+            _, report = compact(model, self.inputs)
+        return self.problem.cost(sizes) / whole, network, report
+
+    def _reached(self, report: Report) -> float:
+        """Return the share of the model's cost that is left."""
+        if self.cost == "macs":
+            return report.macs_after / report.macs_before
+        if self.cost == "parameters":
+            return report.parameters_after / report.parameters_before
+        if not report.latency_before or report.latency_after is None:
+            raise ValueError("latency: expected a model of which a smaller one can be timed, got none")
+        return report.latency_after / report.latency_before

@@ -1,0 +1,198 @@
+"""What can be removed from a model: the layers with filters, the channels that they share, and their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from loco_ext import geometry
+from loco_ext.argument_checks import check_choice
+from loco_ext.fx.trace import UntraceableError
+from loco_ext.nn.computed import check_plain
+from loco_ext.sparsity.budget.choose import Integers, Layer, Problem, Sizes
+from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
+from loco_ext.sparsity.compaction.compact import copied, unwrapped
+from loco_ext.sparsity.compaction.graph import annotated_graph
+from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, is_depthwise
+
+_ANY = 1e-3  # value of all parameters in the copy that is analysed: what can be removed does not depend on the weights
+
+
+@dataclass(frozen=True)
+class PrunableLayer:
+    """A convolution or linear layer of a model.
+
+    Args:
+        name: name of the module.
+        module: the module itself, with a weight ``(C_out, C_in/groups, *kernel_size)``.
+        norm: the batch norm that alone reads the layer's output; None if there is none.
+        rings: ring of each tap, counted from the outside in; all 0 if filters have only one size.
+        pixels: number of output pixels of one sample.
+        writes: class of each filter's channel, ``[C_out]``.
+        reads: class of each input channel, ``[C_in]``; None for layers with groups, whose inputs all stay or, if they
+            are depthwise, go with the filter that reads them.
+        kept: whether every filter stays whole.
+    """
+
+    name: str
+    module: Any
+    norm: Any
+    rings: Integers
+    pixels: int
+    writes: Integers
+    reads: Integers | None
+    kept: bool
+
+    @property
+    def taps(self) -> Integers:
+        """Number of taps of each choice: without any ring, without the outermost, and so on to 0."""
+        return np.asarray([(self.rings >= ring).sum() for ring in range(self.rings.max() + 2)])
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The layers of a model and the classes of channels that are kept or removed together.
+
+    Args:
+        layers: in the order in which they run.
+        norms: every batch norm, and the class of each of its channels.
+        fixed: for each class, whether it stays in any case.
+    """
+
+    layers: list[PrunableLayer]
+    norms: list[tuple[Any, Integers]]
+    fixed: np.ndarray[Any, np.dtype[np.bool_]]
+
+    def problem(self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int]) -> Problem:
+        """Return the problem of choosing sizes.
+
+        Args:
+            cost: "macs" or "parameters".
+            lost: importance that each choice of each filter loses, ``(C_out, choices)``, by the layer's name.
+            least: number of filters that stay, by the layer's name.
+        """
+        layers, of_classes = [], np.zeros(len(self.fixed))
+        for layer in self.layers:
+            weight, table = layer.module.weight, lost[layer.name].double().cpu().numpy().copy()
+            if layer.kept:
+                table[:, 1:] = np.inf
+            table[self.fixed[layer.writes], -1] = np.inf
+            unit = layer.pixels if cost == "macs" else 1
+            width = weight.shape[1] if layer.reads is None else 1
+            layers.append(Layer(unit * width, layer.taps, table, layer.writes, layer.reads, least[layer.name]))
+            if cost == "parameters" and layer.module.bias is not None:
+                np.add.at(of_classes, layer.writes, 1.0)
+        for norm, classes in self.norms:
+            if cost == "parameters" and norm.affine:
+                np.add.at(of_classes, classes, 2.0)
+        return Problem(layers, self.fixed, of_classes)
+
+    @torch.no_grad()
+    def zero(self, sizes: Sizes) -> None:
+        """Set to zero, in place, what sizes leave out: rings, filters, and the shifts of batch norms behind them."""
+        stays = self.fixed.copy()
+        for layer, chosen in zip(self.layers, sizes, strict=True):
+            weight, size = layer.module.weight, torch.from_numpy(chosen).to(layer.module.weight.device)
+            kept = torch.from_numpy(layer.rings).to(weight.device) >= size[:, None]  # [C_out, taps]
+            weight.mul_(kept.view(len(weight), 1, *weight.shape[2:]))
+            gone = chosen == len(layer.taps) - 1
+            stays[layer.writes[~gone]] = True
+            _zero_shifts(layer.module, gone)
+            if layer.norm is not None:
+                _zero_shifts(layer.norm, gone)
+        for norm, classes in self.norms:
+            _zero_shifts(norm, ~stays[classes])
+
+
+def _zero_shifts(module: Any, gone: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+    """Let channels of zeros remain zeros behind a module."""
+    for vector in (module.bias, getattr(module, "running_mean", None)):
+        if vector is not None and gone.any():
+            vector[torch.from_numpy(gone).to(vector.device)] = 0.0
+
+
+def structure_of(
+    model: nn.Module, inputs: Sequence[Any], kind: str, granularity: str, skip: Collection[str] = ()
+) -> Structure:
+    """Return what can be removed from a model.
+
+    Args:
+        model: it is not changed.
+        inputs: arguments for one call.
+        kind: kind of the rings, see :func:`loco_ext.geometry.ring_index`.
+        granularity: "rings", or "filters" if each filter is kept whole or removed.
+        skip: names of modules whose filters all stay whole.
+
+    Raises:
+        TypeError, ValueError: the message names the argument; torch.fx cannot trace the model, or code computes one of
+            its weights.
+    """
+    check_plain(model)
+    check_choice("kind", kind, ("half", "full"))
+    check_choice("granularity", granularity, ("rings", "filters"))
+    inner = unwrapped(model)
+    copy = copied(inner).eval()
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.fill_(_ANY)
+    try:
+        channels = classes_of_channels(Channels(annotated_graph(copy, inputs), {}, False, False))
+    except UntraceableError as error:
+        raise ValueError(f"model: expected one that torch.fx can trace; {error}") from error
+    own, ids = dict(inner.named_modules()), np.arange(len(channels.sets))
+    numbers, classes_of = np.unique(channels.sets.roots(ids), return_inverse=True)
+    fixed = channels.sets.needed(numbers) | np.isin(numbers, channels.sets.roots(channels.grouped))
+    layers, norms = [], []
+    for node, value in channels.values.items():
+        module, classes = channels.info.module(node), classes_of[value.ids]
+        is_norm = type(module) in BATCH_NORMS and channels.role(node) is Role.PER_CHANNEL
+        if not (is_norm or channels.role(node) is Role.CONVOLUTION or is_depthwise(module)):
+            continue
+        mine = _own(own, node, module)
+        if mine is None:
+            fixed[classes] = True
+        elif is_norm:
+            norms.append((mine, classes))
+        else:
+            kept = any(f"{node.target}.".startswith(f"{name}.") for name in skip)
+            fixed[classes] |= kept
+            (source,) = channels.sources(node)
+            reads = None if getattr(module, "groups", 1) > 1 else classes_of[channels.values[source].ids]
+            (reader, *others) = node.users
+            after = channels.info.module(reader) if not others else None
+            norm = _own(own, reader, after) if type(after) in BATCH_NORMS else None
+            rings = _rings(module.weight.shape[2:], kind, granularity)
+            pixels = prod(node.meta["shape"][1:]) // len(module.weight)
+            layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
+    structure = Structure(layers, norms, fixed)
+    if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
+        raise ValueError("model: expected convolutions or linear layers that can be made smaller, got none")
+    for name in skip:
+        if name not in own:
+            raise ValueError(f"skip: expected names of the model's modules, got {name!r}")
+    return structure
+
+
+def _own(own: Mapping[str, nn.Module], node: fx.Node, module: Any) -> Any:
+    """Return the model's module that has the weights of the graph's; None if no module of its own has them."""
+    for name in (str(node.target), str(node.target).rpartition(".")[0]):
+        found = own.get(name)
+        weights = [getattr(each, "weight", None) for each in (found, module)]
+        if found is not None and all(isinstance(each, Tensor) for each in weights):
+            return found if weights[0].shape == weights[1].shape else None  # type: ignore[union-attr]
+        if type(found) is type(module):
+            return found
+    return None
+
+
+def _rings(kernel_size: Sequence[int], kind: str, granularity: str) -> Integers:
+    """Return the ring of each tap."""
+    taps = prod(kernel_size)
+    several = granularity == "rings" and taps > 1
+    return np.asarray(geometry.ring_list(tuple(kernel_size), kind) if several else [0] * taps)

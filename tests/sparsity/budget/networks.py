@@ -1,0 +1,100 @@
+"""Small networks with what budgets have to know about, on images of 3 x 9 x 9 and 4 classes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+IMAGE = (3, 9, 9)
+CLASSES = 4
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5, padding=2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 12),
+        nn.ReLU(),
+        nn.Linear(12, CLASSES),
+    )
+
+
+def depthwise() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 1),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, CLASSES),
+    )
+
+
+class Residual(nn.Module):
+    """A stem, a block that adds to it, batch norms ahead of convolutions, and a grouped layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm1, self.conv1 = nn.BatchNorm2d(6), nn.Conv2d(6, 10, 3, padding=1)
+        self.norm2, self.conv2 = nn.BatchNorm2d(10), nn.Conv2d(10, 6, 3, padding=1)
+        self.grouped = nn.Conv2d(6, 4, 3, groups=2)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.conv2(self.norm2(self.conv1(self.norm1(x).relu())).relu())
+        return self.head(self.grouped(x).mean((2, 3)))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"plain": plain, "depthwise": depthwise, "residual": Residual}
+
+
+def network(name: str, seed: int = 0) -> nn.Module:
+    """Return a network whose batch norms have seen other than zero means and unit variances, in eval mode."""
+    torch.manual_seed(seed)
+    model = NETWORKS[name]()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return model.eval()
+
+
+def batches(count: int = 2, size: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, *IMAGE, generator=generator), torch.randint(CLASSES, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def macs(model: nn.Module) -> int:
+    """Return eq. 10 for one image: pixels, times the taps of each filter, times the channels that any filter reads."""
+    total = 0
+
+    def count(module: nn.Module, _: object, output: Tensor) -> None:
+        nonlocal total
+        live = module.weight.detach().flatten(2) != 0 if module.weight.dim() > 2 else module.weight[..., None] != 0
+        total += output[0].numel() // len(live) * int(live.any(1).sum()) * int(live.any(2).any(0).sum())
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    with torch.no_grad():
+        model(torch.zeros(1, *IMAGE))
+    for handle in handles:
+        handle.remove()
+    return total

@@ -1,0 +1,135 @@
+"""The choice of sizes against brute force over all sizes, for small chains and residual networks."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from loco_ext.sparsity.budget.choose import Floats, Layer, LeastCost, Problem, Sizes
+
+RNG = np.random.default_rng
+TAPS = np.asarray([9, 4, 1, 0])
+
+
+def lost(rng: np.random.Generator, filters: int) -> Floats:
+    """Return random importance that grows with what a filter loses."""
+    rings = rng.gamma(1.0, 1.0, (filters, 3)) * rng.uniform(0.3, 3)
+    return np.concatenate([np.zeros((filters, 1)), rings.cumsum(1)], 1)
+
+
+def chain(seed: int) -> Problem:
+    """Return three layers, each of which reads the one before; the first reads an image of three channels."""
+    rng, layers, reads = RNG(seed), [], np.arange(3)
+    for depth, filters in enumerate((2, 2, 2)):
+        writes = np.arange(filters) + reads[-1] + 1
+        layers.append(Layer(rng.uniform(0.2, 1) * 4.0 ** -(depth // 2), TAPS, lost(rng, filters), writes, reads))
+        reads = writes
+    return Problem(layers, np.arange(9) < 3, np.zeros(9))
+
+
+def residual(seed: int) -> Problem:
+    """Return a stem, a block that adds to its channels, and a head with a fixed output; classes have a cost."""
+    rng = RNG(seed)
+    image, stream, inner, output = np.asarray([0, 1]), np.asarray([2, 3]), np.asarray([4, 5]), np.asarray([6])
+    head = np.asarray([[0.0, np.inf]])
+    layers = [
+        Layer(1.0, TAPS, lost(rng, 2), stream, image),
+        Layer(1.0, TAPS, lost(rng, 2), inner, stream),
+        Layer(1.0, TAPS, lost(rng, 2), stream, inner),
+        Layer(0.5, np.asarray([1, 0]), head, output, stream),
+    ]
+    return Problem(layers, np.isin(np.arange(7), [0, 1, 6]), rng.uniform(0, 0.3, 7))
+
+
+def depthwise(seed: int) -> Problem:
+    """Return a layer, a depthwise one behind it and a pointwise one that reads both sizes of its channels."""
+    rng = RNG(seed)
+    image, inner, output = np.asarray([0]), np.asarray([1, 2]), np.asarray([3, 4])
+    points = lost(rng, 2)[:, [0, 3]]
+    layers = [
+        Layer(1.0, TAPS, lost(rng, 2), inner, image),
+        Layer(1.0, TAPS, lost(rng, 2), inner, None),
+        Layer(1.0, np.asarray([1, 0]), points, output, inner),
+    ]
+    return Problem(layers, np.arange(5) == 0, np.zeros(5))
+
+
+def every(problem: Problem) -> list[Sizes]:
+    """Return all sizes; a filter that reads its own channel alone goes exactly if its class does."""
+    filters = [itertools.product(range(len(layer.taps)), repeat=len(layer.writes)) for layer in problem.layers]
+    found = []
+    for chosen in itertools.product(*filters):
+        sizes = [np.asarray(each) for each in chosen]
+        joint = [
+            (sizes[i] != layer.gone, sizes[i - 1]) for i, layer in enumerate(problem.layers) if layer.reads is None
+        ]
+        if all(np.array_equal(alive, before != 3) for alive, before in joint):
+            found.append(sizes)
+    return found
+
+
+def by_hand(problem: Problem, sizes: Sizes) -> float:
+    """Return the cost, summed filter by filter."""
+    stays = set(np.flatnonzero(problem.fixed))
+    for layer, chosen in zip(problem.layers, sizes, strict=True):
+        stays |= {int(c) for c, choice in zip(layer.writes, chosen, strict=True) if choice != layer.gone}
+    total = sum(problem.class_costs[c] for c in stays)
+    for layer, chosen in zip(problem.layers, sizes, strict=True):
+        width = 1 if layer.reads is None else sum(int(c) in stays for c in layer.reads)
+        total += sum(layer.unit * width * layer.taps[choice] for choice in chosen)
+    return float(total)
+
+
+@pytest.mark.parametrize("make", [chain, residual, depthwise])
+def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Problem]) -> None:
+    rng = RNG(7)
+    for seed in range(3):
+        problem = make(seed)
+        all_sizes = every(problem)
+        costs = np.asarray([problem.cost(sizes) for sizes in all_sizes])
+        losses = np.asarray([problem.lost(sizes) for sizes in all_sizes])
+        for price in 10 ** rng.uniform(-2.5, 0.3, 8):
+            found = problem.at(price)
+            assert by_hand(problem, found) == pytest.approx(problem.cost(found), rel=1e-12)
+            assert problem.lost(found) + price * problem.cost(found) == pytest.approx((losses + price * costs).min())
+
+
+@pytest.mark.parametrize("make", [chain, residual, depthwise])
+def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[int], Problem]) -> None:
+    for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
+        problem = make(seed)
+        budget = share * problem.cost(problem.whole())
+        found = problem.within(budget)
+        assert problem.cost(found) <= budget
+        stays = problem.stays(found)
+        for i, layer in enumerate(problem.layers):
+            for j in np.flatnonzero((found[i] > 0) & stays[layer.writes]):
+                more = [chosen.copy() for chosen in found]
+                more[i][j] -= 1
+                worth = layer.lost[j, found[i][j]] > layer.lost[j, more[i][j]]
+                assert not worth or layer.reads is None or problem.cost(more) > budget
+
+
+def test_a_budget_of_everything_removes_nothing() -> None:
+    problem = chain(0)
+    assert all((chosen == 0).all() for chosen in problem.within(problem.cost(problem.whole())))
+
+
+def test_importance_on_any_scale_gives_the_same_sizes() -> None:
+    for factor in (1e-30, 1e30):
+        problem, scaled = chain(1), chain(1)
+        scaled.layers = [Layer(a.unit, a.taps, a.lost * factor, a.writes, a.reads) for a in scaled.layers]
+        budget = 0.5 * problem.cost(problem.whole())
+        assert all(map(np.array_equal, problem.within(budget), scaled.within(budget)))
+
+
+def test_the_least_cost_is_told() -> None:
+    plain = chain(2)
+    layers = [Layer(a.unit, a.taps, a.lost, a.writes, a.reads, least=1) for a in plain.layers]
+    problem = Problem(layers, plain.fixed, plain.class_costs)
+    least = sum(unit * width for unit, width in zip((a.unit for a in layers), (3, 1, 1), strict=True))
+    with pytest.raises(LeastCost) as caught:
+        problem.within(0.99 * least)
+    assert caught.value.cost == pytest.approx(least)
+    assert problem.cost(problem.within(1.01 * least)) == pytest.approx(least)

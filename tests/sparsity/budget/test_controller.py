@@ -1,0 +1,111 @@
+"""Budgets while a network trains: the schedule, what is held, resuming, and misuse."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from loco_ext import optim, sparsity
+from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
+
+X = torch.zeros(2, *IMAGE)
+
+
+def controlled(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, sparsity.Budget]:
+    model = network(name).train()
+    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    arguments = {"example_inputs": X, "macs": 0.4, "begin": 3, "end": 12, "updates": 4, **options}
+    return model, optimizer, sparsity.Budget(model, optimizer, **arguments)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, budget: sparsity.Budget, steps: int, seed: int) -> None:
+    for x, target in batches(steps, seed=seed):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), target).backward()
+        optimizer.step()
+        budget.step()
+
+
+def reached(name: str, model: nn.Module) -> float:
+    return macs(sparsity.compact(model, X, cost="macs", fold_norms=False)[0]) / macs(network(name))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("importance", ["taylor", "norm"])
+def test_the_budget_is_reached_by_the_end_and_held(name: str, importance: str) -> None:
+    model, optimizer, budget = controlled(name, importance=importance)
+    train(model, optimizer, budget, 2, seed=1)
+    assert reached(name, model) == 1.0
+    train(model, optimizer, budget, 5, seed=2)
+    assert 0.4 < reached(name, model) <= max(budget.share_wanted, 0.6)
+    train(model, optimizer, budget, 5, seed=3)
+    at_end = reached(name, model)
+    assert 0.2 < at_end <= 0.4  # compaction may find more than the budget counts
+    zeros = {name: p == 0 for name, p in model.named_parameters()}
+    train(model, optimizer, budget, 6, seed=4)
+    assert reached(name, model) == at_end
+    assert all(bool((p[zeros[name]] == 0).all()) for name, p in model.named_parameters())
+
+
+def test_filters_that_go_leave_no_shift_behind() -> None:
+    model, optimizer, budget = controlled("plain", granularity="filters", macs=0.3)
+    train(model, optimizer, budget, 12, seed=1)
+    seen = []
+    model[1].register_forward_hook(lambda _, __, output: seen.append(output))  # type: ignore[index]
+    for mode in (True, False):
+        model.train(mode)(batches()[0][0])
+    gone = (model[0].weight == 0).flatten(1).all(1)  # type: ignore[index]
+    assert gone.any()
+    assert all(not output[:, gone].any() for output in seen)
+
+
+def test_resumed_is_uninterrupted() -> None:
+    model, optimizer, budget = controlled("residual")
+    train(model, optimizer, budget, 6, seed=1)
+    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, budget)])
+    train(model, optimizer, budget, 8, seed=2)
+    other, its_optimizer, its_budget = controlled("residual")
+    for each, state in zip((other, its_optimizer, its_budget), saved, strict=True):
+        each.load_state_dict(state)
+    train(other, its_optimizer, its_budget, 8, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_state_of_another_model() -> None:
+    _, _, budget = controlled("plain")
+    model, optimizer, other = controlled("depthwise")
+    train(model, optimizer, other, 1, seed=1)
+    with pytest.raises(ValueError, match="state: expected importance of shapes"):
+        budget.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"end": 2}, "end: expected at least begin, 3, got 2"),
+        ({"begin": -1}, "begin: expected at least 0, got -1"),
+        ({"macs": None}, "macs, parameters: expected exactly one of them, got none"),
+        ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, which is what must stay, got 0.02"),
+        ({"updates": 0}, "updates: expected at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        controlled("plain", **options)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    optimizer = torch.optim.SGD(network("plain").parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"optimizer: expected one of the model's parameters, got one without 0.weight"
+    ):
+        sparsity.Budget(network("plain"), optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
+
+
+def test_gradients_that_are_gone() -> None:
+    _, _, budget = controlled("plain", begin=1, updates=11)
+    with pytest.raises(RuntimeError, match="step: expected finite gradients, got none for 0, 4, 7"):
+        budget.step()

@@ -1,0 +1,183 @@
+"""Networks of a given cost: the cost counted by hooks, importance by differences, and what has to stay."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loco_ext import sparsity
+from loco_ext.experiments import models
+from loco_ext.sparsity.budget.importance import by_norm, by_taylor
+from loco_ext.sparsity.budget.structure import structure_of
+from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
+
+X = torch.zeros(2, *IMAGE)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("budget", "granularity"), [("macs", "rings"), ("macs", "filters"), ("parameters", "rings")])
+def test_the_result_costs_the_budget(name: str, budget: str, granularity: str) -> None:
+    model = network(name)
+    before = copy.deepcopy(model.state_dict())
+    for share in (0.7, 0.35):
+        options: Any = {budget: share, "granularity": granularity}
+        smaller, report = sparsity.shrink_to(model, X, batches=batches(), **options)
+        if budget == "macs":
+            reached = macs(smaller) / macs(model)
+            assert reached == report.macs_after / report.macs_before
+        else:
+            reached = sum(p.numel() for p in smaller.parameters()) / sum(p.numel() for p in model.parameters())
+        assert 0.9 * share <= reached <= share  # filters are few
+        assert smaller(X).shape == (2, 4)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_batch_norms_stay_and_the_mode_is_the_models() -> None:
+    smaller, _ = sparsity.shrink_to(network("plain").train(), X, macs=0.5, batches=batches())
+    norms = [module for module in smaller.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms
+    assert all(module.training for module in smaller.modules())
+
+
+@pytest.mark.parametrize("name", ["plain", "depthwise"])
+def test_filters_that_do_not_matter_go_and_the_function_stays(name: str) -> None:
+    """A third of the first layer's filters is read with weights of zero."""
+    model = network(name)
+    first, reader = (model[0], model[4]) if name == "plain" else (model[3], model[6])  # type: ignore[index]
+    with torch.no_grad():
+        reader.weight[:, ::3] = 0.0
+    x = batches()[0][0]
+    expected = model(x).detach()
+    gone = len(range(0, len(first.weight), 3))
+    structure = structure_of(model, [X], "half", "filters")
+    lost = by_taylor(structure, model, batches(), F.cross_entropy)
+    problem = structure.problem("macs", lost, dict.fromkeys(lost, 1))
+    unimportant = problem.at(1e-12)
+    structure.zero(unimportant)
+    smaller, report = sparsity.compact(model, X, cost="macs")
+    assert report.layers[0].kernels_after <= len(first.weight) - gone  # some are never positive
+    torch.testing.assert_close(smaller(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_taylor_is_the_change_of_the_loss(name: str) -> None:
+    """Against central differences of the loss when a part is scaled by 1 +- h, in float64."""
+    model, h = network(name).double(), 1e-5
+    several = [(x.double(), target) for x, target in batches()]
+    structure = structure_of(model, [X.double()], "half", "rings")
+    lost = by_taylor(structure, model, several, F.cross_entropy)
+    for layer in structure.layers:
+        rings = torch.from_numpy(layer.rings)
+        for j in (0, len(layer.module.weight) - 1):
+            for choice in range(1, len(layer.taps)):
+                gone = choice == len(layer.taps) - 1
+                scaled: list[Tensor] = [layer.module.weight]
+                if gone:
+                    owner = layer.module if layer.norm is None else layer.norm
+                    scaled = [p for p in (owner.weight, owner.bias) if p is not None]
+                changes = []
+                for x, target in several:
+                    losses = []
+                    for factor in (1 + h, 1 - h):
+                        saved = [p.detach().clone() for p in scaled]
+                        with torch.no_grad():
+                            for p in scaled:
+                                if p.dim() > 2:
+                                    p[j, :, (rings < choice).view(p.shape[2:])] *= factor
+                                else:
+                                    p[j] *= factor
+                            losses.append(F.cross_entropy(model(x), target))
+                            for p, values in zip(scaled, saved, strict=True):
+                                p.copy_(values)
+                    changes.append(((losses[0] - losses[1]) / (2 * h)) ** 2)
+                expected = torch.stack(changes).sum()
+                found = lost[layer.name][j, choice]
+                assert found >= expected * (1 - 1e-4) - 1e-12
+                if found > expected * (1 + 1e-4) + 1e-12:  # a smaller part alone changes more
+                    assert found == lost[layer.name][j, choice - 1]
+
+
+def test_norm_is_the_share_of_the_folded_filters() -> None:
+    model = network("plain")
+    structure = structure_of(model, [X], "full", "rings")
+    folded = torch.nn.utils.fusion.fuse_conv_bn_eval(model[0], model[1])  # type: ignore[index]
+    energy = folded.weight.detach().double().square()
+    lost = by_norm(structure)["0"]
+    torch.testing.assert_close(lost[:, -1], energy.sum((1, 2, 3)) / energy.sum(), rtol=1e-5, atol=0)
+    inner = energy[:, :, 1:-1, 1:-1].sum((1, 2, 3))
+    torch.testing.assert_close(lost[:, -1] - lost[:, 1], inner / energy.sum(), rtol=1e-4, atol=1e-9)
+
+
+def test_bounds_and_layers_left_alone() -> None:
+    model = network("plain")
+    _, report = sparsity.shrink_to(model, X, macs=0.86, importance="norm", skip=["0"], least={"4": 5})
+    layers = {layer.name: layer for layer in report.layers}
+    assert layers["0"].sizes == {"5x5": 6}
+    assert layers["4"].kernels_after >= 5
+
+
+def test_a_function_decides() -> None:
+    """Filters numbered highest are the most important; their rings are equally so."""
+    numbered = lambda name, weight: torch.arange(len(weight))[:, None].expand(-1, 1) + 1.0  # noqa: E731
+    model = network("depthwise")
+    structure = structure_of(model, [X], "half", "filters")
+    assert {layer.name for layer in structure.layers} == {"0", "3", "6", "11"}
+    smaller, _ = sparsity.shrink_to(model, X, macs=0.4, importance=numbered, granularity="filters")
+    kept = smaller.get_submodule("6").weight
+    assert torch.equal(kept, model[6].weight[-len(kept) :, -kept.shape[1] :])  # type: ignore[index]
+
+
+def test_where_there_are_many_filters_the_budget_is_met_within_a_hundredth() -> None:
+    model = models.small_cnn(3, 4, 9).eval()
+    for share in (0.75, 0.5, 0.25):
+        smaller, _ = sparsity.shrink_to(model, X, macs=share, importance="norm")
+        assert 0.99 * share <= macs(smaller) / macs(model) <= share
+
+
+@pytest.mark.slow
+def test_latency() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 5), nn.Flatten()).eval()
+    _, report = sparsity.shrink_to(model, torch.randn(8, 3, 32, 32), latency=0.5, importance="norm")
+    assert report.latency_before is not None
+    assert report.latency_after is not None
+    assert report.latency_after <= 0.5 * report.latency_before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "macs, parameters, latency: expected exactly one of them, got none"),
+        ({"macs": 0.5, "latency": 0.5}, "got macs, latency"),
+        ({"macs": 0.0}, r"macs: expected a share of the model's own, in \(0, 1\], got 0.0"),
+        ({"macs": 1.5}, "macs: expected a share"),
+        ({"macs": 0.5}, "batches: expected at least one pair"),
+        ({"macs": 0.5, "importance": "size"}, "importance: expected one of 'taylor', 'norm', got 'size'"),
+        (
+            {"macs": 0.5, "importance": lambda name, weight: weight},
+            "importance: expected numbers of at least 0 of shape",
+        ),
+        ({"macs": 0.5, "importance": "norm", "kind": "quarter"}, "kind: expected one of"),
+        ({"macs": 0.5, "importance": "norm", "granularity": "taps"}, "granularity: expected one of"),
+        (
+            {"macs": 0.5, "importance": "norm", "skip": ["conv"]},
+            "skip: expected names of the model's modules, got 'conv'",
+        ),
+        ({"macs": 0.5, "importance": "norm", "least": {"1": 3}}, "least: expected names of convolution or linear"),
+        ({"macs": 0.5, "importance": "norm", "least": -1}, "least: expected at least 0, got -1"),
+        ({"macs": 0.01, "importance": "norm", "least": 6}, r"macs: expected at least 0\.\d+, .*, got 0.01"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sparsity.shrink_to(network("plain"), X, **options)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(nn.Conv2d(3, 4, 1))])
+def test_nothing_that_can_be_removed(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="model: expected convolutions or linear layers that can be made smaller"):
+        sparsity.shrink_to(model, X, macs=0.5, importance="norm")
