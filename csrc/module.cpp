@@ -4,7 +4,6 @@
 #undef TORCH_TARGET_VERSION
 #include <pybind11/pybind11.h>
 
-#include "block_sparse/bind_pattern.h"
 #include "common/capability.h"
 #include "common/registry.h"
 #include "optim_step/gpu_table.h"
@@ -37,7 +36,6 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def("optim_step_table_fields", &table_fields);
   module.def("release", &loco::release);
-  loco::block_sparse::define_pattern(module);
   // The instruction sets that this machine has and the kernels are compiled for, best first, and a choice for tests.
   module.def("cpu_capabilities", [] {
     pybind11::list names;
