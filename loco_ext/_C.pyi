@@ -3,9 +3,6 @@
 def build_info() -> dict[str, str]:
     """The compiler, and the instruction set that the kernels were chosen for on this machine."""
 
-def release(hold: int) -> None:
-    """Frees the penalty that ``torch.ops.loco_ext.ring_penalty_register`` took."""
-
 def cpu_capabilities() -> list[str]:
     """Return the instruction sets that kernels are compiled for and this machine has, best first."""
 

@@ -51,7 +51,8 @@ StepArgs unpack(StableIValue* stack) {
   Stack from{stack};
   const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
   take(a.rule, a.options, a.params, a.grads, a.states, a.steps, a.first, a.hyper, a.group_index, a.lrs, a.lr_index,
-       a.maps, a.map_index, a.penalties, a.grad_scale, a.found_inf, a.ordinals, a.seed, a.rounding_step);
+       a.maps, a.map_index, a.penalties, a.penalty_index, a.grad_scale, a.found_inf, a.ordinals, a.seed,
+       a.rounding_step);
   return a;
 }
 

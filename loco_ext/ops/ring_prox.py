@@ -276,7 +276,3 @@ if backends.library is not None:
     ) -> Tensor:
         backends.check_one_device(weight=weight, metric=metric)
         return torch.empty_like(weight)
-
-    @torch.library.register_fake("loco_ext::ring_penalty_register")
-    def _(like: Tensor, rings: Sequence[int], thresholds: Tensor, squared: Tensor | None) -> int:
-        return 0
