@@ -115,7 +115,7 @@ class Step {
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
       job.uniform = c.at(*t.map);
-    } else if (length(part) > kTable) {
+    } else if (part.length() > kTable) {
       job.fill = true;
     } else if (t.w.dtype == DType::f64) {
       set_table(job, doubles_.find_or_make(t.map, part, t.group, c));

@@ -26,19 +26,6 @@ int state_count(const StepArgs& args) {
   return static_cast<int>(count);
 }
 
-// Prefetches what view_of will read. These loops are so short that the processor waits for the cache lines of many
-// tensors at a time, whereas the loops that check the tensors one by one would wait for each.
-void bring_near(const Tensors& tensors) {
-  for (AtenTensorHandle tensor : tensors) __builtin_prefetch(tensor);
-  for (AtenTensorHandle tensor : tensors) {
-    void* data;
-    int64_t* strides;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
-    __builtin_prefetch(strides);
-  }
-}
-
 // Returns a penalty of StepArgs::penalties.
 ring_prox::Penalty penalty_of(TensorRef tensor, size_t index) {
   const View view = view_of(tensor, "penalties", index);
@@ -72,7 +59,6 @@ template <class Rule>
 void Gather::read(const StepArgs& args) {
   const size_t count = args.params.size();
   place_ = count > 0 ? place_of(args.params[0]) : Place::cpu();
-  for (const Tensors* tensors : {&args.grads, &args.params, &args.states, &args.steps}) bring_near(*tensors);
   check_length("grads", args.grads.size(), count);
   check_length_unless_empty("group_index", args.group_index, count);
   check_length_unless_empty("map_index", args.map_index, count);

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "common/stable.h"
@@ -12,28 +11,7 @@
 namespace loco::optim_step {
 
 using Ints = std::vector<int64_t>;
-
-// Owns the handles of a list of tensors. A vector of stable::Tensor would allocate twice as often.
-class Tensors {
- public:
-  Tensors() = default;
-  explicit Tensors(StableIValue list);
-  Tensors(Tensors&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
-  Tensors& operator=(Tensors&& other) noexcept {
-    std::swap(handles_, other.handles_);
-    return *this;
-  }
-  ~Tensors();
-
-  size_t size() const { return handles_.size(); }
-  bool empty() const { return handles_.empty(); }
-  AtenTensorHandle operator[](size_t index) const { return handles_[index]; }
-  auto begin() const { return handles_.begin(); }
-  auto end() const { return handles_.end(); }
-
- private:
-  std::vector<AtenTensorHandle> handles_;
-};
+using Tensors = std::vector<Tensor>;
 
 // Lists have one entry per parameter unless stated otherwise. hyper, maps and penalties are float64 on the CPU, all
 // other tensors on the device of the first parameter.
