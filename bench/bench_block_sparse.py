@@ -13,13 +13,11 @@ The C library keeps freed memory for the next call of any candidate, so that pag
 the growth of a fresh process during the second call beyond its results, divided by the size of the activations.
 """
 
-import argparse
 import ctypes
 import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torch.nn.functional import conv2d
 import loco_ext
 from bench import harness, machine
 from bench.block_sparse_peers import PEERS, Candidate, Layer, Problem, cannot, trained
-from bench.command import Command, Save
+from bench.command import Command, Job
 from bench.targets import target
 from loco_ext import ops
 
@@ -132,13 +130,6 @@ def expected(problem: Problem) -> Tensor:
         return candidate.result(candidate.forward())
 
 
-def check(name: str, found: Tensor, reference: Tensor) -> None:
-    """Raise RuntimeError if an output differs from the reference by more than rounding."""
-    error = (found[: len(reference)].double() - reference).abs().max().item()
-    if not error <= (limit := TOLERANCE[found.dtype] * reference.abs().max().item()):
-        raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
-
-
 def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers: Sequence[str]) -> list[dict[str, Any]]:
     """Return the records of a case, one for each pass: timings, and ratios within rounds."""
     problem = make_problem(LAYERS[layer], batch)
@@ -148,7 +139,8 @@ def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers:
         candidates = {name: make() for name, make in makers(problem, peers).items()}
         for name, candidate in candidates.items():
             if not name.startswith("conv2d"):
-                check(f"{layer}, {name}", candidate.result(candidate.forward()), reference)
+                found = candidate.result(candidate.forward())
+                harness.check(f"{layer}, {name}", found[: len(reference)], reference, TOLERANCE[found.dtype])
         for mode in PASSES:
             calls = {name: call for name, c in candidates.items() if (call := getattr(c, mode)) is not None}
             label = f"{layer}, batch {batch}, {mode}, threads {threads}"
@@ -160,10 +152,8 @@ def measure(layer: str, batch: int, threads: int, effort: harness.Effort, peers:
                     "pass": mode,
                     "threads": threads,
                     "load_average": os.getloadavg()[0],
-                    "candidates": {name: asdict(timing) for name, timing in timings.items()},
-                    "ratios": {
-                        name: timings.ratio(a, b) for name, (a, b) in RATIOS.items() if a in timings and b in timings
-                    },
+                    "candidates": timings.to_dict(),
+                    "ratios": timings.ratios(RATIOS),
                 }
             )
     return records
@@ -235,40 +225,34 @@ def targets(results: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]])
     return rows + target("memory besides, of the activations", MOST_MEMORY, shares, at_least=False)
 
 
-def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    effort = harness.Effort(min_rounds=8, min_seconds=2.0, warmup=2, builds=1)
-    if arguments.quick:
-        effort = harness.Effort(min_rounds=5, min_seconds=0.3, warmup=1, builds=1)
-    missing = {name: reason for name in PEERS if (reason := cannot(name, Layer(1, 1, 1, 1)))}
-    report: dict[str, Any] = {
-        "benchmark": "block_sparse",
-        "machine": machine.describe() | {"jax": machine.package_version("jax")},
-        "settings": asdict(effort) | {"tolerance": {str(k): v for k, v in TOLERANCE.items()}},
-        "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
-        "not_measured": missing,
-        "results": [],
-    }
+    report, arguments = job.report, job.arguments
+    report["machine"]["jax"] = machine.package_version("jax")
+    report["settings"]["tolerance"] = {str(k): v for k, v in TOLERANCE.items()}
+    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report["not_measured"] = {name: reason for name in PEERS if (reason := cannot(name, Layer(1, 1, 1, 1)))}
     with loco_ext.backend("native"):
         for layer in arguments.layers:
             for batch in arguments.batches or BATCHES[layer]:
                 wanted = PEERS if (layer, batch) in PEER_CASES else ()
                 peers = [name for name in wanted if cannot(name, LAYERS[layer]) is None]
                 for threads in arguments.threads:
-                    report["results"] += measure(layer, batch, threads, effort, peers)
-                    save(report)
+                    job.add(*measure(layer, batch, threads, job.effort, peers))
     report["memory"] = measure_memory(arguments.layers)
     report["targets"] = targets(report["results"], report["memory"])
-    return report
 
 
-BATCHES_OPTION = {"nargs": "*", "type": int, "help": "in place of each layer's own"}
-COMMAND = Command("bench_block_sparse", __doc__, {"layers": LAYERS}, {"batches": BATCHES_OPTION}, keep_memory=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+COMMAND = Command(
+    "bench_block_sparse",
+    __doc__,
+    run,
+    {"layers": LAYERS},
+    {"batches": {"nargs": "*", "type": int, "help": "in place of each layer's own"}},
+    {"min_rounds": 8, "min_seconds": 2.0, "warmup": 2, "builds": 1},
+    keep_memory=True,
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

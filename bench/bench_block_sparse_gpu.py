@@ -14,18 +14,18 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import loco_ext
-from bench import bench_block_sparse, harness, machine
+from bench import bench_block_sparse, harness
 from bench.bench_block_sparse import LAYERS, PASSES, convolution, expected, make_problem
-from bench.bench_optim_step_gpu import Flush, make_flush, time_both
+from bench.bench_optim_step_gpu import Flush, both, make_flush, time_both
 from bench.block_sparse_peers import Candidate, Problem, cannot, unfold_bmm
-from bench.command import Command
+from bench.command import Command, Job
 from bench.targets import target
 
 DEVICE = "cuda"
@@ -100,15 +100,8 @@ def make_candidates(label: str, problem: Problem, reference: Tensor, tolerance: 
             candidates[name] = make()
         if not name.startswith("conv2d"):
             result = candidates[name].result(candidates[name].forward())
-            check(f"{label}, {name}", result[: len(reference)].cpu(), reference, tolerance)
+            harness.check(f"{label}, {name}", result[: len(reference)].cpu(), reference, tolerance)
     return candidates
-
-
-def check(name: str, found: Tensor, reference: Tensor, tolerance: float) -> None:
-    """Raise RuntimeError if an output differs from the reference by more than rounding."""
-    error = (found.double() - reference).abs().max().item()
-    if not error <= (limit := tolerance * reference.abs().max().item()):
-        raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
 
 
 def measure(
@@ -135,8 +128,8 @@ def measure(
                     "pass": mode,
                     "floor": floor,
                     "of_floor": gpu["ours"].median / floor,
-                    "candidates": {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu},
-                    "ratios": {name: gpu.ratio(a, b) for name, (a, b) in RATIOS.items() if a in gpu and b in gpu},
+                    "candidates": both(gpu, host),
+                    "ratios": gpu.ratios(RATIOS),
                 }
             )
     return records
@@ -168,36 +161,21 @@ def cases_of(arguments: argparse.Namespace) -> list[tuple[str, int, str]]:
     ]
 
 
-def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Run the measurements that the command line asks for; ``save`` is given the report after every case."""
-    quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7, builds=1)
-    cases = cases_of(arguments)
-    report: dict[str, Any] = {
-        "benchmark": "block_sparse_gpu",
-        "machine": machine.describe() | machine.gpu(),
-        "settings": asdict(effort) | {"cases": len(cases) * len(PASSES)},
-        "copy_bandwidth": harness.gpu_bandwidth(effort),
-        "not_measured": {},
-        "results": [],
-        "targets": [],
-    }
-    flush, copy = make_flush(effort), report["copy_bandwidth"]["median"]
+def run(job: Job) -> None:
+    """Run the measurements that the command line asks for."""
+    cases = cases_of(job.arguments)
+    job.report["settings"]["cases"] = len(cases) * len(PASSES)
+    flush, copy = make_flush(job.effort), job.report["copy_bandwidth"]["median"]
     with loco_ext.backend("triton"):
         for case in cases:
-            report["results"] += measure(*case, effort, flush, copy)
-            report["targets"] = targets(report["results"])
-            save(report)
-    return report
+            job.add(*measure(*case, job.effort, flush, copy))
+            job.report["targets"] = targets(job.report["results"])
 
 
 OPTIONS: dict[str, Collection[str]] = {"layers": LAYERS, "arithmetic": ARITHMETIC}
-COMMAND = Command("bench_block_sparse_gpu", __doc__, OPTIONS, gpu=("block_sparse", "triton"))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 30, "min_seconds": 0.7, "builds": 1}
+COMMAND = Command("bench_block_sparse_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("block_sparse", "triton"))
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -10,21 +10,19 @@ memory format, after their outputs were found equal. Freed memory is kept for th
 returns to the system depends on what ran before, and page faults would dominate the time of a small network.
 """
 
-import argparse
 import copy
 import itertools
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench import harness, machine
-from bench.command import Command, Save
+from bench import harness
+from bench.command import Command, Job
 from loco_ext import geometry, sparsity
 from loco_ext.experiments.frontier import fold
 from loco_ext.experiments.models import MODELS
@@ -105,7 +103,7 @@ def measure(name: str, pattern: str, memory_format: str, threads: int, effort: h
         "memory_format": memory_format,
         "threads": threads,
         "load_average": os.getloadavg()[0],
-        "candidates": {key: asdict(timings[key]) for key in networks},
+        "candidates": timings.to_dict(),
         "speedup": timings.ratio("network", "compacted"),
         "speedup_norms_kept": timings.ratio("network", "compacted, norms kept"),
         "speedup_over_folded": timings.ratio("norms folded", "compacted"),
@@ -118,26 +116,18 @@ def measure(name: str, pattern: str, memory_format: str, threads: int, effort: h
     }
 
 
-def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    quick = harness.Effort(min_rounds=3, min_seconds=0.2, warmup=1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.5, warmup=1, builds=2)
-    settings = asdict(effort) | {"batch_size": BATCH_SIZE, "image": IMAGE}
-    report: dict[str, Any] = {"benchmark": "compact", "machine": machine.describe(), "settings": settings}
-    report["results"] = []
-    for case in itertools.product(arguments.networks, arguments.patterns, arguments.formats, arguments.threads):
-        report["results"].append(measure(*case, effort))
-        save(report)
-    return report
+    job.report["settings"] |= {"batch_size": BATCH_SIZE, "image": IMAGE}
+    chosen = job.arguments
+    for case in itertools.product(chosen.networks, chosen.patterns, chosen.formats, chosen.threads):
+        job.add(measure(*case, job.effort))
 
 
 OPTIONS: dict[str, Collection[str]] = {"networks": NETWORKS, "patterns": PATTERNS, "formats": FORMATS}
-COMMAND = Command("bench_compact", __doc__, OPTIONS, keep_memory=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 8, "min_seconds": 1.5, "warmup": 1, "builds": 2}
+COMMAND = Command("bench_compact", __doc__, run, OPTIONS, effort=EFFORT, keep_memory=True)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

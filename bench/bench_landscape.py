@@ -9,13 +9,11 @@ tangents another backward pass differentiates. All of them are called in turn, s
 are the process's CPU time: calls take seconds, in which a shared machine runs other processes too.
 """
 
-import argparse
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.functional import cross_entropy
 
-from bench import harness, machine
-from bench.command import Command, Save
+from bench import harness
+from bench.command import Command, Job
 from bench.targets import target
 from loco_ext import ops
 from loco_ext.experiments.models import find_model
@@ -113,7 +111,7 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
         "batch_size": BATCH_SIZE[model],
         "threads": threads,
         "load_average": os.getloadavg()[0],
-        "candidates": {name: asdict(timing) for name, timing in timings.items()},
+        "candidates": timings.to_dict(),
         "steps": steps,  # the time of one application in plain steps
         "amortised": {name: 1 + ratio / EVERY for name, ratio in steps.items()},
         "speedup": {name: timings.ratio(name, "ours") for name in ROUTES if name not in ("ours", "ours, two chunks")},
@@ -147,27 +145,18 @@ MEMORY = {
 }
 
 
-def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    quick = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=3, min_seconds=0.0, warmup=1, builds=1)
-    report: dict[str, Any] = {
-        "benchmark": "landscape",
-        "machine": machine.describe(),
-        "settings": asdict(effort) | {"every": EVERY},
-        "results": [],
-        "memory": [],
-    }
+    report = job.report
+    report["settings"]["every"] = EVERY
+    report["memory"] = []
     for model in TARGETS:
         peaks = {name: median_peak(model, options) for name, options in MEMORY.items()}
-        report["memory"].append(
-            {"model": model, "batch_size": MEMORY_BATCH_SIZE, "peak": peaks, "share": _shares(peaks)}
-        )
-    for model, threads in itertools.product(arguments.models, arguments.threads):
-        report["results"].append(measure(model, effort, threads))
-        report["targets"] = _targets(report)
-        save(report)
-    return report
+        record = {"model": model, "batch_size": MEMORY_BATCH_SIZE, "peak": peaks, "share": _shares(peaks)}
+        job.add(record, to="memory")
+    for model, threads in itertools.product(job.arguments.models, job.arguments.threads):
+        job.add(measure(model, job.effort, threads))
+    report["targets"] = _targets(report)
 
 
 def _shares(peaks: dict[str, int | None]) -> dict[str, float]:
@@ -191,12 +180,9 @@ def _targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-COMMAND = Command("bench_landscape", __doc__, {"models": BATCH_SIZE}, keep_memory=False)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 3, "min_seconds": 0.0, "warmup": 1, "builds": 1}
+COMMAND = Command("bench_landscape", __doc__, run, {"models": BATCH_SIZE}, effort=EFFORT)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ than one tap: the fastest way we know in eager PyTorch. On the network "large", 
 of the same size run among the candidates.
 """
 
-import argparse
 import functools
+import itertools
 import math
 import os
 import sys
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import loco_ext
-from bench import harness, machine, shapes
-from bench.command import Command, Save
+from bench import harness, shapes
+from bench.command import Command, Job
 from loco_ext import geometry, optim
 
 LEARNING_RATE = 1e-3
@@ -180,17 +180,12 @@ def measure(
             "load_average": os.getloadavg()[0],
             "candidates": {name: asdict(timings[name]) for name in timings if name in CANDIDATES},
             "alone": {name: asdict(alone[case]) for name in OURS.values() if (case := f"{name}, {count}") in alone},
-            "ratios": ratios(timings) | scaling(alone, count, threads[0]),
+            "ratios": timings.ratios(RATIOS) | scaling(alone, count, threads[0]),
         }
         if large:
             record["bandwidth"] = step_bandwidth(medians, rule.arrays, elements)
         records.append(record)
     return records
-
-
-def ratios(timings: harness.Comparison) -> dict[str, float]:
-    """Return the entries of RATIOS whose two candidates were run."""
-    return {name: timings.ratio(a, b) for name, (a, b) in RATIOS.items() if a in timings and b in timings}
 
 
 def measure_threads(
@@ -245,37 +240,24 @@ def peak_memory(network: str, rule_name: str, candidate: str) -> dict[str, Any]:
     return {"rule": rule_name, "candidate": candidate, "extra_bytes": extra, "parameter_bytes": size}
 
 
-def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
-    cases = [(network, rule) for network in arguments.networks for rule in arguments.rules]
-    report: dict[str, Any] = {
-        "benchmark": "optim_step",
-        "machine": machine.describe(),
-        "settings": asdict(effort) | {"flush": arguments.flush, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY},
-        "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
-        "results": [],
-        "peak_memory": [],
-    }
+    report, arguments = job.report, job.arguments
+    report["settings"] |= {"flush": arguments.flush, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
+    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report["peak_memory"] = []
     with loco_ext.backend("native"):
-        for network, rule in cases:
-            report["results"] += measure(network, rule, arguments.threads, effort, arguments.flush)
-            save(report)
+        for network, rule in itertools.product(arguments.networks, arguments.rules):
+            job.add(*measure(network, rule, arguments.threads, job.effort, arguments.flush))
     if "large" in arguments.networks:
-        for rule in arguments.rules:
-            for name in LARGE_CANDIDATES:
-                report["peak_memory"].append(harness.in_fresh_process(peak_memory, "large", rule, name))
-    return report
+        for rule, name in itertools.product(arguments.rules, LARGE_CANDIDATES):
+            job.add(harness.in_fresh_process(peak_memory, "large", rule, name), to="peak_memory")
 
 
 OPTIONS: dict[str, Collection[str]] = {"networks": shapes.NETWORKS, "rules": RULES}
 FLUSH = {"action": "store_true", "help": "overwrite the caches before every call"}
-COMMAND = Command("bench_optim_step", __doc__, OPTIONS, {"flush": FLUSH})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+COMMAND = Command("bench_optim_step", __doc__, run, OPTIONS, {"flush": FLUSH})
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ apex, whose optimizers are multi-tensor-apply kernels like torch's fused ones, i
 installed; for other dtypes it keeps its states in float32.
 """
 
-import argparse
 import functools
 import importlib
 import itertools
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 import loco_ext
-from bench import harness, machine, shapes
+from bench import harness, shapes
 from bench.bench_optim_step import (
     LEARNING_RATE,
     LOCALITY,
@@ -44,7 +43,7 @@ from bench.bench_optim_step import (
     step_on,
     torch_step,
 )
-from bench.command import Command
+from bench.command import Command, Job
 from bench.targets import target
 from loco_ext.ops import backends
 from loco_ext.optim.locality import decay_maps
@@ -248,6 +247,11 @@ def time_both(
     return harness.compare(build, effort, label, before, harness.gpu_seconds), host
 
 
+def both(gpu: harness.Comparison, host: harness.Comparison) -> dict[str, dict[str, Any]]:
+    """Return the GPU and host timings of each candidate."""
+    return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
+
+
 def record(case: Case, gpu: dict[str, harness.Timing], host: dict[str, harness.Timing], copy: float) -> dict[str, Any]:
     """Return timings, total time of a step, bandwidth beside that of a copy, and ratios."""
     elements = [math.prod(shape) for shape in shapes.GPU_NETWORKS[case.network]()]
@@ -325,32 +329,22 @@ def targets(records: Sequence[dict[str, Any]], syncs: dict[str, int]) -> list[di
     ]
 
 
-def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Run the measurements that the command line asks for; ``save`` is given the report after every case."""
-    quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
-    cases = [*itertools.product(arguments.networks, arguments.rules, arguments.dtypes, arguments.modes)]
-    missing = not_measured()
-    report: dict[str, Any] = {
-        "benchmark": "optim_step_gpu",
-        "machine": machine.describe() | machine.gpu(),
-        "settings": asdict(effort) | {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY, "cases": len(cases)},
-        "copy_bandwidth": harness.gpu_bandwidth(effort),
-        "not_measured": missing,
-        "results": [],
-        "syncs": {
-            f"{name} {rule}": count_syncs(RULES[rule], backend)
-            for name, backend in BACKENDS.items()
-            for rule in arguments.rules
-            if f"{name}_uniform" not in missing
-        },
+def run(job: Job) -> None:
+    """Run the measurements that the command line asks for."""
+    report, chosen, missing = job.report, job.arguments, not_measured()
+    cases = [*itertools.product(chosen.networks, chosen.rules, chosen.dtypes, chosen.modes)]
+    report["settings"] |= {"weight_decay": WEIGHT_DECAY, "locality": LOCALITY, "cases": len(cases)}
+    report["not_measured"] = missing
+    report["syncs"] = {
+        f"{name} {rule}": count_syncs(RULES[rule], backend)
+        for name, backend in BACKENDS.items()
+        for rule in chosen.rules
+        if f"{name}_uniform" not in missing
     }
-    flush = make_flush(effort)
+    flush = make_flush(job.effort)
     for case in cases:
-        report["results"].append(measure(Case(*case), effort, flush, report["copy_bandwidth"]["median"]))
+        job.add(measure(Case(*case), job.effort, flush, report["copy_bandwidth"]["median"]))
         report["targets"] = targets(report["results"], report["syncs"])
-        save(report)
-    return report
 
 
 OPTIONS: dict[str, Collection[str]] = {
@@ -359,12 +353,9 @@ OPTIONS: dict[str, Collection[str]] = {
     "dtypes": DTYPES,
     "modes": MODES,
 }
-COMMAND = Command("bench_optim_step_gpu", __doc__, OPTIONS, gpu=("optim_step", "native"))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 30, "min_seconds": 0.7}
+COMMAND = Command("bench_optim_step_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("optim_step", "native"))
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench import harness, machine
-from bench.command import Command, Save
+from bench import harness
+from bench.command import Command, Job
 from bench.targets import target
 from loco_ext.regularizers import frozen, gradient_norms
 
@@ -112,12 +111,11 @@ def measure(batch: int, threads: int, effort: harness.Effort) -> dict[str, Any]:
 
     with harness.num_threads(threads):
         timings = harness.compare(build, effort, f"norms, batch {batch}, threads {threads}")
-    pairs = {ratio: pair for ratio, pair in RATIOS.items() if pair[0] in names}
     return {
         "batch": batch,
         "threads": threads,
-        "candidates": {name: asdict(timings[name]) for name in names},
-        "ratios": {ratio: timings.ratio(*pair) for ratio, pair in pairs.items()},
+        "candidates": timings.to_dict(),
+        "ratios": timings.ratios(RATIOS),
     }
 
 
@@ -133,7 +131,7 @@ def measure_gram(threads: int, effort: harness.Effort) -> dict[str, Any]:
     return {
         "batch": GRAM_BATCH,
         "threads": threads,
-        "candidates": {name: asdict(timing) for name, timing in timings.items()},
+        "candidates": timings.to_dict(),
         "growth": timings.ratio(str(LARGE_INPUTS), str(INPUTS)),
     }
 
@@ -165,31 +163,22 @@ def targets(report: dict[str, Any]) -> list[dict[str, Any]]:
     return found + target("inputs / probes, fields up to 7x7", LEAST_FEWER_PROBES, fewer, at_least=True)
 
 
-def run(arguments: Any, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    quick = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=8, min_seconds=1.0, warmup=1, builds=2)
-    report: dict[str, Any] = {"benchmark": "regions", "machine": machine.describe(), "settings": asdict(effort)}
+    report, threads = job.report, job.arguments.threads
     installed = find_spec("auto_LiRPA") is not None
     report["not_measured"] = {"auto_LiRPA": "has no candidate here" if installed else "not installed"}
-    report |= {"error": norm_error(), "probes": count_probes(), "results": [], "gram": []}
-    for threads, batch in itertools.product(arguments.threads, arguments.batches):
-        report["results"].append(measure(int(batch), threads, effort))
-        save(report)
-    for threads in arguments.threads:
-        report["gram"].append(measure_gram(threads, effort))
+    report |= {"error": norm_error(), "probes": count_probes(), "gram": []}
+    for count, batch in itertools.product(threads, job.arguments.batches):
+        job.add(measure(int(batch), count, job.effort))
+    for count in threads:
+        job.add(measure_gram(count, job.effort), to="gram")
     report["targets"] = targets(report)
-    save(report)
-    return report
 
 
-OPTIONS: dict[str, Collection[str]] = {"batches": BATCHES}
-COMMAND = Command("bench_regions", __doc__, OPTIONS, keep_memory=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 8, "min_seconds": 1.0, "warmup": 1, "builds": 2}
+COMMAND = Command("bench_regions", __doc__, run, {"batches": BATCHES}, effort=EFFORT, keep_memory=True)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ Step: over all parameters of ResNet-50, without a penalty, with a penalty on eve
 one on every convolution, which is the default of parameter_groups.
 """
 
-import argparse
 import functools
+import itertools
 import math
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ import loco_ext
 from bench import harness, machine, ring_prox_peers
 from bench.bench_optim_step import LEARNING_RATE, WEIGHT_DECAY, Parameters, Rule, State, Step, make_parameters, step_on
 from bench.bench_optim_step import RULES as STEP_RULES
-from bench.command import Command, Save
+from bench.command import Command, Job
 from bench.ring_prox_peers import PEERS, Candidate, Problem
 from bench.table import RULE_NAMES
 from bench.targets import target
@@ -133,13 +133,6 @@ def expected(case: Case) -> Tensor:
         return case.penalty.prox(weight.double(), 1.0, make_metric(weight).double() if case.metric else None)
 
 
-def check(name: str, found: Tensor, reference: Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raise RuntimeError if a result differs from the reference by more than rounding."""
-    error = (found.double() - reference).abs().max().item()
-    if not error <= (limit := tolerance * reference.abs().max().item()):
-        raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
-
-
 def measure_prox(
     name: str, threads: int, effort: harness.Effort, reference: Tensor, missing: dict[str, str]
 ) -> dict[str, Any]:
@@ -157,7 +150,7 @@ def measure_prox(
         for label, candidate in candidates.items():
             restore(label)
             if label != "copy":
-                check(f"{name}, {label}", candidate.result(candidate.call()), reference)
+                harness.check(f"{name}, {label}", candidate.result(candidate.call()), reference, TOLERANCE)
         return {label: candidate.call for label, candidate in candidates.items()}
 
     with harness.num_threads(threads):
@@ -168,14 +161,9 @@ def measure_prox(
         "shape": case.shape,
         "zeros": (reference == 0).double().mean().item(),
         "load_average": os.getloadavg()[0],
-        "candidates": {label: asdict(timing) for label, timing in timings.items()},
-        "ratios": ratios(timings, RATIOS),
+        "candidates": timings.to_dict(),
+        "ratios": timings.ratios(RATIOS),
     }
-
-
-def ratios(timings: harness.Comparison, names: dict[str, tuple[str, str]]) -> dict[str, float]:
-    """Return the ratios whose two candidates were run."""
-    return {name: timings.ratio(a, b) for name, (a, b) in names.items() if a in timings and b in timings}
 
 
 def penalties_of(parameters: Parameters, least_taps: float) -> list[sparsity.Penalty | None] | None:
@@ -214,8 +202,8 @@ def measure_step(rule_name: str, threads: int, effort: harness.Effort) -> dict[s
         "rule": rule_name,
         "threads": threads,
         "load_average": os.getloadavg()[0],
-        "candidates": {name: asdict(timing) for name, timing in timings.items()},
-        "ratios": ratios(timings, STEP_RATIOS),
+        "candidates": timings.to_dict(),
+        "ratios": timings.ratios(STEP_RATIOS),
     }
 
 
@@ -238,35 +226,25 @@ def targets(results: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) 
     return rows
 
 
-def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    effort = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1) if arguments.quick else harness.Effort()
-    missing = ring_prox_peers.not_installed()
-    report: dict[str, Any] = {
-        "benchmark": "ring_prox",
-        "machine": machine.describe() | {name: machine.package_version(name) for name in ("spams-bin", "torchao")},
-        "settings": asdict(effort) | {"strength": STRENGTH, "weight_decay": WEIGHT_DECAY, "tolerance": TOLERANCE},
-        "bandwidth": [harness.bandwidth(count, effort) for count in arguments.threads],
-        "not_measured": missing,
-        "results": [],
-        "steps": [],
-    }
+    report, arguments, missing = job.report, job.arguments, ring_prox_peers.not_installed()
+    report["machine"] |= {name: machine.package_version(name) for name in ("spams-bin", "torchao")}
+    report["settings"] |= {"strength": STRENGTH, "weight_decay": WEIGHT_DECAY, "tolerance": TOLERANCE}
+    report["bandwidth"] = [harness.bandwidth(count, job.effort) for count in arguments.threads]
+    report |= {"not_measured": missing, "steps": []}
     with loco_ext.backend("native"):
         for name in arguments.cases:
             reference = expected(CASES[name])
-            report["results"] += [measure_prox(name, n, effort, reference, missing) for n in arguments.threads]
-        for rule in arguments.rules:
-            report["steps"] += [measure_step(rule, count, effort) for count in arguments.threads]
+            for threads in arguments.threads:
+                job.add(measure_prox(name, threads, job.effort, reference, missing))
+        for rule, threads in itertools.product(arguments.rules, arguments.threads):
+            job.add(measure_step(rule, threads, job.effort), to="steps")
     report["targets"] = targets(report["results"], report["steps"])
-    return report
 
 
-COMMAND = Command("bench_ring_prox", __doc__, {"cases": CASES, "rules": RULES})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+COMMAND = Command("bench_ring_prox", __doc__, run, {"cases": CASES, "rules": RULES})
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -9,24 +9,23 @@ least read the weight, and the metric if there is one, and write the result; the
 beside a device copy's. Eager and compiled PyTorch run in float32.
 """
 
-import argparse
 import functools
+import itertools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import loco_ext
-from bench import bench_optim_step_gpu, bench_ring_prox, harness, machine
+from bench import bench_optim_step_gpu, bench_ring_prox, harness
 from bench.bench_optim_step import State, Step
-from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, capture, forced, make_flush, time_both
-from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, check, make_metric, make_weight, penalised_step
-from bench.command import Command
+from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, both, capture, forced, make_flush, time_both
+from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, make_metric, make_weight, penalised_step
+from bench.command import Command, Job
 from bench.ring_prox_peers import PEERS
 from loco_ext.ops import backends
 
@@ -58,12 +57,13 @@ def make_calls(name: str, dtype: str, reference: Tensor, missing: Collection[str
     for label, backend in BACKENDS.items():
         if label not in missing:
             with loco_ext.backend(backend):
-                check(f"{name} {dtype}, {label}", ours(), reference, TOLERANCES[dtype])
+                harness.check(f"{name} {dtype}, {label}", ours(), reference, TOLERANCES[dtype])
             calls[label] = forced(ours, backend)
     for label in PEER_NAMES:
         if dtype == "float32" and label in case.peers and label not in missing:
             candidate = PEERS[label](bench_ring_prox.problem_of(case, weight))
-            check(f"{name} {dtype}, {label}", candidate.result(candidate.call()), reference)
+            result = candidate.result(candidate.call())
+            harness.check(f"{name} {dtype}, {label}", result, reference, TOLERANCES[dtype])
             calls[label] = candidate.call
     return calls
 
@@ -90,11 +90,6 @@ def measure_prox(
         "candidates": both(gpu, host),
         "of_copy": {label: moved / gpu[label].median / copy for label in gpu if label in BACKENDS},
     }
-
-
-def both(gpu: dict[str, harness.Timing], host: dict[str, harness.Timing]) -> dict[str, dict[str, Any]]:
-    """Return the GPU and host timings of each candidate."""
-    return {name: {"gpu": asdict(gpu[name]), "host": asdict(host[name])} for name in gpu}
 
 
 def make_steps(rule_name: str, mode: str, missing: Collection[str]) -> dict[str, Step]:
@@ -131,40 +126,23 @@ def measure_step(
     }
 
 
-def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Run the measurements that the command line asks for; ``save`` is given the report after every case."""
-    quick = harness.Effort(min_rounds=5, min_seconds=0.1, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=30, min_seconds=0.7)
-    missing = not_measured()
-    cases = len(arguments.cases) * len(arguments.dtypes) + len(arguments.rules) * len(arguments.modes)
-    report: dict[str, Any] = {
-        "benchmark": "ring_prox_gpu",
-        "machine": machine.describe() | machine.gpu(),
-        "settings": asdict(effort) | {"strength": bench_ring_prox.STRENGTH, "cases": cases},
-        "copy_bandwidth": harness.gpu_bandwidth(effort),
-        "not_measured": missing,
-        "results": [],
-        "steps": [],
-    }
-    flush, copy = make_flush(effort), report["copy_bandwidth"]["median"]
-    for name in arguments.cases:
-        for dtype in arguments.dtypes:
-            report["results"].append(measure_prox(name, dtype, effort, flush, copy, missing))
-            save(report)
-    for rule in arguments.rules:
-        for mode in arguments.modes:
-            report["steps"].append(measure_step(rule, mode, effort, flush, missing))
-            save(report)
-    return report
+def run(job: Job) -> None:
+    """Run the measurements that the command line asks for."""
+    report, chosen, missing = job.report, job.arguments, not_measured()
+    cases = len(chosen.cases) * len(chosen.dtypes) + len(chosen.rules) * len(chosen.modes)
+    report["settings"] |= {"strength": bench_ring_prox.STRENGTH, "cases": cases}
+    report |= {"not_measured": missing, "steps": []}
+    flush, copy = make_flush(job.effort), report["copy_bandwidth"]["median"]
+    for name, dtype in itertools.product(chosen.cases, chosen.dtypes):
+        job.add(measure_prox(name, dtype, job.effort, flush, copy, missing))
+    for rule, mode in itertools.product(chosen.rules, chosen.modes):
+        job.add(measure_step(rule, mode, job.effort, flush, missing), to="steps")
 
 
 OPTIONS: dict[str, Collection[str]] = {"cases": CASES, "dtypes": DTYPES, "rules": RULES, "modes": MODES}
-COMMAND = Command("bench_ring_prox_gpu", __doc__, OPTIONS, gpu=("ring_prox", "native"))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 30, "min_seconds": 0.7}
+COMMAND = Command("bench_ring_prox_gpu", __doc__, run, OPTIONS, effort=EFFORT, gpu=("ring_prox", "native"))
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -10,21 +10,19 @@ changes its time by several percent, so all are rebuilt several times, in changi
 values do not change the time.
 """
 
-import argparse
 import itertools
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from bench import harness, machine
-from bench.command import Command, Save
+from bench import harness
+from bench.command import Command, Job
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.samples import Samples
@@ -109,30 +107,22 @@ def measure(model: str, effort: harness.Effort, threads: int) -> dict[str, Any]:
         "model": model,
         "threads": threads,
         "load_average": os.getloadavg()[0],
-        "candidates": {name: asdict(timings[name]) for name in CANDIDATES},
+        "candidates": timings.to_dict(),
         "samples_per_second": {name: count / timings[name].median for name in CANDIDATES},
         "overhead": timings.ratio("ours", "plain torch loop") - 1,
     }
 
 
-def run(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
+def run(job: Job) -> None:
     """Run the measurements that the command line asks for."""
-    quick = harness.Effort(min_rounds=5, min_seconds=0.5, builds=1)
-    effort = quick if arguments.quick else harness.Effort(min_rounds=4, min_seconds=6.0, warmup=1, builds=8)
-    settings = asdict(effort) | {"batch_size": BATCH_SIZE}
-    report: dict[str, Any] = {"benchmark": "train", "machine": machine.describe(), "settings": settings, "results": []}
-    for model, threads in itertools.product(arguments.models, arguments.threads):
-        report["results"].append(measure(model, effort, threads))
-        save(report)
-    return report
+    job.report["settings"]["batch_size"] = BATCH_SIZE
+    for model, threads in itertools.product(job.arguments.models, job.arguments.threads):
+        job.add(measure(model, job.effort, threads))
 
 
-COMMAND = Command("bench_train", __doc__, {"models": STEPS}, keep_memory=True)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return COMMAND.main(argv, run)
+EFFORT = {"min_rounds": 4, "min_seconds": 6.0, "warmup": 1, "builds": 8}
+COMMAND = Command("bench_train", __doc__, run, {"models": STEPS}, effort=EFFORT, keep_memory=True)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

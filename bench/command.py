@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,27 @@ from bench import harness, machine, tables
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.ops import backends
 
-Report = dict[str, Any]
-Save = Callable[[Report], None]
-# Measures what the arguments ask for; saves the unfinished report from time to time.
-Run = Callable[[argparse.Namespace, Save], Report]
+QUICK = {"min_rounds": 3, "min_seconds": 0.2, "warmup": 1, "builds": 1}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a benchmark is asked to measure, and its report, which goes to the file ``out`` if there is one."""
+
+    arguments: argparse.Namespace
+    effort: harness.Effort
+    report: dict[str, Any]
+    out: Path | None
+
+    def add(self, *records: dict[str, Any], to: str = "results") -> None:
+        """Append records to a list of the report, and save the report."""
+        self.report[to] += records
+        self.save()
+
+    def save(self) -> None:
+        """Write the report as it is, so that little is lost if the benchmark is interrupted."""
+        if self.out is not None:
+            harness.write_json(self.out, self.report)
 
 
 @dataclass(frozen=True)
@@ -25,16 +42,20 @@ class Command:
     Args:
         name: name of its module; without "bench_" also of its committed file.
         description: the module's docstring.
+        run: measures what the job asks for and puts it into the job's report.
         options: values that can be selected, by option; all are selected by default.
         more: further options, and the arguments of ``add_argument``.
+        effort: arguments of :class:`harness.Effort`, replaced by QUICK with ``--quick``.
         gpu: family of kernels and backend that must be able to run on the GPU; None for a benchmark of the CPU.
         keep_memory: whether the C library keeps freed memory for the next call, so that page faults are not measured.
     """
 
     name: str
     description: str
+    run: Callable[[Job], None]
     options: Mapping[str, Collection[str]]
     more: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    effort: Mapping[str, Any] = field(default_factory=dict)
     gpu: tuple[str, str] | None = None
     keep_memory: bool = False
 
@@ -53,8 +74,8 @@ class Command:
         parser.add_argument("--out", type=Path, help="JSON file; a run without other options has one in bench/results")
         return parser.parse_args(argv)
 
-    def main(self, argv: Sequence[str] | None, run: Run) -> int:
-        """Measure by ``run``, write the JSON file, print tables; return 2 where that is impossible.
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measure, write the JSON file, print tables; return 2 where that is impossible.
 
         The committed file is written by default only if everything is measured for long enough.
         """
@@ -68,14 +89,15 @@ class Command:
             print("warning: something else is running, which costs threads whole time slices", file=sys.stderr)
         if self.keep_memory:
             keep_freed_memory()
-        out = arguments.out
+        gpu = {} if self.gpu is None else machine.gpu()
+        name, out = self.name.removeprefix("bench_"), arguments.out
         if vars(arguments) == vars(self.parse([])):
-            where = machine.cpu_model() if self.gpu is None else machine.gpu()["gpu"]
-            out = harness.RESULTS / f"{self.name.removeprefix('bench_')}-{machine.slug(where)}.json"
-
-        def save(report: Report) -> None:
-            if out is not None:
-                harness.write_json(out, report)
-
-        tables.publish(run(arguments, save), out)
+            out = harness.RESULTS / f"{name}-{machine.slug(gpu.get('gpu') or machine.cpu_model())}.json"
+        effort = harness.Effort(**(QUICK if arguments.quick else self.effort))
+        report = {"benchmark": name, "machine": machine.describe() | gpu, "settings": asdict(effort), "results": []}
+        if gpu:
+            report["copy_bandwidth"] = harness.gpu_bandwidth(effort)
+        job = Job(arguments, effort, report, out)
+        self.run(job)
+        tables.publish(report, out)
         return 0

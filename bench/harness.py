@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,14 @@ class Comparison(dict[str, Timing]):
         quotients = (np.divide(build.seconds[a], build.seconds[b]) for build in self.builds)
         return float(np.mean([np.median(values) for values in quotients]))
 
+    def ratios(self, pairs: Mapping[str, tuple[str, str]]) -> dict[str, float]:
+        """Return the ratios by name, of those pairs (numerator, denominator) that were both run."""
+        return {name: self.ratio(a, b) for name, (a, b) in pairs.items() if a in self and b in self}
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the timings as plain data."""
+        return {name: asdict(timing) for name, timing in self.items()}
+
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
@@ -163,6 +171,13 @@ def _compare_build(
             elapsed = time.perf_counter() - start
             show(min(rounds / max(effort.min_rounds, 1), elapsed / max(effort.min_seconds, 1e-9), 1.0))
     return calls
+
+
+def check(name: str, found: torch.Tensor, reference: torch.Tensor, tolerance: float) -> None:
+    """Raise RuntimeError if a result differs from the reference by more than this part of its largest number."""
+    error = (found.double() - reference).abs().max().item()
+    if not error <= (limit := tolerance * reference.abs().max().item()):
+        raise RuntimeError(f"{name}: expected the reference's result within {limit:g}, got an error of {error:g}")
 
 
 def host_seconds(name: str, call: Callable[[], object], before: Callable[[str], object] | None) -> float:

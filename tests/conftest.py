@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import loco_ext
 from tests import triton_runs
 from tests.cuda_on_cpu import operators
 from tests.optim_step import cases as optim_step_cases
-from tests.optim_step import interpreter as optim_step_triton
 
 
 def pytest_collection_finish() -> None:
@@ -96,7 +96,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[optim_step_triton.Interpreter]:
-    """Yield Triton's interpreter, which steps cases by the Triton kernels."""
-    with triton_runs.start_interpreter(optim_step_triton.prepare) as pool:
-        yield optim_step_triton.Interpreter(pool)
+def interpreter_process() -> Iterator[ProcessPoolExecutor]:
+    """Yield a process in which Triton's kernels run in Triton's interpreter."""
+    with triton_runs.start_interpreter() as pool:
+        yield pool

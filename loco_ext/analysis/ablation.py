@@ -1,7 +1,5 @@
 """Ablation of the pixels that matter most to a prediction, found by Integrated Gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

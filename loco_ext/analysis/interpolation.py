@@ -1,7 +1,5 @@
 """Paths between two models: linear in the weights, along a trained string, or between the outputs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The training loss around a model's weights: its gradient norm and its largest curvature."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Mask the blocks inside or outside of the kernels' receptive fields to see what the others do alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Importance of single inputs: by resampling them over a data set, and by gradients, which Lemma 1 says is near."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A classifier's logits of given classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ report.json        layers, MACs, latency; accuracies where the data are at hand
 model.onnx         where asked for
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Lift a trained network: its convolutions become locally connected layers, which are trained on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

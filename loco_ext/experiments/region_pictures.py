@@ -4,8 +4,6 @@ The toy problem is after figure 1 of Lee, Alvarez-Melis, Jaakkola, "Towards Robu
 2019): the same network trained without a regulariser, with the margin loss and with its relaxation ROLL.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

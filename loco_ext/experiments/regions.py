@@ -13,8 +13,6 @@ MNIST experiment, four layers of 300 units, SGD with Nesterov's momentum. Inputs
 standard deviation, and radii are in units of pixels scaled to [0, 1].
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

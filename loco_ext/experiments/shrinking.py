@@ -1,7 +1,5 @@
 """Shrink a trained network: train it with a penalty to learn filter sizes and widths, compact it, and evaluate it."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations that write to their first argument: which they are, and graphs that stay right without them."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Submodules of a model, by their dotted names."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

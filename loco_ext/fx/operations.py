@@ -1,7 +1,5 @@
 """Names of the operations in a graph, the same for layers, functions and methods, and what each does to shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import fx, nn

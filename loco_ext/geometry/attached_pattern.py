@@ -1,7 +1,5 @@
 """The block pattern attached to a locally connected layer's weight, which tells it from a convolution's weight."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -4,8 +4,6 @@ The taps of a convolution keep the distances that :func:`tap_distances` gives th
 dilation; blocks farther away, and between the taps of a dilated kernel, continue them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

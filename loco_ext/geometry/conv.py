@@ -3,8 +3,6 @@
 Everything here is a product of the geometries along each axis.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of the indices of a block pattern, before anything is computed with them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

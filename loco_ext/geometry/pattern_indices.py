@@ -4,8 +4,6 @@ Images and kernels have three axes here, with leading ones of size 1 if there ar
 arrays, ``crow`` and ``col``.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights that a module computes from other parameters: by parametrizations, or by the hooks of torch.nn.utils."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distance of locally connected layers from convolutions."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Replacement of a network's convolutions by locally connected layers: the network's eFCN."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ a block. With ``E`` the matrix of zeros and ones that :class:`loco_ext.geometry.
 ``E w``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

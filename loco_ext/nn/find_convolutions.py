@@ -1,7 +1,5 @@
 """Search for the convolutions that a model calls, and for the sizes of their inputs, by one run on an example."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Free memory of a device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

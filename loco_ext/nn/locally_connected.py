@@ -4,8 +4,6 @@ These layers lie between a convolution and full connection (eFCN, section 3): a 
 convolution, can grow up to full connection, and can be converted back.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """Choice of the blocks that remain when a layer is pruned."""
 
-from __future__ import annotations
-
 import math
 from numbers import Real
 

@@ -1,7 +1,5 @@
 """Changes of the number of a weight's blocks during training, together with its optimizer states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

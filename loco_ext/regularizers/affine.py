@@ -112,19 +112,20 @@ AffineRule = Callable[[Call], Any]
 
 def _linear(call: Call) -> Tensor:
     layer = call.module
-    weight, bias = (layer.weight, layer.bias) if layer else (call.args[1], call.option(1, "bias"))
+    weight, bias = (layer.weight, layer.bias) if layer else (call.option(0, "weight"), call.option(1, "bias"))
     return functional.linear(call.args[0], call.weight(weight), call.constant(bias))
 
 
 def _convolution(call: Call) -> Tensor:
-    if call.args[0].dim() != (call.module.weight if call.module is not None else call.args[1]).dim():
+    if call.args[0].dim() != call.option(0, "weight").dim():
         raise call.refuse(f"an input without an axis of samples for {call.description}")
     if call.module is not None:
         return call.module._conv_forward(call.args[0], call.weight(call.module.weight), call.constant(call.module.bias))
     function: Any = getattr(functional, operation(call.node, call.modules))
     names = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
     options = [call.option(place, name, default) for place, (name, default) in enumerate(names, 2)]
-    return function(call.args[0], call.weight(call.args[1]), call.constant(call.option(1, "bias")), *options)
+    weight, bias = call.weight(call.option(0, "weight")), call.constant(call.option(1, "bias"))
+    return function(call.args[0], weight, bias, *options)
 
 
 def _locally_connected(call: Call) -> Tensor:
@@ -199,10 +200,10 @@ def _shared(call: Call, constant: Tensor, dims: int | None = None) -> Tensor:
 
 
 def _matmul(call: Call) -> Tensor:
-    x, weight = call.args
-    if call.depends != (True, False) or weight.dim() != 2:
+    weight = call.option(0, "other")
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise call.refuse()
-    return x @ call.weight(weight)
+    return call.args[0] @ call.weight(weight)
 
 
 def _concatenated(call: Call) -> Tensor:
@@ -220,12 +221,17 @@ def _view(call: Call) -> Tensor:
     return call.run(x) if call.shape is None else x.reshape(len(x), *call.shape)
 
 
-def _along(place: int, name: str, several: bool = False) -> AffineRule:
-    """Return the rule of a linear operation along axes, which are the argument at this place, or all arguments."""
+def _along(place: int, name: str, *, several: bool = False, added: int = 0) -> AffineRule:
+    """Return the rule of a linear operation along axes, which are the argument at this place, or all arguments.
+
+    Args:
+        several: whether each further argument may be an axis.
+        added: number of axes that the result has more than the input.
+    """
 
     def rule(call: Call) -> Any:
         axes = call.args[1:] if several and len(call.args) > 2 else call.option(place, name)
-        _check_axes(call, call.args[0].dim(), axes)
+        _check_axes(call, call.args[0].dim() + added, axes)
         return call.run(call.args[0])
 
     return rule
@@ -273,6 +279,7 @@ AFFINE: dict[str, AffineRule] = {
     "linear": _linear,
     **{f"conv{axes}d": _convolution for axes in (1, 2, 3)},
     **{f"batchnorm{axes}d": _batch_norm for axes in (1, 2, 3)},
+    "syncbatchnorm": _batch_norm,
     **{name: _dropout for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout")},
     "add": lambda call: _sum_of_two(call, 1),
     "sub": lambda call: _sum_of_two(call, -1),
@@ -281,7 +288,8 @@ AFFINE: dict[str, AffineRule] = {
     "neg": lambda call: call.args[0] if call.kind is Pass.DEPENDENCE else -call.args[0],
     "cat": _concatenated,
     **{name: _linear_map for name in (*_AVERAGES, "unflatten", "identity", "contiguous", "clone")},
-    **{name: _along(0, "dim") for name in ("mean", "sum", "squeeze", "unsqueeze")},
+    **{name: _along(0, "dim") for name in ("mean", "sum", "squeeze")},
+    "unsqueeze": _along(0, "dim", added=1),
     "transpose": _along(0, "", several=True),
     **{name: _view for name in ("view", "flatten")},
     "permute": _permuted,

@@ -64,7 +64,7 @@ def _leaky_relu(call: Call) -> Bend:
 
 def _prelu(call: Call) -> Bend:
     x = call.args[0]
-    weight = call.module.weight if call.module is not None else call.args[1]
+    weight = call.option(0, "weight")
     slope = weight.view(-1, *[1] * (x.dim() - 2)) if weight.numel() > 1 else weight
     result, positive = functional.prelu(x, weight), x > 0
 

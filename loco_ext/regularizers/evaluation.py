@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from loco_ext.argument_checks import check_module
@@ -32,7 +33,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Switch the model to evaluation mode, autocast off, gradients on, and restore all of it with the RNG on exit.
 
-    Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly.
+    Flags are set one by one: a model's own ``train()`` may do more. Compiled parts of the model run eagerly, and
+    attention by torch's own operations, which alone can be differentiated twice.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
@@ -42,13 +44,20 @@ def measuring(model: nn.Module, device: torch.device) -> Iterator[None]:
         with (
             torch.random.fork_rng(devices),
             torch.autocast(device.type, enabled=False),
+            torch.inference_mode(False),
             torch.enable_grad(),
+            sdpa_kernel(SDPBackend.MATH),
             torch.compiler.set_stance("force_eager"),
         ):
             yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+def constant_images(x: Tensor) -> Tensor:
+    """Return images that gradients can be taken in, without those that the caller may take."""
+    return x.clone() if x.is_inference() else x.detach()
 
 
 def check_images(name: str, x: Any) -> None:

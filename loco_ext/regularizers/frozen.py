@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked
-from loco_ext.fx.operations import operation
+from loco_ext.fx.operations import ARITHMETIC, operation
 from loco_ext.fx.trace import UntraceableError, trace
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.regularizers.affine import AffineRule, Call, NotPiecewiseLinearError, Pass, affine_rule
 from loco_ext.regularizers.bends import Bend, BendingRule, bending_rule
+from loco_ext.regularizers.evaluation import unwrap
 
 Read = Callable[[fx.Node, Tensor], object]
 _MANY = 32  # directions from which on it pays to select each sample's live units
@@ -51,9 +53,11 @@ class Network:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        model = getattr(model, "_orig_mod", model)  # the model that torch.compile has wrapped
+        model = unwrap(model)
+        if is_hooked(model):
+            raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         try:
-            self.graph = trace(model, lambda module: isinstance(module, LocallyConnectedNd), _defaults(model))
+            self.graph = trace(model, _is_leaf, _defaults(model))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
             raise NotPiecewiseLinearError(str(error)) from error
@@ -79,18 +83,34 @@ class Network:
         call = Call(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
         if call.module is not None and is_hooked(call.module):
             raise NotPiecewiseLinearError(f"model: expected modules without hooks, got some at {node.target}")
+        if bending is None and affine is None:
+            raise call.refuse()
         lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
         mixed = any(part in depending for parts in lists for part in parts if isinstance(part, fx.Node))
         if mixed and not all(part in depending for parts in lists for part in parts):
             raise call.refuse()
-        if any(value in depending for value in node.kwargs.values() if isinstance(value, fx.Node)):
+        if not depending.isdisjoint(_nodes(node.kwargs)):
             raise call.refuse(f"an input passed by keyword: {call.description}")
+        if operation(node, self.modules) not in ARITHMETIC and not depending.isdisjoint(_nodes(node.args[1:])):
+            raise call.refuse(f"a weight or an option that depends on the input: {call.description}")
         if bending is not None:
             self.bending[node] = bending
         elif affine is not None:
             self.affine[node] = affine
-        else:
-            raise call.refuse()
+
+
+def _is_leaf(module: nn.Module) -> bool | None:
+    """Return whether a module stays one call; layers whose weight is computed do not, so that it is computed once."""
+    if isinstance(module, LocallyConnectedNd):
+        return True
+    return False if is_parametrized(module) else None
+
+
+def _nodes(argument: Any) -> set[fx.Node]:
+    """Return the nodes in an argument, also those in lists of it."""
+    found: set[fx.Node] = set()
+    fx.map_arg(argument, found.add)
+    return found
 
 
 def _defaults(model: nn.Module) -> dict[str, Any]:
@@ -203,9 +223,11 @@ class Frozen:
                 raise call.refuse(f"an operation along the axis of samples: {call.description}")
         return result
 
-    def constant(self, node: Any) -> Tensor:
-        """Return a tensor that an operation of the graph reads and that does not depend on the input."""
-        return self._constants[node]
+    def linear_weight(self, node: fx.Node) -> Tensor:
+        """Return the weight of a linear layer."""
+        if node.op == "call_module":
+            return self.network.modules[str(node.target)].weight  # type: ignore[return-value]
+        return self._constants[node.args[1] if len(node.args) > 1 else node.kwargs["weight"]]  # type: ignore[index]
 
     def tangents(self, starts: Mapping[fx.Node, Tensor], read: Read) -> None:
         """Propagate tangents from the results of some nodes, and read those of all bends behind them.
@@ -250,8 +272,7 @@ class Frozen:
 
     def _linear_of_live_units(self, node: fx.Node, source: fx.Node, tangents: Tensor) -> Tensor:
         """Return the tangents of a linear layer, from those of the units alone that are positive for each sample."""
-        layer = self.network.modules[str(node.target)] if node.op == "call_module" else None
-        weight: Any = layer.weight if layer is not None else self.constant(node.args[1])
+        weight = self.linear_weight(node)
         result = tangents.new_empty(*tangents.shape[:2], len(weight))
         for sample, sides in enumerate(self.bends[source].sides):
             live = sides.nonzero().flatten()

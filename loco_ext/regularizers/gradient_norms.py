@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from loco_ext.fx.operations import operation
 from loco_ext.regularizers.frozen import Frozen
@@ -98,18 +98,10 @@ def first_linear(frozen: Frozen) -> fx.Node | None:
     return None
 
 
-def _weight(node: fx.Node, frozen: Frozen) -> Tensor:
-    if node.op == "call_module":
-        layer = frozen.network.modules[str(node.target)]
-        assert isinstance(layer, nn.Linear)
-        return layer.weight
-    return frozen.constant(node.args[1])
-
-
 def directions(probes: Probes, frozen: Frozen, chunk: int, like: Tensor) -> Iterator[Tensor]:
     """Yield tangents of the node of ``probes``, ``[at most chunk, 1, ...]``."""
     if probes.extents is None:
-        weight = _weight(probes.node, frozen)
+        weight = frozen.linear_weight(probes.node)
         if torch.is_grad_enabled():  # the rows of the weight stay in the span of a constant basis of theirs
             basis, _ = torch.linalg.qr(weight.detach().mT)
             factor = (weight @ basis).mT
@@ -160,8 +152,10 @@ def _norm(tangents: Tensor, q: float) -> Tensor:
         return _scaled_norm(tangents, q)
     squares = tangents.square().sum(0)
     info = torch.finfo(tangents.dtype)
-    rounded = ~((squares > info.tiny / info.eps) & (squares < info.max))  # or NaN
     norm = squares.sqrt()
+    rounded = ~((squares > info.tiny / info.eps) & (squares < info.max))  # or NaN
+    if rounded.any():
+        rounded &= tangents.abs().amax(0) != 0  # most are units that no direction reaches
     if rounded.any():
         norm[rounded] = _scaled_norm(tangents[:, rounded], q)
     return norm

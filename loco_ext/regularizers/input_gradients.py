@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loco_ext.regularizers.evaluation import check_images, check_logits
+from loco_ext.regularizers.evaluation import check_images, check_logits, constant_images
 
 # How the expectation over the classes that the network predicts is taken: by one class drawn for each image, or by all
 # classes, weighted by their probabilities.
@@ -40,7 +40,7 @@ def input_gradients(
         uniform: ``(N,)``, numbers in [0, 1).
         graph: whether the gradients can be differentiated.
     """
-    x = x.detach().requires_grad_()
+    x = constant_images(x).requires_grad_()
     logits = model(x.clone())  # the model may write to its input
     check_logits(logits, x)
     probabilities = logits.detach().double().softmax(1)

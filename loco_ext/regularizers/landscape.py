@@ -87,6 +87,7 @@ def _squares(model: nn.Module, x: Tensor, expectation: str, uniform: Tensor) -> 
     return total
 
 
+@torch.no_grad()
 def data_smoothness(x: Images, *, laplacian_kernel: int | Tensor = 3) -> Tensor:
     """Return how much images vary at each pixel, on average: the target of ``PILCRO(mode="target")``.
 

@@ -64,8 +64,14 @@ def region_radius(
     Convolutions, linear and locally connected layers, sums, concatenations, average pooling and batch normalisations
     and dropout in evaluation mode are affine. Computed without TF32 or autocast.
 
+    The gradients take as many directions as the input has channels times the pixels that a unit depends on, at most;
+    for p = 2 and networks that begin with a linear layer, no more than that layer has units. Where units see the whole
+    image, a sample costs about as much as ``C * H * W`` forward passes: ResNet-18 with images of 32 x 32 pixels takes
+    3,072, a minute on one core of a CPU.
+
     Args:
-        model: network of one input, all layers as above; it is not changed, and neither are its modes.
+        model: network of one input, all layers as above; it is not changed, and neither are its modes. Wrappers of
+            torch.compile and DistributedDataParallel are looked through.
         x: inputs ``[N, ...]``, float32 or float64 like the model's parameters; float64 for certificates that hold
             up to 1e-10, float32 for up to 1e-4 or so, by its rounding errors.
         p: exponent of the norm, at least 1, or ``float("inf")``.
@@ -214,8 +220,8 @@ def checked_network(model: Any, x: Any) -> Network:
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"x: expected float32 or float64, got {x.dtype}")
-    if x.dim() < 2:
-        raise ValueError(f"x: expected an axis of samples and at least another one, got shape {tuple(x.shape)}")
+    if x.dim() < 2 or x.shape[1:].numel() == 0:
+        raise ValueError(f"x: expected an axis of samples and numbers in each, got shape {tuple(x.shape)}")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != x.dtype:
             raise TypeError(f"x: expected {parameter.dtype}, as {name} of the model has it, got {x.dtype}")
@@ -236,7 +242,7 @@ def _chunks(network: Network, x: Tensor, q: float, memory_limit: int) -> Iterato
             f"got {memory_limit}"
         )
     chunk = max(1, min(probes.count, _MOST_DIRECTIONS, (memory_limit - stored) // max(1, moving)))
-    for part in x.split(max(1, memory_limit // (stored + chunk * moving))):
+    for part in x.split(max(1, memory_limit // max(1, stored + chunk * moving))):
         yield Frozen(network, part), probes, chunk
 
 

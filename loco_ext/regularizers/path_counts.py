@@ -41,8 +41,8 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
         A tensor of shape ``input_size``, float64.
 
     Raises:
-        TypeError: ``model`` is not a module, or has a layer of another type.
-        ValueError: ``input_size`` is not one to three positive ints.
+        TypeError: ``model`` is not a module, or has a layer of another type; ``input_size`` is not a sequence of ints.
+        ValueError: ``input_size`` has an int that is not positive.
 
     Source:
         "PILCRO: Making Importance Landscapes Flat Again", section 3.1 and Proposition 1.
@@ -55,20 +55,20 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
         [[1.0, 2.0, 3.0, 2.0, 1.0]]
     """
     check_module("model", model)
-    sizes = check_ints("input_size", tuple(input_size), len(input_size))
+    sizes = check_ints("input_size", input_size, len(input_size) if isinstance(input_size, Sequence) else 1)
     for name, module in model.named_modules():
         if not isinstance(module, (*_WEIGHTED, *_UNCHANGED)) and next(module.children(), None) is None:
             raise TypeError(
                 f"model: expected linear layers, ReLUs and flattening, got {type(module).__name__} at {name!r}"
             )
-    # Weights, and so all values, are positive: ReLUs pass them, and biases have to be zero only to keep them small.
-    ones = {
-        name: torch.full_like(p, 0.0 if name.rpartition(".")[2] == "bias" else 1.0, dtype=torch.float64)
-        for name, p in model.named_parameters()
-    }
-    device = next(iter(ones.values())).device if ones else torch.device("cpu")
-    x = torch.ones(1, *sizes, dtype=torch.float64, device=device, requires_grad=True)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with measuring(model, device):
+        # Weights, and so all values, are positive: ReLUs pass them, and biases have to be zero only to keep them small.
+        ones = {
+            name: torch.full_like(p, 0.0 if name.rpartition(".")[2] == "bias" else 1.0, dtype=torch.float64)
+            for name, p in model.named_parameters()
+        }
+        x = torch.ones(1, *sizes, dtype=torch.float64, device=device, requires_grad=True)
         y = functional_call(model, ones, (x,))
         (counts,) = torch.autograd.grad(y.sum() / y.numel(), x)
     return counts[0]

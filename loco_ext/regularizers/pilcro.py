@@ -29,6 +29,8 @@ class PILCRO:
     Every ``every``-th call, from the first on, computes the loss and its exact gradient in the parameters without
     differentiating a backward pass; the other calls return zero and cost nothing. The model runs in evaluation mode
     without autocast; its flags, its buffers and the RNG are left as they were, also when an exception is raised.
+    Batch normalisations thus use their running statistics, and a batch of one image is as good as any. It runs outside
+    of graphs of torch.compile: call it outside of a function that is compiled with ``fullgraph=True``.
 
     Under DistributedDataParallel each process regularises the landscape of its own batch. Add the loss to the training
     loss, so that one backward pass synchronises both. With gradient accumulation, call it once for each optimizer step.

@@ -74,7 +74,7 @@ class ROLL:
 
         Args:
             model, x: as for :func:`region_radius`. ``x`` gets no gradient. Modules with batch statistics or dropout
-                have to be in evaluation mode. Of DistributedDataParallel, pass its ``module``.
+                have to be in evaluation mode.
 
         Raises:
             TypeError, ValueError: as for :func:`region_radius`.
@@ -167,6 +167,11 @@ class MarginLoss:
     @torch.compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the loss, a scalar in the dtype of ``x``; arguments and errors are those of :class:`ROLL`."""
+        with torch.inference_mode(False):  # with gradients, which the loss itself takes, whatever the caller has set
+            loss = self._loss(model, x)
+        return loss if torch.is_grad_enabled() else loss.detach()
+
+    def _loss(self, model: nn.Module, x: Tensor) -> Tensor:
         network, x = checked_network(model, x), x.detach()
         found = nearest_bends(network, x, self._q)
         limited = found.radius.isfinite() | found.radius.isnan()

@@ -1,7 +1,5 @@
 """Penalties of convolutions with the batch norms behind them, and removal of kernels that a norm multiplies by zero."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -7,7 +7,7 @@ must stay unchanged.
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,7 @@ from loco_ext.reference import block_sparse as reference
 from tests.block_sparse.cases import CASES, Case, Problem, dense_results, make_problem, sizes_of_terms
 from tests.block_sparse.test_product import channels_first, in_wider_rows, shifted, spread
 from tests.tolerances import assert_sum_of_products, same_bits
-from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved, start_interpreter
+from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
 
 pytestmark = needs_triton
 
@@ -53,20 +53,6 @@ class Call:
 
 
 # ---- in the interpreter's process
-
-
-def prepare() -> None:
-    from triton.runtime import interpreter
-
-    torch.set_num_threads(1)
-    original = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        """Give tensors an index that range() accepts: NumPy no longer treats arrays of one number as numbers."""
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def run(data: bytes) -> bytes:
@@ -147,10 +133,9 @@ class Interpreter:
         return loaded(self.pool.submit(run, saved(calls)).result())
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    with start_interpreter(prepare) as pool:
-        yield Interpreter(pool)
+@pytest.fixture
+def interpreter(interpreter_process: ProcessPoolExecutor) -> Interpreter:
+    return Interpreter(interpreter_process)
 
 
 def make_call(problem: Problem, dtype: torch.dtype, **settings: Any) -> Call:

@@ -1,8 +1,5 @@
 """Tests of the landscape's Triton kernels: in Triton's interpreter against the reference, and compiled for GPUs."""
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,23 +16,12 @@ from tests.triton_runs import (
     needs_compiler,
     needs_triton,
     saved,
-    start_interpreter,
 )
 
 pytestmark = needs_triton
 
 # Results are sums of hundreds of terms, of which the slope cancels some.
 ULPS_OF_SUMS = 2**10
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with start_interpreter(prepare) as pool:
-        yield pool
-
-
-def prepare() -> None:
-    import loco_ext.triton_kernels.landscape  # noqa: F401
 
 
 def run(call: bytes) -> bytes:
@@ -56,18 +42,19 @@ def make_call(shape: tuple[int, ...], dtype: torch.dtype, width: int, with_targe
 CASES = {
     "curvature": ((5, 3, 7, 9), torch.float32, 3, False),
     "target": ((17, 2, 6, 5), torch.float64, 3, True),
-    "wide stencil, half precision": ((2, 1, 4, 4), torch.bfloat16, 7, False),
+    "wide stencil, half precision": ((2, 1, 3, 3), torch.bfloat16, 5, False),
     "one sample, one pixel": ((1, 1, 1, 1), torch.float32, 1, False),
     "more pixels than a block": ((2, 1, 33, 35), torch.float32, 3, False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_compute_what_the_reference_does(pool, name):
+def test_the_kernels_compute_what_the_reference_does(interpreter_process, name):
     call = make_call(*CASES[name])
     g, weights, stencil, target, grad = call
-    for gradients in (g, g.contiguous(memory_format=torch.channels_last), torch.zeros_like(g)):
-        found = loaded(pool.submit(run, saved((gradients, *call[1:]))).result())
+    others = (g.contiguous(memory_format=torch.channels_last), torch.zeros_like(g))
+    for gradients in (g, *(others if name in ("target", "one sample, one pixel") else ())):
+        found = loaded(interpreter_process.submit(run, saved((gradients, *call[1:]))).result())
         forward = reference.landscape(gradients, weights, stencil, target)
         expected = (*forward, *reference.landscape_backward(gradients, weights, forward[-1], grad))
         for actual, right in zip(found, expected, strict=True):

@@ -21,18 +21,15 @@ def embedding(layer, case):
     """Return the blocks of each convolution with a single nonzero weight of 1, as columns: [values, weights]."""
     shape = (layer.out_channels, layer.in_channels // layer.groups, *case.kernel_size)
     columns = []
+    of_taps = block_of_taps(layer, case)
+    pixels, taps = (of_taps >= 0).nonzero(as_tuple=True)
     for which in range(math.prod(shape)):
-        unit = copy.deepcopy(layer)
-        with torch.no_grad():
-            unit.weight.zero_()
+        blocks = torch.zeros_like(layer.weight.detach())
         weight = torch.zeros(shape, dtype=torch.float64)
         weight.view(-1)[which] = 1
         rows = weight.flatten(2).unflatten(0, (layer.groups, -1)).permute(3, 0, 2, 1)
-        for row in block_of_taps(layer, case):
-            for tap, block in enumerate(row.tolist()):
-                if block >= 0:
-                    unit.weight.data[block] += rows[tap]
-        columns.append(unit.weight.detach().flatten())
+        blocks.index_add_(0, of_taps[pixels, taps], rows[taps])
+        columns.append(blocks.flatten())
     return torch.stack(columns, 1)
 
 

@@ -16,23 +16,6 @@ BLOCK = 2048  # elements that one program steps
 # ---- These functions run in the interpreter's process.
 
 
-def prepare() -> None:
-    """Make the interpreter compute fused multiply-adds in float64, as the reference does.
-
-    The interpreter alone would round them twice. With this, both give the same bits in float32; in float64 both round
-    twice.
-    """
-    import triton.runtime.interpreter as interpreter
-
-    def fma(_self, x, y, z):
-        wide = [a.data.astype(np.float64) for a in (x, y, z)]
-        return interpreter.TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_fma = fma
-    np.seterr(all="ignore")
-    torch.set_num_threads(1)
-
-
 def run(data: bytes, wide: bool) -> bytes:
     """Step cases one after another, each after copying the tensors of its ``before``; return the last case, pickled.
 

@@ -63,12 +63,25 @@ class Checkpointed(nn.Module):
         return self.linear(checkpoint(self.block, x, use_reentrant=False).flatten(1))
 
 
+class Attention(nn.Module):
+    """A transformer of patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.linear = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, CLASSES)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.encoder(self.patches(x).flatten(2).mT).mean(1))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, CLASSES)),
     "batch norm and pooling": batch_norm_and_pooling,
     "residual": Residual,
     "smooth": lambda: Residual(F.gelu),
     "checkpointed": Checkpointed,
+    "attention": Attention,
 }
 
 

@@ -31,6 +31,14 @@ def test_the_landscape_is_that_of_the_jacobians(name):
     torch.testing.assert_close(regularizers.importance_landscape(model, batches, expectation="exact"), expected)
 
 
+def test_measurements_where_gradients_are_off():
+    model, x = make("batch norm and pooling"), images()
+    expected = regularizers.importance_landscape(model, x)
+    with torch.inference_mode():
+        assert torch.equal(regularizers.importance_landscape(model, x * 1), expected)
+        assert regularizers.path_counts(stack(), (2, 9, 9)).any()
+
+
 def test_drawn_classes_have_the_networks_probabilities():
     model, x = make("plain"), images(1)
     with torch.no_grad():
@@ -52,7 +60,8 @@ def test_the_smoothness_of_data_is_that_of_each_image_on_average():
         expected = expected + n / n.norm() * 8
     torch.testing.assert_close(regularizers.data_smoothness(x), expected / 4)
     torch.testing.assert_close(regularizers.data_smoothness([x[:1], x[1:]]), expected / 4)
-    assert regularizers.data_smoothness(x.float()).dtype == torch.float32
+    assert regularizers.data_smoothness(x.float().requires_grad_()).dtype == torch.float32
+    assert not regularizers.data_smoothness(x.requires_grad_()).requires_grad
 
 
 def test_total_variation_is_the_mean_over_pairs_of_neighbours():
@@ -115,6 +124,7 @@ WRONG = {
     "laplacian_kernel: expected at most 15": lambda: regularizers.data_smoothness(X, laplacian_kernel=17),
     r"image: expected shape \(H, W\)": lambda: regularizers.total_variation(X),
     "image: expected a floating-point": lambda: regularizers.total_variation(X[0, 0].int()),
+    "input_size: expected an int": lambda: regularizers.path_counts(stack(), "2"),
     "expected linear layers, ReLUs and flattening, got MaxPool2d at '1'": lambda: regularizers.path_counts(
         nn.Sequential(nn.Conv2d(1, 1, 3), nn.MaxPool2d(2)), (1, 8, 8)
     ),

@@ -5,11 +5,12 @@ import contextlib
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from loco_ext.regularizers import PILCRO, data_smoothness
 from loco_ext.regularizers.tangent import TangentRoute
-from tests.regularizers.networks import CLASSES, NETWORKS, images, make
+from tests.regularizers.networks import CLASSES, NETWORKS, SIZE, images, make
 
 NEAR = 1e-9  # of the largest number in the gradient, in float64
 
@@ -26,6 +27,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= NEAR * expected.abs().max()
 
 
+@sdpa_kernel(SDPBackend.MATH)  # torch cannot differentiate the other kinds twice
 def create_graph(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """Return the gradient of the exact expectation's target loss, by torch alone."""
     model.eval()
@@ -58,6 +60,16 @@ def test_the_gradient_is_create_graphs(name):
     assert_near(gradient(PILCRO(chunk_size=2), model, x), sampled[0])
 
 
+def test_a_batch_of_one_image_is_measured_by_running_statistics():
+    layers = nn.Conv2d(3, 4, SIZE), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, CLASSES)
+    model, x = nn.Sequential(*layers).double().train(), images(1)  # one number for each channel: torch cannot train
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(x)
+    target = data_smoothness(x)
+    found = gradient(PILCRO("target", 3, target=target, expectation="exact"), model, x)
+    assert_near(found, create_graph(model, x, target))
+
+
 def test_the_gradient_is_that_of_finite_differences():
     model, x = make("batch norm and pooling"), images()
     pilcro = PILCRO(every=1, expectation="exact")
@@ -78,7 +90,7 @@ def test_piecewise_linear_networks_go_through_no_forward_pass_again():
         pilcro = PILCRO()
         pilcro(make(name), images())
         assert isinstance(pilcro._route, TangentRoute)
-        assert pilcro._route._keep_inputs == (name == "smooth")
+        assert pilcro._route._keep_inputs == (name in ("smooth", "attention"))
 
 
 def test_it_applies_every_so_many_calls_and_goes_on_from_its_state():

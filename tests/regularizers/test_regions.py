@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from loco_ext import regularizers
 from loco_ext.regularizers.linear_regions import region_patterns
@@ -45,6 +46,48 @@ def test_functions_and_methods_are_understood_like_modules():
     torch.testing.assert_close(radius, expected, **tolerances.REGIONS)
     assert [unit.index for unit in units] == [unit.index for unit in others]
     assert {unit.module for unit in units} <= {"relu()", "max_pool2d()"}
+
+
+class Keywords(nn.Module):
+    """Four layers whose weights are passed by keyword, with a batch normalisation that synchronises when it trains."""
+
+    def __init__(self, computed):
+        super().__init__()
+        make = nn.utils.parametrizations.weight_norm if computed else lambda layer: layer
+        self.first, self.conv = make(nn.Linear(6, 8)), make(nn.Conv1d(2, 3, 2, padding=1, padding_mode="circular"))
+        self.norm, self.last, self.slope = nn.SyncBatchNorm(3), nn.Linear(15, 4), nn.Parameter(torch.tensor([0.3]))
+
+    def forward(self, x):
+        x = functional.prelu(functional.linear(x, weight=self.first.weight, bias=self.first.bias), weight=self.slope)
+        x = (self.norm(self.conv(x.view(-1, 2, 4))) + torch.ones(3, 1)).relu()
+        return torch.matmul(x.flatten(1).unsqueeze(2).flatten(1), other=self.last.weight.t()).relu()
+
+
+def plain_bends(model, x):
+    """Return the bends of Keywords for one sample, by torch alone."""
+    first = model.first(x[None])
+    hidden = model.conv(torch.where(first > 0, first, model.slope * first).view(1, 2, 4))
+    norm = model.norm
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    hidden = ((hidden - norm.running_mean[:, None]) * scale[:, None]) + norm.bias[:, None] + 1
+    return torch.cat([first[0], hidden.flatten(), hidden.relu().flatten() @ model.last.weight.t()])
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_keywords_computed_weights_and_constants(computed):
+    torch.manual_seed(6)
+    model, x = Keywords(computed).double().eval(), torch.randn(4, 6, dtype=torch.float64)
+    nn.init.uniform_(model.norm.running_var, 0.5, 2.0)
+    radius = regularizers.region_radius(model, x)
+    for sample, found in zip(x, radius.tolist(), strict=True):
+        values = plain_bends(model, sample)
+        gradients = torch.autograd.functional.jacobian(lambda s: plain_bends(model, s), sample)
+        expected = (values.abs() / gradients.norm(dim=1)).min()
+        torch.testing.assert_close(found, expected.item(), **tolerances.REGIONS)
+    names = set(vars(model))
+    regularizers.ROLL(1.0, 1.0)(model, x).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter is not model.last.bias)
+    assert set(vars(model)) == names  # torch.fx attaches constants to models
 
 
 def test_the_index_of_the_unit_leads_to_its_value():
@@ -168,6 +211,7 @@ def test_boundaries_and_units_without_gradient():
     assert units == [regularizers.Unit("1", 0, (1,))] * 2
     assert regularizers.region_radius(nn.Linear(2, 2).double(), x).tolist() == [math.inf, math.inf]
     assert regularizers.region_radius(model, x[:0]).shape == (0,)
+    assert regularizers.region_radius(nn.Sequential(nn.MaxPool1d(1)), x.float()[None]).tolist() == [math.inf]
     x[0, 0] = math.nan
     assert regularizers.region_radius(model, x).isnan().tolist() == [True, False]
 
@@ -276,6 +320,9 @@ REFUSED = {
     "merged": (Mixing(lambda x: x.view(-1, 2)), "axis of samples"),
     "first": (Mixing(lambda x: x[0]), "axis of samples"),
     "constants by sample": (Mixing(lambda x: x + torch.arange(3.0).view(3, 1)), "axis of samples"),
+    "weight of the input": (Mixing(lambda x: functional.linear(x, x)), r"depends on the input: linear\(\)"),
+    "by keyword": (Mixing(lambda x: torch.cat(tensors=[x, x], dim=1)), r"by keyword: cat\(\)"),
+    "a new axis of samples": (Mixing(lambda x: x.unsqueeze(-3)), "axis of samples"),
     "two inputs": (Two(), "got one that needs y"),
     "branches": (Branching(), "torch.fx can trace"),
 }
@@ -293,6 +340,10 @@ def test_hooks_are_refused():
     model[0].register_forward_hook(lambda module, args, result: 2 * result)
     with pytest.raises(regularizers.NotPiecewiseLinearError, match="got some at 0"):
         regularizers.region_radius(model, torch.randn(3, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with pytest.raises(regularizers.NotPiecewiseLinearError, match="got some at the model itself"):
+        regularizers.region_radius(model, torch.randn(3, 4))
 
 
 BAD = [
@@ -301,6 +352,7 @@ BAD = [
     ({"x": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "x: expected float32 or float64, got torch.int64"),
     ({"x": torch.ones(3, 4).double()}, TypeError, "x: expected torch.float32, as weight of the model has it"),
     ({"x": torch.ones(4)}, ValueError, "x: expected an axis of samples"),
+    ({"x": torch.ones(3, 0)}, ValueError, r"x: expected an axis of samples and numbers in each, got shape \(3, 0\)"),
     ({"p": 0.9}, ValueError, "p: expected at least 1, got 0.9"),
     ({"p": math.nan}, ValueError, "p: expected at least 1, got nan"),
     ({"p": "2"}, TypeError, "p: expected a number, got '2'"),

@@ -6,11 +6,10 @@ surrounded by NaN and results by numbers that must stay unchanged.
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 import torch
 from loco_ext.triton_kernels.uploads import Uploads
@@ -21,7 +20,7 @@ from loco_ext import geometry, ops
 from loco_ext.reference import ring_prox as reference
 from tests.covering import covering, slow
 from tests.tolerances import assert_within_ulps, same_bits
-from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved, start_interpreter
+from tests.triton_runs import Guarded, loaded, needs_triton, reserved, saved
 
 pytestmark = needs_triton
 
@@ -46,11 +45,6 @@ class Call:
 
 
 # ---- in the interpreter's process
-
-
-def prepare() -> None:
-    np.seterr(all="ignore")
-    torch.set_num_threads(1)
 
 
 def run(data: bytes) -> bytes:
@@ -101,10 +95,9 @@ class Interpreter:
         return loaded(self.pool.submit(run, saved(calls)).result())
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    with start_interpreter(prepare) as pool:
-        yield Interpreter(pool)
+@pytest.fixture
+def interpreter(interpreter_process: ProcessPoolExecutor) -> Interpreter:
+    return Interpreter(interpreter_process)
 
 
 def assert_same(actual: Tensor, expected: Tensor, scale: Tensor, ulps: float | None = None) -> None:

@@ -59,7 +59,8 @@ def test_the_dual_norm_of_nothing_is_zero_and_of_squares_an_error():
 class Regression:
     """Least squares with one convolution, which is convex, so all warm starts lead to the same minimum."""
 
-    def __init__(self):
+    def __init__(self, steps=60):
+        self.steps = steps
         self.model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, bias=False))
         self.x = torch.randn(40, 2, 5, 5)
         target = torch.randn(3, 2, 3, 3) * torch.tensor([1.0, 0.3, 0.05])[:, None, None, None]
@@ -70,7 +71,7 @@ class Regression:
 
     def fit(self, model, penalty):
         optimizer = optim.SGD(optim.parameter_groups(model, 0.0, penalty=penalty), lr=0.3, momentum=0.5)
-        for _ in range(60):
+        for _ in range(self.steps):
             optimizer.zero_grad()
             self.loss(model).backward()
             optimizer.step()
@@ -268,7 +269,7 @@ class Killed(Exception):
     ("path", "calls"), covering(["dense", "up", "down"], [0, 1, 3, 5], strength=1, sweep=True), ids=str
 )
 def test_a_path_that_was_killed_goes_on_to_the_same_records(tmp_path, path, calls):
-    task = Regression()
+    task = Regression(steps=10)
     options = {"loss": task.loss, "points": 4, "path": path, "taus": [0.0, 0.01]}
     whole = task.frontier(RingPenalty(1.0), **options, folder=tmp_path / "whole")
     left, fit = calls, task.fit

@@ -1,7 +1,5 @@
 """Comparison of a smaller network's outputs with the model's, up to rounding."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress

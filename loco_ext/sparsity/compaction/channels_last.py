@@ -1,7 +1,5 @@
 """Conversion of images to channels_last memory format inside a network, whatever the format of its inputs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Compaction of a network to a smaller one with the same outputs."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Sequence

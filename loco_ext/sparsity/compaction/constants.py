@@ -4,8 +4,6 @@ Constants have shape [channels]. For a layer with groups, they are [groups, 1, C
 filters is [C_out, C_in/groups].
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 from typing import Any

@@ -5,8 +5,6 @@ each axis. Kernels with the same box become one convolution. Its padding shrinks
 between the sides of an axis, and may be negative.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Choice of how to compute a convolution: by counting MACs, or by timing on this machine."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random

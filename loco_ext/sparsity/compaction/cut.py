@@ -1,7 +1,5 @@
 """Weights between the channels that the smaller network keeps, with constants of the others folded into biases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Report on a network that :class:`Rewriter` has built."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Channels that are kept or removed together: a disjoint-set (union-find) structure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

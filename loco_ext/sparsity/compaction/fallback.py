@@ -1,7 +1,5 @@
 """Compaction of models without a graph: filters are cropped module by module, and all channels are kept."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence

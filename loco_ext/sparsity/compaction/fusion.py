@@ -1,7 +1,5 @@
 """Fusion of sums and ReLUs into the convolutions of mixed sizes before them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The graph that compaction works on: every value is one node, and every node knows its tensor's shape."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import operator
@@ -37,7 +35,7 @@ def annotated_graph(model: nn.Module, example_inputs: Sequence[Any]) -> fx.Graph
     if type(root).__module__.startswith("torch.nn") and not isinstance(root, nn.Sequential):
         root = nn.Sequential(root)  # torch.fx would trace inside a single layer
     constants = _constants(root, len(example_inputs))
-    graph = trace(root, has_forward_hooks, constants)
+    graph = trace(root, lambda module: has_forward_hooks(module) or None, constants)
     _remove_arguments(graph, constants)
     _remove_checks(graph)
     _remove_identities(graph)

@@ -4,8 +4,6 @@ Subclasses of torch's layers, such as a batch normalisation with an activation i
 sees a function and the weights that it is given.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

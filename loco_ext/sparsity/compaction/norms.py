@@ -1,7 +1,5 @@
 """Folding of batch normalisations into the convolution or linear layer before them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx, nn

@@ -1,7 +1,5 @@
 """Inputs of other sizes and batch sizes than the example's, for further checks of a smaller network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

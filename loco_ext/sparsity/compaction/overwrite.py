@@ -1,7 +1,5 @@
 """The last passes over a smaller network: fusion, and the choice of what runs in place."""
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from typing import Any

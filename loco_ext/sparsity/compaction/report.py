@@ -1,7 +1,5 @@
 """Report on the results of :func:`loco_ext.sparsity.compact`, for people and for programs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

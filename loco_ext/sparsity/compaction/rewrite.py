@@ -1,7 +1,5 @@
 """Construction of the smaller network's graph from the analysis of the model's graph."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import operator

@@ -1,7 +1,5 @@
 """The role of each node of a graph: its effect on channels."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversion of the mixed-size layers of an earlier compaction back to torch's convolutions."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -3,8 +3,6 @@
 One of the layers can then keep its filters in the order in which it computes them; the others follow.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from math import prod
 
