@@ -21,7 +21,7 @@ from torch.amp import is_autocast_available
 
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends, transforms
-from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.checks import check_memory
 from loco_ext.reference import block_sparse as _reference
 
 # Called once in a backward pass with an iterator over parts of the gradient of values: (blocks, gradient of
@@ -446,10 +446,7 @@ def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = N
     """Return the sizes of a tensor after checking it; it must have as many dimensions as ``shape`` lists."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
+    check_memory(name, tensor)
     if like is not None and tensor.dtype != like.dtype:
         raise TypeError(f"{name}: expected {like.dtype} as x, got {tensor.dtype}")
     if like is not None and tensor.device != like.device:
