@@ -132,13 +132,14 @@ RATIOS = {
 }
 
 
-def make_parameters(network: str) -> Parameters:
-    """Return the network's float32 parameters with fixed random values and gradients."""
-    generator = torch.Generator().manual_seed(0)
+def make_parameters(network: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Parameters:
+    """Return the network's parameters with fixed random values and gradients, which are drawn in float32."""
+    generator = torch.Generator(device).manual_seed(0)
     parameters = []
-    for shape in shapes.NETWORKS[network]():
-        parameter = torch.nn.Parameter(torch.empty(shape).normal_(std=0.05, generator=generator))
-        parameter.grad = torch.empty(shape).normal_(std=1e-3, generator=generator)
+    for shape in (shapes.GPU_NETWORKS | shapes.NETWORKS)[network]():
+        value, grad = (torch.empty(shape, device=device).normal_(std=s, generator=generator) for s in (0.05, 1e-3))
+        parameter = torch.nn.Parameter(value.to(dtype))
+        parameter.grad = grad.to(dtype)
         parameters.append(parameter)
     return parameters
 

@@ -39,6 +39,7 @@ from bench.bench_optim_step import (
     Rule,
     State,
     Step,
+    make_parameters,
     our_step,
     step_on,
     torch_step,
@@ -174,18 +175,6 @@ def candidates_of(case: Case) -> list[str]:
     return [name for name in CANDIDATES if name not in left_out]
 
 
-def make_parameters(network: str, dtype: torch.dtype) -> Parameters:
-    """Return the network's parameters on the GPU with fixed random values and gradients."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    parameters = []
-    for shape in shapes.GPU_NETWORKS[network]():
-        value, grad = (torch.empty(shape, device=DEVICE).normal_(std=s, generator=generator) for s in (0.05, 1e-3))
-        parameter = torch.nn.Parameter(value.to(dtype))
-        parameter.grad = grad.to(dtype)
-        parameters.append(parameter)
-    return parameters
-
-
 def make_state(case: Case, name: str, moments: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> State:
     """Return the state of one candidate: shared moments, and its own step counts on the device that it expects."""
     on_host = name == "torch_foreach" and case.mode == "eager"
@@ -202,7 +191,7 @@ def make_steps(case: Case) -> dict[str, Step]:
     rule = RULES[case.rule]
     if case.mode == "graph" and rule.decoupled:
         rule = replace(rule, arguments=rule.arguments | {"capturable": True})
-    parameters = make_parameters(case.network, DTYPES[case.dtype])
+    parameters = make_parameters(case.network, DEVICE, DTYPES[case.dtype])
     moments = {p: {key: torch.zeros_like(p, requires_grad=False) for key in MOMENTS[case.rule]} for p in parameters}
     steps = {name: CANDIDATES[name](rule, parameters, make_state(case, name, moments)) for name in candidates_of(case)}
     return {name: capture(step) for name, step in steps.items()} if case.mode == "graph" else steps
@@ -279,7 +268,7 @@ def ratios(seconds: dict[str, float]) -> dict[str, float]:
 
 def count_syncs(rule: Rule, backend: str, steps: int = 5) -> int:
     """Count how many of our steps wait for the GPU, with new gradients and another learning rate in each step."""
-    parameters = make_parameters("resnet18", torch.float32)
+    parameters = make_parameters("resnet18", DEVICE)
     arguments = rule.arguments | {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
     optimizer = rule.our_class(parameters, **arguments)
     count = 0

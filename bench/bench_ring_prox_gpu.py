@@ -17,12 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import loco_ext
-from bench import bench_optim_step_gpu, bench_ring_prox, harness
-from bench.bench_optim_step import State, Step
+from bench import bench_ring_prox, harness
+from bench.bench_optim_step import State, Step, make_parameters
 from bench.bench_optim_step_gpu import BACKENDS, DTYPES, MODES, Flush, both, capture, forced, make_flush, time_both
 from bench.bench_ring_prox import CASES, NETWORK, RULES, STEPS, make_metric, make_weight, penalised_step
 from bench.command import Command, Job
@@ -94,7 +93,7 @@ def measure_prox(
 
 def make_steps(rule_name: str, mode: str, missing: Collection[str]) -> dict[str, Step]:
     """Return our steps with and without a penalty, in each backend, on the same parameters and states."""
-    parameters = bench_optim_step_gpu.make_parameters(NETWORK, torch.float32)
+    parameters = make_parameters(NETWORK, DEVICE)
     state: State = defaultdict(dict)
     steps = {
         f"{label}_{name}": forced(penalised_step(RULES[rule_name], parameters, state, least), backend)

@@ -17,7 +17,7 @@ import torch
 import typer
 from torch.nn.functional import cross_entropy
 
-from bench import harness, machine
+from bench import harness
 from loco_ext.experiments import efcn, efcn_figures
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.efcn_settings import CNN, EfcnSettings, efcn_preset
@@ -101,16 +101,15 @@ def save(records: dict[str, dict[str, Any]], steps: dict[str, float], runs: Path
     """Write the report, print its tables; draw some figures beside it, and all in a folder beside the runs."""
     networks = merged(records)
     first = next(iter(records.values()))
-    report = {
-        "benchmark": "efcn_cifar10",
-        "machine": machine.describe(),
-        "settings": {name: record["settings"] for name, record in records.items()},
-        "training_samples": first["training_samples"],
-        "test_samples": first["test_samples"],
-        "step_seconds": steps,
-        "networks": summaries.efcn(networks),
-    }
-    tables.publish(report, out)
+    tables.publish(
+        "efcn_cifar10",
+        out,
+        settings={name: record["settings"] for name, record in records.items()},
+        training_samples=first["training_samples"],
+        test_samples=first["test_samples"],
+        step_seconds=steps,
+        networks=summaries.efcn(networks),
+    )
     figures = runs / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     efcn_figures.save(networks, figures)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import typer
 
-from bench import machine
 from loco_ext.experiments import efcn
 from loco_ext.experiments.data import load
 from loco_ext.experiments.efcn_settings import LCN, EfcnSettings, efcn_preset
@@ -46,13 +45,8 @@ def main(
 ) -> None:
     """Train the networks, evaluate the paths, write the JSON file and print its table."""
     record = efcn.measure(study(), load("cifar10", data), runs, device, resume=True)
-    report = {
-        "benchmark": "efcn_paths",
-        "machine": machine.describe(),
-        "settings": record["settings"],
-        "networks": [summaries.paths(branch) for branch in record["branches"]],
-    }
-    tables.publish(report, out)
+    networks = [summaries.paths(branch) for branch in record["branches"]]
+    tables.publish("efcn_paths", out, settings=record["settings"], networks=networks)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench import machine
 from loco_ext.experiments import figures, frontier, run, settings
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.processes import Processes
@@ -114,21 +113,16 @@ def study(data: Path, runs: Path, only: str | None = None) -> dict[str, Any]:
 
 def save(networks: dict[str, Any], out: Path) -> None:
     """Write the report and print its tables; draw errors against MACs with one panel for each model."""
-    report = {
-        "benchmark": "frontier_cifar10",
-        "machine": machine.describe(),
-        "settings": {
-            "training_samples": TRAIN,
-            "test_samples": TEST,
-            "epochs": DENSE_EPOCHS + len(STRENGTHS) + REFIT_EPOCHS,
-            "dense_epochs": DENSE_EPOCHS,
-        },
-        "networks": {
-            model: {name: summaries.frontier(record) for name, record in arms.items()}
-            for model, arms in networks.items()
-        },
+    schedule = {
+        "training_samples": TRAIN,
+        "test_samples": TEST,
+        "epochs": DENSE_EPOCHS + len(STRENGTHS) + REFIT_EPOCHS,
+        "dense_epochs": DENSE_EPOCHS,
     }
-    tables.publish(report, out)
+    found = {
+        model: {name: summaries.frontier(record) for name, record in arms.items()} for model, arms in networks.items()
+    }
+    tables.publish("frontier_cifar10", out, settings=schedule, networks=found)
     panels: dict[str, figures.Series] = {}
     dense = {}
     for model, arms in networks.items():

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import machine
 from loco_ext.experiments import landscapes
 from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.landscapes_settings import LandscapesSettings, landscapes_preset
@@ -38,15 +37,8 @@ def fewer(dataset: Dataset) -> Dataset:
 
 def save(record: dict[str, Any], runs: Path, out: Path) -> None:
     """Write the report, print its tables, and copy the heatmaps beside it."""
-    report = {
-        "benchmark": "landscapes_cifar10",
-        "machine": machine.describe(),
-        "settings": record["settings"],
-        "training_samples": record["training_samples"],
-        "test_samples": record["test_samples"],
-        **summaries.landscapes(record),
-    }
-    tables.publish(report, out)
+    kept = {name: record[name] for name in ("settings", "training_samples", "test_samples")}
+    tables.publish("landscapes_cifar10", out, **kept, **summaries.landscapes(record))
     shutil.copy(runs / "landscapes.png", out.with_suffix(".png"))
 
 

@@ -17,7 +17,6 @@ import typer
 from safetensors.torch import load_file
 from scipy import stats
 
-from bench import machine
 from loco_ext import analysis
 from loco_ext.experiments import run, settings
 from loco_ext.experiments.data import Dataset, load
@@ -66,12 +65,7 @@ class Study:
             locality = self.estimate(eta_rule)
             errors = self.errors(f"{eta_rule}-{self.stat}", locality)
             arms[eta_rule] = {"locality": locality, "summary": compare(errors, uniform)}
-        return {
-            "benchmark": "locality_cifar10",
-            "machine": machine.describe(),
-            "settings": asdict(self.settings) | {"seeds": self.seeds, "stat": self.stat},
-            "arms": arms,
-        }
+        return {"settings": asdict(self.settings) | {"seeds": self.seeds, "stat": self.stat}, "arms": arms}
 
 
 def compare(errors: np.ndarray, uniform: np.ndarray) -> dict[str, Any]:
@@ -98,7 +92,7 @@ def main(
 ) -> None:
     """Run the study, write the JSON file, print the table."""
     report = Study(load("cifar10", data), runs, seeds, epochs, stat).report()
-    tables.publish(report, out.with_name(out.name.replace("signed", stat)))
+    tables.publish("locality_cifar10", out.with_name(out.name.replace("signed", stat)), **report)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from bench import harness, machine
+from bench import harness
 from loco_ext.experiments import regions
 from studies import tables
 from studies.options import Out, Runs
@@ -24,15 +24,11 @@ def main(
     setting = regions.settings_of("quick")
     with harness.num_threads(1):
         record = regions.measure(setting, regions.load(setting, None), runs, "cpu", resume=True)
-    report = {
-        "benchmark": "regions_digits",
-        "machine": machine.describe(),
-        **{name: record[name] for name in ("settings", "training_samples", "test_samples", "arms")},
-    }
     out.parent.mkdir(parents=True, exist_ok=True)
     for picture in ("regions", "toy"):
         shutil.copy(runs / f"{picture}.png", out.with_name(f"{out.stem}-{picture}.png"))
-    tables.publish(report, out)
+    kept = ("settings", "training_samples", "test_samples", "arms")
+    tables.publish("regions_digits", out, **{name: record[name] for name in kept})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import readme
+from bench import machine, readme
 from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
 
@@ -338,9 +338,9 @@ RENDERERS = {
 }
 
 
-def publish(report: Record, out: Path) -> None:
-    """Write a report and print its tables."""
-    readme.publish(report, out, RENDERERS)
+def publish(name: str, out: Path, **content: Any) -> None:
+    """Write the report of a study, with the facts of this machine, and print its tables."""
+    readme.publish({"benchmark": name, "machine": machine.describe()} | content, out, RENDERERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

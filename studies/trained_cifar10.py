@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from bench import harness, machine
+from bench import harness
 from loco_ext.experiments import frontier, settings
 from studies import summaries, tables
 from studies.frontier_cifar10 import MODELS, TEST, TRAIN, few_samples
@@ -55,13 +55,8 @@ def main(
         for width, model in itertools.product(STRENGTHS, MODELS):
             record = frontier.measure(path(model, width), dataset, runs / f"{model}-{width:g}", "cpu", resume=True)
             networks[f"{model}, width {width:g}"] = summaries.frontier(record)
-    report = {
-        "benchmark": "trained_cifar10",
-        "machine": machine.describe(),
-        "settings": {"training_samples": TRAIN, "test_samples": TEST, "dense_epochs": DENSE_EPOCHS},
-        "networks": networks,
-    }
-    tables.publish(report, out)
+    schedule = {"training_samples": TRAIN, "test_samples": TEST, "dense_epochs": DENSE_EPOCHS}
+    tables.publish("trained_cifar10", out, settings=schedule, networks=networks)
 
 
 if __name__ == "__main__":

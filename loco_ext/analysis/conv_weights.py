@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from loco_ext.nn.computed import weight_of
+from loco_ext.nn.modes import evaluating
 
 Model = nn.Module | Mapping[str, Any]
 Inputs = Tensor | tuple[Tensor, ...]
@@ -86,17 +87,13 @@ def _in_order_of_call(model: nn.Module, modules: list[_ConvNd], example_inputs: 
             f"example_inputs: expected None, a tensor or a tuple of tensors, got {type(example_inputs).__name__}"
         )
     called: dict[_ConvNd, None] = {}
-    modes = {module: module.training for module in model.modules()}
     hooks = [module.register_forward_pre_hook(lambda module, _: called.setdefault(module)) for module in modules]
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             model(*inputs)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, training in modes.items():
-            module.training = training
     return list(called)
 
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_count, check_module, check_number, is_int
+from loco_ext.nn.modes import evaluating
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -119,18 +119,6 @@ def top_hessian_eigenvalue(
     value = lowest + above.value
     residual = above.residual * above.value / abs(value) if value else math.inf
     return TopEigenvalue(value, residual, found.iterations + above.iterations)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode and restore the mode of each module on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_data(data: Batches) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NamedTuple, Optional, get_args, get_origin, get_type_hints
 
 import typer
@@ -20,7 +21,7 @@ from typer.exceptions import TyperException
 
 from loco_ext import option_parsers
 from loco_ext.errors import UserError, name_options
-from loco_ext.output import one_line, quiet
+from loco_ext.output import json_text, one_line, print_table, quiet
 from loco_ext.version import __version__
 
 COMMANDS = {
@@ -130,6 +131,18 @@ def command(*settings: SettingsOptions, epilog: str | None = None) -> Callable[[
     return decorate
 
 
+def experiment(module: ModuleType, settings: Any, data: Any, out: Path, device: str, *, resume: bool) -> Result:
+    """Run an experiment, whose module has the functions ``measure`` and ``rows``, and return its record and table."""
+    with writing_to(out):
+        record = module.measure(settings, data, out, device, resume=resume)
+
+    def show() -> None:
+        print_table(*module.rows(record))
+        print(f"{module.__name__.rpartition('.')[2]}.json and figures are in {out}")
+
+    return Result(lambda: json_text(record), show)
+
+
 def run(argv: Sequence[str] | None) -> int:
     """Run the command in ``argv``; None means the process's arguments. Errors made by the user are printed to stderr.
 
@@ -151,10 +164,33 @@ def run(argv: Sequence[str] | None) -> int:
         return stop.exit_code
     except TyperException as error:
         place = f"loco-ext {name}" if name in COMMANDS else "loco-ext"
-        return _fail(f"{error.format_message().rstrip('.')} (see {place} --help)", error.exit_code)
+        return _fail(f"{_message(error).rstrip('.')} (see {place} --help)", error.exit_code)
     except UserError as error:
         return _fail(name_options(str(error), options), error.exit_code)
     return 0
+
+
+def _message(error: TyperException) -> str:
+    """Return the message of an error in the command line; for a wrong value, what was expected and what was given."""
+    if type(error) is not typer.BadParameter or error.param is None:
+        return error.format_message()
+    text = error.message
+    for found in getattr(error.__cause__, "errors", list)():  # of pydantic, which typer checks values by
+        kind, given = found["type"], found["input"]
+        if kind in _EXPECTED:
+            text = f"expected {_EXPECTED[kind].format(**found.get('ctx', {}))}, got {given!r}"
+        elif " is not one of " in text:
+            choices = text.partition(" is not one of ")[2].replace("'", "").rstrip(".")
+            text = f"expected one of {choices}, got {given!r}"
+    return f"{error.param.opts[0]}: {text}"
+
+
+_EXPECTED = {
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le}",
+    "int_parsing": "an integer",
+    "float_parsing": "a number",
+}
 
 
 def _fail(text: str, code: int) -> int:

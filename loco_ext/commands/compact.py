@@ -24,8 +24,7 @@ def run(
         int, typer.Option(min=1, max=MOST, help="Images per batch on which the result is to be fast.")
     ] = 64,
     cost: Annotated[
-        Literal["measured", "macs", "multiply_adds"],
-        typer.Option(help="What decides how a layer is computed.", metavar="[measured|macs]"),
+        Literal["measured", "macs"], typer.Option(help="What decides how a layer is computed.")
     ] = "measured",
     fold_norms: Annotated[
         bool, typer.Option(help="Fold batch normalisations into the convolutions before them.", show_default="yes")

@@ -4,12 +4,11 @@ from typing import Annotated, Any
 
 import typer
 
-from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
+from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
 from loco_ext.errors import UserError
 from loco_ext.experiments import data, efcn
 from loco_ext.experiments.efcn_settings import PRESETS, PRESETS_MEAN, EfcnSettings, efcn_preset
 from loco_ext.experiments.settings import Settings
-from loco_ext.output import json_text, print_table
 
 OF_THE_NETWORK = {"model", "data", "image_size", "epochs", "batch_size", "learning_rate", "seed", "width"}
 OPTIONS = (
@@ -44,13 +43,6 @@ def run(
     training = setting.training
     dataset = data.load(training.data, folder, training.image_size).first(samples)
     try:
-        with writing_to(out):
-            record = efcn.measure(setting, dataset, out, device, resume=resume)
+        return experiment(efcn, setting, dataset, out, device, resume=resume)
     except MemoryError as error:
         raise UserError(str(error)) from error
-
-    def show() -> None:
-        print_table(*efcn.rows(record))
-        print(f"efcn.json and figures are in {out}")
-
-    return Result(lambda: json_text(record), show)

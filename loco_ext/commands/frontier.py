@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
+from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
 from loco_ext.experiments import data, frontier
 from loco_ext.experiments.settings import PRESETS, Settings, from_preset
-from loco_ext.output import json_text, print_table
 
 POINT = {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}  # replaces the preset's values
 OF_A_POINT = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "momentum"}
@@ -39,11 +38,4 @@ def run(
     training = from_preset("quick", **point | options)
     setting = frontier.FrontierSettings(training, **path)
     dataset = data.load(training.data, folder, training.image_size).first(samples)
-    with writing_to(out):
-        record = frontier.measure(setting, dataset, out, device, resume=resume)
-
-    def show() -> None:
-        print_table(*frontier.rows(record))
-        print(f"frontier.json and figures are in {out}")
-
-    return Result(lambda: json_text(record, indent=2), show)
+    return experiment(frontier, setting, dataset, out, device, resume=resume)

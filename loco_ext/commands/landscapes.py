@@ -4,11 +4,10 @@ from typing import Annotated, Any
 
 import typer
 
-from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
+from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
 from loco_ext.experiments import data, landscapes
 from loco_ext.experiments.landscapes_settings import PRESETS, PRESETS_MEAN, LandscapesSettings, landscapes_preset
 from loco_ext.experiments.settings import Settings
-from loco_ext.output import json_text, print_table
 
 OF_THE_NETWORKS = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "weight_decay"}
 OF_THE_NETWORKS |= {"augment", "seed", "width"}
@@ -37,11 +36,4 @@ def run(
     setting = landscapes_preset(preset, **options)
     training = setting.training
     dataset = data.load(training.data, folder, training.image_size).first(samples)
-    with writing_to(out):
-        record = landscapes.measure(setting, dataset, out, device, resume=resume)
-
-    def show() -> None:
-        print_table(*landscapes.rows(record))
-        print(f"landscapes.json and figures are in {out}")
-
-    return Result(lambda: json_text(record), show)
+    return experiment(landscapes, setting, dataset, out, device, resume=resume)

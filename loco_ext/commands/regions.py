@@ -4,10 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
-from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, writing_to
+from loco_ext.commands import Data, Device, Out, Result, Resume, Samples, SettingsOptions, command, experiment
 from loco_ext.experiments import regions
 from loco_ext.experiments.regions import PRESETS, PRESETS_MEAN, RegionsSettings
-from loco_ext.output import json_text, print_table
 
 
 @command(SettingsOptions(RegionsSettings, PRESETS))
@@ -28,11 +27,4 @@ def run(
     """
     setting = regions.settings_of(preset, **options)
     dataset = regions.load(setting, folder).first(samples)
-    with writing_to(out):
-        record = regions.measure(setting, dataset, out, device, resume=resume)
-
-    def show() -> None:
-        print_table(*regions.rows(record))
-        print(f"regions.json and figures are in {out}")
-
-    return Result(lambda: json_text(record), show)
+    return experiment(regions, setting, dataset, out, device, resume=resume)

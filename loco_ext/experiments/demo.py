@@ -19,7 +19,7 @@ from loco_ext import optim, sparsity
 from loco_ext.checkpoints import save_checkpoint
 from loco_ext.experiments import data, demo_networks, lifting, settings, shrinking
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.run import versions
+from loco_ext.experiments.records import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import write_json

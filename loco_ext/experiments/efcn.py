@@ -13,7 +13,6 @@ d'Ascoli, Sagun, Bruna, Biroli, "Finding the Needle in the Haystack with Convolu
 appendices A to C. The paper has no networks between the convolutional and the fully connected one.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from loco_ext.experiments.efcn_pictures import corner_of, filter_of
 from loco_ext.experiments.efcn_settings import CNN, FCN, FULL, LCN, EfcnSettings
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import Record, begin, read, remembered
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import Epoch, evaluate, make_model
@@ -41,7 +41,6 @@ from loco_ext.nn import deviation, to_efcn
 from loco_ext.nn.locally_connected import LocallyConnectedNd
 from loco_ext.output import note, write_json
 
-Record = dict[str, Any]
 TOLERANCE = 1e-2  # on the residual of the power iteration
 EVALUATED = ("loss", "accuracy")
 EPOCH = ("epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
@@ -64,13 +63,13 @@ def measure(settings: EfcnSettings, data: Dataset, out: Path, device: str, *, re
     experiment = _Experiment(settings, data, out, processes)
     experiment.check()
     with owned(out):
-        record: Record = run.start_experiment(out, settings, data, processes, resume=resume)
+        record = begin(out, settings, data, processes, resume=resume)
         record["cnn"] = experiment.cnn()
         arms = [_Arm(relax, time) for time in settings.switch_times for relax in (CNN, *settings.relaxations)]
         record["branches"] = [experiment.lifted(arm) for arm in arms]
         record["fcn"] = experiment.lifted(_Arm(FCN)) if settings.fcn_epochs else None
         write_json(out / "efcn.json", record, indent=None)
-        record = _read(out / "efcn.json")
+        record = read(out / "efcn.json")
         efcn_figures.save(record, out)
     return record
 
@@ -153,12 +152,11 @@ class _Experiment:
         before, after = folder / "before.json", folder / "after.json"
         if not after.exists():
             model = self.lift(arm)
-            if not before.exists():
-                write_json(before, self.before(model, arm), indent=None)
+            remembered(before, lambda: self.before(model, arm))
             history = self.train_on(model, arm)
             write_json(after, {"epochs": _epochs(history)} | self.after(model, arm), indent=None)
         (folder / run.CHECKPOINT).unlink(missing_ok=True)  # the final weights are in model.safetensors
-        return _read(before) | _read(after)
+        return read(before) | read(after)
 
     def before(self, model: nn.Module, arm: "_Arm") -> Record:
         # A lifted network computes the same function as the network it was lifted from, which is faster to evaluate.
@@ -189,7 +187,7 @@ class _Experiment:
         folder = self.out / arm.folder
         return {
             "after": self.landscape(model, arm),
-            "filters": {str(epoch): _read(_picture(folder, epoch)) for epoch in arm.pictured(self.settings)},
+            "filters": {str(epoch): read(_picture(folder, epoch)) for epoch in arm.pictured(self.settings)},
             "corners": self.corners(model, arm),
             "interpolations": {} if arm.time is None else self.interpolations(model, arm),
         }
@@ -202,10 +200,7 @@ class _Experiment:
 
     def start(self, time: int) -> dict[str, float]:
         """Return the losses and accuracies of the network at a switch time."""
-        path = self.out / CNN / f"start-{time:03}.json"
-        if not path.exists():
-            write_json(path, self.evaluate(self.network(time)), indent=None)
-        return _read(path)
+        return remembered(self.out / CNN / f"start-{time:03}.json", lambda: self.evaluate(self.network(time)))
 
     def evaluate(self, model: nn.Module, train: Samples | None = None) -> dict[str, float]:
         """Return losses and accuracies on the training samples (all, or those given) and on the test samples."""
@@ -332,10 +327,3 @@ def _snapshot(folder: Path, epoch: int) -> Path:
 
 def _picture(folder: Path, epoch: int) -> Path:
     return folder / f"filter-{epoch:03}.json"
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (ValueError, FileNotFoundError) as error:
-        raise SettingsError(f"{path}: cannot be read ({type(error).__name__})") from error

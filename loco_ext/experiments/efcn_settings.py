@@ -7,7 +7,7 @@ import numpy as np
 from typer import Option
 
 from loco_ext.analysis.interpolation import STIFFNESS
-from loco_ext.experiments.settings import Settings, SettingsError, check_choice, check_fields, from_preset
+from loco_ext.experiments.settings import Settings, SettingsError, check_fields, experiment_preset
 from loco_ext.option_parsers import MOST, separated
 
 CNN, LCN, FULL, FCN = "cnn", "lcn", "full", "fcn"  # how networks are relaxed; otherwise a radius, as text
@@ -143,13 +143,8 @@ def efcn_preset(preset: str, **overrides: Any) -> EfcnSettings:
     >>> efcn_preset("quick", epochs=20).switch_times
     (0, 3, 10)
     """
-    check_choice("preset", preset, PRESETS)
-    training, own = PRESETS[preset]
-    given = {name: value for name, value in overrides.items() if value is not None}
-    fields = EfcnSettings.__dataclass_fields__
-    setting = from_preset("paper", **training | {name: value for name, value in given.items() if name not in fields})
-    values = own | {name: value for name, value in given.items() if name in fields}
-    if "switch_times" not in given:
-        times = own.get("switch_times") or switch_times(setting.epochs)
-        values["switch_times"] = tuple(time for time in times if time <= setting.epochs)
-    return EfcnSettings(setting, **values)
+    training, own = experiment_preset(EfcnSettings, PRESETS, preset, overrides)
+    if overrides.get("switch_times") is None:
+        times = own.get("switch_times") or switch_times(training.epochs)
+        own["switch_times"] = tuple(time for time in times if time <= training.epochs)
+    return EfcnSettings(training, **own)

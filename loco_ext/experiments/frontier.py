@@ -33,6 +33,7 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import begin
 from loco_ext.experiments.settings import Settings, SettingsError, check_fields
 from loco_ext.experiments.train import evaluate, make_model
 from loco_ext.folders import owned
@@ -161,7 +162,7 @@ def measure(
     settings.training.check_data(data)
     processes = Processes(torch.device(device))
     with owned(out):
-        record = run.start_experiment(out, settings, data, processes, resume=resume, latency_batch=LATENCY_BATCH)
+        record = begin(out, settings, data, processes, resume=resume, latency_batch=LATENCY_BATCH)
         paths = [_Path(settings, width, data, out, processes).measure() for width in settings.used_widths]
         record["paths"] = [
             {"width": width, **path.to_dict()} for width, path in zip(settings.used_widths, paths, strict=True)

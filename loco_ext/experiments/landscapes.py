@@ -11,7 +11,6 @@ Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again": 
 paper has one seed and no other remedies.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +37,7 @@ from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, Landscap
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import Record, begin, read, remembered
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
@@ -45,7 +45,6 @@ from loco_ext.folders import owned
 from loco_ext.output import note, progress_bar, write_json
 from loco_ext.regularizers import data_smoothness, importance_landscape, total_variation
 
-Record = dict[str, Any]
 BATCH = 500
 TOP = 5  # the second accuracy: the label is among so many of the largest logits
 ABLATED_SHARES = tuple(k / 16 for k in range(17))  # of an image's pixels
@@ -69,13 +68,13 @@ def measure(settings: LandscapesSettings, data: Dataset, out: Path, device: str,
     processes = Processes(torch.device(device))
     experiment = _Experiment(settings, data, out, processes)
     with owned(out):
-        record: Record = run.start_experiment(out, settings, data, processes, resume=resume)
+        record = begin(out, settings, data, processes, resume=resume)
         record["smoothness"] = rounded(experiment.smoothness)
         arms = [Arm.parse(name) for name in settings.arms]
         record["networks"] = [experiment.network(arm, number) for number in range(settings.seeds) for arm in arms]
         record["arms"] = summaries(record["networks"])
         write_json(out / "landscapes.json", record, indent=None)
-        record = json.loads((out / "landscapes.json").read_text())
+        record = read(out / "landscapes.json")
         landscapes_figures.save(record, out)
     return record
 
@@ -120,15 +119,12 @@ class _Experiment:
 
     def kept(self, folder: Path, name: str, what: Callable[[], Record]) -> Record:
         """Return a measurement from its file, which is written where it is missing."""
-        path = folder / f"{name}.json"
-        if not path.exists():
+
+        def measured() -> Record:
             note(f"{folder.name}: {name}")
-            write_json(path, what(), indent=None)
-        try:
-            found: Record = json.loads(path.read_text())
-        except ValueError as error:
-            raise SettingsError(f"{path}: expected JSON; remove it to measure anew") from error
-        return found
+            return what()
+
+        return remembered(folder / f"{name}.json", measured)
 
     def measurements(self, network: nn.Module) -> dict[str, Callable[[], Record]]:
         """Return the measurements on a trained network, by name."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from loco_ext.experiments.settings import Settings, SettingsError, check_choice, check_fields, from_preset
+from loco_ext.experiments.settings import Settings, SettingsError, check_fields, experiment_preset
 from loco_ext.option_parsers import MOST, separated
 
 PLAIN, TARGET, CURVATURE, NOISE, DECAY = "plain", "target", "curvature", "noise", "decay"
@@ -153,9 +153,5 @@ def landscapes_preset(preset: str, **overrides: Any) -> LandscapesSettings:
     >>> landscapes_preset("short", arms=("plain", "target:1"), epochs=2).training.epochs
     2
     """
-    check_choice("preset", preset, PRESETS)
-    training, own = PRESETS[preset]
-    given = {name: value for name, value in overrides.items() if value is not None}
-    fields = LandscapesSettings.__dataclass_fields__
-    setting = from_preset("paper", **training | {name: value for name, value in given.items() if name not in fields})
-    return LandscapesSettings(setting, **own | {name: value for name, value in given.items() if name in fields})
+    training, own = experiment_preset(LandscapesSettings, PRESETS, preset, overrides)
+    return LandscapesSettings(training, **own)

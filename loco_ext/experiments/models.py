@@ -153,15 +153,9 @@ def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.S
     torch.Size([2, 10])
     """
     return nn.Sequential(
-        nn.Conv2d(in_channels, 64, 4, stride=2, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(64, 64, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(64, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
+        *(nn.Conv2d(in_channels, 64, 4, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
         nn.Flatten(),
         nn.Linear(64 * _after_poolings(size) ** 2, classes),
     )
@@ -177,26 +171,14 @@ def alexnet(in_channels: int = 3, classes: int = 100, size: int = 32) -> nn.Sequ
     torch.Size([2, 100])
     """
     return nn.Sequential(
-        nn.Conv2d(in_channels, 64, 4, stride=2, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(64, 192, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(192, 384, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(384, 256, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(256, 256, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
+        *(nn.Conv2d(in_channels, 64, 4, stride=2, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
         nn.Flatten(),
-        nn.Dropout(),
-        nn.Linear(256 * _after_poolings(size) ** 2, 512),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Linear(512, 512),
-        nn.ReLU(),
+        *(nn.Dropout(), nn.Linear(256 * _after_poolings(size) ** 2, 512), nn.ReLU()),
+        *(nn.Dropout(), nn.Linear(512, 512), nn.ReLU()),
         nn.Linear(512, classes),
     )
 

@@ -14,7 +14,6 @@ standard deviation, and radii are in units of pixels scaled to [0, 1].
 """
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -27,11 +26,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from typer import Option
 
-from loco_ext.experiments import data, files, region_pictures, run
+from loco_ext.experiments import data, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import Record, begin, remembered
 from loco_ext.experiments.samples import Samples
-from loco_ext.experiments.settings import SettingsError, check_fields
+from loco_ext.experiments.settings import SettingsError, check_choice, check_fields
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST, separated
 from loco_ext.output import progress_bar, write_json
@@ -58,7 +58,6 @@ PRESETS_MEAN = (
     "it reports; quick: handwritten digits of scikit-learn and one setting, with random probes, in ten minutes."
 )
 Loss = Callable[[nn.Module, Tensor], Tensor]
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def measure(
     """
     processes = Processes(torch.device(device))
     with owned(out):
-        record = run.start_experiment(out, settings, samples, processes, resume=resume)
+        record = begin(out, settings, samples, processes, resume=resume)
         (out / "runs").mkdir(exist_ok=True)
         arms = [None, *settings.grid]
         record["networks"] = [
@@ -176,9 +175,12 @@ def _network(
 ) -> Record:
     """Train and measure one network, or read what was measured."""
     name = "vanilla" if arm is None else "roll-{:g}-{:g}-{}".format(*arm)
-    path = out / f"{name}-{seed}.json"
-    if path.exists():
-        return json.loads(path.read_text())
+    return remembered(out / f"{name}-{seed}.json", lambda: _measured(settings, samples, arm, seed, name, device))
+
+
+def _measured(
+    settings: RegionsSettings, samples: Dataset, arm: tuple[float, float, str] | None, seed: int, name: str, device: Any
+) -> Record:
     scale = Scale(samples.train)
     train, test = (
         (scale(part.images.to(device)).flatten(1), part.labels.to(device)) for part in (samples.train, samples.test)
@@ -198,9 +200,7 @@ def _network(
         radii[f"{p:g}"] = radius.quantile(torch.tensor(QUANTILES, dtype=torch.float64, device=device)).tolist()
     strength, hinge, percent = arm or (0.0, None, None)
     record = {"name": name, "seed": seed, "strength": strength, "hinge": hinge, "top_percent": percent}
-    record |= {"accuracy": accuracy, "radii": radii}
-    write_json(path, record)
-    return record
+    return record | {"accuracy": accuracy, "radii": radii}
 
 
 class Scale:
@@ -308,6 +308,5 @@ def settings_of(preset: str, **options: Any) -> RegionsSettings:
     Raises:
         SettingsError: the preset is unknown, or a setting is out of range.
     """
-    if preset not in PRESETS:
-        raise SettingsError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    check_choice("preset", preset, PRESETS)
     return RegionsSettings(**PRESETS[preset] | options)

@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_checkpoint, save_checkpoint, save_weights
@@ -28,12 +27,12 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import versions
 from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing, write_json
 from loco_ext.sparsity import zero_dead_kernels
-from loco_ext.version import __version__
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -113,37 +112,6 @@ def run(
             _write_metrics(out, history)
             save_weights(out / "model.safetensors", model.state_dict())
     return history
-
-
-def start_experiment(
-    out: Path, settings: Any, data: Dataset, processes: Processes, *, resume: bool, **facts: Any
-) -> dict[str, Any]:
-    """Record the settings of an experiment of several runs in ``out``, and return that record.
-
-    Raises:
-        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
-    """
-    path = out / "settings.json"
-    record = {
-        "settings": asdict(settings),
-        "training_samples": len(data.train.labels),
-        "test_samples": len(data.test.labels),
-        **facts,
-        "device": processes.device.type,
-        "versions": versions(),
-    }
-    if path.exists():
-        if not resume:
-            raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
-        if path.read_text() != json_text(record, indent=2) + "\n":
-            raise SettingsError(f"{path}: of another experiment; resume it with its own settings")
-    write_json(path, record)
-    return record
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of everything that the numbers depend on."""
-    return {"loco_ext": __version__, "torch": torch.__version__}
 
 
 def _describe(processes: Processes) -> dict[str, Any]:

@@ -1,6 +1,10 @@
-"""Submodules of a model, by their dotted names."""
+"""Submodules of a model by their dotted names, and what several modules of this package ask of one."""
+
+from typing import Any
 
 from torch import nn
+
+Pads = tuple[tuple[int, int], ...]
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -25,3 +29,13 @@ def put(owner: nn.Module, target: str, module: nn.Module) -> None:
     """Set a submodule of the owner by its dotted name."""
     path, _, name = target.rpartition(".")
     setattr(owner.get_submodule(path), name, module)
+
+
+def paddings(module: Any) -> Pads:
+    """Return the padding of a convolution module, (before, after) for each axis."""
+    if module.padding == "valid":
+        return ((0, 0),) * len(module.kernel_size)
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((p, p) for p in module.padding)

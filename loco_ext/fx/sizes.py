@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.modules import has_forward_hooks
+from loco_ext.fx.modules import has_forward_hooks, paddings
 from loco_ext.fx.operations import ADAPTIVE_POOLS, ARITHMETIC, KEEPING_SHAPE, POOLS, operation
 from loco_ext.ops.channels import features_beside
 
@@ -353,18 +353,9 @@ def _each(option: Any, axes: int) -> tuple[Any, ...]:
 
 def _convolved(call: _Call) -> Sizes:
     layer, axes = call.module, call.module.weight.dim() - 2
-    options = zip(layer.kernel_size, layer.stride, layer.dilation, _paddings(layer), strict=True)
+    options = zip(layer.kernel_size, layer.stride, layer.dilation, map(sum, paddings(layer)), strict=True)
     lengths = (call.unknowns.windows(size, *each) for size, each in zip(call.sizes[-axes:], options, strict=True))
     return (*call.sizes[: -axes - 1], _size(layer.out_channels), *lengths)
-
-
-def _paddings(module: Any) -> list[int]:
-    """Return by how much a convolution's padding extends each axis."""
-    if module.padding == "valid":
-        return [0] * len(module.kernel_size)
-    if module.padding == "same":
-        return [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    return [2 * p for p in module.padding]
 
 
 def _convolved_transposed(call: _Call) -> Sizes:

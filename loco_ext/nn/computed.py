@@ -11,6 +11,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from loco_ext.nn.modes import evaluating
+
 HOW_TO_MAKE_PLAIN = "remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove makes it one"
 
 
@@ -61,13 +63,8 @@ def weight_of(module: _ConvNd) -> Tensor:
     if not parametrize.is_parametrized(module, "weight"):
         return module.weight
     parts: Any = module.parametrizations
-    modes = {part: part.training for part in parts.modules()}
-    try:
-        parts.eval()
+    with evaluating(parts):
         return module.weight
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 def is_convolution(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from loco_ext.argument_checks import check_number
 from loco_ext.fx.operations import operation
 from loco_ext.fx.trace import trace
 from loco_ext.nn.computed import check_plain
+from loco_ext.nn.modes import evaluating
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
 from loco_ext.penalties.checks import check_convolution, check_metric
@@ -74,15 +75,9 @@ def complexity_penalties(
     """
     check_plain(model)
     rings = RingPenalty(strength, power=2, **settings)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model), torch.no_grad():
         readers = _Readers(trace(model))
-        with torch.no_grad():
-            readers.run(*example_inputs)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+        readers.run(*example_inputs)
     network = Network(readers.layers, readers.calls)
     return {name: ComplexityPenalty(rings, network, name) for name in network.layers}
 

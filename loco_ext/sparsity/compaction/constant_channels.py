@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from loco_ext.fx.modules import unused
+from loco_ext.fx.modules import paddings, unused
 from loco_ext.ops.channels import features_beside, layer_norm_with_constants, take_channels
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.constants import Floats
-from loco_ext.sparsity.compaction.convolution import paddings
 from loco_ext.sparsity.compaction.disjoint_set import Integers
 from loco_ext.sparsity.compaction.graph import record
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
+from loco_ext.fx.modules import paddings
 from loco_ext.fx.operations import operation
-from loco_ext.sparsity.compaction.convolution import paddings
 from loco_ext.sparsity.compaction.roles import (
     BATCH_NORMS,
     GraphInfo,

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from loco_ext.fx.modules import put, unused
+from loco_ext.fx.modules import Pads, paddings, put, unused
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.memory_format import FORMATS
 from loco_ext.ops.mixed_conv import mixed_conv2d
 from loco_ext.sparsity.compaction.fusion import Epilogue
 
 Box = tuple[tuple[int, int], ...]
-Pads = tuple[tuple[int, int], ...]
 Part = tuple[tuple[int, ...], Box]  # filters, and the box that holds the boxes of all of them
 # oneDNN's backward of a strided 1x1 convolution on channels_last images writes out of bounds if there are fewer input
 # channels than elements in a vector (uxlfoundation/oneDNN#6035).
@@ -77,16 +76,6 @@ class Bucket:
     filters: tuple[int, ...]
     box: Box
     mixed: bool = False  # whether one :func:`loco_ext.ops.mixed_conv2d` computes all filters of the layer
-
-
-def paddings(module: Any) -> Pads:
-    """Return the padding of a convolution module, (before, after) for each axis."""
-    if module.padding == "valid":
-        return ((0, 0),) * len(module.kernel_size)
-    if module.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        return tuple((total // 2, total - total // 2) for total in totals)
-    return tuple((p, p) for p in module.padding)
 
 
 def boxes(weight: Tensor) -> list[Box | None]:

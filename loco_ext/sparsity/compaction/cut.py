@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from loco_ext.fx.modules import paddings
 from loco_ext.sparsity.compaction.channels import Channels
 from loco_ext.sparsity.compaction.constants import Floats, sums_of_taps
-from loco_ext.sparsity.compaction.convolution import paddings
 
 
 class Cut(NamedTuple):

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from loco_ext.fx.modules import paddings
 from loco_ext.ops.channels import take_channels
 from loco_ext.ops.mixed_conv import mixed_conv2d
-from loco_ext.sparsity.compaction.convolution import pad, paddings
+from loco_ext.sparsity.compaction.convolution import pad
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
 
 

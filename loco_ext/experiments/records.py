@@ -1,0 +1,65 @@
+"""The files of an experiment with several networks: its settings, and measurements that a resumed run reads again."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.settings import SettingsError
+from loco_ext.output import json_text, write_json
+from loco_ext.version import __version__
+
+Record = dict[str, Any]
+
+
+def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resume: bool, **facts: Any) -> Record:
+    """Write the settings of an experiment to ``settings.json`` in ``out``, and return them.
+
+    Raises:
+        SettingsError: ``out`` holds another experiment or, without ``resume``, any.
+    """
+    path = out / "settings.json"
+    record = {
+        "settings": asdict(settings),
+        "training_samples": len(data.train.labels),
+        "test_samples": len(data.test.labels),
+        **facts,
+        "device": processes.device.type,
+        "versions": versions(),
+    }
+    if path.exists():
+        if not resume:
+            raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
+        if path.read_text() != json_text(record, indent=2) + "\n":
+            raise SettingsError(f"{path}: of another experiment; resume it with its own settings")
+    write_json(path, record)
+    return record
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that the numbers depend on."""
+    return {"loco_ext": __version__, "torch": torch.__version__}
+
+
+def remembered(path: Path, make: Callable[[], Any]) -> Any:
+    """Return the content of a JSON file; if there is none, write what ``make`` returns first.
+
+    Raises:
+        SettingsError: the file is not JSON.
+    """
+    if not path.exists():
+        write_json(path, make(), indent=None)
+    return read(path)
+
+
+def read(path: Path) -> Any:
+    """Return the content of a JSON file that the experiment has written, or raise SettingsError."""
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, FileNotFoundError) as error:
+        raise SettingsError(f"{path}: expected JSON, remove it to measure anew ({type(error).__name__})") from error
