@@ -57,9 +57,9 @@ ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 ROOT = Path(__file__).parent.resolve()
 # Sources of the CUDA library beside its .cu files; those without "cuda" in their name are in both libraries.
 CUDA_SOURCES = (
-    *("library_cuda.cpp", "module_cuda.cpp", "common/device.cpp", "common/overlap.cpp", "common/registry.cpp"),
+    *("library_cuda.cpp", "module_cuda.cpp", "common/device.cpp", "common/overlap.cpp"),
     *("optim_step/bind_cuda.cpp", "optim_step/gather.cpp", "optim_step/gpu_table.cpp", "optim_step/step_args.cpp"),
-    *("ring_prox/bind.cpp", "ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
+    *("ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
 )
 
 
@@ -73,7 +73,6 @@ CAPABILITY_SOURCES = {
     "block_sparse/value_gradient.cpp": ("AVX2", "AVX512", "AVX512_BF16"),
     "mixed_conv/convolve.cpp": ("AVX2", "AVX512"),
     "optim_step/blocks.cpp": ("AVX2", "AVX512"),
-    "optim_step/summing_blocks.cpp": ("AVX2", "AVX512"),
     "ring_prox/rows.cpp": ("AVX2", "AVX512"),
 }
 # The files that compile them for these instruction sets: relative path and contents.

@@ -10,10 +10,6 @@ namespace loco {
 // given. `seed` turns on stochastic rounding. optim_step_table takes the same arguments and writes nothing: it returns
 // the table for GPU kernels, uint8 on the CPU, and where its sections and launches begin (bind_table.cpp).
 //
-// ring_penalty_register returns a handle to a penalty. It stays valid until it is passed to `release` of the library
-// that created it. `penalties` has one handle per parameter (0: no penalty), or is empty. `like` is any tensor on the
-// device of these parameters.
-//
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
 // The block-sparse operators take activations of shape [batch, pixels, channels] with the channels of a pixel
@@ -23,15 +19,15 @@ namespace loco {
 //
 // Each part of mixed_conv2d has filters of one size and four entries of `pads`: above, below, left, right. Channel i of
 // the result is computed by filter order[i], counted over all parts.
-#define LOCO_STEP_ARGS                                                                                           \
-  "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "   \
-  "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, " \
-  "int[] penalties, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int rounding_step"
+#define LOCO_STEP_ARGS                                                                                              \
+  "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "      \
+  "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, "    \
+  "Tensor[] penalties, int[] penalty_index, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int " \
+  "rounding_step"
 
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");
   m.def("optim_step_table(" LOCO_STEP_ARGS ") -> (Tensor, int[])");
-  m.def("ring_penalty_register(Tensor like, int[] rings, Tensor thresholds, Tensor? squared) -> int");
   m.def("ring_norms(Tensor weight, int[] rings, int count) -> Tensor");
   m.def(
       "ring_prox(Tensor weight, int[] rings, Tensor thresholds, Tensor? squared, Tensor? metric, bool linf) -> "

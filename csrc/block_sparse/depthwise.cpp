@@ -22,7 +22,8 @@
 namespace loco::block_sparse {
 LOCO_KERNELS_BEGIN
 
-constexpr int kDepthwiseSamples = 11;         // samples whose sums stay in registers
+constexpr int kDepthwiseSamples = 11;  // samples whose sums stay in registers
+static_assert(kDepthwiseSamples % 2 == 1, "pixels of a ring that are below each other are in different cache sets");
 constexpr int64_t kDepthwiseRing = 1 << 20;   // bytes of a ring, at most
 constexpr int64_t kDepthwiseReads = 3;        // reads per pixel from which on a ring pays
 constexpr int64_t kDepthwiseTransposed = 16;  // pixels copied at once where pixels have stride 1
@@ -50,15 +51,11 @@ struct Span {
   }
 };
 
-// Return the distance between pixels of a copy, in vectors of channels. It is odd so that pixels below each other are
-// in different cache sets.
-constexpr int64_t depthwise_stride(int64_t samples) { return samples | 1; }
-
 // The pixels that each row reads, and the size of the rings, if any are used.
 template <typename E>
 class DepthwiseSpans {
   static constexpr int64_t kPixel =
-      depthwise_stride(kDepthwiseSamples) * E::kVectors * E::Arithmetic::kWidth * sizeof(typename E::Storage);
+      kDepthwiseSamples * E::kVectors * E::Arithmetic::kWidth * sizeof(typename E::Storage);
 
  public:
   explicit DepthwiseSpans(const Product& call)
@@ -104,7 +101,7 @@ class DepthwiseSpans {
 };
 
 // Some samples and vectors of channels: of all pixels, in the tensor, or of the pixels in a ring of `size` pixels,
-// [pixel % size, sample, channel], with zeros beyond the last channel.
+// [pixel % size, sample, channel], with room for kDepthwiseSamples samples and zeros beyond the last channel.
 template <typename E>
 struct Window {
   typename E::Storage* data;
@@ -120,7 +117,7 @@ void depthwise_tile(const Product& call, const Window<E>& window, int64_t row, i
   const int64_t count = call.groups - window.channel;
   const auto* const values = static_cast<const Storage*>(call.values) + window.channel;
   const int64_t sample_stride = copied ? vectors * kWidth : call.from.batch_stride;
-  const int64_t pixel_stride = copied ? depthwise_stride(samples) * sample_stride : call.from.pixel_stride;
+  const int64_t pixel_stride = copied ? kDepthwiseSamples * sample_stride : call.from.pixel_stride;
   const int64_t start = copied ? lowest / window.size * window.size : 0, size = window.size;
   typename A::Vec sums[samples][vectors], x[vectors], v[vectors];
   depthwise_start<E, vectors, whole>(call, row, window.channel, v);
@@ -146,32 +143,33 @@ void depthwise_tile(const Product& call, const Window<E>& window, int64_t row, i
   }
 }
 
-// Copy some samples of a pixel whose channels have stride 1.
-template <typename E, int samples, int channels, bool whole>
+// Copy the samples of a pixel whose channels have stride 1.
+template <typename E, int channels, bool whole>
 void depthwise_copy(const Product& call, const Window<E>& window, int64_t pixel, int64_t last,
                     typename E::Storage* to) {
   using Storage = typename E::Storage;
-  const int64_t count = whole ? channels : call.groups - window.channel, stride = call.from.batch_stride;
+  const int64_t samples = window.samples, stride = call.from.batch_stride;
+  const int64_t count = whole ? channels : call.groups - window.channel;
   const auto* const from = static_cast<const Storage*>(call.from.data) + window.batch * stride + window.channel;
   const auto* const here = from + pixel * call.from.pixel_stride;
   const auto* const ahead = from + least(pixel + kDepthwisePixelsAhead, last) * call.from.pixel_stride;
-  LOCO_UNROLL for (int i = 0; i < samples; ++i) {
+  for (int64_t i = 0; i < samples; ++i) {
     std::memcpy(to + i * channels, here + i * stride, count * sizeof(Storage));
     if constexpr (!whole) std::memset(to + i * channels + count, 0, (channels - count) * sizeof(Storage));
     __builtin_prefetch(ahead + i * stride, 0, 2);
   }
 }
 
-// Copy some samples of `length` pixels, transposed: pixels have stride 1.
-template <typename E, int samples, int channels, bool whole>
+// Copy the samples of `length` pixels, transposed: pixels have stride 1.
+template <typename E, int channels, bool whole>
 void depthwise_transpose(const Product& call, const Window<E>& window, int64_t pixel, int64_t length,
                          typename E::Storage* to) {
   using Storage = typename E::Storage;
-  constexpr int64_t kPixel = depthwise_stride(samples) * channels;
+  constexpr int64_t kPixel = kDepthwiseSamples * channels;
   const int64_t count = whole ? channels : call.groups - window.channel, stride = call.from.channel_stride;
   const auto* from = static_cast<const Storage*>(call.from.data) + window.batch * call.from.batch_stride +
                      window.channel * stride + pixel;
-  for (int64_t i = 0; i < samples; ++i, from += call.from.batch_stride, to += channels) {
+  for (int64_t i = 0; i < window.samples; ++i, from += call.from.batch_stride, to += channels) {
     for (int64_t c = 0; c < count; ++c) __builtin_prefetch(from + c * stride + length, 0, 2);
     transpose<typename E::Square>(reinterpret_cast<const char*>(from), stride * sizeof(Storage), count, length, to,
                                   kPixel);
@@ -183,21 +181,21 @@ void depthwise_transpose(const Product& call, const Window<E>& window, int64_t p
 }
 
 // Copy the pixels of `span` that are missing in a ring, which has those of `cached`.
-template <typename E, int samples, int vectors, bool whole>
+template <typename E, int vectors, bool whole>
 void depthwise_fill(const Product& call, const DepthwiseSpans<E>& spans, const Window<E>& window, Span span,
                     Span& cached) {
-  constexpr int kChannels = vectors * E::Arithmetic::kWidth, kPixel = depthwise_stride(samples) * kChannels;
+  constexpr int kChannels = vectors * E::Arithmetic::kWidth;
   const int64_t unit = spans.unit();
   // The first pixel that leaves room for the last: later rows may read further back than this one.
   const int64_t first = pieces(most(span.end - window.size, 0), unit) * unit;
   if (span.begin < cached.begin || first > cached.end) cached = {first, first};
   while (cached.end < span.end) {
-    auto* const to = window.data + cached.end % window.size * kPixel;
+    auto* const to = window.data + cached.end % window.size * kDepthwiseSamples * kChannels;
     if (unit == 1) {
-      depthwise_copy<E, samples, kChannels, whole>(call, window, cached.end, spans.end() - 1, to);
+      depthwise_copy<E, kChannels, whole>(call, window, cached.end, spans.end() - 1, to);
     } else {
       const int64_t length = least(unit, spans.end() - cached.end);
-      depthwise_transpose<E, samples, kChannels, whole>(call, window, cached.end, length, to);
+      depthwise_transpose<E, kChannels, whole>(call, window, cached.end, length, to);
     }
     cached.end += unit;
     cached.begin = most(cached.begin, cached.end - window.size);
@@ -217,7 +215,7 @@ void depthwise_rows(const Product& call, const DepthwiseSpans<E>& spans, const W
   for (; row < last; ++row) {
     const Span span = spans.of(row);
     if (copied && span.length() > 0) {
-      depthwise_fill<E, samples, vectors, whole>(call, spans, window, span, cached);
+      depthwise_fill<E, vectors, whole>(call, spans, window, span, cached);
     }
     depthwise_tile<E, samples, vectors, whole, copied>(call, window, row, span.begin);
   }

@@ -9,8 +9,8 @@
 //
 // An item is one row of `to` for one part of the batch. The thread that has it computes one panel after the other: for
 // each group, as many channels as a tile is wide. A panel takes its entries strip by strip, packs the factors where
-// they cannot be read in place, and adds their product to its sums by tiles (tile.h), which prefetch the blocks of the
-// next strip.
+// they cannot be read in place, and adds their product to its sums by tiles (tile.h), which prefetch the transposed
+// blocks of the next strip.
 #include <cstring>
 
 #include "block_sparse/kernels.h"
@@ -187,19 +187,19 @@ class ProductPanel {
     }
   }
 
-  // Return the parts of the blocks that the next strip reads.
+  // Return the parts of the transposed blocks that the next strip reads; others are read in order, which the processor
+  // foresees.
   Ahead ahead_of(const Strip& strip) const {
-    const bool transposed = call_.blocks;
-    const int64_t entry = strip.next_entry;
     Ahead ahead{};
-    ahead.entries = least(strip.runs, pieces(call_.first[call_.rows] - entry, strip.pixels));
+    if (!call_.blocks) return ahead;
+    ahead.entries = least(strip.runs, call_.first[call_.rows] - strip.next_entry);
     if (ahead.entries <= 0) return ahead;
-    ahead.blocks = transposed ? call_.blocks + entry : nullptr;
-    ahead.data = reinterpret_cast<const char*>(part(transposed ? 0 : entry, strip.next_step, column_));
-    ahead.block_bytes = strip.pixels * call_.groups * block_ * sizeof(Storage);
-    ahead.row_bytes = (transposed ? call_.depth : call_.width) * sizeof(Storage);
-    ahead.rows = transposed ? columns_ : strip.depth;
-    ahead.lines = pieces((transposed ? strip.depth : columns_) * sizeof(Storage), kLine);
+    ahead.blocks = call_.blocks + strip.next_entry;
+    ahead.data = reinterpret_cast<const char*>(part(0, strip.next_step, column_));
+    ahead.block_bytes = call_.groups * block_ * sizeof(Storage);
+    ahead.row_bytes = call_.depth * sizeof(Storage);
+    ahead.rows = columns_;
+    ahead.lines = pieces(strip.depth * sizeof(Storage), kLine);
     const int64_t times = strip.runs * pieces(strip.steps, kAheadSteps) * pieces(rows_, kRows);
     ahead.per_step = least(pieces(ahead.entries * ahead.rows, times), kMostRowsAhead);
     return ahead;

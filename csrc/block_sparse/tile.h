@@ -26,14 +26,14 @@ constexpr int64_t kAheadSteps = 16;  // steps between two prefetches: a cache li
 struct Ahead {
   const char* data;
   int64_t block_bytes, row_bytes, lines;  // cache lines per row
-  const int64_t* blocks;                  // null: blocks are consecutive
+  const int64_t* blocks;                  // [entries], their indices
   int64_t entries, rows;
   int64_t per_step;  // rows to prefetch every kAheadSteps steps
   int64_t entry = 0, row = 0;
 
   LOCO_HD void advance() {
     for (int64_t k = 0; k < per_step && entry < entries; ++k) {
-      const char* at = data + (blocks ? blocks[entry] : entry) * block_bytes + row * row_bytes;
+      const char* at = data + blocks[entry] * block_bytes + row * row_bytes;
       for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(at + line * kLine, 0, 2);
       if (++row == rows) row = 0, ++entry;
     }

@@ -24,6 +24,19 @@ struct Nest {
   Axis axes[kMaxAxes];  // fastest first
 
   bool flat() const { return count == 0 || (count == 1 && axes[0].stride == 1); }
+
+  // Returns the number of elements.
+  int64_t length() const {
+    int64_t product = 1;
+    for (int a = 0; a < count; ++a) product *= axes[a].size;
+    return product;
+  }
+
+  bool operator==(const Nest& other) const {
+    return count == other.count && std::equal(axes, axes + count, other.axes, [](const Axis& x, const Axis& y) {
+             return x.size == y.size && x.stride == y.stride;
+           });
+  }
 };
 
 // Writes the dimensions with more than one element to `order`, fastest in memory first, and returns their number.

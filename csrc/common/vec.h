@@ -77,13 +77,11 @@ struct PlainSquare {
   // Write to[b * to_row + a] = from[a][b], where rows of `from` are row_bytes apart.
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    columns<kSize>(from, row_bytes, to, to_row);
-  }
-
-  // The same for the first four columns.
-  template <typename Word>
-  static LOCO_HD void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    columns<4>(from, row_bytes, to, to_row);
+    for (int64_t a = 0; a < kSize; ++a) {
+      Word row[kSize];
+      std::memcpy(row, from + a * row_bytes, sizeof row);
+      LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[b * to_row + a] = row[b];
+    }
   }
 
   // Write column b of the first `rows` rows to to + places[b]. All rows may be read.
@@ -94,16 +92,6 @@ struct PlainSquare {
       Word row[kSize];
       std::memcpy(row, from + a * row_bytes, sizeof row);
       LOCO_UNROLL for (int64_t b = 0; b < kSize; ++b) to[places[b] + a] = row[b];
-    }
-  }
-
- private:
-  template <int64_t count, typename Word>
-  static LOCO_HD void columns(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    for (int64_t a = 0; a < kSize; ++a) {
-      Word row[count];
-      std::memcpy(row, from + a * row_bytes, sizeof row);
-      LOCO_UNROLL for (int64_t b = 0; b < count; ++b) to[b * to_row + a] = row[b];
     }
   }
 };
@@ -117,14 +105,10 @@ struct WordSquare {
   template <typename Word>
   static void transpose(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
     LOCO_UNROLL for (int64_t first = 0; first < kSize; first += 4) {
-      transpose_four(from + first * 4, row_bytes, to + first * to_row, to_row);
+      four_columns(from + first * 4, row_bytes, [&](int64_t column, __m512 words) LOCO_INLINE {
+        _mm512_storeu_ps(to + (first + column) * to_row, words);
+      });
     }
-  }
-
-  template <typename Word>
-  static LOCO_HD void transpose_four(const char* from, int64_t row_bytes, Word* to, int64_t to_row) {
-    four_columns(from, row_bytes,
-                 [&](int64_t column, __m512 words) LOCO_INLINE { _mm512_storeu_ps(to + column * to_row, words); });
   }
 
   static void transpose_some(const char* from, int64_t row_bytes, int64_t rows, float* to, const int64_t* places) {

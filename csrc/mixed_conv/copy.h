@@ -92,9 +92,6 @@ struct Weave {
     to += span.first * images;
     if (images == 1 && step == 1) return copy_side_by_side(from, count, to);
     int64_t i = 0;
-    if (images == 1 && step == 2) {
-      for (; i + kSide <= count; i += kSide) store_four(load_four(from + 2 * i, 2), to + i);
-    }
     for (; i + kSide <= count; i += kSide) four_columns(from + i * step, to + i * images);
     for (; i < count; ++i) {
       for (int64_t n = 0; n < images; ++n) to[i * images + n] = image(from, n)[i * step];
@@ -124,7 +121,6 @@ struct Weave {
 template <typename L>
 struct Transpose {
   using T = typename L::Word;
-  static constexpr int64_t kSquare = L::Square::kSize;
   const Span& span;
   int64_t images, present, batch_stride, column_stride, channels, plane;
 
@@ -133,32 +129,16 @@ struct Transpose {
     from += span.shift * column_stride;
     int64_t place = span.first * images;
     const int64_t past = span.past * images;
-    for (; images == 1 && place + kSquare <= past; place += kSquare) square(from, place, to);
-    for (; place + kSide <= past; place += kSide) four_pixels(from, place, 0, to);
+    for (; place + kSide <= past; place += kSide) four_pixels(from, place, to);
     for (; place < past; ++place) spread(pixel(from, place), 1, channels, to + place, plane);
   }
 
-  // Copy as many pixels of one image as a square has, all channels.
-  LOCO_HD void square(const T* from, int64_t place, T* to) const {
-    const int64_t row_bytes = span.step * column_stride * static_cast<int64_t>(sizeof(T));
-    int64_t channel = 0;
-    for (; channel + kSquare <= channels; channel += kSquare) {
-      const auto* corner = reinterpret_cast<const char*>(pixel(from, place) + channel);
-      L::Square::transpose(corner, row_bytes, to + channel * plane + place, plane);
-    }
-    for (; channel + kSide <= channels; channel += kSide) {
-      const auto* corner = reinterpret_cast<const char*>(pixel(from, place) + channel);
-      L::Square::transpose_four(corner, row_bytes, to + channel * plane + place, plane);
-    }
-    for (int64_t four = place; channel < channels && four < place + kSquare; four += kSide)
-      four_pixels(from, four, channel, to);
-  }
-
-  // Copy four pixels, all channels from `channel` on.
-  LOCO_HD void four_pixels(const T* from, int64_t place, int64_t channel, T* to) const {
+  // Copy four pixels, all channels.
+  LOCO_HD void four_pixels(const T* from, int64_t place, T* to) const {
     const T* pixels[kSide];
     for (int i = 0; i < kSide; ++i) pixels[i] = pixel(from, place + i);
-    T* lanes = to + channel * plane + place;
+    T* lanes = to + place;
+    int64_t channel = 0;
     for (; channel + kSide <= channels; channel += kSide) {
       Four<T> rows[kSide], columns[kSide];
       for (int i = 0; i < kSide; ++i) rows[i] = load_four(pixels[i] + channel);

@@ -21,25 +21,6 @@ struct Block {
   int64_t phase;   // the first element's index into the table
   T uniform;       // decay coefficient of all elements if table is null
   T* metric;       // output, Adam's denominators; null: not needed
-
-  // Advances by `count` elements. The metric stays where it is and is overwritten.
-  void advance() {
-    T* const same = metric;
-    *this = part(count, count);
-    metric = same;
-  }
-
-  // Returns the sub-block of `length` elements from `begin` on.
-  Block part(int64_t begin, int64_t length) const {
-    Block result = *this;
-    result.count = length;
-    result.w += begin;
-    result.g += begin;
-    for (T*& s : result.state) s = s ? s + begin : nullptr;
-    if (metric) result.metric += begin;
-    if (table) result.phase = (phase + begin) % period;
-    return result;
-  }
 };
 
 // The loops over elements of type T.

@@ -115,7 +115,7 @@ class Step {
     const Nest part = repeating_part(*t.map_nest);
     if (part.count == 0) {
       job.uniform = c.at(*t.map);
-    } else if (length(part) > kTable) {
+    } else if (part.length() > kTable) {
       job.fill = true;
     } else if (t.w.dtype == DType::f64) {
       set_table(job, doubles_.find_or_make(t.map, part, t.group, c));
@@ -152,16 +152,6 @@ class Step {
     Memory metric;
     filter_job.metric = Rule::has_metric ? metric.of<T>(numel) : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
-    if (!is_staged<T>(job)) {
-      filter_job.origin = begin;
-      Block<T> block = direct_block<T>(filter_job, begin, numel);
-      const auto scalars = Rule::template as<T>(job.scalars);
-      const bool summing = shrinkage.can_sum(block, job.flags, scalars);
-      for (int64_t at = begin; at < end; at += numel, block.advance()) {
-        shrinkage.step(block, job.flags, scalars, summing);
-      }
-      return;
-    }
     for (int64_t at = begin; at < end; at += numel) {
       filter_job.origin = at;
       T* const w = fetch(t.w, at, numel, values);

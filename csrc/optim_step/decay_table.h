@@ -25,13 +25,6 @@ inline Nest repeating_part(const Nest& nest) {
   return part;
 }
 
-// Returns the number of elements of a nest.
-inline int64_t length(const Nest& nest) {
-  int64_t product = 1;
-  for (int a = 0; a < nest.count; ++a) product *= nest.axes[a].size;
-  return product;
-}
-
 // Writes the decay coefficients of elements begin .. begin + count - 1 to `out`, [count].
 template <typename T>
 void fill_coefficients(const double* map, const Nest& nest, const Coefficients& c, int64_t begin, int64_t count,
@@ -53,9 +46,9 @@ class DecayTables {
   // kTable elements. The reference stays valid as long as this object.
   const std::vector<T>& find_or_make(const double* map, const Nest& part, int64_t group, const Coefficients& c) {
     for (const Table& table : tables_) {
-      if (table.map == map && table.group == group && same(table.part, part)) return table.values;
+      if (table.map == map && table.group == group && table.part == part) return table.values;
     }
-    const int64_t period = length(part);
+    const int64_t period = part.length();
     const int64_t unit = period * kVector <= kTable ? period * kVector : period;
     std::vector<T> values(kTable / unit * unit);
     fill_coefficients(map, part, c, 0, period, values.data());
@@ -71,12 +64,6 @@ class DecayTables {
     Nest part;
     std::vector<T> values;
   };
-
-  static bool same(const Nest& a, const Nest& b) {
-    return a.count == b.count && std::equal(a.axes, a.axes + a.count, b.axes, [](const Axis& x, const Axis& y) {
-             return x.size == y.size && x.stride == y.stride;
-           });
-  }
 
   std::deque<Table> tables_;
 };

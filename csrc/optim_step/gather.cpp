@@ -1,7 +1,7 @@
 // Reads and checks every tensor of a step, then checks that no memory that is written overlaps any other.
 #include "optim_step/gather.h"
 
-#include "common/registry.h"
+#include <algorithm>
 
 namespace loco::optim_step {
 namespace {
@@ -26,17 +26,29 @@ int state_count(const StepArgs& args) {
   return static_cast<int>(count);
 }
 
-// Prefetches what view_of will read. These loops are so short that the processor waits for the cache lines of many
-// tensors at a time, whereas the loops that check the tensors one by one would wait for each.
-void bring_near(const Tensors& tensors) {
-  for (AtenTensorHandle tensor : tensors) __builtin_prefetch(tensor);
-  for (AtenTensorHandle tensor : tensors) {
-    void* data;
-    int64_t* strides;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
-    __builtin_prefetch(strides);
+// Returns a penalty of StepArgs::penalties.
+ring_prox::Penalty penalty_of(TensorRef tensor, size_t index) {
+  const View view = view_of(tensor, "penalties", index);
+  const auto* const values = static_cast<const double*>(view.data);
+  const bool dense = view.dtype == DType::f64 && view.ndim == 1 && view.numel > 0 && view.strides[0] == 1;
+  const int64_t taps = dense && values[0] >= 1 && values[0] < view.numel ? static_cast<int64_t>(values[0]) : 0;
+  const int64_t rings = (view.numel - 1 - taps) / 2;
+  STD_TORCH_CHECK(taps > 0 && rings >= 1 && rings <= ring_prox::kMaxRings && 1 + taps + 2 * rings == view.numel,
+                  "penalties[", index,
+                  "]: expected a contiguous float64 tensor of a number of taps, the ring of each, ",
+                  "and two thresholds for each of 1 to ", ring_prox::kMaxRings, " rings");
+  const double *const plain = values + 1 + taps, *const squared = plain + rings;
+  ring_prox::Penalty penalty;
+  for (const double* ring = values + 1; ring < plain; ++ring) {
+    STD_TORCH_CHECK(*ring >= 0 && *ring < rings, "penalties[", index, "]: expected rings from 0 to ", rings - 1,
+                    ", got ", *ring);
+    penalty.ring_of_tap.push_back(static_cast<int>(*ring));
   }
+  penalty.plain.assign(plain, squared);
+  if (std::any_of(squared, squared + rings, [](double q) { return q != 0; })) {
+    penalty.squared.assign(squared, squared + rings);
+  }
+  return penalty;
 }
 
 std::string text(const View& view) { return shape_text(view.sizes, view.ndim); }
@@ -47,15 +59,15 @@ template <class Rule>
 void Gather::read(const StepArgs& args) {
   const size_t count = args.params.size();
   place_ = count > 0 ? place_of(args.params[0]) : Place::cpu();
-  for (const Tensors* tensors : {&args.grads, &args.params, &args.states, &args.steps}) bring_near(*tensors);
   check_length("grads", args.grads.size(), count);
   check_length_unless_empty("group_index", args.group_index, count);
   check_length_unless_empty("map_index", args.map_index, count);
-  check_length_unless_empty("penalties", args.penalties, count);
+  check_length_unless_empty("penalty_index", args.penalty_index, count);
   if (args.seed) check_length("ordinals", args.ordinals.size(), count);
   const int states = state_count<Rule>(args);
   check_length_unless_empty("first", args.first, states * count);
   read_hyper(args.hyper, Rule::columns);
+  for (size_t i = 0; i < args.penalties.size(); ++i) penalties_.push_back(penalty_of(args.penalties[i], i));
   steps_.resize(count);
   leads_.resize(count);
   regions_.reserve((3 + states) * count);
@@ -100,7 +112,9 @@ void Gather::read_param(const StepArgs& args, size_t index) {
     STD_TORCH_CHECK(which >= 0 && which < maps, "map_index[", index, "]: expected -1 to ", maps - 1, ", got ", which);
     read_map(args.maps[which], index, which);
   }
-  if (!args.penalties.empty() && args.penalties[index] != 0) read_penalty(args.penalties, index);
+  if (const int64_t which = args.penalty_index.empty() ? -1 : args.penalty_index[index]; which != -1) {
+    read_penalty(index, which);
+  }
   step.first = !args.first.empty() && args.first[index] != 0;
   if (!args.seed) return;
   step.ordinal = static_cast<uint32_t>(args.ordinals[index]);
@@ -130,17 +144,16 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
 
 // Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
 // supports.
-void Gather::read_penalty(const Ints& penalties, size_t index) {
-  const auto registered =
-      std::dynamic_pointer_cast<const ring_prox::RegisteredPenalty>(find_registered(penalties[index]));
-  STD_TORCH_CHECK(registered, "penalties[", index, "]: expected 0 or a number from ring_penalty_register, got ",
-                  penalties[index]);
-  const ring_prox::Penalty& penalty = registered->penalty;
+void Gather::read_penalty(size_t index, int64_t which) {
+  const auto penalties = static_cast<int64_t>(penalties_.size());
+  STD_TORCH_CHECK(which >= 0 && which < penalties, "penalty_index[", index, "]: expected -1 to ", penalties - 1,
+                  ", got ", which);
+  const ring_prox::Penalty& penalty = penalties_[which];
   const Lead& lead = leads_[index];
   const View& view = lead.view;
   int64_t taps = 1;
   for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
-  STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", index, "]: expected params[", index,
+  STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", which, "]: expected params[", index,
                   "] to have kernels of ", penalty.taps(), " taps, got shape ", text(view));
   TensorStep& step = steps_[index];
   if (step.numel == 0) return;
@@ -161,7 +174,6 @@ void Gather::read_penalty(const Ints& penalties, size_t index) {
   step.penalty = &penalty;
   step.kernels = view.sizes[0];
   step.channels_fastest = !contiguous;
-  penalties_.push_back(registered);
 }
 
 void Gather::read_states(const Tensors& states, int count, const char* const* names) {

@@ -3,13 +3,12 @@
 
 #include <cstdint>
 #include <deque>
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include "common/overlap.h"
 #include "optim_step/step_args.h"
-#include "ring_prox/registered_penalty.h"
+#include "ring_prox/penalty.h"
 
 namespace loco::optim_step {
 
@@ -37,7 +36,7 @@ class Gather {
   void read_hyper(const Tensor& hyper, int columns);
   void read_param(const StepArgs& args, size_t index);
   void read_map(TensorRef map, size_t index, int64_t which);
-  void read_penalty(const Ints& penalties, size_t index);
+  void read_penalty(size_t index, int64_t which);
   void read_states(const Tensors& states, int count, const char* const* names);
   void read_steps(const Tensors& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
@@ -51,8 +50,8 @@ class Gather {
   std::vector<Lead> leads_;
   std::vector<Region> regions_;
   std::vector<std::pair<const char*, size_t>> names_;
-  std::deque<Nest> nests_;                                                      // steps_ points to these
-  std::vector<std::shared_ptr<const ring_prox::RegisteredPenalty>> penalties_;  // and to these
+  std::deque<Nest> nests_;                     // steps_ points to these
+  std::vector<ring_prox::Penalty> penalties_;  // and to these
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;
 };

@@ -11,7 +11,7 @@
 namespace loco::optim_step {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of sections and vectors, in bytes
+using ring_prox::kAlignment;  // of sections, and of vectors
 
 // Returns the number of elements before the first one at a 16-byte boundary.
 int64_t head_of(const TensorStep& t) {
@@ -68,18 +68,6 @@ MapLayout layout_of(const Nest& nest) {
   return layout;
 }
 
-int64_t length(const Nest& nest) {
-  int64_t product = 1;
-  for (int a = 0; a < nest.count; ++a) product *= nest.axes[a].size;
-  return product;
-}
-
-bool same(const Nest& a, const Nest& b) {
-  return a.count == b.count && std::equal(a.axes, a.axes + a.count, b.axes, [](const Axis& x, const Axis& y) {
-           return x.size == y.size && x.stride == y.stride;
-         });
-}
-
 ring_prox::Shape shape_of(const TensorStep& t) {
   const ring_prox::Penalty& penalty = *t.penalty;
   const int64_t channels = t.numel / t.kernels / penalty.taps();
@@ -117,18 +105,21 @@ class Builder {
 
   void write(const Hyper& hyper) {
     table_.bytes.clear();
-    table_.grads = append(s_.grads.data(), static_cast<int64_t>(s_.grads.size()));
-    table_.hyper = append(hyper.rows, hyper.groups * hyper.columns);
+    const auto append = [&](const auto& values) {
+      return ring_prox::append(table_.bytes, values.data(), static_cast<int64_t>(values.size()));
+    };
+    table_.grads = append(s_.grads);
+    table_.hyper = ring_prox::append(table_.bytes, hyper.rows, hyper.groups * hyper.columns);
     table_.has_lrs = !hyper.lrs.empty();
-    table_.lrs = append(hyper.lrs.data(), static_cast<int64_t>(hyper.lrs.size()));
-    table_.entries = append(s_.entries.data(), static_cast<int64_t>(s_.entries.size()));
-    table_.nests = append(s_.nests.data(), static_cast<int64_t>(s_.nests.size()));
-    table_.maps = append(s_.maps.data(), static_cast<int64_t>(s_.maps.size()));
-    table_.chunks = append(s_.chunks.data(), static_cast<int64_t>(s_.chunks.size()));
-    table_.proxes = append(s_.proxes.data(), static_cast<int64_t>(s_.proxes.size()));
-    table_.taps = append(s_.taps.data(), static_cast<int64_t>(s_.taps.size()));
-    table_.begins = append(s_.begins.data(), static_cast<int64_t>(s_.begins.size()));
-    table_.thresholds = append(s_.thresholds.data(), static_cast<int64_t>(s_.thresholds.size()));
+    table_.lrs = append(hyper.lrs);
+    table_.entries = append(s_.entries);
+    table_.nests = append(s_.nests);
+    table_.maps = append(s_.maps);
+    table_.chunks = append(s_.chunks);
+    table_.proxes = append(s_.proxes);
+    table_.taps = append(s_.taps);
+    table_.begins = append(s_.begins);
+    table_.thresholds = append(s_.thresholds);
     table_.entry_count = static_cast<int64_t>(s_.entries.size());
   }
 
@@ -176,7 +167,7 @@ class Builder {
     }
     if (cycle.count == 0) return;
     const bool regular = std::all_of(cycle.axes, cycle.axes + cycle.count, [](const Axis& a) { return a.stride != 0; });
-    const int64_t period = length(cycle), limit = std::numeric_limits<int32_t>::max() - 2 * kChunk;
+    const int64_t period = cycle.length(), limit = std::numeric_limits<int32_t>::max() - 2 * kChunk;
     if (regular && run < limit && period < limit) {
       e.map_kind = MapKind::cyclic;
       e.run = static_cast<uint32_t>(run);
@@ -189,10 +180,10 @@ class Builder {
 
   int64_t keep_map(const double* map, const Nest& source) {
     for (const Sections::Map& known : s_.known_maps) {
-      if (known.values == map && same(known.source, source)) return known.begin;
+      if (known.values == map && known.source == source) return known.begin;
     }
     const auto begin = static_cast<int64_t>(s_.maps.size());
-    for_runs(source, 0, length(source), [&](int64_t, int64_t offset, int64_t stride, int64_t run) {
+    for_runs(source, 0, source.length(), [&](int64_t, int64_t offset, int64_t stride, int64_t run) {
       for (int64_t i = 0; i < run; ++i) s_.maps.push_back(map[offset + i * stride]);
     });
     s_.known_maps.push_back({map, source, begin});
@@ -284,16 +275,6 @@ class Builder {
       work.kernels += of_entry.kernels;
       work.bytes = LOCO_MISTAKE(step_prox_memory) ? of_entry.bytes : std::max(work.bytes, of_entry.bytes);
     }
-  }
-
-  // Appends a section of `count` values to the bytes, padded to kAlignment, and returns its offset.
-  template <typename T>
-  int64_t append(const T* values, int64_t count) {
-    const auto begin = static_cast<int64_t>(table_.bytes.size());
-    const int64_t size = count * static_cast<int64_t>(sizeof(T));
-    table_.bytes.resize(begin + (size + kAlignment - 1) / kAlignment * kAlignment);
-    if (size > 0) std::memcpy(table_.bytes.data() + begin, values, size);
-    return begin;
   }
 
   GpuTable& table_;

@@ -3,9 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
-#include "optim_step/summing_blocks.h"
 #include "optim_step/tensor_step.h"
 #include "ring_prox/kernel.h"
 
@@ -15,11 +13,6 @@ namespace loco::optim_step {
 // and sums are [sum_count]. T: the compute dtype.
 template <class Rule, typename T>
 class Shrinkage {
-  using Flags = typename Rule::Flags;
-  using Scalars = typename Rule::template Scalars<T>;
-  // Sums are computed during the update only where that saves 10 % of a step: SGD's need no metric and are cheap.
-  static constexpr bool kSums = Rule::has_metric && std::is_same_v<T, float>;
-
  public:
   Shrinkage(const TensorStep& tensor, const double* row, double lr)
       : penalty_(*tensor.penalty), solver_(shape(tensor)) {
@@ -31,40 +24,11 @@ class Shrinkage {
   }
 
   // Shrinks a filter that has been updated. metric: null if the rule has none.
-  void apply(T* w, const T* metric) { solver_.prox(w, metric, thresholds(), false, w); }
-
-  // Updates a filter, then shrinks it. summing: the result of can_sum for the first of a sequence of blocks, each
-  // `count` elements after the last.
-  void step(const Block<T>& kernel, const Flags& flags, const Scalars& scalars, bool summing) {
-    if (!summing) {
-      update(kernel, flags, scalars);
-      return apply(kernel.w, kernel.metric);
-    }
-    update_summing(kernel, flags, scalars);
-    solver_.prox_of_summed(kernel.w, kernel.metric, thresholds(), kernel.w);
-  }
-
-  // Returns whether the filter's sums can be computed while it is updated.
-  bool can_sum(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) const {
-    bool all = kSums;
-    if constexpr (kSums) {
-      for (const auto& part : solver_.parts()) all = all && sums_meanwhile(kernel, flags, scalars, part.run);
-    }
-    return all;
+  void apply(T* w, const T* metric) {
+    solver_.prox(w, metric, {plain_, penalty_.squared.empty() ? nullptr : squared_}, false, w);
   }
 
  private:
-  void update_summing(const Block<T>& kernel, const Flags& flags, const Scalars& scalars) {
-    if constexpr (kSums) {
-      ring_prox::Moments& sums = solver_.no_sums();
-      for (const auto& part : solver_.parts()) {
-        summing_kernels().update_and_sum(kernel.part(part.at, part.run.count), flags, scalars, part.run, sums);
-      }
-    }
-  }
-
-  ring_prox::Thresholds thresholds() const { return {plain_, penalty_.squared.empty() ? nullptr : squared_}; }
-
   static ring_prox::Shape shape(const TensorStep& tensor) {
     const ring_prox::Penalty& penalty = *tensor.penalty;
     const int64_t channels = tensor.numel / tensor.kernels / penalty.taps();

@@ -12,7 +12,6 @@ struct Stack {
   void take(T& argument) {
     argument = torch::stable::detail::to<T>(*next++);
   }
-  void take(Tensors& list) { list = Tensors(*next++); }
   void take(RuleId& rule) {
     const auto id = torch::stable::detail::to<int64_t>(*next++);
     STD_TORCH_CHECK(id == 0 || id == 1, "rule: expected 0 (SGD) or 1 (Adam), got ", id);
@@ -29,29 +28,13 @@ struct Stack {
 
 }  // namespace
 
-Tensors::Tensors(StableIValue list) {
-  const auto from = torch::stable::detail::to<StableListHandle>(list);
-  size_t count = 0;
-  TORCH_ERROR_CODE_CHECK(torch_list_size(from, &count));
-  handles_.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    StableIValue element;
-    TORCH_ERROR_CODE_CHECK(torch_list_get_item(from, i, &element));
-    handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(element));
-  }
-  TORCH_ERROR_CODE_CHECK(torch_delete_list(from));
-}
-
-Tensors::~Tensors() {
-  for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
-}
-
 StepArgs unpack(StableIValue* stack) {
   StepArgs a;
   Stack from{stack};
   const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
   take(a.rule, a.options, a.params, a.grads, a.states, a.steps, a.first, a.hyper, a.group_index, a.lrs, a.lr_index,
-       a.maps, a.map_index, a.penalties, a.grad_scale, a.found_inf, a.ordinals, a.seed, a.rounding_step);
+       a.maps, a.map_index, a.penalties, a.penalty_index, a.grad_scale, a.found_inf, a.ordinals, a.seed,
+       a.rounding_step);
   return a;
 }
 

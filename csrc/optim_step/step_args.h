@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "common/stable.h"
@@ -12,45 +11,25 @@
 namespace loco::optim_step {
 
 using Ints = std::vector<int64_t>;
+using Tensors = std::vector<Tensor>;
 
-// Owns the handles of a list of tensors. A vector of stable::Tensor would allocate twice as often.
-class Tensors {
- public:
-  Tensors() = default;
-  explicit Tensors(StableIValue list);
-  Tensors(Tensors&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
-  Tensors& operator=(Tensors&& other) noexcept {
-    std::swap(handles_, other.handles_);
-    return *this;
-  }
-  ~Tensors();
-
-  size_t size() const { return handles_.size(); }
-  bool empty() const { return handles_.empty(); }
-  AtenTensorHandle operator[](size_t index) const { return handles_[index]; }
-  auto begin() const { return handles_.begin(); }
-  auto end() const { return handles_.end(); }
-
- private:
-  std::vector<AtenTensorHandle> handles_;
-};
-
-// Lists have one entry per parameter unless stated otherwise. hyper and maps are on the CPU, all other tensors on the
-// device of the first parameter.
+// Lists have one entry per parameter unless stated otherwise. hyper, maps and penalties are float64 on the CPU, all
+// other tensors on the device of the first parameter.
 struct StepArgs {
   RuleId rule;
   Options options;
   Tensors params, grads;
-  Tensors states;    // [state, parameter], one state after the other: SGD 0 or 1, Adam 2, or 3 with amsgrad
-  Tensors steps;     // one element each: steps made so far; empty if the rule counts none
-  Ints first;        // 1: the momentum buffer is written without being read; empty: all are read
-  Tensor hyper;      // [groups, columns]
-  Ints group_index;  // row of hyper; empty: row 0
-  Tensors lrs;       // one element each, learning rates
-  Ints lr_index;     // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
-  Tensors maps;      // decay maps
-  Ints map_index;    // index into maps; -1: uniform decay; empty: uniform for all
-  Ints penalties;    // handles to penalties, 0: none; empty: none at all
+  Tensors states;      // [state, parameter], one state after the other: SGD 0 or 1, Adam 2, or 3 with amsgrad
+  Tensors steps;       // one element each: steps made so far; empty if the rule counts none
+  Ints first;          // 1: the momentum buffer is written without being read; empty: all are read
+  Tensor hyper;        // [groups, columns]
+  Ints group_index;    // row of hyper; empty: row 0
+  Tensors lrs;         // one element each, learning rates
+  Ints lr_index;       // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
+  Tensors maps;        // decay maps
+  Ints map_index;      // index into maps; -1: uniform decay; empty: uniform for all
+  Tensors penalties;   // each [1 + taps + 2 * rings]: the number of taps, the ring of each tap, t and q of each ring
+  Ints penalty_index;  // index into penalties; -1: none; empty: none at all
   std::optional<Tensor> grad_scale, found_inf;
   Ints ordinals;  // read only for stochastic rounding
   std::optional<int64_t> seed;

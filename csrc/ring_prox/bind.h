@@ -77,9 +77,6 @@ inline ThresholdRows read_thresholds(const Tensor& thresholds, const std::option
   return rows;
 }
 
-// Store a penalty for optimizer steps of parameters on the device of `like`, and return its handle.
-int64_t ring_penalty_register(Tensor like, Ints rings, Tensor thresholds, std::optional<Tensor> squared);
-
 // Return an uninitialised tensor [filters, rings] for norms: float64 for a float64 weight, float32 otherwise.
 inline Tensor empty_norms(const Tensor& weight, const Reader& reader) {
   const bool is_double = reader.view.dtype == DType::f64;

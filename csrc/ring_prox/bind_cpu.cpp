@@ -66,7 +66,6 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
 }  // namespace loco::ring_prox
 
 STABLE_TORCH_LIBRARY_IMPL(loco_ext, CPU, m) {
-  m.impl("ring_penalty_register", TORCH_BOX(&loco::ring_prox::ring_penalty_register));
   m.impl("ring_norms", TORCH_BOX(&loco::ring_prox::ring_norms));
   m.impl("ring_prox", TORCH_BOX(&loco::ring_prox::ring_prox));
 }

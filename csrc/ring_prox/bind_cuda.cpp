@@ -88,7 +88,6 @@ Tensor ring_prox(Tensor weight, Ints rings, Tensor thresholds, std::optional<Ten
 }  // namespace
 
 void implement_cuda(torch::stable::detail::StableLibrary& m) {
-  m.impl("ring_penalty_register", TORCH_BOX(&ring_penalty_register));
   m.impl("ring_norms", TORCH_BOX(&ring_norms));
   m.impl("ring_prox", TORCH_BOX(&ring_prox));
 }

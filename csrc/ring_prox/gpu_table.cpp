@@ -1,25 +1,10 @@
 #include "ring_prox/gpu_table.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "common/mistake.h"
 
 namespace loco::ring_prox {
-namespace {
-
-constexpr int64_t kAlignment = 16;
-
-template <typename T>
-int64_t append(std::vector<unsigned char>& bytes, const T* values, int64_t count) {
-  const auto begin = static_cast<int64_t>(bytes.size());
-  const int64_t size = count * static_cast<int64_t>(sizeof(T));
-  bytes.resize(begin + (size + kAlignment - 1) / kAlignment * kAlignment);
-  std::memcpy(bytes.data() + begin, values, size);
-  return begin;
-}
-
-}  // namespace
 
 unsigned threads_for(const Shape& shape) {
   constexpr int64_t kShare = 32;  // weights per thread

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "ring_prox/cuda.h"
@@ -13,6 +14,18 @@ namespace loco::ring_prox {
 
 constexpr unsigned kMostThreads = 256;     // per block
 constexpr int64_t kMostStaged = 40 << 10;  // bytes of weights and metrics that a block loads into shared memory
+
+constexpr int64_t kAlignment = 16;  // of a table's sections, in bytes
+
+// Append a section of `count` values to the bytes, padded to kAlignment, and return its offset.
+template <typename T>
+int64_t append(std::vector<unsigned char>& bytes, const T* values, int64_t count) {
+  const auto begin = static_cast<int64_t>(bytes.size());
+  const int64_t size = count * static_cast<int64_t>(sizeof(T));
+  bytes.resize(begin + (size + kAlignment - 1) / kAlignment * kAlignment);
+  if (size > 0) std::memcpy(bytes.data() + begin, values, size);
+  return begin;
+}
 
 // Return the number of threads per filter: the fewest warps that leave each thread few enough weights.
 unsigned threads_for(const Shape& shape);

@@ -81,14 +81,14 @@ void KernelSolver<T>::divide() {
 template <typename T>
 void KernelSolver<T>::norms(const T* u, double* norms) {
   point_to(u, nullptr);
-  const Scale scale = scaled_sums(false);
+  const Scale scale = scaled_sums();
   for (int r = 0; r < shape_.rings; ++r) norms[r] = std::sqrt(zero_.power[0][r]) / scale.weight;
 }
 
 template <typename T>
 void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out) {
   point_to(u, d);
-  if (!linf) return prox_l2(thresholds, scaled_sums(false), out);
+  if (!linf) return prox_l2(thresholds, scaled_sums(), out);
   transpose_channels();
   T* const to = transposes() ? transposed_u_.data() : out;
   double caps[kMaxRings];
@@ -97,18 +97,6 @@ void KernelSolver<T>::prox(const T* u, const T* d, const Thresholds& thresholds,
     rows<T>().clip(u_ + at, shape_.channels, static_cast<T>(caps[r] / scale_.weight), to + at);
   });
   if (transposes()) transpose(to, shape_.taps, shape_.channels, out);
-}
-
-template <typename T>
-Moments& KernelSolver<T>::no_sums() {
-  zero_.clear(shape_.rings);
-  return zero_;
-}
-
-template <typename T>
-void KernelSolver<T>::prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out) {
-  point_to(u, d);
-  prox_l2(thresholds, scaled_sums(true), out);
 }
 
 // Transpose u and d so that channels are fastest.
@@ -343,12 +331,12 @@ void KernelSolver<T>::leave_unscaled() {
   moderate_ = true;
 }
 
-// Sum over the rings, unless `summed` says that this has been done. If the sums are not within float64, sum weights and
-// metrics times powers of two instead. Return these powers.
+// Sum over the rings. If the sums are not within float64, sum weights and metrics times powers of two instead. Return
+// these powers.
 template <typename T>
-Scale KernelSolver<T>::scaled_sums(bool summed) {
+Scale KernelSolver<T>::scaled_sums() {
   leave_unscaled();
-  if (!summed) sum_up(false);
+  sum_up(false);
   if (all_safe(false)) return {};
   if (sizeof(T) == 8) bring_near_one();
   sum_up(true);

@@ -25,23 +25,18 @@ class KernelSolver {
  public:
   explicit KernelSolver(const Shape& shape);
 
+  // Write the norm of each ring of u. norms is [rings], ring 0 the outermost.
+  void norms(const T* u, double* norms);
+  // Write the minimiser that math.h describes. d may be null, and out may be u.
+  void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
+
+ private:
   // A run of weights and the index of its first weight.
   struct Part {
     int64_t at;
     Run run;
   };
 
-  // Write the norm of each ring of u. norms is [rings], ring 0 the outermost.
-  void norms(const T* u, double* norms);
-  // Write the minimiser that math.h describes. d may be null, and out may be u.
-  void prox(const T* u, const T* d, const Thresholds& thresholds, bool linf, T* out);
-  // Write the l2 prox from sums over the rings that the caller has made. For every part, it must have added to
-  // no_sums() what moments() adds without c.
-  void prox_of_summed(const T* u, const T* d, const Thresholds& thresholds, T* out);
-  Moments& no_sums();
-  const std::vector<Part>& parts() const { return parts_; }
-
- private:
   struct alignas(64) Line {
     double values[8];
   };
@@ -62,7 +57,7 @@ class KernelSolver {
   template <typename Visit>
   void for_weights(const Visit& visit) const;
   void leave_unscaled();
-  Scale scaled_sums(bool summed);
+  Scale scaled_sums();
   bool all_safe(bool zeros) const;
   void sum_up(bool wide);
   int first_alive(const double* t);

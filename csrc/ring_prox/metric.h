@@ -200,33 +200,6 @@ class MetricModel {
   double pole_[kMaxRings], moving_[kMaxRings];
 };
 
-// Write c of every ring from `first` on by fixed-point iteration, for the usual case that c hardly changes ||x||: first
-// from the norms of u, then from the norms of what c leaves of u. The first repetition changes c by some fraction, and
-// each further one reduces the error by about that factor, until it is `allowed`. Return that fraction, or 1 if the
-// iteration does not converge so or there is nothing to solve.
-inline double iterate(const MetricModel& model, const double* norms, const double* t, int first, int rings,
-                      double allowed, double* coefficients) {
-  double left[kMaxRings], part = 1, most = kInfinity;
-  std::copy(norms + first, norms + rings, left + first);
-  for (int i = 0;; ++i) {
-    double c = 0, change = 0;
-    for (int r = rings - 1; r >= first; --r) {
-      c += t[r] == 0 ? 0 : t[r] / left[r];
-      const double rise = i > 0 && c != 0 ? c / coefficients[r] - 1 : 0;
-      change = rise <= change ? change : rise;  // propagates NaN
-      coefficients[r] = c;
-    }
-    if (i == 0 && !(c > 0 && c < kInfinity)) return 1;
-    if (!(change <= most)) return 1;
-    if (i == 1) part = change;
-    if (i > 0) most = change / 2;
-    if (i == 1 && !(part * part * part * part < allowed)) return 1;
-    if (i > 0 && change * part <= allowed) return part;
-    double squares = 0;
-    for (int r = first; r < rings; ++r) left[r] = std::sqrt(squares += model(r, coefficients[r]).squares);
-  }
-}
-
 // Return whether the sums of rings from `first` on are far from where squares of T vanish or overflow.
 template <typename T>
 bool are_safe(const double* sums, int first, int rings) {
@@ -262,9 +235,7 @@ void solve_by_models(const Moments& zero, const Sum& sum, const double* norms, c
   if (!from_zero) sum_up();
   for (int i = 0; i < kMostModels; ++i) {
     const MetricModel model(i == 0 && from_zero ? zero : moments, c0, first, rings, wide ? 1e-9 : 3e-5);
-    const double part = iterate(model, norms, t, first, rings, kAllowed, coefficients);
-    const double derivative =
-        part < 1 ? 1 - part : solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
+    const double derivative = solve_metric(model, norms, t, first, rings, coefficients, derivatives, c0[first]);
     double error = 0, least = kInfinity;
     for (int r = first; r < rings; ++r) {
       const double c = coefficients[r], of_ring = model.error(r, c, wide ? 0 : kRoughly);

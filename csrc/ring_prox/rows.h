@@ -10,9 +10,8 @@
 
 namespace loco::ring_prox {
 
-constexpr int kLanes = 16;        // partial sums per sum
-constexpr int kMostRingSums = 3;  // rings whose sums registers can hold (ring_sums.h)
-constexpr int kLaneSums = 5;      // sums computed in one pass, at most
+constexpr int kLanes = 16;    // partial sums per sum
+constexpr int kLaneSums = 5;  // sums computed in one pass, at most
 
 // Contiguous weights and the ring of each: weight i belongs to ring_of_lane[i % period], or all weights belong to one
 // ring.

@@ -1,6 +1,6 @@
 """The pairs of an output and an input pixel for which a layer between convolution and full connection has blocks.
 
-Patterns are built on the host, by the compiled library if there is one; they consist of index tensors, without values.
+Patterns are built on the host; they consist of index tensors, without values.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from loco_ext.argument_checks import check_count
+from loco_ext.geometry import pattern_indices
 from loco_ext.geometry.conv import LARGEST_COUNT, ConvGeometry, Ints, Padding
 from loco_ext.geometry.pattern_checks import check_indices, check_rows
-
-try:
-    from loco_ext import _C as host
-except ImportError:
-    from loco_ext.geometry import pattern_fallback as host  # type: ignore[no-redef]
 
 
 class Transposed(NamedTuple):
@@ -149,7 +145,7 @@ class BlockPattern:
             ([0, 2, 5, 8, 10], [0, 1, 0, 1, 2, 1, 2, 3, 2, 3])
         """
         conv = ConvGeometry(input_size, kernel_size, stride, padding, dilation, padding_mode)
-        return cls._of(host.conv_pattern(*_three_axes(conv)), conv.n_in, conv)
+        return cls._of(pattern_indices.conv_pattern(*_three_axes(conv)), conv.n_in, conv)
 
     @classmethod
     def full(cls, n_out: int, n_in: int, conv: ConvGeometry | None = None) -> BlockPattern:
@@ -232,7 +228,7 @@ class BlockPattern:
             raise TypeError(f"other: expected a BlockPattern, got {type(other).__name__}")
         if (other.n_out, other.n_in) != (self.n_out, self.n_in):
             raise ValueError(f"other: expected n_out={self.n_out} and n_in={self.n_in}, as this pattern, got {other}")
-        united = self._of(host.unite(*self._arrays, *other._arrays), self.n_in, self.conv)
+        united = self._of(pattern_indices.unite(*self._arrays, *other._arrays), self.n_in, self.conv)
         return united, self._places_in(united), other._places_in(united)
 
     def grow(self, radius: int) -> tuple[BlockPattern, Tensor]:
@@ -268,7 +264,7 @@ class BlockPattern:
         for axis, size in enumerate(conv.input_size):
             seeds = (seeds[:, None] * size + conv.nearest_pixels(axis)).reshape(-1)
         _, image = _three_axes(conv)
-        grown = host.grow(*self._arrays, image, min(radius, max(image)), conv.wraps, seeds)
+        grown = pattern_indices.grow(*self._arrays, image, min(radius, max(image)), conv.wraps, seeds)
         pattern = self._of(grown, self.n_in, conv)
         return pattern, self._places_in(pattern)
 
@@ -313,7 +309,7 @@ class BlockPattern:
             [[0, 1, 2, 3, 4, 5, 6], [1, 2, 0, 1, 2, 0, 1], [0, 0, 1, 1, 1, 2, 2]]
         """
         tables = _three_axes(self._need_conv("taps"))
-        return ConvTaps(*map(torch.from_numpy, host.conv_taps(*tables, *self._arrays)))
+        return ConvTaps(*map(torch.from_numpy, pattern_indices.conv_taps(*tables, *self._arrays)))
 
     def local_mask(self) -> Tensor:
         """Return whether each block lies in the receptive field of ``conv``: bool ``[nnz]``.
@@ -359,19 +355,19 @@ class BlockPattern:
     def _transposed(self) -> Transposed:
         if self._home is not self:
             return Transposed(*(indices.to(self.crow_indices.device) for indices in self._home._transposed))
-        return Transposed(*map(torch.from_numpy, host.transpose(*self._arrays, self.n_in)))
+        return Transposed(*map(torch.from_numpy, pattern_indices.transpose(*self._arrays, self.n_in)))
 
     @property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         # Checked again, as anyone who has the tensors can write to them.
         indices = self._home.crow_indices, self._home.col_indices
         crow, col = (x.numpy() for x in indices)
-        if not host.are_valid(crow, col, self.n_in):
+        if not pattern_indices.are_valid(crow, col, self.n_in):
             check_rows(*indices, self.n_in)
         return crow, col
 
     def _places_in(self, whole: BlockPattern) -> Tensor:
-        return torch.from_numpy(host.locate(*self._arrays, *whole._arrays))
+        return torch.from_numpy(pattern_indices.locate(*self._arrays, *whole._arrays))
 
     def _need_conv(self, name: str) -> ConvGeometry:
         if self.conv is None:

@@ -21,7 +21,7 @@ from torch.amp import is_autocast_available
 
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends, transforms
-from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.checks import check_memory
 from loco_ext.reference import block_sparse as _reference
 
 # Called once in a backward pass with an iterator over parts of the gradient of values: (blocks, gradient of
@@ -169,6 +169,15 @@ def _save_for_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)  # a product with a tangent of zeros takes as long as any other
 
 
+def _tangents(ctx: Any, function: Any, tangents: tuple[Tensor | None, ...], *options: Any) -> list[Tensor]:
+    """Return the terms of a product's derivative along the tangents of its first two arguments, None for zeros."""
+    first, second, *pattern = ctx.saved_tensors
+    pairs = (tangents[0], second), (first, tangents[1])
+    return [
+        _differentiable(function, *pair, *options, *pattern) for pair in pairs if all(each is not None for each in pair)
+    ]
+
+
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def compute(x: Tensor, values: Tensor, bias: Tensor | None, _: _Consumer | None, *pattern: Tensor) -> Tensor:
@@ -203,16 +212,10 @@ class _TransformableMatmul(_Matmul):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        x, values, *pattern = ctx.saved_tensors
-        dx, dvalues, dbias = tangents[:3]
-        terms = []
-        if dx is not None:
-            terms.append(_differentiable(_Matmul, dx, values, None, None, *pattern))
-        if dvalues is not None:
-            terms.append(_differentiable(_Matmul, x, dvalues, None, None, *pattern))
+        terms, dbias = _tangents(ctx, _Matmul, tangents, None, None), tangents[2]
         if dbias is not None:
-            terms.append(dbias.expand(x.shape[0], -1, -1))
-        return _sum(terms)
+            terms.append(dbias.expand(ctx.saved_tensors[0].shape[0], -1, -1))
+        return reduce(torch.add, terms)
 
     @staticmethod
     def vmap(
@@ -262,14 +265,7 @@ class _TransformableInputGradient(_InputGradient):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        grad, values, *pattern = ctx.saved_tensors
-        dgrad, dvalues = tangents[:2]
-        terms = []
-        if dgrad is not None:
-            terms.append(_differentiable(_InputGradient, dgrad, values, *pattern))
-        if dvalues is not None:
-            terms.append(_differentiable(_InputGradient, grad, dvalues, *pattern))
-        return _sum(terms)
+        return reduce(torch.add, _tangents(ctx, _InputGradient, tangents))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], grad: Tensor, values: Tensor, *pattern: Tensor) -> tuple[Tensor, int]:
@@ -310,15 +306,7 @@ class _TransformableValueGradient(_ValueGradient):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        x, grad, *pattern = ctx.saved_tensors
-        (groups,) = ctx.other
-        dx, dgrad = tangents[:2]
-        terms = []
-        if dx is not None:
-            terms.append(_differentiable(_ValueGradient, dx, grad, groups, *pattern))
-        if dgrad is not None:
-            terms.append(_differentiable(_ValueGradient, x, dgrad, groups, *pattern))
-        return _sum(terms)
+        return reduce(torch.add, _tangents(ctx, _ValueGradient, tangents, *ctx.other))
 
     @staticmethod
     def vmap(
@@ -355,10 +343,6 @@ def _one_by_one(
         for argument, dim in zip(arguments, in_dims, strict=True)
     ]
     return torch.stack([function(*part) for part in zip(*parts, strict=True)]), 0
-
-
-def _sum(terms: list[Tensor]) -> Tensor:
-    return reduce(torch.add, terms)
 
 
 def _run(name: str, activations: Tensor, *arguments: Any) -> Tensor:
@@ -446,10 +430,7 @@ def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = N
     """Return the sizes of a tensor after checking it; it must have as many dimensions as ``shape`` lists."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
+    check_memory(name, tensor)
     if like is not None and tensor.dtype != like.dtype:
         raise TypeError(f"{name}: expected {like.dtype} as x, got {tensor.dtype}")
     if like is not None and tensor.device != like.device:

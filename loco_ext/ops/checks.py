@@ -15,6 +15,14 @@ from loco_ext.ops.step_args import StepArgs
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the tensor is dense and of one of the dtypes that the kernels know."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
+
+
 def check_step(args: StepArgs, by_kernels: bool = True) -> None:
     """Raise TypeError or ValueError if the step cannot be made.
 
@@ -79,10 +87,7 @@ def _check_tensor(name: str, tensor: Tensor, param: Tensor, device: torch.device
         raise TypeError(f"{name}: expected a tensor, got {tensor!r}")
     if tensor.is_neg() or tensor._is_zerotensor():
         raise TypeError(f"{name}: expected a tensor of its own memory, got a lazily negated or a zero tensor: clone it")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
+    check_memory(name, tensor)
     if tensor.device != device:
         raise TypeError(f"{name}: expected device {device} as params[0], got {tensor.device}")
     if tensor.shape != param.shape:

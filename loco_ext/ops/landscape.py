@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.checks import check_memory
 from loco_ext.reference import landscape as _reference
 
 _FAMILY = "landscape"
@@ -100,10 +100,7 @@ def landscape(
 def _check_gradients(g: Any) -> None:
     if not isinstance(g, Tensor):
         raise TypeError(f"g: expected a tensor, got {type(g).__name__}")
-    if g.layout != torch.strided:
-        raise TypeError(f"g: expected a dense tensor, got layout {g.layout}")
-    if g.dtype not in DTYPES:
-        raise TypeError(f"g: expected float32, float64, bfloat16 or float16, got {g.dtype}")
+    check_memory("g", g)
     if g.dim() != 4 or g.shape[1:].numel() == 0:
         raise ValueError(f"g: expected shape (M, C, H, W) with at least one pixel, got {tuple(g.shape)}")
 

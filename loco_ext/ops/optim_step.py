@@ -202,6 +202,9 @@ def run_step(args: StepArgs) -> None:
 
 def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     """Run a step with penalties: compiled kernels end it with the prox of some; that of all others follows it."""
+    if isinstance(args.params[0], FakeTensor):  # there are no values to shrink
+        _run_kernels(chosen, replace(args, penalties=()), args)
+        return
     native = chosen == "native"
     within = [
         p if native and applied_by_kernels(w, p) else None for w, p in zip(args.params, args.penalties, strict=False)
@@ -209,9 +212,6 @@ def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     after = [None if inside is not None else p for p, inside in zip(args.penalties, within, strict=False)]
     if not any(penalty is not None for penalty in after) and len(args.penalties) == len(args.params):
         _run_kernels(chosen, args, args)
-        return
-    if isinstance(args.params[0], FakeTensor):  # there are no values to shrink
-        _run_kernels(chosen, replace(args, penalties=()), args)
         return
     check_step(args)
     found_inf = args.found_inf
@@ -230,9 +230,7 @@ def _run_kernels(chosen: str, args: StepArgs, given: StepArgs) -> None:
         if chosen == "triton":
             importlib.import_module("loco_ext.triton_kernels.optim_step").optim_step(args)
         else:
-            pairs = zip(args.params, args.penalties, strict=False)
-            handles = [p.number_for(w) if isinstance(p, StepPenalty) else 0 for w, p in pairs]
-            backends.operators().optim_step(*args.for_operator(handles))
+            backends.operators().optim_step(*args.for_operator())
     except RuntimeError:
         # The compiled checks refused before anything was written; raise a typed error instead if there is one.
         check_step(given)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
+import torch
 from torch import Tensor
-
-from loco_ext.ops import backends
 
 MOST_RINGS = 64  # most rings of a filter that the compiled libraries support
 
@@ -53,21 +51,10 @@ class StepPenalty:
         self.squared = None if squared is None else squared.contiguous()
         self.linf = linf
         self.joint = joint and squared is not None
-        self._numbers: dict[ModuleType | None, int] = {}
-
-    def number_for(self, param: Tensor) -> int:
-        """Return the handle of this penalty in the compiled library for the parameter's device.
-
-        The library keeps the penalty until this object is deleted.
-        """
-        library = backends.cuda_library if param.is_cuda else backends.library
-        if library not in self._numbers:
-            hold = backends.operators().ring_penalty_register
-            number = hold(param, self.rings, self.thresholds, self.squared)
-            if number == 0:  # fake tensors, which are never stepped
-                return 0
-            self._numbers[library] = number
-        return self._numbers[library]
+        zeros = torch.zeros_like(self.thresholds)
+        numbers = torch.tensor([len(self.rings), *self.rings], dtype=torch.float64, device="cpu")
+        # As the kernels take it: the number of taps, the ring of each tap, t and q of each ring.
+        self.table = torch.cat([numbers, self.thresholds, zeros if self.squared is None else self.squared])
 
     @property
     def of_layer(self) -> bool:
@@ -77,11 +64,6 @@ class StepPenalty:
     def scaled(self, step: float) -> tuple[Tensor, Tensor | None]:
         """Return thresholds and squared for a step of this size, as :func:`loco_ext.ops.ring_prox` takes them."""
         return step * self.thresholds, None if self.squared is None else step**0.5 * self.squared
-
-    def __del__(self) -> None:
-        for library, number in getattr(self, "_numbers", {}).items():
-            if library:
-                library.release(number)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import backends, transforms
-from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.checks import check_memory
 from loco_ext.ops.joint import group_norms_by, shared_factor
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.reference import ring_prox as _reference
@@ -212,10 +212,7 @@ def _run(name: str, weight: Tensor, *arguments: Any) -> Tensor:
 
 
 def _check_weight(name: str, weight: Tensor) -> None:
-    if weight.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {weight.layout}")
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
+    check_memory(name, weight)
     if weight.dim() < 2 or weight.shape[1:].numel() == 0:
         raise ValueError(
             f"{name}: expected shape (C_out, channels, *taps) with at least one weight a kernel, "
@@ -276,7 +273,3 @@ if backends.library is not None:
     ) -> Tensor:
         backends.check_one_device(weight=weight, metric=metric)
         return torch.empty_like(weight)
-
-    @torch.library.register_fake("loco_ext::ring_penalty_register")
-    def _(like: Tensor, rings: Sequence[int], thresholds: Tensor, squared: Tensor | None) -> int:
-        return 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from loco_ext.ops.penalties import OfStep
+from loco_ext.ops.penalties import OfStep, StepPenalty
 
 
 class Rule(NamedTuple):
@@ -93,11 +93,15 @@ class StepArgs:
         """Return the lists of tensors that the step changes."""
         return self.params, () if self.grad_scale is None else self.grads, *self.states, self.steps
 
-    def for_operator(self, penalties: Sequence[int] = ()) -> tuple[object, ...]:
-        """Return the arguments of ``torch.ops.loco_ext.optim_step``; ``penalties``: the handles that it takes."""
+    def for_operator(self) -> tuple[object, ...]:
+        """Return the arguments of ``torch.ops.loco_ext.optim_step``, which takes penalties that are a StepPenalty."""
+        tables = {id(p): p.table for p in self.penalties if isinstance(p, StepPenalty)}
+        places = {key: i for i, key in enumerate(tables)}
+        index = [places.get(id(p), -1) for p in self.penalties] if tables else ()
         states = self.states[0] if len(self.states) == 1 else [*chain.from_iterable(self.states)]
         return (
             *(self.rule.id, self.flags, self.params, self.grads, states, self.steps, self.first, self.hyper),
-            *(self.group_index, self.lrs, self.lr_index, self.maps, self.map_index, penalties),
+            *(self.group_index, self.lrs, self.lr_index, self.maps, self.map_index),
+            *([*tables.values()], index),
             *(self.grad_scale, self.found_inf, self.ordinals, self.seed, self.rounding_step),
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loco_ext.geometry.attached_pattern import pattern_of
-from loco_ext.ops.checks import DTYPES
+from loco_ext.ops.checks import check_memory
 from loco_ext.ops.ring_prox import check_metric as check_like
 
 NORMS = ("l2", "linf")
@@ -18,10 +18,7 @@ def check_convolution(name: str, weight: Tensor) -> None:
     """Raise TypeError or ValueError unless ``weight`` can be a convolution's, with at least one weight per filter."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(weight).__name__}")
-    if weight.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {weight.layout}")
-    if weight.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {weight.dtype}")
+    check_memory(name, weight)
     if pattern_of(weight) is not None:
         raise TypeError(f"{name}: expected a convolution's weight, got the blocks of a locally connected layer")
     if not 3 <= weight.dim() <= 5:

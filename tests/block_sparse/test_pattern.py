@@ -1,29 +1,20 @@
-"""Block patterns, compiled and in NumPy, against the pixels that torch's windows read, and against dense matrices."""
+"""Block patterns against the pixels that torch's windows read, and against dense matrices."""
 
 import copy
 import io
 import pickle
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from loco_ext import _C, geometry
-from loco_ext.geometry import BlockPattern, ConvGeometry, block_pattern, pattern_fallback
+from loco_ext import geometry
+from loco_ext.geometry import BlockPattern, ConvGeometry
 from tests.block_sparse.pattern_cases import MODES, dense, embedding, grown, random_case, read_pixels
 
 seeds = pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 300), marks=pytest.mark.slow)])
-
-
-@pytest.fixture(params=["compiled", "fallback"])
-def host(request, monkeypatch):
-    """Run a test with both implementations; the compiled one must be present."""
-    assert block_pattern.host is _C
-    monkeypatch.setattr(block_pattern, "host", _C if request.param == "compiled" else pattern_fallback)
 
 
 def random_pattern(generator, n_out, n_in, conv=None):
@@ -34,7 +25,7 @@ def random_pattern(generator, n_out, n_in, conv=None):
 
 
 @seeds
-def test_pairs_are_what_torch_reads(host, seeds):
+def test_pairs_are_what_torch_reads(seeds):
     for seed in seeds:
         case = random_case(random.Random(seed))
         pattern = BlockPattern.from_conv(*case.arguments)
@@ -46,7 +37,7 @@ def test_pairs_are_what_torch_reads(host, seeds):
 
 
 @seeds
-def test_taps_are_what_torch_reads(host, seeds):
+def test_taps_are_what_torch_reads(seeds):
     """Taps of the pattern, grown and pruned: every tap that reads a pixel is listed, in order, with its block."""
     for seed in seeds:
         case, generator = random_case(random.Random(seed)), torch.Generator().manual_seed(seed)
@@ -143,7 +134,7 @@ def test_projection_is_the_nearest_convolution():
 
 
 @seeds
-def test_growth_spreads_every_row(host, seeds):
+def test_growth_spreads_every_row(seeds):
     for seed in seeds:
         case, radius = random_case(random.Random(seed)), seed % 4
         pattern = BlockPattern.from_conv(*case.arguments)
@@ -158,7 +149,7 @@ def test_growth_spreads_every_row(host, seeds):
 
 
 @seeds
-def test_growth_of_pruned_patterns(host, seeds):
+def test_growth_of_pruned_patterns(seeds):
     """Any rows can grow, even empty ones, and growing twice equals growing by the sum of the radii."""
     for seed in seeds:
         case, radius = random_case(random.Random(seed)), seed % 3 + 1
@@ -174,7 +165,7 @@ def test_growth_of_pruned_patterns(host, seeds):
 
 
 @pytest.mark.parametrize("radius", [1, 2, 5])
-def test_a_grown_convolution_has_the_pattern_of_a_larger_kernel(host, radius):
+def test_a_grown_convolution_has_the_pattern_of_a_larger_kernel(radius):
     pattern, _ = BlockPattern.from_conv((9, 12), (3, 2), (2, 1), ((1, 2), 1)).grow(radius)
     pads = ((1 + radius, 2 + radius), (1 + radius, 1 + radius))
     larger = BlockPattern.from_conv((9, 12), (3 + 2 * radius, 2 + 2 * radius), (2, 1), pads)
@@ -189,7 +180,7 @@ def test_outputs_that_read_padding_alone_grow_from_the_border():
     assert places.tolist() == [4, 7, 10, 13]
 
 
-def test_union_with_dense_matrices(host):
+def test_union_with_dense_matrices():
     generator = torch.Generator().manual_seed(0)
     for n_out, n_in in [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)] * 10:
         a, in_a = random_pattern(generator, n_out, n_in)
@@ -212,7 +203,7 @@ def test_pruning_with_dense_matrices():
         assert torch.equal(kept, keep.nonzero().flatten())
 
 
-def test_transposition_with_dense_matrices(host):
+def test_transposition_with_dense_matrices():
     generator = torch.Generator().manual_seed(0)
     for n_out, n_in in [(1, 1), (1, 9), (9, 1), (7, 13), (40, 30), (3, 0), (0, 3)] * 10:
         pattern, matrix = random_pattern(generator, n_out, n_in)
@@ -337,16 +328,3 @@ def test_indices_of_any_integer_type(dtype):
     pattern = BlockPattern(torch.tensor([0, 1, 1], dtype=dtype), torch.tensor([4], dtype=dtype), np.int64(5))
     assert pattern.crow_indices.dtype == pattern.col_indices.dtype == torch.int64
     assert type(pattern.n_in) is int
-
-
-def test_without_the_library_the_results_are_the_same():
-    script = (
-        "import sys; sys.modules['loco_ext._C'] = None\n"
-        "from loco_ext.geometry import BlockPattern, block_pattern, pattern_fallback\n"
-        "assert block_pattern.host is pattern_fallback\n"
-        "pattern = BlockPattern.from_conv((5, 6), 3, padding=1).grow(1)[0]\n"
-        "print(pattern.col_indices.tolist(), pattern.transpose().blocks.tolist())"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    pattern, _ = BlockPattern.from_conv((5, 6), 3, padding=1).grow(1)
-    assert result.stdout.strip() == f"{pattern.col_indices.tolist()} {pattern.transpose().blocks.tolist()}"

@@ -2,12 +2,11 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from loco_ext import _C, geometry
+from loco_ext import geometry
 from loco_ext.geometry import BlockPattern, ConvGeometry
 from tests.block_sparse.pattern_cases import MODES
 
@@ -189,9 +188,3 @@ def test_bad_radii(function):
 def test_bad_forecasts(arguments, error, message):
     with pytest.raises(error, match=message):
         geometry.values_bytes(*arguments)
-
-
-def test_the_library_refuses_what_it_cannot_count():
-    table = np.zeros((1, 1), np.int64)
-    with pytest.raises(OverflowError, match="more blocks or pixels than int64 can count"):
-        _C.conv_pattern((table, table, table), (2**31, 2**31, 2**31))

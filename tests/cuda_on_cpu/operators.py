@@ -23,8 +23,7 @@ SOURCES = (
         "common/cuda_upload.cu",
         "common/device.cpp",
     ),
-    *("common/overlap.cpp", "common/registry.cpp", "ring_prox/cuda.cu", "ring_prox/bind.cpp"),
-    *("ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
+    *("common/overlap.cpp", "ring_prox/cuda.cu", "ring_prox/bind_cuda.cpp", "ring_prox/gpu_table.cpp"),
 )
 
 

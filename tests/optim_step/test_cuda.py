@@ -20,7 +20,6 @@ SOURCES = [
             "gpu_table.cpp",
             "cpu.cpp",
             "blocks.cpp",
-            "summing_blocks.cpp",
         )
     ),
     *("common/convert.cpp", "common/cuda_upload.cu"),

@@ -1,9 +1,11 @@
 """Tests of bad arguments to the optimizer step: a typed error names the argument, and nothing is written."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from loco_ext import geometry
+from loco_ext import geometry, ops
 from tests.optim_step.cases import Case, assert_untouched, make_case
 
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
@@ -235,3 +237,25 @@ def test_operator_itself_names_the_argument():
     case.lists["grads"][0] = case.lists["grads"][0][:2]
     with pytest.raises(RuntimeError, match=r"grads\[0\].* of params\[0\], \(4, 2, 3, 3\), got \(2, 2"):
         torch.ops.loco_ext.optim_step(*case.arguments().for_operator())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table: table[:-1], "of a number of taps"),
+        (lambda table: table[:0], "of a number of taps"),
+        (lambda table: table.float(), "of a number of taps"),
+        (lambda table: table.index_fill(0, torch.tensor([0]), torch.nan), "of a number of taps"),
+        (lambda table: table.index_fill(0, torch.tensor([0]), 1e300), "of a number of taps"),
+        (lambda table: table.index_fill(0, torch.tensor([3]), 2.0), "expected rings from 0 to 1, got 2"),
+        (lambda table: table.index_fill(0, torch.tensor([3]), torch.nan), "expected rings from 0 to 1, got nan"),
+        (lambda table: torch.cat([torch.tensor([8.0]), table[2:]]).double(), "kernels of 8 taps"),
+    ],
+)
+def test_operator_refuses_penalties_that_it_cannot_read(change, message):
+    case = make_case("sgd", [SHAPE])
+    penalty = ops.StepPenalty([0, 1, 1] * 3, torch.ones(2, dtype=torch.float64))
+    penalty.table = change(penalty.table)
+    arguments = replace(case.arguments(), penalties=[penalty])
+    with pytest.raises(RuntimeError, match=rf"penalties\[0\].*{message}"):
+        torch.ops.loco_ext.optim_step(*arguments.for_operator())

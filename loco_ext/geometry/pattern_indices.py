@@ -1,4 +1,4 @@
-"""The compiled functions on patterns in NumPy and SciPy: a fallback with the same arguments and results.
+"""The arithmetic of block patterns, on NumPy arrays of indices.
 
 Images and kernels have three axes here, with leading ones of size 1 if there are fewer. A pattern is a pair of int64
 arrays, ``crow`` and ``col``.
@@ -7,7 +7,6 @@ arrays, ``crow`` and ``col``.
 import math
 
 import numpy as np
-from scipy import ndimage
 
 Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
 Sizes = tuple[int, int, int]
@@ -24,7 +23,7 @@ def conv_pattern(pixels: Tables, image: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Return the pattern of a convolution. ``pixels[axis][output, tap]`` is the pixel it reads, -1 in the padding."""
     output, _, pixel = _reads(pixels, image)
     n_out = math.prod(len(table) for table in pixels)
-    return _pattern(np.unique(output * math.prod(image) + pixel), n_out, math.prod(image))
+    return _pattern(_distinct(output * math.prod(image) + pixel), n_out, math.prod(image))
 
 
 def conv_taps(
@@ -44,24 +43,17 @@ def grow(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's pixels, or its seed if it has none, and those at most ``radius`` away along every axis."""
     n_out, n_in = len(crow) - 1, math.prod(image)
-    counts, found = [], []
-    step = max(1, 2**24 // n_in)  # rows at a time, so that the marks take 16 MiB
-    for start in range(0, n_out, step):
-        rows = np.arange(start, min(start + step, n_out))
-        marks = np.zeros((len(rows), n_in), dtype=bool)
-        first, last = crow[start], crow[rows[-1] + 1]
-        marks[np.repeat(rows - start, np.diff(crow[start : rows[-1] + 2])), col[first:last]] = True
-        empty = ~marks.any(axis=1)
-        marks[empty, seeds[rows][empty]] = True
-        images = marks.reshape(len(rows), *image)
-        for axis, size in enumerate(image, 1):
-            width = 2 * min(radius, size) + 1
-            images = ndimage.maximum_filter1d(images, width, axis=axis, mode="wrap" if wraps else "constant")
-        row, pixel = images.reshape(len(rows), n_in).nonzero()
-        counts.append(np.bincount(row, minlength=len(rows)))
-        found.append(pixel)
-    ends = np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64)
-    return ends, np.concatenate([np.empty(0, np.int64), *found])
+    empty = np.flatnonzero(np.diff(crow) == 0)
+    keys = np.concatenate([_keys(crow, col, n_in), empty * n_in + seeds[empty]])
+    stride = n_in
+    for size in image:
+        stride //= size
+        reached = 0
+        while reached < min(radius, size):
+            step = min(reached + 1, radius - reached)  # leaves no gaps between the shifted runs of pixels
+            keys = _distinct(keys, *(_shifted(keys, stride, size, shift, wraps) for shift in (-step, step)))
+            reached += step
+    return _pattern(np.sort(keys), n_out, n_in)
 
 
 def unite(
@@ -69,7 +61,7 @@ def unite(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the blocks of either pattern."""
     n_in = _width(col, other_col)
-    keys = np.union1d(_keys(crow, col, n_in), _keys(other_crow, other_col, n_in))
+    keys = _distinct(_keys(crow, col, n_in), _keys(other_crow, other_col, n_in))
     return _pattern(keys, len(crow) - 1, n_in)
 
 
@@ -108,6 +100,21 @@ def _width(col: np.ndarray, other: np.ndarray) -> int:
 def _keys(crow: np.ndarray, col: np.ndarray, n_in: int) -> np.ndarray:
     """Return one number for each block, ascending with row and column."""
     return _rows(crow) * n_in + col
+
+
+def _shifted(keys: np.ndarray, stride: int, size: int, shift: int, wraps: bool) -> np.ndarray:
+    """Return the keys of the pixels ``shift`` further along an axis of the image, without those outside of it."""
+    place = keys // stride % size
+    if wraps:
+        return keys + ((place + shift) % size - place) * stride
+    return keys[(place >= -shift) & (place < size - shift)] + shift * stride
+
+
+def _distinct(*keys: np.ndarray) -> np.ndarray:
+    """Return all keys, each once, in ascending order."""
+    every = np.concatenate(keys)
+    every.sort(kind="stable")  # merges what is in order already, which is most
+    return every[np.append(True, every[1:] != every[:-1])[: len(every)]]
 
 
 def _pattern(keys: np.ndarray, n_out: int, n_in: int) -> tuple[np.ndarray, np.ndarray]:
