@@ -1,58 +1,46 @@
-// Defines the Python module _C: host functions that do not use torch. Importing it registers the operators.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+// Defines the pybind11 module _C: host functions that do not use torch.
 
-#include <cstddef>
+// torch 2.11's copy of pybind11 refuses to compile when the stable ABI is requested. This file does not use that ABI.
+#undef TORCH_TARGET_VERSION
+#include <pybind11/pybind11.h>
 
 #include "common/capability.h"
 #include "optim_step/gpu_table.h"
 
 namespace {
 
-PyObject* build_info(PyObject*, PyObject*) {
-  return Py_BuildValue("{ssss}", "compiler", __VERSION__, "cpu_capability", *loco::capabilities());
-}
-
 // Returns the offsets in bytes by which Triton's kernels read a table of optim_step/gpu_table.h.
-PyObject* optim_step_table_fields(PyObject*, PyObject*) {
+pybind11::dict table_fields() {
   using namespace loco::optim_step;
-#define LOCO_FIELD(name) #name, static_cast<Py_ssize_t>(offsetof(Entry, name))
-  return Py_BuildValue("{snsnsnsnsnsnsnsnsnsnsnsnsnsnsnsn}", LOCO_FIELD(w), LOCO_FIELD(state), LOCO_FIELD(counter),
-                       LOCO_FIELD(numel), LOCO_FIELD(map), LOCO_FIELD(run), LOCO_FIELD(period), LOCO_FIELD(nests),
-                       LOCO_FIELD(group), LOCO_FIELD(ordinal), LOCO_FIELD(map_kind), LOCO_FIELD(first),
-                       LOCO_FIELD(counter_is_double), "entry_size", static_cast<Py_ssize_t>(sizeof(Entry)), "nest_size",
-                       static_cast<Py_ssize_t>(sizeof(loco::Nest)), "nest_axes",
-                       static_cast<Py_ssize_t>(offsetof(loco::Nest, axes)));
+  pybind11::dict fields;
+#define LOCO_FIELD(name) fields[#name] = offsetof(Entry, name)
+  LOCO_FIELD(w), LOCO_FIELD(state), LOCO_FIELD(counter), LOCO_FIELD(numel), LOCO_FIELD(map), LOCO_FIELD(run);
+  LOCO_FIELD(period), LOCO_FIELD(nests), LOCO_FIELD(group), LOCO_FIELD(ordinal), LOCO_FIELD(map_kind);
+  LOCO_FIELD(first), LOCO_FIELD(counter_is_double);
 #undef LOCO_FIELD
+  fields["entry_size"] = sizeof(Entry);
+  fields["nest_size"] = sizeof(loco::Nest);
+  fields["nest_axes"] = offsetof(loco::Nest, axes);
+  return fields;
 }
-
-// Returns the instruction sets that this machine has and the kernels are compiled for, best first.
-PyObject* cpu_capabilities(PyObject*, PyObject*) {
-  PyObject* names = PyList_New(0);
-  for (const char* const* name = loco::capabilities(); names && *name; ++name) {
-    PyObject* text = PyUnicode_FromString(*name);
-    if (!text || PyList_Append(names, text) != 0) Py_CLEAR(names);
-    Py_XDECREF(text);
-  }
-  return names;
-}
-
-// Chooses one of cpu_capabilities, for tests.
-PyObject* use_cpu_capability(PyObject*, PyObject* name) {
-  const char* text = PyUnicode_AsUTF8(name);
-  if (!text) return nullptr;
-  if (loco::use_capability(text)) Py_RETURN_NONE;
-  PyErr_SetString(PyExc_ValueError, "name: expected one of cpu_capabilities()");
-  return nullptr;
-}
-
-PyMethodDef methods[] = {{"build_info", build_info, METH_NOARGS, nullptr},
-                         {"optim_step_table_fields", optim_step_table_fields, METH_NOARGS, nullptr},
-                         {"cpu_capabilities", cpu_capabilities, METH_NOARGS, nullptr},
-                         {"use_cpu_capability", use_cpu_capability, METH_O, nullptr},
-                         {}};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }
+PYBIND11_MODULE(_C, module) {
+  module.def("build_info", [] {
+    pybind11::dict info;
+    info["compiler"] = __VERSION__;
+    info["cpu_capability"] = *loco::capabilities();
+    return info;
+  });
+  module.def("optim_step_table_fields", &table_fields);
+  // The instruction sets that this machine has and the kernels are compiled for, best first, and a choice for tests.
+  module.def("cpu_capabilities", [] {
+    pybind11::list names;
+    for (const char* const* name = loco::capabilities(); *name; ++name) names.append(*name);
+    return names;
+  });
+  module.def("use_cpu_capability", [](const char* name) {
+    if (!loco::use_capability(name)) throw pybind11::value_error("name: expected one of cpu_capabilities()");
+  });
+}

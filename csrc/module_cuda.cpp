@@ -1,18 +1,17 @@
-// Defines the Python module _C_cuda. Importing it registers the operators for CUDA tensors.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+// Defines the pybind11 module _C_cuda. Importing it registers the operators for CUDA tensors.
+
+// torch 2.11's copy of pybind11 refuses to compile when the stable ABI is requested. This file does not use that ABI.
+#undef TORCH_TARGET_VERSION
 #include <cuda.h>
+#include <pybind11/pybind11.h>
 
-namespace {
+#include <string>
 
-PyObject* build_info(PyObject*, PyObject*) {
-  PyObject* version = PyUnicode_FromFormat("%d.%d", CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
-  return Py_BuildValue("{sNss}", "cuda", version, "architectures", LOCO_CUDA_ARCHITECTURES);
+PYBIND11_MODULE(_C_cuda, module) {
+  module.def("build_info", [] {
+    pybind11::dict info;
+    info["cuda"] = std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+    info["architectures"] = LOCO_CUDA_ARCHITECTURES;
+    return info;
+  });
 }
-
-PyMethodDef methods[] = {{"build_info", build_info, METH_NOARGS, nullptr}, {}};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
-
-}  // namespace
-
-PyMODINIT_FUNC PyInit__C_cuda() { return PyModule_Create(&definition); }
