@@ -304,7 +304,7 @@ def test_bad_arguments_are_named() -> None:
     model, x = nn.Conv2d(1, 1, 3), torch.zeros(1, 1, 4, 4)
     with pytest.raises(TypeError, match=r"model: expected a module, got str"):
         sparsity.compact("model", x)
-    with pytest.raises(ValueError, match=r"cost: expected 'measured' or 'macs', got 'fast'"):
+    with pytest.raises(ValueError, match=r"cost: expected one of 'measured', 'macs', got 'fast'"):
         sparsity.compact(model, x, cost="fast")
     with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, or a tuple with one, got int"):
         sparsity.compact(model, 3)

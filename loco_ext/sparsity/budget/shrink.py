@@ -84,7 +84,7 @@ def shrink_to(
         >>> model = nn.Sequential(nn.Conv2d(3, 9, 5), nn.BatchNorm2d(9), nn.ReLU(), nn.Conv2d(9, 10, 3), nn.Flatten())
         >>> x, target = torch.randn(8, 3, 7, 7), torch.arange(8)
         >>> smaller, report = sparsity.shrink_to(model, x, macs=0.5, batches=[(x, target)])
-        >>> 0.49 < report.macs_after / report.macs_before <= 0.5, smaller(x).shape
+        >>> report.macs_after <= 0.5 * report.macs_before, smaller(x).shape
         (True, torch.Size([8, 10]))
     """
     cost, share = check_budget(macs=macs, parameters=parameters, latency=latency)
