@@ -50,6 +50,12 @@ class Normalization:
         return rows.view(pixels.shape).permute(0, 3, 1, 2)
 
 
+def batches_per_epoch(samples: int, batch_size: int, processes: int) -> int:
+    """Return the number of batches, without a last one of fewer than two samples per process, as batch norm needs."""
+    full, rest = divmod(samples, batch_size)
+    return full + (rest >= 2 * processes)
+
+
 class Loader:
     """Training batches of one process.
 
@@ -91,12 +97,7 @@ class Loader:
         self.rank, self.processes = rank, processes
 
     def __len__(self) -> int:
-        """Number of batches per epoch.
-
-        A last batch with fewer than two samples per process is dropped because batch norm cannot process one sample.
-        """
-        full, rest = divmod(len(self.labels), self.batch_size)
-        return full + (rest >= 2 * self.processes)
+        return batches_per_epoch(len(self.labels), self.batch_size, self.processes)
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield ``(images, labels, share)`` of every batch: float32, int64, and the weight of this process's mean loss.

@@ -29,7 +29,7 @@ from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import versions
 from loco_ext.experiments.settings import Settings, SettingsError, check_same
-from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
+from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import json_text, replacing, write_json
 from loco_ext.sparsity import zero_dead_kernels
@@ -90,6 +90,9 @@ def run(
     model = (make_model(settings, data) if model is None else model).to(processes.device)
     optimizer, precision = make_optimizer(settings, model, data), Precision(settings.amp, processes.device)
     parts: dict[str, Part] = {"model": model, "optimizer": optimizer, "scaler": precision.scaler}
+    budget = make_budget(settings, model, optimizer, data, processes)
+    if budget is not None:
+        parts["budget"] = budget
     facts = {"processes": _describe(processes), "dataset": data.description}
     strength = f", strength {settings.strength:.3g}" if settings.penalty else ""
     label = label or f"{settings.model} on {settings.data}{strength}"
@@ -104,7 +107,7 @@ def run(
                 _save(out, settings, facts, parts, history)
                 after_epoch(history[-1])
 
-        options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
+        options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision, "budget": budget}
         train(model, optimizer, data, settings, processes, after_epoch=save, **options)
         if settings.folded:
             zero_dead_kernels(model)

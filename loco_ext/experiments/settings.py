@@ -133,6 +133,17 @@ class Settings:
         Literal["prox", "subgradient"],
         Option(help="How the penalty is minimised: by exact zeros after each step, or as a part of the loss."),
     ] = "prox"
+    macs: Annotated[
+        float | None,
+        Option(
+            metavar="SHARE",
+            help="Share of the network's multiply-accumulates that may stay: filters are removed in the first half of "
+            "the training, from a tenth of it on. The command compact makes the small network.",
+        ),
+    ] = None
+    granularity: Annotated[
+        Literal["rings", "filters"], Option(help="What --macs removes: whole filters, or rings of taps as well.")
+    ] = "rings"
     pilcro: Annotated[
         Literal["curvature", "target"] | None,
         Option(
@@ -167,6 +178,10 @@ class Settings:
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
+        if self.macs is not None and not 0 < self.macs <= 1:
+            raise SettingsError(f"macs: expected a share in (0, 1], got {self.macs}")
+        if self.granularity != "rings" and self.macs is None:
+            raise SettingsError(f"granularity: expected rings without macs, got {self.granularity}")
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")

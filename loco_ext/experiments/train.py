@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from loco_ext import optim
 from loco_ext.experiments.data import Dataset
-from loco_ext.experiments.loader import Loader, Normalization
+from loco_ext.experiments.loader import Loader, Normalization, batches_per_epoch
 from loco_ext.experiments.models import find_model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
@@ -22,12 +22,13 @@ from loco_ext.experiments.settings import Settings, SettingsError
 from loco_ext.output import progress_bar
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.regularizers import PILCRO, data_smoothness
-from loco_ext.sparsity import Penalty, complexity_penalties, folded_penalties
+from loco_ext.sparsity import Budget, Penalty, complexity_penalties, folded_penalties
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 EVALUATION_BATCH = 500
+BUDGET_SPAN = 0.1, 0.5  # parts of the training at which a Budget begins and ends
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,26 @@ def layer_penalties(settings: Settings, model: nn.Module, data: Dataset | None) 
     return folded_penalties(model, penalty) if settings.folded else dict.fromkeys(convolutions(model), penalty)
 
 
+def make_budget(
+    settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset, processes: Processes
+) -> Budget | None:
+    """Return what makes the network smaller while it trains, or None if all of it stays.
+
+    Raises:
+        SettingsError: the model cannot be made as small.
+    """
+    if settings.macs is None:
+        return None
+    steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
+    begin, end = (round(share * steps) for share in BUDGET_SPAN)
+    image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
+    options: dict[str, Any] = {"macs": settings.macs, "granularity": settings.granularity}
+    try:
+        return Budget(model, optimizer, example_inputs=image, begin=begin, end=end, **options)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
 def make_pilcro(settings: Settings, data: Dataset, normalization: Normalization) -> PILCRO | None:
     """Return the regulariser of the importance landscape, or None without one.
 
@@ -136,6 +157,7 @@ def train(
     label: str,
     start: int = 0,
     precision: Precision | None = None,
+    budget: Budget | None = None,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> None:
     """Train ``model`` in place from epoch ``start``, counted from 0, to the last.
@@ -145,6 +167,7 @@ def train(
         optimizer: optimizer of the parameters of ``model``.
         label: text in front of the progress bar, which goes to stderr.
         precision: precision of the steps, with its state if the run is resumed; None makes a new one from the settings.
+        budget: what makes the model smaller, with its state if the run is resumed.
         after_epoch: called in every process with the metrics of each epoch.
     """
     normalization = Normalization(data.train)
@@ -167,7 +190,7 @@ def train(
             called = processes.wrap(model)
             begin = time.perf_counter()
             with _dropout_from(settings.seed, epoch, processes):
-                found = train_epoch(called, optimizer, loader, epoch, progress, term, precision, pilcro)
+                found = train_epoch(called, optimizer, loader, epoch, progress, term, precision, pilcro, budget)
                 sums = processes.sum(found).tolist()
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
@@ -234,8 +257,12 @@ def train_epoch(
     term: Callable[[], Tensor] | None = None,
     precision: Precision | None = None,
     pilcro: PILCRO | None = None,
+    budget: Budget | None = None,
 ) -> Tensor:
     """Train for one pass; ``term`` and ``pilcro`` are added to the minimised loss, not to the returned one.
+
+    Args:
+        budget: its step follows the optimizer's.
 
     Returns:
         float64 [3] on the device, without synchronisation: this process's sum of losses, number of correct predictions,
@@ -255,6 +282,8 @@ def train_epoch(
         if extra is not None:
             objective = objective + extra
         precision.step(objective if term is None else objective + term(), optimizer)
+        if budget is not None:
+            budget.step()
         losses.append(loss.detach())
         correct.append((logits.detach().argmax(1) == labels).sum())
         counts.append(len(labels))

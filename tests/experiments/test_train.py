@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from loco_ext import optim
+from loco_ext import optim, sparsity
 from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.experiments import data, run
 from loco_ext.experiments.models import MODELS
@@ -209,6 +209,7 @@ RINGS = {"penalty": "rings", "strength": 0.01}
         ("adam", {"penalty": "complexity", "strength": 1e-6}),
         ("adamw", {}),
         ("sgd", {"pilcro": "target", "alpha": 10.0}),
+        ("sgd", {"macs": 0.5, "granularity": "filters"}),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer, penalty):
@@ -222,6 +223,18 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer, penalty):
     assert all(torch.equal(a[name], b[name]) for name in a)
     again = run.run(setting, few_digits(), tmp_path / "cut", CPU, resume=True)
     assert figures(again) == figures(whole)
+
+
+def test_a_budget_is_met_when_half_of_the_training_is_over(tmp_path):
+    for granularity in ("rings", "filters"):
+        setting = quick(epochs=2, macs=0.4, granularity=granularity)
+        run.run(setting, few_digits(), tmp_path / granularity, CPU)
+        model = make_model(setting, few_digits())
+        model.load_state_dict(load_file(tmp_path / granularity / "model.safetensors"))
+        _, report = sparsity.compact(model, torch.zeros(2, 1, 8, 8), cost="macs")
+        assert 0.3 * report.macs_before < report.macs_after <= 0.4 * report.macs_before
+        sizes = {size for layer in report.layers for size in layer.sizes} - {"0", "1"}
+        assert (sizes == {"3x3"}) == (granularity == "filters")
 
 
 def command(*arguments):
