@@ -74,7 +74,6 @@ CASES = {
         "--folded": "--folded: expected False without a penalty",
         "--macs 1.5": "--macs: expected a share in (0, 1], got 1.5",
         "--granularity filters": "--granularity: expected rings without macs, got filters",
-        "--macs 0.0001": "--macs: expected at least 0.0",
         "--model resnet8 --width 0": "--width: expected 1, or more than 0",
         "--width 0.5": "--width: expected 1, or more than 0 for resnet20",
         "--out file/run": "--out: expected a folder that can be written to",
