@@ -27,7 +27,7 @@ Sizes = list[Integers]  # for each layer, the choice of each filter: a column of
 _FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
 _RAMP = 40  # prices on the way up or down to the wanted one
 _FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than the budget
-_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 64, 64
+_BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
 
 
 class LeastCost(Exception):
