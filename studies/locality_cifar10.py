@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import typer
 from safetensors.torch import load_file
-from scipy import stats
 
 from loco_ext import analysis
 from loco_ext.experiments import run, settings
@@ -60,24 +59,14 @@ class Study:
     def report(self) -> dict[str, Any]:
         """Train all arms and compare them."""
         uniform = self.errors("uniform", None)
-        arms: dict[str, dict[str, Any]] = {"uniform": {"locality": None, "summary": compare(uniform, uniform)}}
+        arms: dict[str, dict[str, Any]] = {
+            "uniform": {"locality": None, "summary": summaries.compare(uniform, uniform)}
+        }
         for eta_rule in ETA_RULES:
             locality = self.estimate(eta_rule)
             errors = self.errors(f"{eta_rule}-{self.stat}", locality)
-            arms[eta_rule] = {"locality": locality, "summary": compare(errors, uniform)}
+            arms[eta_rule] = {"locality": locality, "summary": summaries.compare(errors, uniform)}
         return {"settings": asdict(self.settings) | {"seeds": self.seeds, "stat": self.stat}, "arms": arms}
-
-
-def compare(errors: np.ndarray, uniform: np.ndarray) -> dict[str, Any]:
-    """Return mean, standard error and quartiles of test errors, and the difference from the uniform arm's by seed."""
-    scale = len(errors) ** 0.5
-    result = {"error": float(errors.mean()), "standard_error": float(errors.std(ddof=1) / scale)}
-    if errors is not uniform:
-        difference = errors - uniform
-        result["difference"] = float(difference.mean())
-        result["difference_standard_error"] = float(difference.std(ddof=1) / scale)
-        result["paired_p"] = float(stats.ttest_rel(errors, uniform).pvalue) if difference.any() else 1.0
-    return result | summaries.quartiles(errors)
 
 
 def main(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments.figures import error
@@ -92,6 +93,18 @@ def landscapes(record: Record) -> Record:
         "total_variation_at_first": float(np.mean(at_first)),
         "lemma_ratio": quartiles(ratios),
     }
+
+
+def compare(errors: np.ndarray, others: np.ndarray) -> Record:
+    """Return mean, standard error and quartiles of test errors, and the difference from another arm's by seed."""
+    scale = len(errors) ** 0.5
+    result = {"error": float(errors.mean()), "standard_error": float(errors.std(ddof=1) / scale)}
+    if errors is not others:
+        difference = errors - others
+        result["difference"] = float(difference.mean())
+        result["difference_standard_error"] = float(difference.std(ddof=1) / scale)
+        result["paired_p"] = float(stats.ttest_rel(errors, others).pvalue) if difference.any() else 1.0
+    return result | quartiles(errors)
 
 
 def _mean(rows: list[Any]) -> list[float]:

@@ -324,6 +324,31 @@ def regions_digits(report: Record) -> list[Table]:
     return [Table(title, [*headers, *(f"ratio, p = {p}" for p in ("1", "2", "inf"))], rows)]
 
 
+def budget_cifar10(report: Record) -> list[Table]:
+    """Return the table of the errors, MACs and latencies of networks of a given budget."""
+    rows, settings = [], report["settings"]
+    for arm in report["arms"]:
+        errors, difference = arm["errors"], MISSING
+        if "difference" in errors:
+            difference = f"{errors['difference']:+.2f} ± {errors['difference_standard_error']:.2f}"
+        rows.append(
+            [
+                f"{arm['share']:.0%}, {arm['way']}",
+                f"{errors['error']:.2f} ± {errors['standard_error']:.2f}",
+                difference,
+                f"{arm['macs'] / report['macs']:.1%}",
+                *(f"{1e3 * seconds:.2f}" for seconds in arm["latencies"]),
+            ]
+        )
+    title = (
+        f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs, "
+        f"{settings['seeds']} paired seeds: test error in percent, mean and standard error; milliseconds of the "
+        "compacted network for batches of images"
+    )
+    headers = ["MACs, way", "test error", "minus width", "MACs left", *map(str, report["latency_batches"])]
+    return [Table(title, headers, rows)]
+
+
 RENDERERS = {
     function.__name__: function
     for function in (
@@ -334,6 +359,7 @@ RENDERERS = {
         efcn_paths,
         landscapes_cifar10,
         regions_digits,
+        budget_cifar10,
     )
 }
 

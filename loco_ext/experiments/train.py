@@ -119,11 +119,11 @@ def make_budget(
     if settings.macs is None:
         return None
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
-    begin, end = (round(share * steps) for share in BUDGET_SPAN)
+    begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
     options: dict[str, Any] = {"macs": settings.macs, "granularity": settings.granularity}
     try:
-        return Budget(model, optimizer, example_inputs=image, begin=begin, end=end, **options)
+        return Budget(model, optimizer, example_inputs=image, begin=begin, end=end + 1, **options)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 

@@ -12,6 +12,7 @@ from bench import harness, readme
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data, region_pictures, regions
 from studies import (
+    budget_cifar10,
     efcn_cifar10,
     efcn_paths_cifar10,
     frontier_cifar10,
@@ -67,6 +68,30 @@ def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(
         p = stats.ttest_1samp(difference, 0).pvalue if difference.any() else 1.0
         assert arms[rule]["summary"]["paired_p"] == pytest.approx(p)
     assert "| local |" in section("locality_cifar10", tmp_path)
+
+
+@pytest.mark.slow
+def test_budgets_are_compared_with_fewer_channels_of_at_most_as_many_macs(tmp_path, monkeypatch):
+    few_images(monkeypatch, budget_cifar10, 40, SHARES=(0.4,), WIDTHS=np.array([1.0, 0.7, 0.6]))
+    out, runs = tmp_path / "budget_cifar10-x.json", tmp_path / "runs"
+    budget_cifar10.main(tmp_path, runs, seeds=2, epochs=1, images=40, only="filters-0.4-1", out=out)
+    assert [path.name for path in runs.iterdir()] == ["filters-0.4-1"]
+    assert not out.exists()
+    budget_cifar10.main(tmp_path, runs, seeds=2, epochs=1, images=40, out=out)
+    report = json.loads(out.read_text())
+    errors = {}
+    for arm in report["arms"]:
+        name = f"{arm['way']}-{arm['share']:g}"
+        lines = [(runs / f"{name}-{seed}" / "metrics.jsonl").read_text().splitlines()[-1] for seed in range(2)]
+        errors[arm["way"]] = np.array([100 * (1 - json.loads(line)["test_accuracy"]) for line in lines])
+        assert arm["errors"]["error"] == pytest.approx(errors[arm["way"]].mean())
+        assert arm["macs"] <= arm["share"] * report["macs"]
+        assert len(arm["latencies"]) == 2
+    by_way = {arm["way"]: arm["errors"] for arm in report["arms"]}
+    for way in ("filters", "rings"):
+        assert by_way[way]["difference"] == pytest.approx((errors[way] - errors["width"]).mean())
+    assert "difference" not in by_way["dense"] | by_way["width"]
+    assert "| 40%, filters |" in section("budget_cifar10", tmp_path)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ class Budget:
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
             :attr:`Report.macs_after`, or of its parameters that could be removed.
-        begin, end: numbers of steps. Half of the training is a good ``end``, while the learning rate is still high.
+        begin, end: numbers of steps; ``end`` is at least 1. Half of the training is a good ``end``, while the learning rate is still high.
         updates: number of times that sizes are chosen, at least 1.
         importance: "taylor": as for :func:`shrink_to`, from the gradients of training, in a mean that decays by 1 % a
             step; or "norm".
@@ -86,7 +86,7 @@ class Budget:
     ) -> None:
         self.cost, self.share = check_budget(macs=macs, parameters=parameters)
         inputs = check_inputs(model, example_inputs)
-        self.begin, self.end = check_count("begin", begin), check_count("end", end)
+        self.begin, self.end = check_count("begin", begin), check_count("end", end, 1)
         if end < begin:
             raise ValueError(f"end: expected at least begin, {begin}, got {end}")
         check_choice("importance", importance, ("taylor", "norm"))

@@ -86,6 +86,7 @@ def test_state_of_another_model() -> None:
     ("options", "message"),
     [
         ({"end": 2}, "end: expected at least begin, 3, got 2"),
+        ({"begin": 0, "end": 0}, "end: expected at least 1, got 0"),
         ({"begin": -1}, "begin: expected at least 0, got -1"),
         ({"macs": None}, "macs, parameters: expected exactly one of them, got none"),
         ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, which is what must stay, got 0.02"),
