@@ -36,7 +36,8 @@ class Budget:
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
             :attr:`Report.macs_after`, or of its parameters that could be removed.
-        begin, end: numbers of steps; ``end`` is at least 1. Half of the training is a good ``end``, while the learning rate is still high.
+        begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
+            still high.
         updates: number of times that sizes are chosen, at least 1.
         importance: "taylor": as for :func:`shrink_to`, from the gradients of training, in a mean that decays by 1 % a
             step; or "norm".
