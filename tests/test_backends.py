@@ -137,6 +137,7 @@ assert "reference" in facts["backends"]["optim_step"]["cpu"]
 """
 
 
+@pytest.mark.slow
 def test_without_the_library_the_reference_runs_after_one_warning():
     result = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -85,6 +85,7 @@ def test_a_part_that_leaves_an_error_has_failed(monkeypatch: pytest.MonkeyPatch,
     assert (skipped["result"], device_check.details(skipped)) == ("skipped", "not installed")
 
 
+@pytest.mark.slow
 def test_a_part_ends_at_its_limit_with_all_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1); time.sleep(60)'])"
     report = run_part(monkeypatch, Part([Command("slow", python(child))]), tmp_path, limit=1.0)
@@ -259,6 +260,7 @@ def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.glob("optim_step_gpu-*.json")] == ["optim_step_gpu-made-up.json"]
 
 
+@pytest.mark.slow
 def test_the_build_is_for_this_gpu(tmp_path: Path) -> None:
     first, second = device_check.build(settings(tmp_path)).commands
     assert first.arguments == [sys.executable, "setup.py", "build_ext", "--inplace"]

@@ -35,6 +35,7 @@ def test_a_process_without_an_output_ends_well(monkeypatch):
     assert main(["info"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["/dev/full", pytest.param("closed pipe", marks=pytest.mark.slow)])
 def test_an_output_that_nobody_takes_is_no_traceback(output):
     reader, writer = os.pipe()

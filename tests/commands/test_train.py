@@ -85,6 +85,8 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "solver": "subgradient",
         "pilcro": "target",
         "alpha": 10.0,
+        "macs": None,
+        "granularity": "rings",
         "amp": True,
         "weights": None,
     }

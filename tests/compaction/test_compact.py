@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loco_ext import sparsity
 from loco_ext.experiments import models
 from tests.compaction.cases import Network, Residual, Two, compacted, conv, random_case, same, seeds, sizes_of, strike
-from tests.covering import covering
+from tests.covering import covering, slow
 
 
 def check_random(seed: int, dims: int) -> None:
@@ -46,7 +46,7 @@ def test_many_random_networks_give_the_same_outputs(start: int, dims: int) -> No
     ("name", "pattern"),
     [
         *(("small", pattern) for pattern in ({"sizes": 0.0}, {"dead": 0.0}, {})),
-        *(("vgg13", {"sizes": 0.0}), ("mobilenet", {}), ("resnet18", {"dead": 0.0})),
+        *(slow(("vgg13", {"sizes": 0.0})), ("mobilenet", {}), slow(("resnet18", {"dead": 0.0}))),
     ],
 )
 def test_networks_of_the_experiments(name: str, pattern: dict[str, float]) -> None:

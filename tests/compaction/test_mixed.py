@@ -16,6 +16,7 @@ from loco_ext.sparsity.compaction import cost
 from loco_ext.sparsity.compaction.convolution import Bucket, Convolution, as_convolution
 from loco_ext.sparsity.compaction.fusion import Epilogue
 from tests.compaction.cases import Network, random_case, seeds
+from tests.covering import slow
 
 compact = sys.modules["loco_ext.sparsity.compaction.compact"]
 pytestmark = pytest.mark.skipif(backends.library is None, reason="needs the compiled library")
@@ -240,7 +241,7 @@ def test_sums_broadcast_at_other_sizes_as_the_models_do(channels: int) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("make", [network_of_sizes, lambda: network_of_blocks("plus")])
+@pytest.mark.parametrize("make", [network_of_sizes, slow(lambda: network_of_blocks("plus"))])
 def test_files_and_onnx(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model, x = make(), torch.randn(2, 3, 9, 9)

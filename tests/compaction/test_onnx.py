@@ -48,13 +48,14 @@ def test_networks_run_at_any_batch_size(name, example, tmp_path):
 
 
 @needs_onnx
-@pytest.mark.parametrize("name", [slow("plain"), "residual", "cropping"])
+@pytest.mark.parametrize("name", [slow("plain"), "residual", slow("cropping")])
 def test_networks_run_at_any_size_of_images(name, tmp_path):
     model = network(name)
     sparsity.export_onnx(model, (torch.randn(2, 3, 13, 11),), str(tmp_path / "model.onnx"), dynamic_size=True)
     assert_same(tmp_path / "model.onnx", model, (1, 3, 13, 11), (3, 3, 16, 9), (2, 3, 24, 31))
 
 
+@pytest.mark.slow
 @needs_onnx
 def test_layer_normalisations_with_constants_run_at_any_size_of_images(tmp_path):
     class Normalised(nn.Module):

@@ -112,6 +112,7 @@ def test_locality_moves_weight_from_the_corners_to_the_centre():
     assert local["corner"] < 0.85 * ordinary["corner"]
 
 
+@pytest.mark.slow
 def test_same_seed_same_result(finished, tmp_path):
     out, _, record = finished
     shutil.copytree(out, tmp_path, dirs_exist_ok=True)

@@ -258,6 +258,7 @@ def test_what_is_measured_is_that_of_the_trained_networks(finished):
     assert record["fcn"]["parameters"] == record["branches"][-1]["parameters"]
 
 
+@pytest.mark.slow
 def test_pictures_are_weights_of_the_first_layer(finished):
     """Pictures are rows of the layer's dense matrix; at first each holds the convolution's kernel among zeros."""
     out, record = finished
@@ -293,6 +294,7 @@ def test_figures_are_drawn_from_the_json_alone(finished, tmp_path):
         assert picture.std() > 0.02
 
 
+@pytest.mark.slow
 def test_less_is_measured_where_less_is_asked_for(tmp_path, capsys):
     options = [*TINY, "--switch", "1", "--relax", "lcn", "--fcn-epochs", "0", "--epochs", "1", "--branch-epochs", "1"]
     options += ["--power-iterations", "0", "--interpolation-points", "0", "--out"]

@@ -163,7 +163,7 @@ PATH = {"width", "penalty", "path", "macs", "latency", "metrics", "trials", "poi
             ["--method", "subgradient", "--penalty", "kernels", "--strengths", "0.1,0.01", "--taus", "0,0.2"],
             [(0.1, 0.0), (0.1, 0.2), (0.01, 0.0), (0.01, 0.2)],
         ),
-        (["--method", "width", "--widths", "0.5,0.25"], [(0.0, 0.0)] * 2),
+        slow((["--method", "width", "--widths", "0.5,0.25"], [(0.0, 0.0)] * 2)),
         slow((["--strengths", "0.01", "--batch-norm", "scaled", "--path", "down"], [(0.01, 0.0)])),
         slow((["--strengths", "0.01,1000", "--batch-norm", "live", "--path", "up"], [(0.01, 0.0), (1000.0, 0.0)])),
     ],

@@ -53,6 +53,7 @@ def test_command_prints_the_same(capsys):
     assert "optim_step on cpu     native" in text
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_named_with_its_reason():
     printed = run("-c", WITHOUT_LIBRARY)
     facts, end = json.JSONDecoder().raw_decode(printed)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +27,10 @@ def test_every_public_name_is_there_and_no_other():
     assert all(getattr(loco_ext, name) is not None for name in loco_ext.__all__)
     with pytest.raises(AttributeError, match="module 'loco_ext' has no attribute 'kernels'"):
         _ = loco_ext.kernels
+
+
+def test_every_package_is_installed():
+    root = Path(__file__).parents[2]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {".".join(path.parent.relative_to(root).parts) for path in (root / "loco_ext").rglob("__init__.py")}
+    assert set(listed) == there | {"loco_ext.triton_kernels"}

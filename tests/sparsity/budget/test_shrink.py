@@ -12,15 +12,18 @@ from loco_ext import sparsity
 from loco_ext.experiments import models
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import structure_of
+from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
 
 X = torch.zeros(2, *IMAGE)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(("budget", "granularity"), [("macs", "rings"), ("macs", "filters"), ("parameters", "rings")])
-def test_the_result_costs_the_budget(name: str, budget: str, granularity: str) -> None:
-    model = network(name)
+@pytest.mark.parametrize(
+    ("of", "name"),
+    covering([("macs", "rings"), ("macs", "filters"), ("parameters", "rings")], NETWORKS, strength=1),
+)
+def test_the_result_costs_the_budget(of: tuple[str, str], name: str) -> None:
+    model, (budget, granularity) = network(name), of
     before = copy.deepcopy(model.state_dict())
     for share in (0.7, 0.35):
         options: Any = {budget: share, "granularity": granularity}
