@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m bench.bench_<name>`` measures, ``python -m bench.tables`` puts the results into README.md."""
+"""Benchmarks: ``python -m bench.bench_<name>`` measures, ``python -m bench.tables`` puts the results into the docs."""

@@ -1,7 +1,7 @@
-"""Tables of the committed results of the benchmarks: in README.md, between ``<!-- bench:NAME -->`` and its end.
+"""Tables of the committed results of the benchmarks, between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``.
 
-    python -m bench.tables            rewrites README.md
-    python -m bench.tables --check    exits with 1 if that would change it
+    python -m bench.tables            rewrites docs/benchmarks.md and the summary in README.md
+    python -m bench.tables --check    exits with 1 if that would change them
 
 Figures in a section are never typed by hand.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import harness, readme
+from bench import generated, harness, summary
 from bench.table import (
     MISSING,
     RULE_NAMES,
@@ -311,12 +311,16 @@ RENDERERS = {
 
 def publish(report: Record, out: Path | None) -> None:
     """Write a report, if a path is given, and print its tables."""
-    readme.publish(report, out, RENDERERS)
+    generated.publish(report, out, RENDERERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite or check README.md."""
-    return readme.main("bench", RENDERERS, harness.RESULTS, argv)
+    """Rewrite or check docs/benchmarks.md and the summary in README.md."""
+    pages = {
+        generated.DOCS / "benchmarks.md": generated.all_sections(RENDERERS, harness.RESULTS),
+        generated.README: {"summary": summary.section(harness.RESULTS)},
+    }
+    return generated.main("bench", pages, argv)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Studies on CIFAR-10 whose results are in README.md: ``python -m studies.NAME --data DIR`` runs one again."""
+"""Studies on CIFAR-10 whose results are in docs/studies.md: ``python -m studies.NAME --data DIR`` runs one again."""

@@ -1,6 +1,6 @@
-"""Tables of the committed results of the studies: in README.md, between ``<!-- studies:NAME -->`` and its end.
+"""Tables of the committed results of the studies, between ``<!-- studies:NAME -->`` and ``<!-- /studies -->``.
 
-python -m studies.tables            rewrites README.md
+python -m studies.tables            rewrites docs/studies.md
 python -m studies.tables --check    exits with 1 if that would change it
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import machine, readme
+from bench import generated, machine
 from bench.table import MISSING, Table
 from loco_ext.analysis.corruptions import FAMILIES
 
@@ -366,12 +366,13 @@ RENDERERS = {
 
 def publish(name: str, out: Path, **content: Any) -> None:
     """Write the report of a study, with the facts of this machine, and print its tables."""
-    readme.publish({"benchmark": name, "machine": machine.describe()} | content, out, RENDERERS)
+    generated.publish({"benchmark": name, "machine": machine.describe()} | content, out, RENDERERS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite or check README.md."""
-    return readme.main("studies", RENDERERS, RESULTS, argv)
+    """Rewrite or check docs/studies.md."""
+    pages = {generated.DOCS / "studies.md": generated.all_sections(RENDERERS, RESULTS)}
+    return generated.main("studies", pages, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every benchmark runs at a tiny size and writes its report; README.md has the committed results."""
+"""Every benchmark runs at a tiny size and writes its report; the docs have the committed results."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import loco_ext
-from bench import bench_optim_step, device_check, harness, readme, shapes, tables
+from bench import bench_optim_step, device_check, generated, harness, shapes, summary, tables
 from tests.bench import tiny
 
 OPTIONS = {

@@ -1,4 +1,4 @@
-"""The studies on CIFAR-10, run on a few random images: their summaries and tables; README.md has the committed ones."""
+"""The studies on CIFAR-10, run on a few random images: their summaries and tables; the docs have the committed ones."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from bench import harness, readme
+from bench import generated, harness
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data, region_pictures, regions
 from studies import (
@@ -37,10 +37,10 @@ def few_images(monkeypatch, module, count, size=32, **constants):
 
 
 def section(name, folder):
-    return readme.section(name, tables.RENDERERS, folder)
+    return generated.section(name, tables.RENDERERS, folder)
 
 
-def test_the_readme_has_the_committed_results():
+def test_the_page_has_the_committed_results():
     assert tables.main(["--check"]) == 0
 
 

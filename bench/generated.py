@@ -1,4 +1,4 @@
-"""Sections of README.md made from committed results, between ``<!-- FOLDER:NAME -->`` and ``<!-- /FOLDER -->``.
+"""Sections of the documentation made from committed results, between ``<!-- FOLDER:NAME -->`` and ``<!-- /FOLDER -->``.
 
 FOLDER is the package whose ``results`` hold the files NAME-*.json, and whose ``tables`` turn each into tables.
 """
@@ -17,28 +17,29 @@ from bench import harness
 from bench.table import Table
 
 README = harness.ROOT / "README.md"
+DOCS = harness.ROOT / "docs"
 Renderers = Mapping[str, Callable[[dict[str, Any]], list[Table]]]
+Pages = Mapping[Path, Mapping[str, str]]  # the Markdown of each section of a page, by the section's name
 
 
-def main(
-    folder: str, renderers: Renderers, results: Path, argv: Sequence[str] | None = None, readme: Path = README
-) -> int:
-    """Rewrite the folder's sections of ``readme``, or check that they are up to date."""
+def main(folder: str, pages: Pages, argv: Sequence[str] | None = None) -> int:
+    """Rewrite the folder's sections of all ``pages``, or check that they are up to date."""
     parser = argparse.ArgumentParser(prog=f"python -m {folder}.tables", description="Tables of the committed results.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     arguments = parser.parse_args(argv)
-    old = readme.read_text()
-    new = render(old, folder, renderers, results)
-    if new == old:
-        return 0
-    if arguments.check:
-        print(f"{readme.name} is out of date: run python -m {folder}.tables", file=sys.stderr)
-        return 1
-    readme.write_text(new)
-    return 0
+    code = 0
+    for page, sections in pages.items():
+        old = page.read_text()
+        new = render(old, folder, sections)
+        if new != old and arguments.check:
+            print(f"{page.name} is out of date: run python -m {folder}.tables", file=sys.stderr)
+            code = 1
+        elif new != old:
+            page.write_text(new)
+    return code
 
 
-def render(text: str, folder: str, renderers: Renderers, results: Path) -> str:
+def render(text: str, folder: str, sections: Mapping[str, str]) -> str:
     """Return ``text`` with every section of the folder replaced.
 
     Raises:
@@ -46,9 +47,14 @@ def render(text: str, folder: str, renderers: Renderers, results: Path) -> str:
     """
     pattern = re.compile(rf"(<!-- {folder}:(\w+) -->\n).*?(<!-- /{folder} -->)", re.DOTALL)
     names = [match[2] for match in pattern.finditer(text)]
-    if sorted(names) != sorted(renderers):
-        raise ValueError(f"text: expected markers of {', '.join(renderers)}, got {', '.join(names) or 'none'}")
-    return pattern.sub(lambda match: match[1] + section(match[2], renderers, results) + match[3], text)
+    if sorted(names) != sorted(sections):
+        raise ValueError(f"text: expected markers of {', '.join(sections)}, got {', '.join(names) or 'none'}")
+    return pattern.sub(lambda match: match[1] + sections[match[2]] + match[3], text)
+
+
+def all_sections(renderers: Renderers, results: Path) -> dict[str, str]:
+    """Return the Markdown of every section, by its name."""
+    return {name: section(name, renderers, results) for name in renderers}
 
 
 def section(name: str, renderers: Renderers, results: Path) -> str:

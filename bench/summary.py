@@ -1,0 +1,82 @@
+"""A few figures of the committed results, for README.md: ours beside what one would use otherwise, one thread."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.table import Record, Table, milliseconds
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Two candidates of one record of a benchmark's report: ours and a peer.
+
+    Attributes:
+        benchmark: its name.
+        case: entries that only this record has.
+        what: the text about ours.
+        ours, peer: names of the candidates.
+        beside: the text about the peer.
+        records: the entry of the report that has the record.
+    """
+
+    benchmark: str
+    case: dict[str, Any]
+    what: str
+    ours: str
+    peer: str
+    beside: str
+    records: str = "results"
+
+
+RESNET_50 = {"network": "resnet50", "rule": "adamw"}
+LAYER = {"layer": "64-64 3x3 at 16", "pass": "training"}
+COMPACT = {"network": "resnet18", "pattern": "kernels", "memory_format": "channels_last"}
+STEP = "AdamW step of a ResNet-50 with a locality"
+PROX = "prox of `RingPenalty`, weight of 512 x 512 x 3 x 3"
+CONNECTED = "locally connected 3x3 layer, 64 channels, 16x16 pixels, forward and backward, batch"
+FIGURES = [
+    Figure("optim_step", RESNET_50, STEP, "ours_loco", "torch_fused", "torch's fused AdamW, without locality"),
+    Figure("optim_step", RESNET_50, STEP, "ours_loco", "torch_fused_map", "torch's, and the decay map by hand"),
+    Figure("ring_prox", {"case": "half rings"}, PROX, "ours", "torch_rings", "fastest eager PyTorch that we know"),
+    Figure("ring_prox", {"case": "half rings"}, PROX, "ours", "spams", "SPAMS"),
+    Figure("ring_prox", RESNET_50, "AdamW step that ends with this prox", "all", "without", "the step alone", "steps"),
+    Figure("compact", COMPACT, "ResNet-18 compacted to half of its MACs", "compacted", "network", "the network itself"),
+    Figure("block_sparse", LAYER | {"batch": 64}, f"{CONNECTED} 64", "ours NHWC", "conv2d NHWC", "conv2d"),
+    Figure("block_sparse", LAYER | {"batch": 1}, f"{CONNECTED} 1", "ours NHWC", "conv2d NHWC", "conv2d"),
+    Figure("landscape", {"model": "resnet18"}, "training step with PILCRO, mean", "ours", "plain step", "plain step"),
+    Figure("regions", {"batch": 8}, "gradient norms of 1,200 units", "ours", "vmap_jacrev", "`vmap(jacrev)`"),
+]
+
+
+def section(results: Path) -> str:
+    """Return the Markdown of the table."""
+    rows = [row for figure in FIGURES for row in rows_of(figure, results)]
+    title = "Milliseconds (medians) in float32 and one thread, both measured by turns in one process"
+    table = Table(title, ["what", "ms", "beside", "ms of that", "measured on"], rows)
+    return f"\n{table.markdown()}\n\n"
+
+
+def rows_of(figure: Figure, results: Path) -> Iterator[list[str]]:
+    """Yield the row of each committed result that has the figure."""
+    for path in sorted(results.glob(f"{figure.benchmark}-*.json")):
+        report = json.loads(path.read_text())
+        wanted = figure.case | {"threads": 1}
+        for record in report[figure.records]:
+            if wanted.items() <= record.items():
+                ours, peer = (milliseconds({"median": seconds(record, name)}) for name in (figure.ours, figure.peer))
+                yield [figure.what, ours, figure.beside, peer, machine(report)]
+
+
+def seconds(record: Record, name: str) -> float:
+    """Return the median time of a candidate; of a regulariser that few steps apply, the mean over all steps."""
+    share = record.get("amortised", {}).get(name)
+    return record["candidates"][name]["median"] if share is None else share * seconds(record, "plain step")
+
+
+def machine(report: Record) -> str:
+    """Return CPU, torch and date in a few words."""
+    facts = report["machine"]
+    return f"{facts['cpu']}, {facts['cpu_capability']}, torch {facts['torch']}, {facts['date'][:10]}"
