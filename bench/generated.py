@@ -70,7 +70,7 @@ def nothing_yet(name: str) -> str:
     """Return the text of a section without results."""
     if name.endswith("_gpu"):
         return "No GPU has been measured yet; `make device-check` on a machine with one does that."
-    return f"Not measured yet; `python -m bench.bench_{name}` does that."
+    return "Not measured yet."
 
 
 def publish(report: dict[str, Any], out: Path | None, renderers: Renderers) -> None:

@@ -34,20 +34,37 @@ class Figure:
 RESNET_50 = {"network": "resnet50", "rule": "adamw"}
 LAYER = {"layer": "64-64 3x3 at 16", "pass": "training"}
 COMPACT = {"network": "resnet18", "pattern": "kernels", "memory_format": "channels_last"}
-STEP = "AdamW step of a ResNet-50 with a locality"
+ADAMW = "AdamW step of ResNet-50"
 PROX = "prox of `RingPenalty`, weight of 512 x 512 x 3 x 3"
+COMPACTED = "ResNet-18 compacted to half of its MACs, 32 images"
 CONNECTED = "locally connected 3x3 layer, 64 channels, 16x16 pixels, forward and backward, batch"
+PILCRO = "training step of ResNet-18, PILCRO at every tenth, mean"
+NORMS = "norms of the gradients of 1,200 units, 8 samples"
 FIGURES = [
-    Figure("optim_step", RESNET_50, STEP, "ours_loco", "torch_fused", "torch's fused AdamW, without locality"),
-    Figure("optim_step", RESNET_50, STEP, "ours_loco", "torch_fused_map", "torch's, and the decay map by hand"),
+    Figure(
+        "optim_step",
+        RESNET_50,
+        f"{ADAMW} with a locality",
+        "ours_loco",
+        "torch_fused",
+        "torch's fused AdamW, without locality",
+    ),
+    Figure(
+        "optim_step",
+        RESNET_50,
+        f"{ADAMW} with a locality",
+        "ours_loco",
+        "torch_fused_map",
+        "torch's, and the decay map by hand",
+    ),
     Figure("ring_prox", {"case": "half rings"}, PROX, "ours", "torch_rings", "fastest eager PyTorch that we know"),
     Figure("ring_prox", {"case": "half rings"}, PROX, "ours", "spams", "SPAMS"),
-    Figure("ring_prox", RESNET_50, "AdamW step that ends with this prox", "all", "without", "the step alone", "steps"),
-    Figure("compact", COMPACT, "ResNet-18 compacted to half of its MACs", "compacted", "network", "the network itself"),
+    Figure("ring_prox", RESNET_50, f"{ADAMW} and this prox", "all", "without", "the step alone", "steps"),
+    Figure("compact", COMPACT, COMPACTED, "compacted", "network", "the network itself"),
     Figure("block_sparse", LAYER | {"batch": 64}, f"{CONNECTED} 64", "ours NHWC", "conv2d NHWC", "conv2d"),
     Figure("block_sparse", LAYER | {"batch": 1}, f"{CONNECTED} 1", "ours NHWC", "conv2d NHWC", "conv2d"),
-    Figure("landscape", {"model": "resnet18"}, "training step with PILCRO, mean", "ours", "plain step", "plain step"),
-    Figure("regions", {"batch": 8}, "gradient norms of 1,200 units", "ours", "vmap_jacrev", "`vmap(jacrev)`"),
+    Figure("landscape", {"model": "resnet18"}, PILCRO, "ours", "plain step", "the same without PILCRO"),
+    Figure("regions", {"batch": 8}, NORMS, "ours", "vmap_jacrev", "`vmap(jacrev)`"),
 ]
 
 
@@ -77,6 +94,6 @@ def seconds(record: Record, name: str) -> float:
 
 
 def machine(report: Record) -> str:
-    """Return CPU, torch and date in a few words."""
+    """Return CPU and torch in a few words."""
     facts = report["machine"]
-    return f"{facts['cpu']}, {facts['cpu_capability']}, torch {facts['torch']}, {facts['date'][:10]}"
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['cpu_capability']}, torch {facts['torch']}"

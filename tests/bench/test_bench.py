@@ -49,18 +49,36 @@ def test_a_benchmark_runs_and_its_tables_are_made(name, tmp_path, monkeypatch):
     assert report["benchmark"] == name
     assert len(timings(report["results"])) > 2
     assert all(0 < timing["best"] <= timing["p20"] <= timing["p80"] for timing in timings(report))
-    text = readme.section(name, tables.RENDERERS, tmp_path)
+    text = generated.section(name, tables.RENDERERS, tmp_path)
     assert all(f"\n{table.title}\n" in text for table in tables.RENDERERS[name](report) if table.rows)
     assert text.count("\n| ") > len(report["results"])
 
 
-def test_the_readme_has_the_committed_results(tmp_path):
+def test_the_pages_have_the_committed_results(tmp_path, capsys):
     assert tables.main(["--check"]) == 0
+    sections = generated.all_sections(tables.RENDERERS, tmp_path)
     with pytest.raises(ValueError, match="expected markers of optim_step"):
-        readme.render("no markers", "bench", tables.RENDERERS, tmp_path)
-    text = readme.render(readme.README.read_text(), "bench", tables.RENDERERS, tmp_path)
-    assert "No GPU has been measured yet" in text
-    assert "| many_small |" not in text
+        generated.render("no markers", "bench", sections)
+    page = tmp_path / "page.md"
+    page.write_text((generated.DOCS / "benchmarks.md").read_text())
+    assert "| many_small |" in page.read_text()
+    assert generated.main("bench", {page: sections}, ["--check"]) == 1
+    assert "page.md is out of date" in capsys.readouterr().err
+    assert generated.main("bench", {page: sections}, []) == 0
+    assert "No GPU has been measured yet" in page.read_text()
+    assert "| many_small |" not in page.read_text()
+
+
+def test_the_summary_shows_the_medians_of_its_case(tmp_path):
+    machine = {"cpu": "Some CPU", "cores": 3, "cpu_capability": "AVX2", "torch": "2.99"}
+    record = {"model": "resnet18", "threads": 1, "amortised": {"ours": 1.5}}
+    record["candidates"] = {"ours": {"median": 9.0}, "plain step": {"median": 0.2}}
+    report = {"machine": machine, "results": [record | {"threads": 2, "amortised": {"ours": 5.0}}, record]}
+    (tmp_path / "landscape-some-cpu.json").write_text(json.dumps(report))
+    rows = [line for line in summary.section(tmp_path).splitlines() if line.startswith("| ")][2:]
+    end = "| 300 | the same without PILCRO | 200 | Some CPU, 3 cores, AVX2, torch 2.99 |"
+    assert len(rows) == 1
+    assert rows[0].endswith(end)
 
 
 @pytest.mark.parametrize("rule", bench_optim_step.RULES)

@@ -1,17 +1,23 @@
-"""Every example in the documentation runs: docstrings and README."""
+"""Every example in the documentation runs: docstrings, README and docs; links there lead somewhere."""
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
+import shlex
 import warnings
 from pathlib import Path
 
 import pytest
+import typer
 
 import loco_ext
+from loco_ext import commands
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+pages = pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(loco_ext.__path__, "loco_ext.")
@@ -79,22 +85,85 @@ def test_everything_public_has_an_example(kind):
         assert ">>>" in (thing.__doc__ or ""), f"{thing.__name__} has no example"
 
 
-def test_python_in_the_readme_runs(tmp_path, monkeypatch):
+def blocks(page, language):
+    """Return the code of a page in one language; ```py is Python that needs more than this package."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pages
+def test_python_in_the_documentation_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), {"__name__": "readme"})
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), {"__name__": "example"})
+    for block in blocks(page, "py"):
+        compile(block, str(page), "exec")
 
 
-def test_code_in_the_readme_names_what_exists():
-    """Inline code such as ``loco_ext.ops.optim_step_sgd`` leads to an object."""
-    paths = set(re.findall(r"\bloco_ext(?:\.\w+)+", README.read_text()))
-    assert paths
-    for path in paths:
+@pages
+def test_commands_in_the_documentation_exist(page, tmp_path, monkeypatch):
+    """Every ``loco-ext`` command parses, ``python -m`` names a module, ``make`` a target."""
+    monkeypatch.chdir(tmp_path)
+    analysis = Path("runs/analysis/analysis.json")  # an option reads it
+    analysis.parent.mkdir(parents=True)
+    analysis.write_text('{"locality": {}}')
+    text = page.read_text()
+    inline = re.findall(r"`((?:make|python -m|loco-ext) [^`]+)`", text)
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    makefile = (ROOT / "Makefile").read_text()
+    for line in inline + lines:
+        program, *words = shlex.split(line, comments=True)
+        if program == "make":
+            assert f"\n{words[0]}:" in makefile, line
+        elif program == "python" and "NAME" not in line:
+            assert importlib.util.find_spec(words[1]), line
+        elif program == "loco-ext" and words[0] != "--help":
+            command = typer.main.get_command(commands._application(words[0])).commands[words[0]]
+            if line in lines:
+                command.make_context(words[0], words[1:])
+            else:  # an excerpt
+                options = {option for parameter in command.params for option in parameter.opts}
+                assert {word for word in words if word.startswith("--")} <= options, line
+
+
+@pages
+def test_code_in_the_documentation_names_what_exists(page):
+    """Inline code such as ``loco_ext.ops.optim_step_sgd`` or ``sparsity.compact`` leads to an object."""
+    text = page.read_text()
+    packages = "|".join(name for name in loco_ext.__all__ if not name.startswith("_"))
+    names = {f"loco_ext.{name}" for name in re.findall(rf"`((?:{packages})\.\w+)", text)}
+    for path in names | set(re.findall(r"\bloco_ext(?:\.\w+)+", text)):
         parts = path.split(".")
         thing = loco_ext
         for i, part in enumerate(parts[1:], 2):
             if not hasattr(thing, part):
                 importlib.import_module(".".join(parts[:i]))
             thing = getattr(thing, part)
+
+
+def headings(page):
+    """Return the marks and the title of each heading of a page."""
+    without_code = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^(#+) (.*)$", without_code, flags=re.MULTILINE)
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives to the headings of a page."""
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for _, title in headings(page)}
+
+
+@pages
+def test_links_in_the_documentation_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in link:
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_lists_all_pages_and_the_readme_is_short():
+    assert len(PAGES[0].read_text().splitlines()) < 200
+    listed = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / "index.md").read_text())
+    assert {page.name for page in PAGES[1:]} - {"index.md"} <= set(listed)
+    for page in PAGES:
+        assert [marks for marks, _ in headings(page)].count("#") == 1, page.name
