@@ -110,11 +110,10 @@ class Problem:
         """
         sizes = [chosen.copy() for chosen in sizes]
         blocks = sorted(self._blocks, key=lambda block: last in block)
+        stays, taps = self.stays(sizes), self._taps(sizes)
         for _ in range(most_rounds):
-            before = [chosen.copy() for chosen in sizes]
-            for block in blocks:
-                self._decide(block, sizes, price)
-            if all(map(np.array_equal, before, sizes)):
+            # Whether any block has changed: every block decides, so that the list must be complete.
+            if not any([self._decide(block, sizes, stays, taps, price) for block in blocks]):
                 break
         return sizes
 
@@ -194,14 +193,18 @@ class Problem:
         pairs = zip(self.layers, sizes, strict=True)
         return np.asarray([layer.taps[chosen].sum() for layer, chosen in pairs], np.float64)
 
-    def _prices_of_classes(self, sizes: Sizes) -> Floats:
+    def _prices_of_classes(self, taps: Floats) -> Floats:
         """Return what each class costs beside the filters that write it: the taps that read it."""
-        return self.class_costs + (self._units * self._taps(sizes)) @ self._reads
+        return self.class_costs + (self._units * taps) @ self._reads
 
-    def _decide(self, block: list[int], sizes: Sizes, price: float) -> None:
-        """Choose the sizes of layers that share classes, all others being given."""
-        stays, reading = self.stays(sizes), price * self._prices_of_classes(sizes)
-        keep, go = reading, np.zeros(len(self.fixed))
+    def _decide(self, block: list[int], sizes: Sizes, stays: Booleans, taps: Floats, price: float) -> bool:
+        """Choose the sizes of layers that share classes, all others being given, and return whether any has changed.
+
+        Args:
+            sizes, stays, taps: sizes, and what follows from them; those of the block are replaced.
+        """
+        reading, before = price * self._prices_of_classes(taps), [sizes[i] for i in block]
+        keep, go = reading.copy(), np.zeros(len(self.fixed))
         values, best, inputs = {}, {}, self._inputs(stays)
         for i in block:
             layer = self.layers[i]
@@ -227,6 +230,12 @@ class Problem:
             layer = self.layers[i]
             if layer.reads is None:
                 sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
+            stays[layer.writes] = self.fixed[layer.writes]
+            taps[i] = layer.taps[sizes[i]].sum()
+        for i in block:
+            layer = self.layers[i]
+            stays[layer.writes[sizes[i] != layer.gone]] = True
+        return not all(map(np.array_equal, before, (sizes[i] for i in block)))
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
         """Return the sizes with what still fits into the budget, the most importance for its cost first."""
@@ -256,7 +265,7 @@ class Problem:
 
     def _additions(self, sizes: Sizes, price: float) -> list[tuple[float, list[tuple[int, int, int]]]]:
         """Return what may be added: importance won for each unit of cost, and (layer, filter, choice) of the change."""
-        stays, reading = self.stays(sizes), self._prices_of_classes(sizes)
+        stays, reading = self.stays(sizes), self._prices_of_classes(self._taps(sizes))
         inputs = self._inputs(stays)
         found: list[tuple[float, list[tuple[int, int, int]]]] = []
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}

@@ -12,7 +12,7 @@ from loco_ext.argument_checks import check_choice, check_count
 from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.shrink import bounds, check_budget
-from loco_ext.sparsity.budget.structure import structure_of
+from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs
 
 _MEMORY = 0.99  # decay of the importance from one step to the next
@@ -22,7 +22,7 @@ class Budget:
     """Makes a network smaller while it trains, so that it meets a budget by step ``end``; training then recovers.
 
     Call :meth:`step` after each step of the optimizer and before gradients are set to zero. From step ``begin`` on,
-    sizes of all filters are chosen ``updates`` times as :func:`shrink_to` chooses them, for a budget that falls from 1
+    sizes of all filters are chosen as :func:`shrink_to` chooses them, for a budget that falls from 1
     to the wanted share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of
     the batch norms behind it, and stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
     with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
@@ -38,7 +38,7 @@ class Budget:
             :attr:`Report.macs_after`, or of its parameters that could be removed.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
-        updates: number of times that sizes are chosen, at least 1.
+        updates: number of times that sizes are chosen before ``end``, at most; at least 1.
         importance: "taylor": as for :func:`shrink_to`, from the gradients of training, in a mean that decays by 1 % a
             step; or "norm".
         kind, granularity, least, skip: as for :func:`shrink_to`.
@@ -97,7 +97,7 @@ class Budget:
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
-        self._sizes: Sizes | None = None
+        self._hold(None)
         self._choose(self.share)  # raises if that is impossible
 
     def step(self) -> None:
@@ -109,11 +109,10 @@ class Budget:
         self.steps += 1
         if self.steps <= self.end and self.importance == "taylor":
             self._taylor.add(lambda parameter: parameter.grad, _MEMORY)
-        every = max(1, (self.end - self.begin) // self.updates)
+        every = max(1, -(-(self.end - self.begin) // self.updates))
         if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
-            self._sizes = _of_the_first_process(self._choose(self.share_wanted))
-        if self._sizes is not None:
-            self._structure.zero(self._sizes)
+            self._hold(_of_the_first_process(self._choose(self.share_wanted)))
+        self._masks.apply()
 
     @property
     def share_wanted(self) -> float:
@@ -136,7 +135,11 @@ class Budget:
         """
         self._taylor.load(state["importance"])
         self.steps, sizes = state["steps"], state["sizes"]
-        self._sizes = None if sizes is None else [chosen.cpu().numpy() for chosen in sizes]
+        self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
+
+    def _hold(self, sizes: Sizes | None) -> None:
+        """Keep filters at these sizes from now on; None leaves them whole."""
+        self._sizes, self._masks = sizes, Masks() if sizes is None else self._structure.masks(sizes)
 
     def _choose(self, share: float) -> Sizes:
         """Return sizes that cost at most this share."""

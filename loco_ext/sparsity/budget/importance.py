@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -53,11 +54,12 @@ class Taylor:
 
     def __init__(self, structure: Structure) -> None:
         self._layers = structure.layers
-        self._known: set[str] = set()
-        self._sums = {
-            layer.name: torch.zeros(len(layer.module.weight), len(layer.taps), dtype=torch.float64)
-            for layer in structure.layers
-        }
+        self._outside = [_outside(layer) for layer in structure.layers]
+        self._shapes = {layer.name: (len(layer.module.weight), len(layer.taps)) for layer in structure.layers}
+        self._with_gradient: set[str] = set()
+        device = structure.layers[0].module.weight.device
+        self._sums = torch.zeros(sum(map(prod, self._shapes.values())), dtype=torch.float64, device=device)
+        self._any = torch.zeros((), dtype=torch.bool, device=device)  # whether any changes have been added
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients :meth:`add` reads."""
@@ -66,46 +68,60 @@ class Taylor:
 
     @torch.no_grad()
     def add(self, gradient: Callable[[nn.Parameter], Tensor | None], decay: float = 1.0) -> None:
-        """Add the squared changes for one batch's gradients, after multiplying what was there by ``decay``."""
-        for layer in self._layers:
+        """Add the squared changes for one batch's gradients, after multiplying what was there by ``decay``.
+
+        Nothing is done if they are not all finite. Without synchronisation.
+        """
+        changes = []
+        for layer, outside in zip(self._layers, self._outside, strict=True):
             given = gradient(layer.module.weight)
             if given is None:
+                changes.append(outside.new_zeros(self._shapes[layer.name]))
                 continue
+            self._with_gradient.add(layer.name)
             products = _by_tap(layer.module.weight * given)
-            rings = torch.from_numpy(layer.rings).to(products.device)
-            changes = products.new_zeros(len(products), len(layer.taps)).index_add_(1, rings + 1, products).cumsum(1)
+            changes.append(products @ outside.to(products))
             owner = layer.module if layer.norm is None or layer.norm.weight is None else layer.norm
             if owner is not layer.module:
-                changes[:, -1] = _change(owner.weight, gradient)
-            changes[:, -1] += _change(owner.bias, gradient)
-            squares = changes.double().square().cpu()
-            if squares.isfinite().all():
-                self._sums[layer.name].mul_(decay).add_(squares)
-                self._known.add(layer.name)
+                changes[-1][:, -1] = _change(owner.weight, gradient)
+            if owner.bias is not None:
+                changes[-1][:, -1] += _change(owner.bias, gradient)
+        squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
+        finite = squares.isfinite().all()
+        self._any |= finite
+        self._sums = torch.where(finite, self._sums * decay + squares, self._sums)
 
     def unknown(self) -> list[str]:
         """Return the names of layers that may shrink and whose weights have had no finite gradient."""
-        return [layer.name for layer in self._layers if not layer.kept and layer.name not in self._known]
+        known = self._with_gradient if self._any else set()
+        return [layer.name for layer in self._layers if not layer.kept and layer.name not in known]
 
     def state(self) -> dict[str, Tensor]:
         """Return the sums by the layer's name, for layers that have any."""
-        return {name: sums.clone() for name, sums in self._sums.items() if name in self._known}
+        return {
+            name: sums.clone() for name, sums in self._tables().items() if self._any and name in self._with_gradient
+        }
 
     def load(self, sums: Mapping[str, Tensor]) -> None:
         """Replace the sums by those of :meth:`state`; raise ValueError if they are another model's."""
-        shapes = {name: tuple(mine.shape) for name, mine in self._sums.items()}
         for name, each in sums.items():
-            if shapes.get(name) != tuple(each.shape):
-                raise ValueError(f"state: expected importance of shapes {shapes}, got {tuple(each.shape)} for {name!r}")
-        self._known = set(sums)
-        self._sums = {
-            name: sums[name].cpu().double().clone() if name in sums else torch.zeros_like(mine)
-            for name, mine in self._sums.items()
-        }
+            if self._shapes.get(name) != tuple(each.shape):
+                raise ValueError(
+                    f"state: expected importance of shapes {self._shapes}, got {tuple(each.shape)} for {name!r}"
+                )
+        self._with_gradient = set(sums)
+        self._any.fill_(bool(sums))
+        for name, mine in self._tables().items():
+            mine.copy_(sums[name]) if name in sums else mine.zero_()
 
     def lost(self) -> dict[str, Tensor]:
         """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
-        return {name: sums.cummax(1).values for name, sums in self._sums.items()}
+        return {name: sums.cummax(1).values for name, sums in self._tables().items()}
+
+    def _tables(self) -> dict[str, Tensor]:
+        """Return views of the sums, ``(C_out, choices)``, by the layer's name."""
+        parts = self._sums.split([prod(shape) for shape in self._shapes.values()])
+        return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
 
 
 def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], loss: Loss) -> dict[str, Tensor]:
@@ -138,9 +154,15 @@ def _change(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], T
     return 0.0 if given is None or parameter is None else parameter * given
 
 
+def _outside(layer: PrunableLayer) -> Tensor:
+    """Return which taps each choice lacks, ``(taps, choices)``, as numbers of the weight's type."""
+    rings = torch.from_numpy(layer.rings)
+    return (rings[:, None] < torch.arange(len(layer.taps))).to(layer.module.weight)
+
+
 def _by_tap(numbers: Tensor) -> Tensor:
     """Return the sums over input channels, ``(C_out, taps)``, of numbers for each weight."""
-    return numbers.flatten(2).sum(1) if numbers.dim() > 2 else numbers.sum(1, keepdim=True)
+    return numbers.sum(1).flatten(1) if numbers.dim() > 2 else numbers.sum(1, keepdim=True)
 
 
 def _squares(layer: PrunableLayer) -> Tensor:

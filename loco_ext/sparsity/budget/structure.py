@@ -15,7 +15,7 @@ from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
-from loco_ext.sparsity.budget.choose import Integers, Layer, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Booleans, Integers, Layer, Problem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied, unwrapped
 from loco_ext.sparsity.compaction.graph import annotated_graph
@@ -93,28 +93,51 @@ class Structure:
                 np.add.at(of_classes, classes, 2.0)
         return Problem(layers, self.fixed, of_classes)
 
-    @torch.no_grad()
-    def zero(self, sizes: Sizes) -> None:
-        """Set to zero, in place, what sizes leave out: rings, filters, and the shifts of batch norms behind them."""
-        stays = self.fixed.copy()
+    def masks(self, sizes: Sizes) -> Masks:
+        """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""
+        found, stays = Masks(), self.fixed.copy()
         for layer, chosen in zip(self.layers, sizes, strict=True):
-            weight, size = layer.module.weight, torch.from_numpy(chosen).to(layer.module.weight.device)
-            kept = torch.from_numpy(layer.rings).to(weight.device) >= size[:, None]  # [C_out, taps]
-            weight.mul_(kept.view(len(weight), 1, *weight.shape[2:]))
-            gone = chosen == len(layer.taps) - 1
-            stays[layer.writes[~gone]] = True
-            _zero_shifts(layer.module, gone)
-            if layer.norm is not None:
-                _zero_shifts(layer.norm, gone)
+            shape = layer.module.weight.shape
+            kept = layer.rings >= chosen[:, None]  # [C_out, taps]
+            found.add(layer.module, "weight", kept.reshape(shape[0], 1, *shape[2:]))
+            alive = chosen != len(layer.taps) - 1
+            stays[layer.writes[alive]] = True
+            for module in (layer.module, layer.norm):
+                found.add_shifts(module, alive)
         for norm, classes in self.norms:
-            _zero_shifts(norm, ~stays[classes])
+            found.add_shifts(norm, stays[classes])
+        return found
+
+    def zero(self, sizes: Sizes) -> None:
+        """Set to zero, in place, what sizes leave out."""
+        self.masks(sizes).apply()
 
 
-def _zero_shifts(module: Any, gone: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-    """Let channels of zeros remain zeros behind a module."""
-    for vector in (module.bias, getattr(module, "running_mean", None)):
-        if vector is not None and gone.any():
-            vector[torch.from_numpy(gone).to(vector.device)] = 0.0
+class Masks:
+    """Factors of 0 and 1 for tensors of modules."""
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[Any, str], Tensor] = {}
+
+    def add(self, module: Any, name: str, kept: Booleans) -> None:
+        """Set to zero what is not kept in one of the module's tensors; ``kept`` has a shape that expands to it."""
+        if not kept.all():
+            tensor, before = getattr(module, name), self._masks.get((module, name), 1.0)
+            self._masks[module, name] = torch.ones_like(tensor) * before * torch.from_numpy(kept).to(tensor.device)
+
+    def add_shifts(self, module: Any, alive: Booleans) -> None:
+        """Let channels of zeros remain zeros behind a module; None is one without shifts."""
+        for name in ("bias", "running_mean"):
+            if getattr(module, name, None) is not None:
+                self.add(module, name, alive)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Multiply the tensors by their masks, in place."""
+        if self._masks:
+            tensors = [getattr(*place) for place in self._masks]
+            masks = [mask.to(tensor) for mask, tensor in zip(self._masks.values(), tensors, strict=True)]
+            torch._foreach_mul_(tensors, masks)
 
 
 def structure_of(
