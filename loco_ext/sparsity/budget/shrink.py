@@ -39,9 +39,10 @@ def shrink_to(
     """Return a smaller network of the given cost that keeps what is most important of a trained model.
 
     Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or goes. The sizes of all
-    filters together minimise ``importance lost + price * cost``, where a layer's MACs are the taps of its filters times
-    the channels that are left of its input, so that a channel also costs what the layers do that read it; channels
-    that a residual connection adds up go together. The price is the least that meets the budget, and what then
+    filters together minimise ``price * cost - sum over layers of log(share of the layer's importance that is kept)``:
+    no layer is emptied while others are whole. A layer's MACs are the taps of its filters times the channels that are
+    left of its input, so that a channel also costs what the layers do that read it; channels that a residual connection
+    adds up go together. The price is the least that meets the budget, and what then
     remains of the budget is filled up. Train the result further, with a learning rate of 0.1 to 1 times the largest of
     the training before: its batch norms are not folded.
 

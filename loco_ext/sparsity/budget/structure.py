@@ -15,12 +15,13 @@ from loco_ext import geometry
 from loco_ext.argument_checks import check_choice
 from loco_ext.fx.trace import UntraceableError
 from loco_ext.nn.computed import check_plain
-from loco_ext.sparsity.budget.choose import Booleans, Integers, Layer, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Booleans, Floats, Integers, Layer, Problem, Sizes
 from loco_ext.sparsity.compaction.channels import Channels, classes_of_channels
 from loco_ext.sparsity.compaction.compact import copied, unwrapped
 from loco_ext.sparsity.compaction.graph import annotated_graph
 from loco_ext.sparsity.compaction.roles import BATCH_NORMS, Role, is_depthwise
 
+_OF_THE_LAST = 1e-6  # part of a layer's most important filter that counts as left without it
 _ANY = 1e-3  # value of all parameters in the copy that is analysed: what can be removed does not depend on the weights
 
 
@@ -79,7 +80,7 @@ class Structure:
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         for layer in self.layers:
-            weight, table = layer.module.weight, lost[layer.name].double().cpu().numpy().copy()
+            weight, table = layer.module.weight, fall_of_logarithm(lost[layer.name].double().cpu().numpy())
             if layer.kept:
                 table[:, 1:] = np.inf
             table[self.fixed[layer.writes], -1] = np.inf
@@ -111,6 +112,27 @@ class Structure:
     def zero(self, sizes: Sizes) -> None:
         """Set to zero, in place, what sizes leave out."""
         self.masks(sizes).apply()
+
+
+def fall_of_logarithm(lost: Floats) -> Floats:
+    """Return by how much each choice lowers the logarithm of a layer's importance, if its filters go in order.
+
+    The sum over all layers is the logarithm of the product of the shares of importance that the layers keep: a layer
+    that is nearly empty blocks the whole network, which a sum of importances would not tell. A filter is compared with
+    the more important ones, which go after it; a choice that loses a part of a filter loses that part of its fall. The
+    most important one is compared with a millionth of itself.
+
+    Args:
+        lost: importance that each choice of each filter loses, ``[C_out, choices]``; the last choice loses all of it.
+    """
+    whole = lost[:, -1]
+    order = np.argsort(-whole, kind="stable")
+    kept = whole[order].cumsum()
+    rest = np.concatenate([_OF_THE_LAST * kept[:1], kept[:-1]])
+    falls = np.zeros(len(whole))
+    falls[order] = np.log(np.divide(kept, rest, out=np.ones_like(kept), where=rest > 0))
+    parts = np.divide(lost, whole[:, None], out=np.zeros_like(lost), where=whole[:, None] > 0)
+    return falls[:, None] * parts
 
 
 class Masks:

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from loco_ext import sparsity
 from loco_ext.experiments import models
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
-from loco_ext.sparsity.budget.structure import structure_of
+from loco_ext.sparsity.budget.structure import fall_of_logarithm, structure_of
 from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
 
@@ -135,10 +136,24 @@ def test_a_function_decides() -> None:
 
 
 def test_where_there_are_many_filters_the_budget_is_met_within_a_hundredth() -> None:
-    model = models.small_cnn(3, 4, 9).eval()
+    model, x = models.small_cnn(3, 4, 12).eval(), torch.randn(2, 3, 12, 12)
     for share in (0.75, 0.5, 0.25):
-        smaller, _ = sparsity.shrink_to(model, X, macs=share, importance="norm")
-        assert 0.99 * share <= macs(smaller) / macs(model) <= share
+        _, report = sparsity.shrink_to(model, x, macs=share, importance="norm")
+        assert 0.99 * share <= report.macs_after / report.macs_before <= share
+
+
+def test_removing_the_least_important_filters_loses_the_logarithm_of_the_share_that_is_kept() -> None:
+    importance = np.random.default_rng(0).exponential(size=7)
+    importance[3] = 0.0
+    rings = np.array([0.0, 0.25, 1.0])  # part of a filter that each choice loses
+    falls = fall_of_logarithm(importance[:, None] * rings)
+    np.testing.assert_allclose(falls, falls[:, -1:] * rings)
+    order = importance.argsort()
+    for count in range(7):
+        kept = importance[order[count:]].sum() / importance.sum()
+        np.testing.assert_allclose(falls[order[:count], -1].sum(), -np.log(kept), atol=1e-12)
+    assert falls.max() > 10  # of the last
+    assert not fall_of_logarithm(np.zeros((3, 2))).any()
 
 
 @pytest.mark.slow
