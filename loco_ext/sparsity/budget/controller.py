@@ -22,9 +22,10 @@ class Budget:
     """Makes a network smaller while it trains, so that it meets a budget by step ``end``; training then recovers.
 
     Call :meth:`step` after each step of the optimizer and before gradients are set to zero. From step ``begin`` on,
-    sizes of all filters are chosen as :func:`shrink_to` chooses them, for a budget that falls from 1
-    to the wanted share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of
-    the batch norms behind it, and stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
+    sizes of all filters are chosen as :func:`shrink_to` chooses them, for a budget that falls from 1 to the wanted
+    share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of the batch
+    norms behind it. Until ``end``, it comes back with the values that it had if a later choice prefers it; from then on
+    it stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
     with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
 
     It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first one's choice holds
@@ -111,7 +112,11 @@ class Budget:
             self._taylor.add(lambda parameter: parameter.grad, _MEMORY)
         every = max(1, -(-(self.end - self.begin) // self.updates))
         if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
+            self._masks.restore()
             self._hold(_of_the_first_process(self._choose(self.share_wanted)))
+            self._masks.cut()
+        if self.steps >= self.end:
+            self._masks.removed.clear()
         self._masks.apply()
 
     @property
@@ -125,7 +130,7 @@ class Budget:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the controller; the weights are the model's."""
         sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
-        return {"steps": self.steps, "importance": self._taylor.state(), "sizes": sizes}
+        return {"steps": self.steps, "importance": self._taylor.state(), "sizes": sizes, "removed": self._masks.removed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a controller of the same model; load the model's own state as well.
@@ -136,6 +141,7 @@ class Budget:
         self._taylor.load(state["importance"])
         self.steps, sizes = state["steps"], state["sizes"]
         self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
+        self._masks.removed = list(state.get("removed", ()))
 
     def _hold(self, sizes: Sizes | None) -> None:
         """Keep filters at these sizes from now on; None leaves them whole."""

@@ -62,6 +62,25 @@ def test_filters_that_go_leave_no_shift_behind() -> None:
     assert all(not output[:, gone].any() for output in seen)
 
 
+def test_what_is_left_out_comes_back_with_its_values_if_it_matters_more_again() -> None:
+    """All that the first choice keeps becomes tiny, so that the second one prefers other filters of the same layer."""
+    model, _, budget = controlled("plain", importance="norm", granularity="filters", begin=0, end=3, updates=3)
+    first = model[0].weight  # type: ignore[index]
+    before = first.detach().clone()
+    budget.step()
+    gone = (first == 0).flatten(1).all(1)
+    assert 0 < gone.sum() < len(gone)
+    with torch.no_grad():
+        first *= 1e-3
+    budget.step()
+    back = gone & (first != 0).flatten(1).all(1)
+    assert back.any()
+    assert torch.equal(first[back], before[back])
+    assert len(budget.state_dict()["removed"]) > 0
+    budget.step()
+    assert budget.state_dict()["removed"] == []
+
+
 def test_resumed_is_uninterrupted() -> None:
     model, optimizer, budget = controlled("residual")
     train(model, optimizer, budget, 6, seed=1)
