@@ -158,6 +158,10 @@ class Settings:
     parameters: Annotated[
         float | None, Option(metavar="SHARE", help="The same of its parameters, instead of --macs.")
     ] = None
+    latency: Annotated[
+        float | None,
+        Option(metavar="SHARE", help="The same of its latency for one image, measured on this machine."),
+    ] = None
     granularity: Annotated[
         Literal["rings", "filters"],
         Option(help="What --macs and the like remove: whole filters, or rings of taps as well."),

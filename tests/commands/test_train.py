@@ -87,6 +87,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "alpha": 10.0,
         "macs": None,
         "parameters": None,
+        "latency": None,
         "granularity": "rings",
         "amp": True,
         "weights": None,

@@ -94,7 +94,7 @@ def shrink_to(
     counted = "parameters" if cost == "parameters" else "macs"
     lost = _lost(structure, dense, importance, batches, loss)
     problem = structure.problem(counted, lost, bounds(structure, least))
-    network, report = _Search(dense, inputs, structure, problem, cost, share).run()
+    network, report = Search(dense, inputs, structure, problem, cost, share).run()[:2]
     modes = {name: module.training for name, module in unwrapped(model).named_modules()}
     for name, module in network.named_modules():
         module.training = modes.get(name, model.training)
@@ -140,7 +140,7 @@ def _lost(
 
 
 @dataclass(frozen=True)
-class _Search:
+class Search:
     """Search for the sizes with which the compacted network just meets the budget.
 
     Compaction may remove more than was counted, such as channels that nothing reads; the target of the count follows.
@@ -153,8 +153,12 @@ class _Search:
     cost: str
     share: float
 
-    def run(self) -> tuple[nn.Module, Report]:
-        """Return the network and its report; raise ValueError if no sizes that are allowed meet the budget."""
+    def run(self) -> tuple[nn.Module, Report, float]:
+        """Return the network, its report, and its count as a share of the model's.
+
+        Raises:
+            ValueError: no sizes that are allowed meet the budget.
+        """
         low, high, target = 0.0, 1.0, self.share
         best, least = None, 1.0
         for _ in range(_MOST_TRIES):
@@ -167,7 +171,7 @@ class _Search:
                 break
             reached = self._reached(report)
             if reached <= self.share:
-                best, low = (network, report), target
+                best, low = (network, report, counted), target
                 if reached >= _NEAR * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:

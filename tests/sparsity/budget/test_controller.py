@@ -1,6 +1,7 @@
 """Budgets while a network trains: the schedule, what is held, resuming, and misuse."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from loco_ext import optim, sparsity
+from loco_ext.sparsity.budget import shrink
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
 
 X = torch.zeros(2, *IMAGE)
@@ -93,6 +95,26 @@ def test_resumed_is_uninterrupted() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+def test_the_macs_follow_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the latency does not depend on the MACs, in place of what compaction measures."""
+    measured = shrink.compact
+
+    def timed(model: nn.Module, inputs: Any, cost: str = "macs", **options: Any) -> tuple[nn.Module, sparsity.Report]:
+        network, report = measured(model, inputs, cost="macs", **options)
+        share = report.macs_after / report.macs_before
+        return network, replace(report, latency_before=1.0, latency_after=0.25 + 0.75 * share)
+
+    monkeypatch.setattr(shrink, "compact", timed)
+    model, optimizer, budget = controlled("plain", macs=None, latency=0.6)
+    train(model, optimizer, budget, 14, seed=1)
+    assert 0.4 < reached("plain", model) <= 0.35 / 0.75
+    state = budget.state_dict()
+    assert 0.4 < state["target"] < 0.6
+    monkeypatch.setattr(shrink, "compact", lambda *_, **options: measured(*_, cost="macs"))
+    with pytest.raises(ValueError, match="latency: expected a model of which a smaller one can be timed, got none"):
+        controlled("plain", macs=None, latency=0.6)
+
+
 def test_state_of_another_model() -> None:
     _, _, budget = controlled("plain")
     model, optimizer, other = controlled("depthwise")
@@ -107,7 +129,7 @@ def test_state_of_another_model() -> None:
         ({"end": 2}, "end: expected at least begin, 3, got 2"),
         ({"begin": 0, "end": 0}, "end: expected at least 1, got 0"),
         ({"begin": -1}, "begin: expected at least 0, got -1"),
-        ({"macs": None}, "macs, parameters: expected exactly one of them, got none"),
+        ({"macs": None}, "macs, parameters, latency: expected exactly one of them, got none"),
         ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, which is what must stay, got 0.02"),
         ({"updates": 0}, "updates: expected at least 1, got 0"),
     ],
