@@ -38,8 +38,8 @@ class Budget:
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
             :attr:`Report.macs_after`, or of its parameters that could be removed; or of its latency on the example in
-            eval mode. Networks of several numbers of MACs are compacted and timed for the latter, at the beginning and
-            at ``end``, which takes up to a minute each; in between, the MACs are counted.
+            eval mode. For the latter, MACs are counted, and compacted networks are timed: one at the beginning, and at
+            ``end`` several, of more or fewer MACs, which takes some seconds each.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -104,10 +104,9 @@ class Budget:
         self.steps = 0
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
+        self._choose(self.share)  # raises if that is impossible
         if self.cost == "latency":
-            self._target = self._timed()  # this and the other raise if the budget is impossible
-        else:
-            self._choose(self.share)
+            self._target = self._search().guess()
 
     def step(self) -> None:
         """Count a step of the optimizer; make the network smaller when it is time.
@@ -122,7 +121,7 @@ class Budget:
         if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
             self._masks.restore()
             if self.cost == "latency" and self.steps == self.end:
-                self._target = self._timed()
+                _, _, self._target = self._search().search(self._target)
             self._hold(_of_the_first_process(self._choose(self.share_wanted)))
             self._masks.cut()
         if self.steps >= self.end:
@@ -182,10 +181,10 @@ class Budget:
             least = f"expected at least {error.cost / whole:.3g}, which is what must stay"
             raise ValueError(f"{self.cost}: {least}, got {self.share}") from None
 
-    def _timed(self) -> float:
-        """Return the share of MACs with which the compacted network meets the latency."""
+    def _search(self) -> Search:
+        """Return the search for the share of MACs with which the compacted network meets the latency."""
         model, structure = copy.deepcopy((self._model, self._structure))
-        return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share).run()[2]
+        return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
