@@ -33,6 +33,7 @@ COMMANDS = {
     "regions": "Widen a network's linear regions, and measure them.",
     "analyze": "Tell how local a network is, and suggest its decay.",
     "compact": "Make the smaller network that one with zeros amounts to.",
+    "shrink": "Make a trained network as small as you say, and train it on.",
     "info": "Show versions, libraries and the backend of every operation.",
 }
 

@@ -8,12 +8,12 @@ model.onnx         where asked for
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loco_ext import sparsity
 from loco_ext.experiments.data import CLASSES, DATA, Dataset, load
@@ -47,7 +47,10 @@ class Compacted:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network in eval mode, the names of its model and data set, and the shape and classes of its images."""
+    """A trained network in eval mode, the names of its model and data set, and the shape and classes of its images.
+
+    ``settings`` are those of its run; there are none of a checkpoint.
+    """
 
     model: nn.Module
     name: str
@@ -55,6 +58,7 @@ class Trained:
     channels: int
     size: int
     classes: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def load_data(self, folder: Path | None) -> Dataset | None:
         """Return its data set, or None where that needs files and ``folder`` is None.
@@ -100,7 +104,7 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None) -
     width = {"width": settings["width"]} if kind.scalable and "width" in settings else {}
     model = kind.make(channels, classes, size, **width)
     load_weights(model, path)
-    return Trained(model.eval(), name, data, channels, size, classes)
+    return Trained(model.eval(), name, data, channels, size, classes, settings)
 
 
 def compact(
@@ -119,12 +123,9 @@ def compact(
         cost, fold_norms: as for :func:`loco_ext.sparsity.compact`.
         dataset: both networks are evaluated on its test samples; with None they are not evaluated.
     """
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch_size, trained.channels, trained.size, trained.size, generator=generator).to(device)
+    images = example(trained, batch_size, torch.device(device))
     model = trained.model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    network, report = sparsity.compact(
-        model, images.contiguous(memory_format=torch.channels_last), cost=cost, fold_norms=fold_norms
-    )
+    network, report = sparsity.compact(model, images, cost=cost, fold_norms=fold_norms)
     result = Compacted(network, report)
     if dataset is not None:
         normalization, processes = Normalization(dataset.train), Processes(torch.device(device))
@@ -132,6 +133,13 @@ def compact(
         _, result.accuracy_before = evaluate(model, test, normalization, processes)
         _, result.accuracy_after = evaluate(network, test, normalization, processes)
     return result
+
+
+def example(trained: Trained, batch_size: int, device: torch.device) -> Tensor:
+    """Return random images of the network's size, in channels_last."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch_size, trained.channels, trained.size, trained.size, generator=generator)
+    return images.to(device, memory_format=torch.channels_last)
 
 
 def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import save_checkpoint
-from loco_ext.experiments import data, demo_networks, lifting, settings, shrinking
+from loco_ext.experiments import data, demo_budget, demo_networks, lifting, settings
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import versions
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
@@ -58,7 +58,7 @@ class Results(NamedTuple):
     """Both networks, and the second one after it learned its kernel sizes and after its weights were unshared."""
 
     networks: list[demo_networks.Network]
-    shrunk: shrinking.Shrunk
+    shrunk: demo_budget.Shrunk
     lifted: lifting.Lifted
 
 
@@ -80,7 +80,7 @@ def run(settings: Settings, out: Path) -> Results:
         with _one_thread():
             processes = Processes(torch.device(settings.device))
             _, model, _, setting = trainings[1]
-            shrunk = shrinking.shrink(model, samples, setting, processes)
+            shrunk = demo_budget.shrink(model, samples, setting, processes)
             lifted = lifting.lift(model, samples, setting, processes)
         results = Results(networks, shrunk, lifted)
         _write(settings, trainings, results, out)
@@ -99,7 +99,7 @@ def _write(settings: Settings, trainings: list["Training"], results: Results, ou
 def print_tables(results: Results) -> None:
     """Print the tables of the two networks, of the smaller one and of the lifted one."""
     demo_networks.print_networks(results.networks)
-    shrinking.print_shrunk(results.shrunk)
+    demo_budget.print_shrunk(results.shrunk)
     lifting.print_lifted(results.lifted)
 
 

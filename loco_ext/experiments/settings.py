@@ -47,6 +47,20 @@ def check_fields(settings: Any) -> None:
                 raise SettingsError(f"{name}: expected at most {option.max}, got {value}")
 
 
+BUDGETS = ("macs", "parameters", "latency")
+
+
+def budget_of(settings: Any) -> tuple[str, float] | None:
+    """Return the name and the share of the budget that is given, or None; raise SettingsError if it is no budget."""
+    given = [(name, share) for name in BUDGETS if (share := getattr(settings, name, None)) is not None]
+    if len(given) > 1:
+        raise SettingsError(f"{', '.join(name for name, _ in given)}: expected at most one of them")
+    for name, share in given:
+        if not 0 < share <= 1:
+            raise SettingsError(f"{name}: expected a share in (0, 1], got {share}")
+    return given[0] if given else None
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of one training run.
@@ -141,8 +155,16 @@ class Settings:
             "the training, from a tenth of it on. The command compact makes the small network.",
         ),
     ] = None
+    parameters: Annotated[
+        float | None, Option(metavar="SHARE", help="The same of its parameters, instead of --macs.")
+    ] = None
+    latency: Annotated[
+        float | None,
+        Option(metavar="SHARE", help="The same of its latency for one image, measured on this machine."),
+    ] = None
     granularity: Annotated[
-        Literal["rings", "filters"], Option(help="What --macs removes: whole filters, or rings of taps as well.")
+        Literal["rings", "filters"],
+        Option(help="What --macs and the like remove: whole filters, or rings of taps as well."),
     ] = "rings"
     pilcro: Annotated[
         Literal["curvature", "target"] | None,
@@ -178,10 +200,10 @@ class Settings:
                 raise SettingsError(f"{name}: expected a finite number, at least 0, got {value}")
         if self.momentum >= 1:
             raise SettingsError(f"momentum: expected less than 1, got {self.momentum}")
-        if self.macs is not None and not 0 < self.macs <= 1:
-            raise SettingsError(f"macs: expected a share in (0, 1], got {self.macs}")
-        if self.granularity != "rings" and self.macs is None:
-            raise SettingsError(f"granularity: expected rings without macs, got {self.granularity}")
+        if budget_of(self) is None and self.granularity != "rings":
+            raise SettingsError(
+                f"granularity: expected rings without macs, parameters or latency, got {self.granularity}"
+            )
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")

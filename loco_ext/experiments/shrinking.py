@@ -1,79 +1,198 @@
-"""Shrink a trained network: train it with a penalty to learn filter sizes and widths, compact it, and evaluate it."""
+"""Make a trained network smaller, to a budget, train it on and compact it.
 
-import copy
-from dataclasses import dataclass
-from typing import Any
+start/             the smaller network before it is trained on, see sparsity.save
+shrink.json        what it was made of and how; it is written after start/, so that a run that was killed resumes
+training/          the run that trains it on, see loco_ext.experiments.run
+model.safetensors, manifest.json, report.json, model.onnx      as of loco_ext.experiments.compacting
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from typer import Option
 
-from loco_ext import optim, sparsity
-from loco_ext.experiments.data import Dataset
+from loco_ext import sparsity
+from loco_ext.experiments import compacting, run
+from loco_ext.experiments.compacting import Compacted, Trained
+from loco_ext.experiments.data import FOLDER, Dataset
 from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.train import Epoch, evaluate, train
-from loco_ext.output import print_table
+from loco_ext.experiments.settings import BUDGETS, Settings, SettingsError, budget_of, check_fields, from_preset
+from loco_ext.experiments.train import evaluate
+from loco_ext.folders import owned
+from loco_ext.option_parsers import MOST
+from loco_ext.output import print_table, write_json
 
-STRENGTH, WEIGHTING = 0.015, "normalized"
-BATCH_SIZE = 64  # batch size for which latency is optimised
+SAMPLES = 2048  # training samples whose gradients tell the importance of filters
+SLOWER = 0.5  # learning rate of the first epoch, as a share of the training's before
+# Settings of the run before that training on takes over.
+KEPT = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "norm", "augment", "seed", "amp")
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """How small a network becomes, and how it is trained on; exactly one of the budgets is given."""
+
+    macs: Annotated[
+        float | None, Option(metavar="SHARE", help="Share of the network's multiply-accumulates that may stay.")
+    ] = None
+    parameters: Annotated[
+        float | None, Option(metavar="SHARE", help="Share of the network's parameters that may stay.")
+    ] = None
+    latency: Annotated[
+        float | None,
+        Option(metavar="SHARE", help="Share of the network's latency that may stay, measured on this machine."),
+    ] = None
+    granularity: Annotated[
+        Literal["rings", "filters"], Option(help="What is removed: whole filters, or rings of their taps as well.")
+    ] = "rings"
+    importance: Annotated[
+        Literal["taylor", "norm"],
+        Option(help="What stays: what the loss on training samples depends on, or what has large weights."),
+    ] = "taylor"
+    epochs: Annotated[int, Option(min=1, max=MOST, help="Passes over the training samples afterwards.")] = 10
+    learning_rate: Annotated[
+        float | None,
+        Option(
+            "--lr",
+            help="Learning rate of the first epoch, which falls to 0 along a cosine; with none, half of the run's, or "
+            "0.05 for a checkpoint.",
+        ),
+    ] = None
+    batch_size: Annotated[int, Option(min=1, max=MOST, help="Images per batch on which the result is to be fast.")] = 64
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        rate = self.learning_rate
+        if rate is not None and not (math.isfinite(rate) and rate >= 0):
+            raise SettingsError(f"learning_rate: expected a finite number, at least 0, got {rate}")
+        if budget_of(self) is None:
+            raise SettingsError(f"{', '.join(BUDGETS)}: expected exactly one of them, got none")
 
 
 @dataclass
 class Shrunk:
-    """The smaller network, and test accuracies in [0, 1] of the network with zeros and of the smaller one."""
-
-    network: nn.Module
-    report: sparsity.Report
-    accuracy: float
-    accuracy_compacted: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the network, as plain data."""
-        accuracies = {"accuracy": self.accuracy, "accuracy_compacted": self.accuracy_compacted}
-        return {"strength": STRENGTH, "weighting": WEIGHTING, **accuracies, **self.report.to_dict()}
-
-
-def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
-    """Train a copy of ``model`` with a ring penalty on its filters, scaled by the batch norms, and compact it.
+    """The compacted network after training on, and what it replaces.
 
     Args:
-        settings: of the training; its weight decay and locality are not used.
+        before: the trained network, compacted without being made smaller: its accuracy, cost and latency.
+        after: the small network.
+        accuracy_untrained: test accuracy in [0, 1] of the smaller network before it was trained on.
     """
-    model = copy.deepcopy(model)
-    penalties = sparsity.folded_penalties(model, sparsity.RingPenalty(STRENGTH, weighting=WEIGHTING))
-    groups = optim.parameter_groups(model, 0.0, penalty=penalties)
-    optimizer = optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)
-    history: list[Epoch] = []
-    train(model, optimizer, samples, settings, processes, label="rings", after_epoch=history.append)
-    images = torch.zeros(BATCH_SIZE, samples.channels, samples.size, samples.size, device=processes.device)
-    network, report = sparsity.compact(model, images)
-    test = samples.test.to(processes.device)
-    _, accuracy = evaluate(network, test, Normalization(samples.train), processes)
-    return Shrunk(network, report, history[-1].test_accuracy, accuracy)
+
+    before: Compacted
+    after: Compacted
+    accuracy_untrained: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the networks, as plain data."""
+        networks = {"before": self.before.to_dict(), "after": self.after.to_dict()}
+        return {"accuracy_untrained": self.accuracy_untrained, **networks}
+
+    def show(self, batch_size: int) -> None:
+        """Print accuracy, cost and latency of the trained network and of the small one."""
+        dense, small = self.before.report, self.after.report
+        print_table(
+            ["network", "test accuracy", "MACs of an image", "parameters", f"latency of {batch_size}"],
+            [
+                _row(
+                    "as trained",
+                    self.before.accuracy_before,
+                    dense.macs_before,
+                    dense.parameters_before,
+                    dense.latency_before,
+                ),
+                _row("made smaller", self.accuracy_untrained, small.macs_before, small.parameters_before, None),
+                _row(
+                    "and trained on",
+                    self.after.accuracy_after,
+                    small.macs_after,
+                    small.parameters_after,
+                    small.latency_after,
+                ),
+            ],
+        )
 
 
-def print_shrunk(shrunk: Shrunk) -> None:
-    """Print filter sizes, MACs and latency, before and after."""
-    report = shrunk.report
-    layers = [
-        [
-            layer.name,
-            f"{layer.kernels_before} -> {layer.kernels_after}",
-            ", ".join(f"{count} of {size}" for size, count in layer.sizes.items() if size != "0"),
-            f"{layer.channels_before} -> {layer.channels_after}",
-            f"{layer.macs_before:,} -> {layer.macs_after:,}",
-        ]
-        for layer in report.layers
+def shrink(
+    trained: Trained, how: Shrinking, dataset: Dataset, out: Path, device: str, *, resume: bool = False
+) -> Shrunk:
+    """Make a trained network smaller, train it on, and compact it; write ``start``, ``shrink.json`` and ``training``.
+
+    Args:
+        resume: go on with what is in ``out``; without anything there, start from the beginning.
+
+    Raises:
+        SettingsError: the budget cannot be met; ``out`` holds a network already and ``resume`` is false, or another
+            one than was asked for.
+        OSError: ``out`` cannot be written to, or another process is writing to it.
+    """
+    processes, setting = Processes(torch.device(device)), _settings(trained, how)
+    record = {"shrinking": asdict(how), "weights": digest(trained.model)}
+    before = compacting.compact(trained, batch_size=how.batch_size, dataset=dataset, device=device)
+    with owned(out):
+        path = out / "shrink.json"
+        if path.exists() and not resume:
+            raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
+        if not path.exists():
+            network, report = _smaller(trained, how, dataset, setting, processes)
+            sparsity.save(network, out / "start", report)
+            write_json(path, record)
+        elif json.loads(path.read_text()) != record:
+            raise SettingsError(f"{path}: expected the options and the network of the run to resume")
+    network = sparsity.load(out / "start").to(processes.device)
+    test, normalization = dataset.test.to(processes.device), Normalization(dataset.train)
+    _, untrained = evaluate(network, test, normalization, processes)
+    setting = replace(setting, weights=digest(network))
+    run.run(setting, dataset, out / "training", processes, resume=True, model=network, label="training on")
+    after = compacting.compact(
+        replace(trained, model=network.eval()), batch_size=how.batch_size, dataset=dataset, device=device
+    )
+    return Shrunk(before, after, untrained)
+
+
+def _settings(trained: Trained, how: Shrinking) -> Settings:
+    """Return the settings of training on: the run's, as far as they matter, with a cosine of the learning rate."""
+    kept = {name: trained.settings[name] for name in KEPT if name in trained.settings}
+    rate = SLOWER * kept.pop("learning_rate", 0.1) if how.learning_rate is None else how.learning_rate
+    options: dict[str, Any] = {"model": trained.name, "data": trained.data, "epochs": how.epochs, "learning_rate": rate}
+    if trained.data == FOLDER:
+        options["image_size"] = trained.size
+    return from_preset("quick", **kept | options)
+
+
+def _smaller(
+    trained: Trained, how: Shrinking, dataset: Dataset, setting: Settings, processes: Processes
+) -> tuple[nn.Module, sparsity.Report]:
+    """Return the smaller network, which has batch norms, and its report."""
+    normalization = Normalization(dataset.train)
+    generator = torch.Generator().manual_seed(setting.seed)
+    chosen = torch.randperm(len(dataset.train.labels), generator=generator)[:SAMPLES].split(setting.batch_size)
+    batches: list[tuple[Tensor, Tensor]] = [
+        (normalization(dataset.train.images[i]).to(processes.device), dataset.train.labels[i].to(processes.device))
+        for i in chosen
     ]
-    total = f"{report.macs_before:,} -> {report.macs_after:,}"
-    print_table(
-        ["layer", "filters", "sizes", "channels read", "MACs of an image"],
-        [*layers, ["all", "", "", "", total]],
-        "Ring penalty, then sparsity.compact: what is left of each layer",
-    )
-    before, after = report.latency_before or 0.0, report.latency_after or 0.0
-    print(
-        f"Latency of {BATCH_SIZE} images: {before * 1e3:.2f} ms -> {after * 1e3:.2f} ms. "
-        f"Test accuracy: {shrunk.accuracy:.1%} -> {shrunk.accuracy_compacted:.1%}, compacted."
-    )
+    example = compacting.example(trained, how.batch_size, processes.device)
+    model = trained.model.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"importance": how.importance, "granularity": how.granularity, "batches": batches}
+    try:
+        return sparsity.shrink_to(model, example, **{name: getattr(how, name) for name in BUDGETS}, **options)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _row(name: str, accuracy: float | None, macs: int, parameters: int, latency: float | None) -> list[str]:
+    accuracy = 0.0 if accuracy is None else accuracy
+    return [
+        name,
+        f"{accuracy:.2%}",
+        f"{macs:,}",
+        f"{parameters:,}",
+        "" if latency is None else f"{latency * 1e3:.2f} ms",
+    ]

@@ -18,7 +18,7 @@ from loco_ext.experiments.models import find_model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.samples import Samples
-from loco_ext.experiments.settings import Settings, SettingsError
+from loco_ext.experiments.settings import Settings, SettingsError, budget_of
 from loco_ext.output import progress_bar
 from loco_ext.penalties.strengths import convolutions
 from loco_ext.regularizers import PILCRO, data_smoothness
@@ -116,12 +116,13 @@ def make_budget(
     Raises:
         SettingsError: the model cannot be made as small.
     """
-    if settings.macs is None:
+    chosen = budget_of(settings)
+    if chosen is None:
         return None
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
-    options: dict[str, Any] = {"macs": settings.macs, "granularity": settings.granularity}
+    options: dict[str, Any] = {chosen[0]: chosen[1], "granularity": settings.granularity}
     try:
         return Budget(model, optimizer, example_inputs=image, begin=begin, end=end + 1, **options)
     except ValueError as error:

@@ -14,6 +14,7 @@ FRONTIER = ["frontier", "--model", "plain8", "--dataset", "digits", "--width", "
 EFCN = ["efcn", *DIGITS, "--epochs", "2", "--out", "out"]
 LANDSCAPES = ["landscapes", *DIGITS, "--epochs", "1", "--out", "out"]
 COMPACT = ["compact", "--out", "out"]
+SHRINK = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--out", "out"]
 DEMO = ["demo", "--out", "out"]
 
 CASES = {
@@ -73,7 +74,8 @@ CASES = {
         "--penalty complexity --folded": "--folded: expected False with the penalty complexity",
         "--folded": "--folded: expected False without a penalty",
         "--macs 1.5": "--macs: expected a share in (0, 1], got 1.5",
-        "--granularity filters": "--granularity: expected rings without macs, got filters",
+        "--macs 0.5 --parameters 0.5": "--macs, --parameters: expected at most one of them",
+        "--granularity filters": "--granularity: expected rings without macs, parameters or latency, got filters",
         "--model resnet8 --width 0": "--width: expected 1, or more than 0",
         "--width 0.5": "--width: expected 1, or more than 0 for resnet20",
         "--out file/run": "--out: expected a folder that can be written to",
@@ -121,6 +123,16 @@ CASES = {
         "weights.pt --model small --dataset cifar10": "weights of another network",
         "weights.pt --model small --dataset digits --batch-size 0": "--batch-size: expected",
         "weights.pt --model small --dataset digits --cost guess": "--cost: expected one of measured, macs, got 'guess'",
+    },
+    tuple(SHRINK): {
+        "": "--macs, --parameters, --latency: expected exactly one of them, got none",
+        "--macs 0.5 --latency 0.5": "--macs, --latency: expected at most one of them",
+        "--parameters 0": "--parameters: expected a share in (0, 1], got 0",
+        "--latency nan": "--latency: expected a share in (0, 1], got nan",
+        "--macs 0.5 --epochs 0": "--epochs: expected at least 1",
+        "--macs 0.5 --lr -1": "--lr: expected a finite number, at least 0",
+        "--macs 0.5 --importance size": "--importance: expected one of taylor, norm",
+        "--macs 0.5 --model vgg13": "needs images of at least 32x32",
     },
 }
 

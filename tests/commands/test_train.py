@@ -86,6 +86,8 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "pilcro": "target",
         "alpha": 10.0,
         "macs": None,
+        "parameters": None,
+        "latency": None,
         "granularity": "rings",
         "amp": True,
         "weights": None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loco_ext.cli import main
-from loco_ext.experiments import lifting, models, shrinking
+from loco_ext.experiments import demo_budget, lifting, models
 from loco_ext.folders import owned
 
 TRAINING = ["--model", "plain8", "--dataset", "digits", "--width", "0.25"]
@@ -33,6 +33,18 @@ COMMANDS = {
     "landscapes": ["landscapes", "--preset", "short", "--model", "small", "--dataset", "digits", "--samples", "100"],
     "analyze": ["analyze", "model.pt"],
     "compact": ["compact", "model.pt", "--model", "small", "--dataset", "digits", "--cost", "macs"],
+    "shrink": [
+        "shrink",
+        "model.pt",
+        "--model",
+        "small",
+        "--dataset",
+        "digits",
+        "--macs",
+        "0.9",
+        "--importance",
+        "norm",
+    ],
 }
 
 
@@ -61,7 +73,7 @@ def small_files():
 def test_a_full_disk_is_one_line_and_leaves_no_half_written_file(command, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     torch.save(models.small_cnn().state_dict(), "model.pt")
-    for part in (shrinking.shrink, lifting.lift):  # these take longer than the rest of the demo
+    for part in (demo_budget.shrink, lifting.lift):  # these take longer than the rest of the demo
         monkeypatch.setattr(sys.modules[part.__module__], part.__name__, lambda *_: None)
     request.getfixturevalue("small_files")
     assert main([*COMMANDS[command], "--out", "out"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor, distributed, nn
 from loco_ext.argument_checks import check_choice, check_count
 from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
-from loco_ext.sparsity.budget.shrink import bounds, check_budget
+from loco_ext.sparsity.budget.shrink import Search, bounds, check_budget
 from loco_ext.sparsity.budget.structure import Masks, structure_of
-from loco_ext.sparsity.compaction.compact import check_inputs
+from loco_ext.sparsity.compaction.compact import check_inputs, unwrapped
 
 _MEMORY = 0.99  # decay of the importance from one step to the next
 
@@ -22,9 +23,10 @@ class Budget:
     """Makes a network smaller while it trains, so that it meets a budget by step ``end``; training then recovers.
 
     Call :meth:`step` after each step of the optimizer and before gradients are set to zero. From step ``begin`` on,
-    sizes of all filters are chosen as :func:`shrink_to` chooses them, for a budget that falls from 1
-    to the wanted share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of
-    the batch norms behind it, and stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
+    sizes of all filters are chosen as :func:`shrink_to` chooses them, for a budget that falls from 1 to the wanted
+    share as a cubic function of time, fast at first. What is left out is set to zero, with the shifts of the batch
+    norms behind it. Until ``end``, it comes back with the values that it had if a later choice prefers it; from then on
+    it stays zero. Batch norms are not folded. At any time after ``end``, :func:`compact`
     with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
 
     It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first one's choice holds
@@ -34,8 +36,10 @@ class Budget:
         model: it is changed in place, by :meth:`step` only.
         optimizer: the optimizer of the model's parameters.
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
-        macs, parameters: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
-            :attr:`Report.macs_after`, or of its parameters that could be removed.
+        macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
+            :attr:`Report.macs_after`, or of its parameters that could be removed; or of its latency on the example in
+            eval mode. For the latter, MACs are counted, and compacted networks are timed: one at the beginning, and at
+            ``end`` several, of more or fewer MACs, which takes some seconds each.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -45,7 +49,7 @@ class Budget:
 
     Raises:
         TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
-            weight of the model; the budget is below what must stay.
+            weight of the model; the budget is below what must stay; the model cannot be timed.
 
     Source:
         Zhu and Gupta, "To prune, or not to prune" (2017), eq. 1, for the schedule.
@@ -76,6 +80,7 @@ class Budget:
         example_inputs: Tensor | Sequence[Any],
         macs: float | None = None,
         parameters: float | None = None,
+        latency: float | None = None,
         begin: int,
         end: int,
         updates: int = 20,
@@ -85,7 +90,7 @@ class Budget:
         least: int | Mapping[str, int] = 1,
         skip: Collection[str] = (),
     ) -> None:
-        self.cost, self.share = check_budget(macs=macs, parameters=parameters)
+        self.cost, self.share = check_budget(macs=macs, parameters=parameters, latency=latency)
         inputs = check_inputs(model, example_inputs)
         self.begin, self.end = check_count("begin", begin), check_count("end", end, 1)
         if end < begin:
@@ -98,7 +103,10 @@ class Budget:
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
         self._hold(None)
+        self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
         self._choose(self.share)  # raises if that is impossible
+        if self.cost == "latency":
+            self._target = self._search().guess()
 
     def step(self) -> None:
         """Count a step of the optimizer; make the network smaller when it is time.
@@ -111,21 +119,28 @@ class Budget:
             self._taylor.add(lambda parameter: parameter.grad, _MEMORY)
         every = max(1, -(-(self.end - self.begin) // self.updates))
         if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
+            self._masks.restore()
+            if self.cost == "latency" and self.steps == self.end:
+                _, _, self._target = self._search().search(self._target)
             self._hold(_of_the_first_process(self._choose(self.share_wanted)))
+            self._masks.cut()
+        if self.steps >= self.end:
+            self._masks.removed.clear()
         self._masks.apply()
 
     @property
     def share_wanted(self) -> float:
-        """The share of the cost that the network may have after the present step."""
+        """The share of the MACs or parameters that the network may have after the present step."""
         if self.steps < self.begin:
             return 1.0
         left = 0.0 if self.steps >= self.end else 1.0 - (self.steps - self.begin) / (self.end - self.begin)
-        return self.share + (1.0 - self.share) * left**3
+        return self._target + (1.0 - self._target) * left**3
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the controller; the weights are the model's."""
         sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
-        return {"steps": self.steps, "importance": self._taylor.state(), "sizes": sizes}
+        steps = {"steps": self.steps, "target": self._target}
+        return {**steps, "importance": self._taylor.state(), "sizes": sizes, "removed": self._masks.removed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a controller of the same model; load the model's own state as well.
@@ -134,15 +149,17 @@ class Budget:
             ValueError: the state is another model's.
         """
         self._taylor.load(state["importance"])
+        self._target = state.get("target", self.share)
         self.steps, sizes = state["steps"], state["sizes"]
         self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
+        self._masks.removed = list(state.get("removed", ()))
 
     def _hold(self, sizes: Sizes | None) -> None:
         """Keep filters at these sizes from now on; None leaves them whole."""
         self._sizes, self._masks = sizes, Masks() if sizes is None else self._structure.masks(sizes)
 
-    def _choose(self, share: float) -> Sizes:
-        """Return sizes that cost at most this share."""
+    def _problem(self) -> Problem:
+        """Return the problem of choosing sizes with the importance known by now."""
         if self.importance == "norm" or self.steps == 0:
             lost = by_norm(self._structure)
         elif unknown := self._taylor.unknown():
@@ -152,13 +169,22 @@ class Budget:
             )
         else:
             lost = self._taylor.lost()
-        problem: Problem = self._structure.problem(self.cost, lost, self._least)
+        return self._structure.problem("parameters" if self.cost == "parameters" else "macs", lost, self._least)
+
+    def _choose(self, share: float) -> Sizes:
+        """Return sizes that cost at most this share."""
+        problem = self._problem()
         whole = problem.cost(problem.whole())
         try:
             return problem.within(share * whole)
         except LeastCost as error:
             least = f"expected at least {error.cost / whole:.3g}, which is what must stay"
             raise ValueError(f"{self.cost}: {least}, got {self.share}") from None
+
+    def _search(self) -> Search:
+        """Return the search for the share of MACs with which the compacted network meets the latency."""
+        model, structure = copy.deepcopy((self._model, self._structure))
+        return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -95,7 +95,7 @@ def shrink_to(
     counted = "parameters" if cost == "parameters" else "macs"
     lost = _lost(structure, dense, importance, batches, loss)
     problem = structure.problem(counted, lost, bounds(structure, least))
-    network, report = _Search(dense, inputs, structure, problem, cost, share).run()
+    network, report = Search(dense, inputs, structure, problem, cost, share).run()
     modes = {name: module.training for name, module in unwrapped(model).named_modules()}
     for name, module in network.named_modules():
         module.training = modes.get(name, model.training)
@@ -141,7 +141,7 @@ def _lost(
 
 
 @dataclass(frozen=True)
-class _Search:
+class Search:
     """Search for the sizes with which the compacted network just meets the budget.
 
     Compaction may remove more than was counted, such as channels that nothing reads; the target of the count follows.
@@ -156,7 +156,23 @@ class _Search:
 
     def run(self) -> tuple[nn.Module, Report]:
         """Return the network and its report; raise ValueError if no sizes that are allowed meet the budget."""
-        low, high, target = 0.0, 1.0, self.share
+        network, report, _ = self.search(self.share)
+        if self.cost == "latency":
+            network, _ = compact(network, self.inputs, fold_norms=False)
+        return network, report
+
+    def guess(self) -> float:
+        """Return the count, as a share of the model's, that should meet the budget, judged by one network."""
+        counted, _, report = self._network(self.share)
+        return min(1.0, counted * self.share / self._reached(report))
+
+    def search(self, target: float) -> tuple[nn.Module, Report, float]:
+        """Return the network, its report, and its count as a share of the model's; ``target`` is tried first.
+
+        Raises:
+            ValueError: no sizes that are allowed meet the budget.
+        """
+        low, high = 0.0, 1.0
         best, least = None, 1.0
         for _ in range(_MOST_TRIES):
             try:
@@ -168,7 +184,7 @@ class _Search:
                 break
             reached = self._reached(report)
             if reached <= self.share:
-                best, low = (network, report), target
+                best, low = (network, report, counted), target
                 if reached >= _NEAR * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
@@ -182,6 +198,8 @@ class _Search:
     def _network(self, target: float) -> tuple[float, nn.Module, Report]:
         """Return what was counted, as a share of the model's, at most the target; the network and its report.
 
+        For a latency, the network is the model with zeros.
+
         Raises:
             LeastCost: no sizes that are allowed cost as little.
         """
@@ -189,10 +207,10 @@ class _Search:
         sizes = self.problem.within(target * whole)
         model, structure = copy.deepcopy((self.model, self.structure))
         structure.zero(sizes)
-        cost = "measured" if self.cost == "latency" else "macs"
-        network, report = compact(model, self.inputs, cost=cost, fold_norms=False)
-        if self.cost == "latency":  # timed as it will run
-            _, report = compact(model, self.inputs)
+        if self.cost == "latency":  # timed as it will run, with folded batch norms
+            network, (_, report) = model, compact(model, self.inputs)
+        else:
+            network, report = compact(model, self.inputs, cost="macs", fold_norms=False)
         return self.problem.cost(sizes) / whole, network, report
 
     def _reached(self, report: Report) -> float:

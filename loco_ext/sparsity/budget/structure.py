@@ -136,10 +136,14 @@ def fall_of_logarithm(lost: Floats) -> Floats:
 
 
 class Masks:
-    """Factors of 0 and 1 for tensors of modules."""
+    """Factors of 0 and 1 for tensors of modules.
+
+    ``removed`` are the values that :meth:`cut` has set to zero, zeros elsewhere, one tensor for each mask.
+    """
 
     def __init__(self) -> None:
         self._masks: dict[tuple[Any, str], Tensor] = {}
+        self.removed: list[Tensor] = []
 
     def add(self, module: Any, name: str, kept: Booleans) -> None:
         """Set to zero what is not kept in one of the module's tensors; ``kept`` has a shape that expands to it."""
@@ -160,6 +164,20 @@ class Masks:
             tensors = [getattr(*place) for place in self._masks]
             masks = [mask.to(tensor) for mask, tensor in zip(self._masks.values(), tensors, strict=True)]
             torch._foreach_mul_(tensors, masks)
+
+    @torch.no_grad()
+    def cut(self) -> None:
+        """Do as :meth:`apply`, and keep what it removes for :meth:`restore`."""
+        whole = [getattr(*place).clone() for place in self._masks]
+        self.apply()
+        self.removed = [before - getattr(*place) for before, place in zip(whole, self._masks, strict=True)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give what was removed the values that it had when it was cut."""
+        for place, removed in zip(self._masks, self.removed, strict=False):  # none if nothing was kept
+            tensor = getattr(*place)
+            tensor.add_(removed.to(tensor))
 
 
 def structure_of(

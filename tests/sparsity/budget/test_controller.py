@@ -1,6 +1,7 @@
 """Budgets while a network trains: the schedule, what is held, resuming, and misuse."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from loco_ext import optim, sparsity
+from loco_ext.sparsity.budget import shrink
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
 
 X = torch.zeros(2, *IMAGE)
@@ -62,6 +64,25 @@ def test_filters_that_go_leave_no_shift_behind() -> None:
     assert all(not output[:, gone].any() for output in seen)
 
 
+def test_what_is_left_out_comes_back_with_its_values_if_it_matters_more_again() -> None:
+    """All that the first choice keeps becomes tiny, so that the second one prefers other filters of the same layer."""
+    model, _, budget = controlled("plain", importance="norm", granularity="filters", begin=0, end=3, updates=3)
+    first = model[0].weight  # type: ignore[index]
+    before = first.detach().clone()
+    budget.step()
+    gone = (first == 0).flatten(1).all(1)
+    assert 0 < gone.sum() < len(gone)
+    with torch.no_grad():
+        first *= 1e-3
+    budget.step()
+    back = gone & (first != 0).flatten(1).all(1)
+    assert back.any()
+    assert torch.equal(first[back], before[back])
+    assert len(budget.state_dict()["removed"]) > 0
+    budget.step()
+    assert budget.state_dict()["removed"] == []
+
+
 def test_resumed_is_uninterrupted() -> None:
     model, optimizer, budget = controlled("residual")
     train(model, optimizer, budget, 6, seed=1)
@@ -72,6 +93,26 @@ def test_resumed_is_uninterrupted() -> None:
         each.load_state_dict(state)
     train(other, its_optimizer, its_budget, 8, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_the_macs_follow_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the latency does not depend on the MACs, in place of what compaction measures."""
+    measured = shrink.compact
+
+    def timed(model: nn.Module, inputs: Any, cost: str = "macs", **options: Any) -> tuple[nn.Module, sparsity.Report]:
+        network, report = measured(model, inputs, cost="macs", **options)
+        share = report.macs_after / report.macs_before
+        return network, replace(report, latency_before=1.0, latency_after=0.25 + 0.75 * share)
+
+    monkeypatch.setattr(shrink, "compact", timed)
+    model, optimizer, budget = controlled("plain", macs=None, latency=0.6)
+    train(model, optimizer, budget, 14, seed=1)
+    assert 0.4 < reached("plain", model) <= 0.35 / 0.75
+    state = budget.state_dict()
+    assert 0.4 < state["target"] < 0.6
+    monkeypatch.setattr(shrink, "compact", lambda *_, **options: measured(*_, cost="macs"))
+    with pytest.raises(ValueError, match="latency: expected a model of which a smaller one can be timed, got none"):
+        controlled("plain", macs=None, latency=0.6)
 
 
 def test_state_of_another_model() -> None:
@@ -88,7 +129,7 @@ def test_state_of_another_model() -> None:
         ({"end": 2}, "end: expected at least begin, 3, got 2"),
         ({"begin": 0, "end": 0}, "end: expected at least 1, got 0"),
         ({"begin": -1}, "begin: expected at least 0, got -1"),
-        ({"macs": None}, "macs, parameters: expected exactly one of them, got none"),
+        ({"macs": None}, "macs, parameters, latency: expected exactly one of them, got none"),
         ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, which is what must stay, got 0.02"),
         ({"updates": 0}, "updates: expected at least 1, got 0"),
     ],

@@ -1,0 +1,47 @@
+"""The command ``loco-ext shrink``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loco_ext.commands import Data, Device, Out, Result, Resume, SettingsOptions, command, make_writable, writing_to
+from loco_ext.experiments import compacting, shrinking
+from loco_ext.experiments.data import load
+from loco_ext.output import json_text, status
+
+
+@command(SettingsOptions(shrinking.Shrinking, {"": {}}))
+def run(
+    trained: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a checkpoint of weights.")],
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Network of a checkpoint; of a run, where it is a function of yours.")
+    ] = None,
+    data: Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")] = None,
+    folder: Data = None,
+    out: Out = Path("runs/shrink"),
+    resume: Resume = False,
+    device: Device = "cpu",
+    **options: Any,
+) -> Result:
+    """Make a trained network as small as you say, train it on, and write the small network to a folder.
+
+    Filters and rings of their taps go, those first that the loss depends on least for what they cost. Say how small by
+    one of --macs, --parameters and --latency: 0.5 is half of the network's own. Batch normalisations are folded at the
+    end, as by the command compact.
+    """
+    how = shrinking.Shrinking(**options)
+    found = compacting.read_trained(trained, model, data)
+    dataset = found.load_data(folder) or load(found.data, folder)  # the latter says which folder is missing
+    make_writable(out)
+    with writing_to(out):
+        with status("loco_ext.sparsity.compaction"):
+            shrunk = shrinking.shrink(found, how, dataset, out, device, resume=resume)
+        compacting.save(shrunk.after, found, out, onnx=False)
+
+    def show() -> None:
+        shrunk.show(how.batch_size)
+        print(f"The small network and its report are in {out}")
+
+    return Result(lambda: json_text(shrunk.to_dict()), show)

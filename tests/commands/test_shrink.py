@@ -1,0 +1,51 @@
+"""``loco-ext shrink``: a checkpoint becomes a small network in a folder, also where it was killed and resumed."""
+
+import json
+
+import pytest
+import torch
+
+from loco_ext import sparsity
+from loco_ext.cli import main
+from loco_ext.experiments import data, models
+from loco_ext.experiments.loader import Normalization
+from tests.experiments.runs import killed_after
+
+COSTS = ("before", "before"), ("after", "before"), ("after", "after")
+
+
+def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    torch.save(models.small_cnn().state_dict(), "weights.pt")
+    line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--macs", "0.3", "--epochs", "2"]
+    assert main([*line, "--json", "--out", "whole"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    with killed_after(1):
+        main([*line, "--out", "cut"])
+    assert main([*line, "--out", "cut"]) == 2
+    assert "cut: holds a run already" in capsys.readouterr().err
+    assert main([*line, "--out", "cut", "--resume", "--lr", "0.2"]) == 2
+    assert "expected the options and the network of the run to resume" in capsys.readouterr().err
+    assert main([*line, "--out", "cut", "--resume"]) == 0
+    assert "and trained on" in capsys.readouterr().out
+
+    dense, small, final = (whole[place][f"macs_{state}"] for place, state in COSTS)
+    assert 0.29 * dense < small <= 0.3 * dense
+    assert final <= small
+    networks = [sparsity.load(name) for name in ("whole", "cut")]
+    assert sum(p.numel() for p in networks[0].parameters()) == whole["after"]["parameters_after"]
+    train, test = data.digits()
+    outputs = [network(Normalization(train)(test.images)) for network in networks]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)  # layouts are chosen by timing
+    right = float((outputs[0].argmax(1) == test.labels).double().mean())
+    assert right == pytest.approx(whole["after"]["accuracy_after"])
+
+
+def test_a_budget_that_cannot_be_met(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.save(models.small_cnn().state_dict(), "weights.pt")
+    line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--importance", "norm"]
+    assert main([*line, "--macs", "1e-6", "--out", "out"]) == 2
+    assert "--macs: expected at least 8." in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
