@@ -1,124 +1,343 @@
-"""Networks of half and a quarter of ResNet-8's MACs on CIFAR-10: filters removed in training against fewer channels.
+"""Networks of half and a quarter of ResNet-8's MACs on CIFAR-10: our budgets, fewer channels, and pruning by a peer.
 
-    python -m studies.budget_cifar10 --data DIR      takes about an hour on one core; writes studies/results/
+    python -m studies.budget_cifar10 --data DIR      takes many hours on one core; adds to studies/results/
+    python -m studies.budget_cifar10 --data DIR --images 10000 --seeds 3      takes some two hours
 
-All arms have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
-paired. "width" has uniformly fewer channels from the beginning; "filters" and "rings" begin with all channels and are
-made smaller in the first half of the training (``loco-ext train --macs``).
+All ways have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
+paired. Each network is added to the results when it is trained, and is not trained again: the study may be stopped at
+any time, and go on elsewhere.
 """
 
-from collections.abc import Iterator
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim import Optimizer
 
-from loco_ext import sparsity
-from loco_ext.experiments import run, settings
+from bench import harness, machine
+from loco_ext import geometry, sparsity
+from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.train import make_model
+from loco_ext.experiments.train import evaluate, make_budget, make_model, make_optimizer, train_epoch
+from loco_ext.folders import owned
+from loco_ext.output import progress_bar
 from studies import summaries, tables
-from studies.options import Data, Out, Runs
+from studies.options import Data, Runs
 
-SHARES = (0.5, 0.25)
 WIDTHS = np.arange(64, 0, -1) / 64
-LATENCY_BATCHES = (1, 64)
-Arm = tuple[str, float]  # way and share
+CUT = 0.5  # part of the training after which networks that shrink at once or gradually have their last size
+TIMED = {1: "1 image", 64: "64 images"}
+EFFORT = harness.Effort(min_rounds=20, min_seconds=1.0, builds=2)
+PRUNING_STEPS = 200  # of Torch-Pruning, from the whole network to none
+Record = dict[str, Any]
+CPU = Processes(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Study:
-    """The networks of the study: where they are, and how many of them are trained for how long."""
+    """The training that all networks have in common."""
 
     dataset: Dataset
     runs: Path
-    seeds: int
+    model: str
     epochs: int
 
-    def training(self, **options: Any) -> settings.Settings:
-        values = {"model": "resnet8", "data": "cifar10", "epochs": self.epochs, "weight_decay": 5e-4}
-        return settings.from_preset("quick", **values | options)
+    def training(self, seed: int = 0, width: float = 1.0) -> settings.Settings:
+        values = {"model": self.model, "data": "cifar10", "epochs": self.epochs, "weight_decay": 5e-4}
+        return settings.from_preset("quick", **values, seed=seed, width=width)
 
-    def arms(self) -> dict[Arm, settings.Settings]:
-        """Return the settings by way and share."""
-        found = {("dense", 1.0): self.training()}
-        whole = self.report(self.training()).macs_before
-        for share in SHARES:
-            width = next(w for w in WIDTHS if self.report(self.training(width=w)).macs_before <= share * whole)
-            found["width", share] = self.training(width=float(width))
-            for granularity in ("filters", "rings"):
-                found[granularity, share] = self.training(macs=share, granularity=granularity)
+    @property
+    def cut(self) -> int:
+        """Epoch after which networks have their last size."""
+        return round(CUT * self.epochs)
+
+    @cached_property
+    def images(self) -> torch.Tensor:
+        return torch.zeros(1, self.dataset.channels, self.dataset.size, self.dataset.size)
+
+    def network(self, seed: int, width: float = 1.0, kernel_size: int = 3) -> nn.Module:
+        """Return an untrained network; kernels of 3x3 may have another size."""
+        network = make_model(self.training(seed, width), self.dataset)
+        torch.manual_seed(seed)
+        for name, module in list(network.named_modules()):
+            if not isinstance(module, nn.Conv2d):
+                continue
+            options: dict[str, Any] = {"bias": False}
+            if module.kernel_size == (1, 1) and module.stride != (1, 1):
+                # oneDNN's backward of a strided 1x1 convolution of few channels writes out of bounds
+                # (uxlfoundation/oneDNN#6035), and networks may come to have few.
+                pointwise = nn.Conv2d(module.in_channels, module.out_channels, 1, **options)
+                pointwise.weight = module.weight
+                network.set_submodule(name, nn.Sequential(nn.AvgPool2d(1, module.stride[0]), pointwise))
+            elif module.kernel_size == (3, 3) and kernel_size != 3:
+                options |= {"stride": module.stride, "padding": kernel_size // 2}
+                larger = nn.Conv2d(module.in_channels, module.out_channels, kernel_size, **options)
+                network.set_submodule(name, larger)
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def fit(
+        self,
+        network: nn.Module,
+        seed: int,
+        epochs: range | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        budget: sparsity.Budget | None = None,
+    ) -> nn.Module:
+        """Train a network in place for some epochs of the recipe, by default all; return it."""
+        training = self.training(seed)
+        optimizer = optimizer or make_optimizer(training, network)
+        options: dict[str, Any] = {"batch_size": training.batch_size, "seed": seed, "augmented": True}
+        loader = Loader(self.dataset.train, Normalization(self.dataset.train), CPU.device, **options)
+        epochs = range(self.epochs) if epochs is None else epochs
+        with progress_bar(len(epochs) * len(loader), f"seed {seed}", unit="step", shown=True) as progress:
+            for epoch in epochs:
+                for group in optimizer.param_groups:
+                    group["lr"] = training.learning_rate_of(epoch)
+                train_epoch(network, optimizer, loader, epoch, progress, budget=budget)
+        return network
+
+    def dense(self, seed: int, epochs: int) -> nn.Module:
+        """Return the network after so many epochs of the recipe; half-trained networks are kept for all ways."""
+        network, path = self.network(seed), self.runs / f"dense-{seed}-{self.cut}.pt"
+        begin = 0
+        optimizer = make_optimizer(self.training(seed), network)
+        if epochs >= self.cut:
+            begin = self.cut
+            if not path.exists():
+                self.fit(network, seed, range(self.cut), optimizer=optimizer)
+                torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            state = torch.load(path, weights_only=True)
+            network.load_state_dict(state["network"])
+            optimizer.load_state_dict(state["optimizer"])
+        return self.fit(network, seed, range(begin, epochs), optimizer=optimizer)
+
+    def batches(self, seed: int, count: int = 10) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return some batches of training images and labels."""
+        options: dict[str, Any] = {"batch_size": 128, "seed": seed, "augmented": True}
+        loader = Loader(self.dataset.train, Normalization(self.dataset.train), CPU.device, **options)
+        return [(x, y) for (x, y, _), _ in zip(loader.epoch(0), range(count), strict=False)]
+
+    def macs(self, network: nn.Module) -> int:
+        return self.compacted(network)[1].macs_after
+
+    def compacted(self, network: nn.Module) -> tuple[nn.Module, sparsity.Report]:
+        return sparsity.compact(network.eval(), self.images, cost="macs")
+
+    @cached_property
+    def whole(self) -> int:
+        """MACs of the dense network."""
+        return self.macs(self.network(0))
+
+    def error(self, network: nn.Module) -> float:
+        """Return the test error in percent."""
+        return 100 * (1 - evaluate(network, self.dataset.test, Normalization(self.dataset.train), CPU)[1])
+
+    def latencies(self, network: nn.Module) -> dict[str, float]:
+        """Return the latency of a network over that of the dense one, both compacted, measured in turn."""
+        found = {}
+        for count, name in TIMED.items():
+            images = torch.randn(count, *self.images.shape[1:])
+            both = {"this": network, "dense": self.network(0)}
+            small = {key: sparsity.compact(each.eval(), images)[0] for key, each in both.items()}
+            calls = {key: partial(each, images) for key, each in small.items()}
+            with torch.inference_mode():
+                found[name] = harness.compare(partial(dict, calls), EFFORT, name).ratio("this", "dense")
         return found
 
-    def report(self, setting: settings.Settings, folder: Path | None = None, batch: int = 1) -> sparsity.Report:
-        """Return compaction's report on a network: as it begins, counted; or as it was trained, timed."""
-        model = make_model(setting, self.dataset).eval()
-        if folder is not None:
-            model.load_state_dict(torch.load(folder / run.CHECKPOINT, weights_only=True)["model"])
-        images = torch.zeros(batch, self.dataset.channels, self.dataset.size, self.dataset.size)
-        return sparsity.compact(model, images, cost="macs" if folder is None else "measured")[1]
 
-    def networks(self, only: str | None = None) -> Iterator[tuple[Arm, settings.Settings, Path]]:
-        """Yield each network's arm, settings and folder, all arms of a seed before the next seed."""
-        arms = self.arms()
-        for seed in range(self.seeds):
-            for (way, share), setting in arms.items():
-                folder = self.runs / f"{way}-{share:g}-{seed}"
-                if only in (None, folder.name):
-                    yield (way, share), replace(setting, seed=seed), folder
+def dense(study: Study, seed: int, share: float) -> nn.Module:
+    """Train all of the network."""
+    return study.dense(seed, study.epochs)
 
-    def measure(self) -> dict[str, Any]:
-        """Train all networks and compare them."""
-        found: dict[Arm, list[dict[str, Any]]] = {}
-        for arm, setting, folder in self.networks():
-            history = run.run(setting, self.dataset, folder, Processes(torch.device("cpu")), resume=True)
-            reports = [self.report(setting, folder, batch) for batch in LATENCY_BATCHES]
-            latencies = [report.latency_after or report.latency_before for report in reports]
-            record = {"error": 100 * (1 - history[-1].test_accuracy), "macs": reports[0].macs_after}
-            found.setdefault(arm, []).append(record | {"latencies": latencies})
-        return {
-            "settings": asdict(self.training()) | {"seeds": self.seeds},
-            "training_samples": len(self.dataset.train.labels),
-            "latency_batches": LATENCY_BATCHES,
-            "macs": self.report(self.training()).macs_before,
-            "arms": [summary(*arm, records, found) for arm, records in found.items()],
+
+def width(study: Study, seed: int, share: float) -> nn.Module:
+    """Train a network of uniformly fewer channels."""
+    fits = (w for w in WIDTHS if study.macs(study.network(0, float(w))) <= share * study.whole)
+    return study.fit(study.network(seed, float(next(fits))), seed)
+
+
+def kernels(study: Study, seed: int, share: float) -> nn.Module:
+    """Train a network of smaller kernels: in each layer as many of the next size as fit, and the others one smaller."""
+    network = study.network(seed)
+    layers = _convolutions(network)
+    rings = torch.tensor(geometry.ring_list((3, 3), "half")).view(3, 3)
+    sizes = [(rings >= gone).float() for gone in range(3)]
+    for larger, smaller in pairwise(sizes):
+        for part in np.linspace(1, 0, 65):
+            masked = copy.deepcopy(network)
+            for layer, own in zip(layers, _convolutions(masked), strict=True):
+                count = math.floor(part * layer.out_channels)
+                masks = torch.stack([larger] * count + [smaller] * (layer.out_channels - count))
+                prune.custom_from_mask(own, "weight", masks[:, None].expand_as(own.weight).clone())
+            if study.macs(masked) <= share * study.whole:
+                return study.fit(masked, seed)
+    raise ValueError(f"share: expected at least that of 1x1 kernels, got {share}")
+
+
+def _convolutions(network: nn.Module) -> list[nn.Conv2d]:
+    return [m for m in network.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+
+
+def gradually(study: Study, seed: int, share: float, granularity: str = "filters") -> nn.Module:
+    """Train the network with a budget that falls until the cut."""
+    return _shrinking(study, study.network(seed), seed, share, granularity)
+
+
+def from_larger_kernels(study: Study, seed: int, share: float) -> nn.Module:
+    """Train a network of 5x5 kernels whose rings go until it has the share of the MACs of that of 3x3 kernels."""
+    network = study.network(seed, kernel_size=5)
+    return _shrinking(study, network, seed, share * study.whole / study.macs(network), "rings")
+
+
+def _shrinking(study: Study, network: nn.Module, seed: int, share: float, granularity: Any) -> nn.Module:
+    training = replace(study.training(seed), macs=share, granularity=granularity)
+    optimizer = make_optimizer(training, network)
+    budget = make_budget(training, network, optimizer, study.dataset, CPU)
+    return study.fit(network, seed, optimizer=optimizer, budget=budget)
+
+
+def from_scratch(study: Study, seed: int, share: float) -> nn.Module:
+    """Train the network that is left of :func:`at_once` from new weights."""
+    network = _shrunk(study, seed, share)
+    torch.manual_seed(seed)
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear):
+            module.reset_parameters()
+    return study.fit(network, seed)
+
+
+def at_once(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
+    """Train the network, shrink it at the cut, and train what is left."""
+    return study.fit(_shrunk(study, seed, share, **options), seed, range(study.cut, study.epochs))
+
+
+def _shrunk(study: Study, seed: int, share: float, granularity: str = "filters") -> nn.Module:
+    half = study.dense(seed, study.cut)
+    options: dict[str, Any] = {"batches": study.batches(seed), "granularity": granularity}
+    return sparsity.shrink_to(half, study.images, macs=share, **options)[0]
+
+
+def torch_pruning(
+    study: Study, seed: int, share: float, sparse: bool = False, global_pruning: bool = True
+) -> nn.Module:
+    """Train the network, with sparse learning or without, prune it at the cut by group norms, and train what is left.
+
+    Args:
+        global_pruning: groups of all layers are compared; otherwise all layers lose the same share of their filters.
+    """
+    import torch_pruning as tp
+
+    importance = tp.importance.GroupMagnitudeImportance()
+    network = study.network(seed) if sparse else study.dense(seed, study.cut)
+    options: dict[str, Any] = {"global_pruning": global_pruning, "pruning_ratio": 1.0, "max_pruning_ratio": 0.95}
+    options |= {"ignored_layers": [m for m in network.modules() if isinstance(m, nn.Linear)]}
+    options |= {"iterative_steps": PRUNING_STEPS}
+    if sparse:
+        optimizer = make_optimizer(study.training(seed), network)
+        pruner = tp.pruner.GroupNormPruner(network, study.images, importance, **options)
+        handle = optimizer.register_step_pre_hook(lambda *_: pruner.regularize(network))
+        study.fit(network, seed, range(study.cut), optimizer=optimizer)
+        handle.remove()
+    else:
+        pruner = tp.pruner.BasePruner(network, study.images, importance, **options)
+    for _ in range(PRUNING_STEPS):
+        if study.macs(copy.deepcopy(network)) <= share * study.whole:
+            return study.fit(network, seed, range(study.cut, study.epochs))
+        pruner.step()
+    raise ValueError(f"share: expected one that Torch-Pruning reaches, got {share}")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to a network of a budget: how it is trained, and the shares of the MACs for which it is."""
+
+    train: Callable[[Study, int, float], nn.Module]
+    shares: tuple[float, ...] = (0.5, 0.25)
+
+
+WAYS = {
+    "dense": Way(dense, (1.0,)),
+    "uniform width": Way(width),
+    "uniform kernels": Way(kernels),
+    "shrink_to": Way(at_once),
+    "Budget": Way(gradually),
+    "Budget, rings": Way(partial(gradually, granularity="rings")),
+    "Torch-Pruning, global": Way(torch_pruning),
+    "Torch-Pruning, local": Way(partial(torch_pruning, global_pruning=False)),
+    "Torch-Pruning, sparse": Way(partial(torch_pruning, sparse=True)),
+    "shrink_to, from scratch": Way(from_scratch),
+    "Budget, rings of 5x5": Way(from_larger_kernels, (1.0,)),
+}
+
+
+def summary(networks: Sequence[Record]) -> list[Record]:
+    """Return the errors of each way and share, compared with those of uniform width, its MACs and its latencies."""
+    found: dict[tuple[float, str], dict[int, Record]] = {}
+    for record in networks:
+        found.setdefault((record["share"], record["way"]), {})[record["seed"]] = record
+    arms = []
+    for (share, way), records in sorted(found.items(), key=lambda item: (-item[0][0], list(WAYS).index(item[0][1]))):
+        others = found.get((share, "dense" if share == 1 else "uniform width"), {})
+        seeds = [seed for seed in records if seed in others]
+        errors, theirs = ([each[seed]["error"] for seed in seeds] for each in (records, others))
+        arm: Record = {"way": way, "share": share, "seeds": len(records)}
+        arm["error"] = float(np.mean([record["error"] for record in records.values()]))
+        if len(seeds) > 1:
+            compared = summaries.compare(np.array(errors), np.array(theirs))
+            arm |= {name: compared[name] for name in ("difference", "difference_standard_error")}
+        arm["macs"] = float(np.mean([record["macs"] for record in records.values()]))
+        arm["latencies"] = {
+            name: float(np.median([record["latencies"][name] for record in records.values()]))
+            for name in TIMED.values()
         }
-
-
-def summary(way: str, share: float, records: list[dict[str, Any]], found: dict[Arm, Any]) -> dict[str, Any]:
-    """Return an arm's errors, compared with those of fewer channels, its MACs and its latencies."""
-    errors, others = (np.array([r["error"] for r in each]) for each in (records, found.get(("width", share), records)))
-    return {
-        "way": way,
-        "share": share,
-        "errors": summaries.compare(errors, errors if way in ("dense", "width") else others),
-        "macs": float(np.mean([r["macs"] for r in records])),
-        "latencies": np.median([r["latencies"] for r in records], axis=0).tolist(),
-    }
+        arms.append(arm)
+    return arms
 
 
 def main(
     data: Data,
     runs: Runs = Path("runs/budget_cifar10"),
-    seeds: Annotated[int, typer.Option(min=2, help="Networks per arm; two are needed for a standard error.")] = 3,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each network.")] = 12,
-    images: Annotated[int, typer.Option(min=1, help="Training images, the first of all 50,000.")] = 10_000,
-    only: Annotated[
-        str | None, typer.Option(help="Train this network alone, as 'filters-0.5-0', and write no report.")
-    ] = None,
-    out: Out = tables.RESULTS / "budget_cifar10-resnet8.json",
+    model: Annotated[str, typer.Option(help="Network, resnet8 or resnet20.")] = "resnet8",
+    seeds: Annotated[int, typer.Option(min=1, help="Networks per way and share.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="First seed: processes share the work by seeds.")] = 0,
+    epochs: Annotated[int, typer.Option(min=2, help="Epochs of each network.")] = 20,
+    images: Annotated[int, typer.Option(min=1, help="Training images, the first of all 50,000.")] = 50_000,
+    ways: Annotated[str, typer.Option(help="Ways to train, separated by semicolons; all if empty.")] = "",
+    out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
 ) -> None:
-    """Run the study, write the JSON file, print the table."""
-    study = Study(load("cifar10", data).first(images), runs, seeds, epochs)
-    if only is not None:
-        for _, setting, folder in study.networks(only):
-            run.run(setting, study.dataset, folder, Processes(torch.device("cpu")), resume=True)
-        return
-    tables.publish("budget_cifar10", out, **study.measure())
+    """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
+    study = Study(load("cifar10", data).first(images), runs, model, epochs)
+    out = out or tables.RESULTS / f"budget_cifar10-{model}-{images}-{epochs}.json"
+    chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
+    content: Record = {"settings": asdict(study.training()), "training_samples": images, "networks": []}
+    if out.exists():
+        content |= {name: json.loads(out.read_text())[name] for name in ("networks", "arms")}
+    with owned(runs):
+        for seed, name in product(range(first, first + seeds), chosen):
+            for share in WAYS[name].shares:
+                key = {"way": name, "share": share, "seed": seed}
+                if any(key.items() <= record.items() for record in content["networks"]):
+                    continue
+                network = WAYS[name].train(study, seed, share)
+                measured = {"error": study.error(network), "macs": study.macs(network) / study.whole}
+                content["networks"].append(key | measured | {"latencies": study.latencies(network)})
+                content["arms"] = summary(content["networks"])
+                harness.write_json(out, {"benchmark": "budget_cifar10", "machine": machine.describe()} | content)
+    tables.publish("budget_cifar10", out, **content)
 
 
 if __name__ == "__main__":

@@ -325,28 +325,22 @@ def regions_digits(report: Record) -> list[Table]:
 
 
 def budget_cifar10(report: Record) -> list[Table]:
-    """Return the table of the errors, MACs and latencies of networks of a given budget."""
-    rows, settings = [], report["settings"]
+    """Return the table of the test errors of each way to a network of a budget."""
+    settings, rows = report["settings"], []
     for arm in report["arms"]:
-        errors, difference = arm["errors"], MISSING
-        if "difference" in errors:
-            difference = f"{errors['difference']:+.2f} ± {errors['difference_standard_error']:.2f}"
-        rows.append(
-            [
-                f"{arm['share']:.0%}, {arm['way']}",
-                f"{errors['error']:.2f} ± {errors['standard_error']:.2f}",
-                difference,
-                f"{arm['macs'] / report['macs']:.1%}",
-                *(f"{1e3 * seconds:.2f}" for seconds in arm["latencies"]),
-            ]
-        )
+        difference = MISSING
+        if "difference" in arm and arm["way"] not in ("dense", "uniform width"):
+            difference = f"{arm['difference']:+.2f} ± {arm['difference_standard_error']:.2f}"
+        latencies = (f"{ratio:.2f}" for ratio in arm["latencies"].values())
+        row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", difference, str(arm["seeds"])]
+        rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
-        f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs, "
-        f"{settings['seeds']} paired seeds: test error in percent, mean and standard error; milliseconds of the "
-        "compacted network for batches of images"
+        f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
+        "test error in percent, mean over seeds; its paired difference from uniform width (from the dense network for "
+        "100%), mean and standard error; MACs and latency of the compacted network over those of the dense one"
     )
-    headers = ["MACs, way", "test error", "minus width", "MACs left", *map(str, report["latency_batches"])]
-    return [Table(title, headers, rows)]
+    timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
+    return [Table(title, ["budget", "way", "error", "difference", "seeds", "MACs", *timed], rows)]
 
 
 RENDERERS = {
