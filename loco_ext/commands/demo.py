@@ -20,9 +20,9 @@ def run(
 ) -> Result:
     """Train the same small network twice on handwritten digits, and show where in the filters the weights end up.
 
-    One training has ordinary weight decay, the other one that promotes locality. The second network is then trained on
-    with a penalty that chooses filters and their sizes, made smaller, and trained on with weights of their own for all
-    positions. Takes a minute.
+    One training has ordinary weight decay, the other one that promotes locality. A third loses half of its
+    multiply-accumulates while it trains, and is compared with one of fewer channels that costs as much. The second
+    network is then trained on with weights of their own for all positions. Takes a minute.
     """
     from loco_ext.experiments import demo
 

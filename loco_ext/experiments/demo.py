@@ -55,7 +55,7 @@ class Settings:
 
 
 class Results(NamedTuple):
-    """Both networks, and the second one after it learned its kernel sizes and after its weights were unshared."""
+    """Both networks, a third one of a given budget, and the second one after its weights were unshared."""
 
     networks: list[demo_networks.Network]
     shrunk: demo_budget.Shrunk
@@ -63,7 +63,7 @@ class Results(NamedTuple):
 
 
 def run(settings: Settings, out: Path) -> Results:
-    """Train both networks, shrink and lift the second, and write the results to the folder ``out``.
+    """Train both networks and one of half of the MACs, lift the second, and write the results to the folder ``out``.
 
     The results are demo.json, demo.png, a checkpoint per network and the folder ``smaller``.
 
@@ -79,8 +79,8 @@ def run(settings: Settings, out: Path) -> Results:
         networks = train_both(settings, samples, trainings)
         with _one_thread():
             processes = Processes(torch.device(settings.device))
+            shrunk = demo_budget.shrink(trainings[0].model, samples, trainings[0].settings, processes)
             _, model, _, setting = trainings[1]
-            shrunk = demo_budget.shrink(model, samples, setting, processes)
             lifted = lifting.lift(model, samples, setting, processes)
         results = Results(networks, shrunk, lifted)
         _write(settings, trainings, results, out)
@@ -98,8 +98,8 @@ def _write(settings: Settings, trainings: list["Training"], results: Results, ou
 
 def print_tables(results: Results) -> None:
     """Print the tables of the two networks, of the smaller one and of the lifted one."""
-    demo_networks.print_networks(results.networks)
     demo_budget.print_shrunk(results.shrunk)
+    demo_networks.print_networks(results.networks)
     lifting.print_lifted(results.lifted)
 
 

@@ -1,56 +1,86 @@
-"""Shrink a trained network: train it with a penalty to learn filter sizes and widths, compact it, and evaluate it."""
+"""A network of half of the MACs, made while it trains, beside one of fewer channels that costs as much."""
 
-import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from loco_ext import optim, sparsity
+from loco_ext import sparsity
 from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.models import small_cnn
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import Settings
-from loco_ext.experiments.train import Epoch, evaluate, train
+from loco_ext.experiments.train import Epoch, evaluate, make_budget, make_model, make_optimizer, train
 from loco_ext.output import print_table
 
-STRENGTH, WEIGHTING = 0.015, "normalized"
+SHARE = 0.5  # of the MACs
+WIDTH = 0.7  # factor of the channels of a network of as many MACs
 BATCH_SIZE = 64  # batch size for which latency is optimised
+
+
+@dataclass(frozen=True)
+class Row:
+    """Test accuracy in [0, 1] of one network; MACs of an image, parameters and latency after compaction."""
+
+    name: str
+    accuracy: float
+    macs: int
+    parameters: int
+    latency: float | None
 
 
 @dataclass
 class Shrunk:
-    """The smaller network, and test accuracies in [0, 1] of the network with zeros and of the smaller one."""
+    """The smaller network, test accuracies in [0, 1] before and after compaction, and what it is compared with."""
 
     network: nn.Module
     report: sparsity.Report
     accuracy: float
     accuracy_compacted: float
+    networks: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the network, as plain data."""
         accuracies = {"accuracy": self.accuracy, "accuracy_compacted": self.accuracy_compacted}
-        return {"strength": STRENGTH, "weighting": WEIGHTING, **accuracies, **self.report.to_dict()}
+        return {"macs": SHARE, **accuracies, "networks": list(map(asdict, self.networks)), **self.report.to_dict()}
 
 
-def shrink(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
-    """Train a copy of ``model`` with a ring penalty on its filters, scaled by the batch norms, and compact it.
+def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Processes) -> Shrunk:
+    """Train a network with a budget and one of fewer channels, and compare them with a trained one of all channels.
 
     Args:
-        settings: of the training; its weight decay and locality are not used.
+        dense: network that was trained with the settings.
     """
-    model = copy.deepcopy(model)
-    penalties = sparsity.folded_penalties(model, sparsity.RingPenalty(STRENGTH, weighting=WEIGHTING))
-    groups = optim.parameter_groups(model, 0.0, penalty=penalties)
-    optimizer = optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)
-    history: list[Epoch] = []
-    train(model, optimizer, samples, settings, processes, label="rings", after_epoch=history.append)
-    images = torch.zeros(BATCH_SIZE, samples.channels, samples.size, samples.size, device=processes.device)
-    network, report = sparsity.compact(model, images)
-    test = samples.test.to(processes.device)
-    _, accuracy = evaluate(network, test, Normalization(samples.train), processes)
-    return Shrunk(network, report, history[-1].test_accuracy, accuracy)
+    smaller, narrow = (
+        replace(settings, macs=SHARE),
+        small_cnn(samples.channels, samples.classes, samples.size, width=WIDTH),
+    )
+    model = make_model(settings, samples).to(processes.device)
+    accuracy = _train(model, samples, smaller, processes, "budget")
+    torch.manual_seed(settings.seed)
+    narrow = narrow.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    narrower = _train(narrow, samples, settings, processes, "fewer channels")
+    test, normalization = samples.test.to(processes.device), Normalization(samples.train)
+    rows, found = [], {}
+    _, whole = evaluate(dense, test, normalization, processes)
+    for name, each, right in (("all", dense, whole), ("fewer channels", narrow, narrower), ("budget", model, accuracy)):
+        images = torch.zeros(BATCH_SIZE, samples.channels, samples.size, samples.size, device=processes.device)
+        network, report = found[name] = sparsity.compact(each, images)
+        rows.append(Row(name, right, report.macs_after, report.parameters_after, report.latency_after))
+    network, report = found["budget"]
+    _, compacted = evaluate(network, test, normalization, processes)
+    return Shrunk(network, report, accuracy, compacted, rows)
+
+
+def _train(model: nn.Module, samples: Dataset, settings: Settings, processes: Processes, label: str) -> float:
+    """Train a network in place, and return its test accuracy."""
+    optimizer, history = make_optimizer(settings, model), list[Epoch]()
+    budget = make_budget(settings, model, optimizer, samples, processes)
+    options: dict[str, Any] = {"label": label, "budget": budget, "after_epoch": history.append}
+    train(model, optimizer, samples, settings, processes, **options)
+    return history[-1].test_accuracy
 
 
 def print_shrunk(shrunk: Shrunk) -> None:
@@ -70,10 +100,24 @@ def print_shrunk(shrunk: Shrunk) -> None:
     print_table(
         ["layer", "filters", "sizes", "channels read", "MACs of an image"],
         [*layers, ["all", "", "", "", total]],
-        "Ring penalty, then sparsity.compact: what is left of each layer",
+        f"Trained with sparsity.Budget(..., macs={SHARE}), then sparsity.compact: what is left of each layer",
     )
-    before, after = report.latency_before or 0.0, report.latency_after or 0.0
-    print(
-        f"Latency of {BATCH_SIZE} images: {before * 1e3:.2f} ms -> {after * 1e3:.2f} ms. "
-        f"Test accuracy: {shrunk.accuracy:.1%} -> {shrunk.accuracy_compacted:.1%}, compacted."
+    print_table(
+        ["channels", "test accuracy", "MACs of an image", "parameters", f"latency of {BATCH_SIZE}"],
+        [
+            [
+                row.name,
+                f"{row.accuracy:.1%}",
+                f"{row.macs:,}",
+                f"{row.parameters:,}",
+                f"{(row.latency or 0) * 1e3:.2f} ms",
+            ]
+            for row in shrunk.networks
+        ],
+        f"A budget of {SHARE:.0%} of the MACs, and uniformly fewer channels; trained as long, and compacted",
     )
+    print(f"Test accuracy: {shrunk.accuracy:.1%} -> {shrunk.accuracy_compacted:.1%}, compacted.")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f} ms"

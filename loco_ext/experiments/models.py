@@ -17,7 +17,7 @@ from loco_ext.experiments.own_model import own_model
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 
-def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequential:
+def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8, *, width: float = 1.0) -> nn.Sequential:
     """Build three 3x3 convolutions of 32, 64 and 64 channels; 57 thousand parameters.
 
     The maps are halved before the last convolution, and also before the second for images at least 16 pixels wide.
@@ -26,20 +26,22 @@ def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8) -> nn.Sequ
         in_channels: channels of the images, float [N, in_channels, size, size].
         classes: number of logits; the output is [N, classes].
         size: height and width of the images, at least 2.
+        width: factor on the numbers of channels.
 
     >>> import torch
     >>> small_cnn()(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
+    first, last = (max(1, round(width * channels)) for channels in (32, 64))
     return nn.Sequential(
-        *_convolution(in_channels, 32),
+        *_convolution(in_channels, first),
         *([nn.MaxPool2d(2)] if size >= 16 else []),
-        *_convolution(32, 64),
+        *_convolution(first, last),
         nn.MaxPool2d(2),
-        *_convolution(64, 64),
+        *_convolution(last, last),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(64, classes),
+        nn.Linear(last, classes),
     )
 
 

@@ -131,6 +131,12 @@ def test_state_of_another_model() -> None:
         ({"begin": -1}, "begin: expected at least 0, got -1"),
         ({"macs": None}, "macs, parameters, latency: expected exactly one of them, got none"),
         ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, which is what must stay, got 0.02"),
+        ({"macs": 0.0}, r"macs: expected a share of the model's own, in \(0, 1\], got 0.0"),
+        ({"macs": None, "latency": 1.5}, "latency: expected a share of the model's own"),
+        (
+            {"macs": None, "parameters": 1e-4, "least": 6},
+            r"parameters: expected at least 0\.\d+, which is what must stay",
+        ),
         ({"updates": 0}, "updates: expected at least 1, got 0"),
     ],
 )
@@ -145,6 +151,13 @@ def test_an_optimizer_of_another_model() -> None:
         ValueError, match=r"optimizer: expected one of the model's parameters, got one without 0.weight"
     ):
         sparsity.Budget(network("plain"), optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
+
+
+def test_nothing_that_can_be_removed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="model: expected convolutions or linear layers that can be made smaller"):
+        sparsity.Budget(model, optimizer, example_inputs=X, macs=0.5, begin=0, end=1)
 
 
 def test_gradients_that_are_gone() -> None:
