@@ -50,6 +50,7 @@ def region_radius(
 def region_radius(
     model: nn.Module, x: Tensor, p: float = ..., *, return_unit: Literal[True], memory_limit: int = ...
 ) -> tuple[Tensor, list[Unit | None]]: ...
+@torch.compiler.disable
 def region_radius(
     model: nn.Module, x: Tensor, p: float = 2, return_unit: bool = False, *, memory_limit: int = MEMORY_LIMIT
 ) -> Tensor | tuple[Tensor, list[Unit | None]]:
@@ -171,6 +172,7 @@ def dual_exponent(p: Any) -> float:
     return math.inf if p == 1 else 1.0 if p == math.inf else p / (p - 1)
 
 
+@torch.compiler.disable
 def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int:
     """Return in how many different linear regions the samples are.
 

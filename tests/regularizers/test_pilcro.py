@@ -188,6 +188,14 @@ def test_a_compiled_step_calls_it():
     torch.testing.assert_close(found, expected)
 
 
+def test_a_call_that_fails_does_not_count():
+    pilcro = PILCRO()
+    with pytest.raises(ValueError, match="model"):
+        pilcro(nn.Conv2d(3, 3, 1), X)
+    assert pilcro.state_dict() == {"calls": 0}
+    assert pilcro(MODEL, X) > 0
+
+
 def test_networks_that_ignore_their_images_have_no_gradient_and_no_nan():
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)).double()
     nn.init.zeros_(model[1].weight)
