@@ -84,8 +84,8 @@ def test_norms_in_float32_are_as_exact(rows, chunk):
     network = frozen.Frozen(frozen.Network(model), x)
     probes = gradient_norms.choose_probes(network, 2)
     assert probes.extents is None
-    exact = expected(model.double(), x.double(), 2)
     found = torch.cat(norms(network, probes, 2, chunk, x), 1)
+    exact = expected(model.double(), x.double(), 2)
     torch.testing.assert_close(
         found.double().sort(1).values, exact.sort(1).values, rtol=tolerances.FLOAT32_RADIUS, atol=1e-6
     )
