@@ -72,7 +72,7 @@ def region_radius(
 
     Args:
         model: network of one input, all layers as above; it is not changed, and neither are its modes. Wrappers of
-            torch.compile and DistributedDataParallel are looked through.
+            torch.compile, of the model or its parts, and of DistributedDataParallel are looked through.
         x: inputs ``[N, ...]``, float32 or float64 like the model's parameters; float64 for certificates that hold
             up to 1e-10, float32 for up to 1e-4 or so, by its rounding errors.
         p: exponent of the norm, at least 1, or ``float("inf")``.
