@@ -57,7 +57,8 @@ class Network:
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
         try:
-            self.graph = trace(model, _is_leaf, _defaults(model))
+            with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # compiled parts of it run eagerly
+                self.graph = trace(model, _is_leaf, _defaults(model))
             read_results_of_writes(self.graph)
         except UntraceableError as error:
             raise NotPiecewiseLinearError(str(error)) from error

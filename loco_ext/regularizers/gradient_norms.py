@@ -182,6 +182,56 @@ def _scaled_norm(tangents: Tensor, q: float) -> Tensor:
 def gradient_norms(frozen: Frozen, probes: Probes, q: float, chunk: int, like: Tensor) -> dict[fx.Node, Tensor]:
     """Return ``||dz/dx||_q`` of all bends ``z``, ``[N or 1, ...]`` by node."""
     sums = NormSums(q)
+    relu = _only_relu_behind(frozen, probes.node) if probes.extents is None else None
+    if relu is not None:
+        weight, live = frozen.linear_weight(probes.node), frozen.bends[relu].sides
+        sums.add(relu, weight.mT.unsqueeze(1))
+        for tangents in _live_factor(weight, live, chunk).split(chunk):
+            frozen.tangents({relu: tangents}, sums.add)
+        return sums.norms
     for tangents in directions(probes, frozen, chunk, like):
         frozen.tangents({probes.node: tangents}, sums.add)
     return sums.norms
+
+
+def _only_relu_behind(frozen: Frozen, layer: fx.Node) -> fx.Node | None:
+    """Return the ReLU that all results of a layer go through; None if they go elsewhere."""
+    (user, *others) = layer.users
+    return user if not others and operation(user, frozen.network.modules) == "relu" else None
+
+
+def _live_factor(weight: Tensor, live: Tensor, most: int) -> Tensor:
+    """Return a factor of ``W W^T`` from rows of W alone that count, ``[directions, N, units]``; zero for the others.
+
+    Args:
+        weight: W, ``[units, numbers of the input]``.
+        live: which rows count for each sample, ``[N, units]``.
+        most: directions up to which each sample may have its own factor.
+    """
+    places = live.any(0).nonzero().flatten()
+    rows = weight[places]
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:
+        factor = _factor_of_each(rows, live, places)
+        if factor is not None:
+            return factor
+    shared = torch.linalg.qr(rows.mT, mode="r").R
+    factor = weight.new_zeros(max(1, len(shared)), 1, len(weight))
+    factor[: len(shared), 0, places] = shared
+    return factor * live.to(factor.dtype)
+
+
+def _factor_of_each(rows: Tensor, live: Tensor, places: Tensor) -> Tensor | None:
+    """Return the factor of each sample from float32 rows at ``places``, or None if the rows depend on each other.
+
+    They are Cholesky factors in float64, whose errors are smaller than those of a QR decomposition in float32 would be
+    and which are found in less time.
+    """
+    gram = rows.double() @ rows.double().mT
+    factor = rows.new_zeros(max(1, int(live.sum(1).max())), *live.shape)
+    for sample, each in enumerate(live[:, places]):
+        own = each.nonzero().flatten()
+        lower, failed = torch.linalg.cholesky_ex(gram[own][:, own])
+        if failed:
+            return None
+        factor[: len(own), sample].index_copy_(1, places[own], lower.mT.float())
+    return factor

@@ -43,6 +43,8 @@ def input_gradients(
     x = constant_images(x).requires_grad_()
     logits = model(x.clone())  # the model may write to its input
     check_logits(logits, x)
+    if not logits.requires_grad:
+        raise ValueError("model: expected an output that can be differentiated, got one without a gradient")
     probabilities = logits.detach().double().softmax(1)
     if classes is None:
         classes = draw(probabilities, uniform)

@@ -17,6 +17,7 @@ from loco_ext.regularizers.input_gradients import EXPECTATIONS, batches_of, inpu
 Images = Tensor | Iterable[Tensor | tuple[Tensor, ...]]
 
 
+@torch.compiler.disable
 def importance_landscape(
     model: nn.Module, x: Images, *, expectation: str = "sampled", chunk_size: int | None = None, seed: int = 0
 ) -> Tensor:
@@ -39,8 +40,9 @@ def importance_landscape(
         float32.
 
     Raises:
-        TypeError: ``model`` is not a module, or images are not floating-point tensors.
-        ValueError: images that are not of shape ``(N, C, H, W)`` or of different sizes, or other outputs than logits.
+        TypeError: ``model`` is not a module, ``seed`` no int, or images are not floating-point tensors.
+        ValueError: images that are not of shape ``(N, C, H, W)`` or of different sizes, or other outputs than logits,
+            which have to be differentiable.
 
     Source:
         "PILCRO: Making Importance Landscapes Flat Again", section 3.3, eq. 6.
@@ -57,6 +59,8 @@ def importance_landscape(
     check_choice("expectation", expectation, EXPECTATIONS)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, smallest=1)
+    if not is_int(seed):
+        raise TypeError(f"seed: expected an int, got {seed!r}")
     model = unwrap(model)
     generator = torch.Generator().manual_seed(seed)
     squares = dtype = None

@@ -50,6 +50,7 @@ def region_radius(
 def region_radius(
     model: nn.Module, x: Tensor, p: float = ..., *, return_unit: Literal[True], memory_limit: int = ...
 ) -> tuple[Tensor, list[Unit | None]]: ...
+@torch.compiler.disable
 def region_radius(
     model: nn.Module, x: Tensor, p: float = 2, return_unit: bool = False, *, memory_limit: int = MEMORY_LIMIT
 ) -> Tensor | tuple[Tensor, list[Unit | None]]:
@@ -71,7 +72,7 @@ def region_radius(
 
     Args:
         model: network of one input, all layers as above; it is not changed, and neither are its modes. Wrappers of
-            torch.compile and DistributedDataParallel are looked through.
+            torch.compile, of the model or its parts, and of DistributedDataParallel are looked through.
         x: inputs ``[N, ...]``, float32 or float64 like the model's parameters; float64 for certificates that hold
             up to 1e-10, float32 for up to 1e-4 or so, by its rounding errors.
         p: exponent of the norm, at least 1, or ``float("inf")``.
@@ -171,6 +172,7 @@ def dual_exponent(p: Any) -> float:
     return math.inf if p == 1 else 1.0 if p == math.inf else p / (p - 1)
 
 
+@torch.compiler.disable
 def count_regions(model: nn.Module, x: Tensor, *, batch_size: int = 1024) -> int:
     """Return in how many different linear regions the samples are.
 

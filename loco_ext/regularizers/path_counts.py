@@ -25,6 +25,7 @@ _WEIGHTED = (
 _UNCHANGED = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.ReLU)
 
 
+@torch.compiler.disable
 def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     """Return the number of paths from an output to each input, on average over the outputs.
 

@@ -118,8 +118,9 @@ class PILCRO:
         check_stencil("laplacian_kernel", self._stencil, x)
         if self.target is not None:
             check_target("target", self.target, x)
-        call, self._calls = self._calls, self._calls + 1
+        call = self._calls
         if call % self.every or self.alpha == 0:
+            self._calls += 1
             return torch.zeros((), device=x.device, requires_grad=True)
         inner = unwrap(model)
         with measuring(inner, x.device):
@@ -135,6 +136,7 @@ class PILCRO:
                 chunk_size=self.chunk_size,
                 route=self._route,
             )
+        self._calls += 1
         return _Loss.apply(loss, gradients, *parameters)
 
     def _factor(self, x: Tensor) -> float:

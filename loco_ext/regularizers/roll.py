@@ -163,8 +163,8 @@ class MarginLoss:
     """
 
     def __init__(self, strength: float, p: float = 2) -> None:
-        self.strength, self.p = check_number("strength", strength), float(p)
-        self._q = dual_exponent(p)
+        self.strength, self._q = check_number("strength", strength), dual_exponent(p)
+        self.p = float(p)
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:

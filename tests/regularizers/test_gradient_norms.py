@@ -70,6 +70,27 @@ def test_the_gram_recursion_and_jacobians_agree():
         torch.testing.assert_close(one, other, **tolerances.REGIONS)
 
 
+@pytest.mark.parametrize("rows", ["independent", "dependent", "all off"])
+@pytest.mark.parametrize("chunk", [64, 5])
+def test_norms_in_float32_are_as_exact(rows, chunk):
+    """Samples have factors of their own where a chunk holds one, and where the rows of the first layer allow it."""
+    torch.manual_seed(4)
+    model, x = nn.Sequential(*piecewise.mlp(40, 24, 24, 24)), torch.randn(5, 40)
+    with torch.no_grad():
+        if rows == "dependent":
+            model[0].weight[1::2] = model[0].weight[::2]
+        if rows == "all off":
+            model[0].bias.fill_(-1000.0)
+    network = frozen.Frozen(frozen.Network(model), x)
+    probes = gradient_norms.choose_probes(network, 2)
+    assert probes.extents is None
+    found = torch.cat(norms(network, probes, 2, chunk, x), 1)
+    exact = expected(model.double(), x.double(), 2)
+    torch.testing.assert_close(
+        found.double().sort(1).values, exact.sort(1).values, rtol=tolerances.FLOAT32_RADIUS, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize(
     ("layers", "extents"),
     [

@@ -129,6 +129,7 @@ WRONG = {
     r"model: expected an output of shape \(2, classes\)": lambda: regularizers.importance_landscape(nn.Identity(), X),
     "model: expected a module": lambda: regularizers.importance_landscape(len, X),
     "expectation: expected one of": lambda: regularizers.importance_landscape(MODEL, X, expectation="mean"),
+    "seed: expected an int": lambda: regularizers.importance_landscape(MODEL, X, seed=0.5),
     "chunk_size: expected at least 1": lambda: regularizers.importance_landscape(MODEL, X, chunk_size=0),
     "laplacian_kernel: expected an odd": lambda: regularizers.data_smoothness(X, laplacian_kernel=4),
     "laplacian_kernel: expected at most 15": lambda: regularizers.data_smoothness(X, laplacian_kernel=17),

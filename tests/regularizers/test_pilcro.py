@@ -188,10 +188,23 @@ def test_a_compiled_step_calls_it():
     torch.testing.assert_close(found, expected)
 
 
+def test_a_call_that_fails_does_not_count():
+    pilcro = PILCRO()
+    with pytest.raises(ValueError, match="model"):
+        pilcro(nn.Conv2d(3, 3, 1), X)
+    assert pilcro.state_dict() == {"calls": 0}
+    assert pilcro(MODEL, X) > 0
+
+
 def test_networks_that_ignore_their_images_have_no_gradient_and_no_nan():
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)).double()
     nn.init.zeros_(model[1].weight)
     assert not gradient(PILCRO(every=1), model, images()).any()
+
+
+class Detached(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
 
 
 MODEL, X = make("plain").float(), torch.rand(2, 3, 8, 8)
@@ -207,6 +220,7 @@ WRONG = {
     "x: expected a floating-point tensor": lambda: PILCRO()(MODEL, X.long()),
     "target: expected the images' size": lambda: PILCRO("target", target=torch.ones(4, 4))(MODEL, X),
     r"model: expected an output of shape \(2, classes\)": lambda: PILCRO()(nn.Conv2d(3, 3, 1), X),
+    "model: expected an output that can be differentiated": lambda: PILCRO()(Detached(MODEL), X),
     "model: expected parameters that require": lambda: PILCRO()(nn.Flatten(), X),
     "model: expected a module": lambda: PILCRO()(torch.relu, X),
 }

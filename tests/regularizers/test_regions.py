@@ -48,6 +48,22 @@ def test_functions_and_methods_are_understood_like_modules():
     assert {unit.module for unit in units} <= {"relu()", "max_pool2d()"}
 
 
+def test_compiled_code_measures_and_compiled_parts_are_measured():
+    torch.manual_seed(2)
+    model, x = nn.Sequential(*piecewise.mlp(5, 6, 4)), torch.randn(3, 5)
+    images = nn.Sequential(nn.Flatten(), model)
+
+    def measure(x):
+        radius, count = regularizers.region_radius(model, x), regularizers.count_regions(model, x)
+        landscape = regularizers.importance_landscape(images, x.view(3, 1, 1, 5))
+        return radius, count, landscape
+
+    expected = measure(x)
+    torch.testing.assert_close(torch.compile(measure, backend="eager")(x), expected)
+    model[2] = torch.compile(model[2], backend="eager")
+    torch.testing.assert_close(regularizers.region_radius(model, x), expected[0])
+
+
 class Keywords(nn.Module):
     """Four layers whose weights are passed by keyword, with a batch normalisation that synchronises when it trains."""
 
