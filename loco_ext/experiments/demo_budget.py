@@ -53,13 +53,10 @@ def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Pr
     Args:
         dense: network that was trained with the settings.
     """
-    smaller, narrow = (
-        replace(settings, macs=SHARE),
-        small_cnn(samples.channels, samples.classes, samples.size, width=WIDTH),
-    )
     model = make_model(settings, samples).to(processes.device)
-    accuracy = _train(model, samples, smaller, processes, "budget")
+    accuracy = _train(model, samples, replace(settings, macs=SHARE), processes, "budget")
     torch.manual_seed(settings.seed)
+    narrow = small_cnn(samples.channels, samples.classes, samples.size, width=WIDTH)
     narrow = narrow.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     narrower = _train(narrow, samples, settings, processes, "fewer channels")
     test, normalization = samples.test.to(processes.device), Normalization(samples.train)
@@ -117,7 +114,3 @@ def print_shrunk(shrunk: Shrunk) -> None:
         f"A budget of {SHARE:.0%} of the MACs, and uniformly fewer channels; trained as long, and compacted",
     )
     print(f"Test accuracy: {shrunk.accuracy:.1%} -> {shrunk.accuracy_compacted:.1%}, compacted.")
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.2f} ms"

@@ -1,6 +1,7 @@
 """The studies on CIFAR-10, run on a few random images: their summaries and tables; the docs have the committed ones."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from studies import (
     tables,
     trained_cifar10,
 )
+
+HAS_PEER = find_spec("torch_pruning") is not None
 
 
 def few_images(monkeypatch, module, count, size=32, **constants):
@@ -71,27 +74,35 @@ def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(
 
 
 @pytest.mark.slow
-def test_budgets_are_compared_with_fewer_channels_of_at_most_as_many_macs(tmp_path, monkeypatch):
-    few_images(monkeypatch, budget_cifar10, 40, SHARES=(0.4,), WIDTHS=np.array([1.0, 0.7, 0.6]))
-    out, runs = tmp_path / "budget_cifar10-x.json", tmp_path / "runs"
-    budget_cifar10.main(tmp_path, runs, seeds=2, epochs=1, images=40, only="filters-0.4-1", out=out)
-    assert [path.name for path in runs.iterdir()] == ["filters-0.4-1"]
-    assert not out.exists()
-    budget_cifar10.main(tmp_path, runs, seeds=2, epochs=1, images=40, out=out)
+def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(tmp_path, monkeypatch):
+    effort = harness.Effort(min_rounds=2, min_seconds=0.0, warmup=1, builds=1)
+    widths = np.array([1.0, 0.7, 0.6, 0.5, 0.4])
+    few_images(monkeypatch, budget_cifar10, 40, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
+    out = tmp_path / "budget_cifar10-x.json"
+    options = {"model": "resnet8", "seeds": 2, "first": 0, "epochs": 2, "images": 40, "ways": ""}
+    monkeypatch.setattr(
+        budget_cifar10, "WAYS", {n: w for n, w in budget_cifar10.WAYS.items() if HAS_PEER or "Torch-" not in n}
+    )
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, **(options | {"seeds": 1}))
+    first = json.loads(out.read_text())["networks"]
+    budget_cifar10.main(tmp_path, tmp_path / "runs", out=out, **options)
     report = json.loads(out.read_text())
+    assert report["networks"][: len(first)] == first
+    assert len(report["networks"]) == 2 * len(first)
     errors = {}
+    for record in report["networks"]:
+        assert record["macs"] <= record["share"] or record["way"] == "dense"
+        assert record["macs"] > 0.7 * record["share"]
+        errors.setdefault((record["way"], record["share"]), []).append(record["error"])
     for arm in report["arms"]:
-        name = f"{arm['way']}-{arm['share']:g}"
-        lines = [(runs / f"{name}-{seed}" / "metrics.jsonl").read_text().splitlines()[-1] for seed in range(2)]
-        errors[arm["way"]] = np.array([100 * (1 - json.loads(line)["test_accuracy"]) for line in lines])
-        assert arm["errors"]["error"] == pytest.approx(errors[arm["way"]].mean())
-        assert arm["macs"] <= arm["share"] * report["macs"]
-        assert len(arm["latencies"]) == 2
-    by_way = {arm["way"]: arm["errors"] for arm in report["arms"]}
-    for way in ("filters", "rings"):
-        assert by_way[way]["difference"] == pytest.approx((errors[way] - errors["width"]).mean())
-    assert "difference" not in by_way["dense"] | by_way["width"]
-    assert "| 40%, filters |" in section("budget_cifar10", tmp_path)
+        mine = errors[arm["way"], arm["share"]]
+        assert arm["error"] == pytest.approx(np.mean(mine))
+        theirs = errors["dense" if arm["share"] == 1 else "uniform width", arm["share"]]
+        assert arm["difference"] == pytest.approx(np.mean(mine) - np.mean(theirs))
+        error = stats.sem(np.subtract(mine, theirs))
+        assert arm["difference_standard_error"] == pytest.approx(error)
+    assert {arm["way"] for arm in report["arms"]} == set(budget_cifar10.WAYS)
+    assert "| 25% | Budget |" in section("budget_cifar10", tmp_path)
 
 
 @pytest.mark.slow
