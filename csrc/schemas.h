@@ -23,7 +23,7 @@ namespace loco {
   "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "      \
   "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, "    \
   "Tensor[] penalties, int[] penalty_index, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int " \
-  "rounding_step"
+  "rounding_step, Tensor? shapes"
 
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");

@@ -77,6 +77,7 @@ void Gather::read(const StepArgs& args) {
     const View grad = view_of(args.grads[i], "grads", i, place_);
     add_operand(grad, "grads", i, args.grad_scale.has_value(), steps_[i].g);
   }
+  if (args.shapes) check_shapes(*args.shapes);
   read_states(args.states, states, Rule::state_names);
   if (Rule::counts_steps) read_steps(args.steps);
   check_overlap();
@@ -121,6 +122,20 @@ void Gather::read_param(const StepArgs& args, size_t index) {
   int64_t contiguous[kMaxDims];
   for (int64_t d = lead.view.ndim - 1, stride = 1; d >= 0; stride *= lead.view.sizes[d--]) contiguous[d] = stride;
   step.logical_nest = keep_unless_flat(lead, contiguous, "params", index);
+}
+
+void Gather::check_shapes(const Tensor& expected) const {
+  const View view = view_of(expected, "shapes", 0);
+  STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && expected.is_contiguous(),
+                  "shapes: expected a contiguous float64 tensor of one dimension, got shape ", text(view));
+  const auto *next = static_cast<const double*>(view.data), *const end = next + view.numel;
+  for (size_t i = 0; i < leads_.size(); ++i) {
+    const View& param = leads_[i].view;
+    const bool fits =
+        end - next > param.ndim && *next == param.ndim && std::equal(param.sizes, param.sizes + param.ndim, next + 1);
+    STD_TORCH_CHECK(fits, "params[", i, "]: expected the shape given in shapes, got ", text(param));
+    next += 1 + param.ndim;
+  }
 }
 
 void Gather::read_map(TensorRef map, size_t index, int64_t which) {
@@ -176,7 +191,7 @@ void Gather::read_penalty(size_t index, int64_t which) {
   step.channels_fastest = !contiguous;
 }
 
-void Gather::read_states(const Tensors& states, int count, const char* const* names) {
+void Gather::read_states(const TensorList& states, int count, const char* const* names) {
   const size_t params = steps_.size();
   for (int k = 0; k < count; ++k) {
     for (size_t i = 0; i < params; ++i) {
@@ -185,7 +200,7 @@ void Gather::read_states(const Tensors& states, int count, const char* const* na
   }
 }
 
-void Gather::read_steps(const Tensors& steps) {
+void Gather::read_steps(const TensorList& steps) {
   check_length("steps", steps.size(), steps_.size());
   for (size_t i = 0; i < steps.size(); ++i) {
     const View view = scalar_view(steps[i], "steps", i, place_);

@@ -35,10 +35,11 @@ class Gather {
 
   void read_hyper(const Tensor& hyper, int columns);
   void read_param(const StepArgs& args, size_t index);
+  void check_shapes(const Tensor& expected) const;
   void read_map(TensorRef map, size_t index, int64_t which);
   void read_penalty(size_t index, int64_t which);
-  void read_states(const Tensors& states, int count, const char* const* names);
-  void read_steps(const Tensors& steps);
+  void read_states(const TensorList& states, int count, const char* const* names);
+  void read_steps(const TensorList& steps);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
   void add_region(const View& view, const char* list, size_t index, bool written);
   static Nest nest_of(const Lead& lead, const int64_t* strides, const char* list, size_t index);

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
+from loco_ext.ops.checks import check_step
 from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.shrink import prox_of
 from loco_ext.ops.step_args import Flags, Rule, StepArgs
@@ -27,6 +28,7 @@ from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, 
 from loco_ext.optim.penalty import from_plain, to_plain
 from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, select
 from loco_ext.optim.states import check_states, restore_states
+from loco_ext.optim.step_cache import StepCache
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
 from loco_ext.reference.optim_step import arithmetic_dtype
@@ -49,6 +51,7 @@ class LocalityOptimizer(Optimizer):
     """Mixin that stands in front of a torch.optim class among the bases."""
 
     _plans: list[Plan]
+    _cache: StepCache | None
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
@@ -60,6 +63,7 @@ class LocalityOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         self._plans = []
+        self._cache = None
 
     @torch._disable_dynamo  # as torch.optim's method is
     def add_param_group(self, param_group: Group) -> None:
@@ -151,6 +155,44 @@ class LocalityOptimizer(Optimizer):
             raise RuntimeError("step_in_backward: expected weights that the loss depends on by their layer alone")
 
     def _step_groups(self) -> None:
+        if not self._step_again():
+            self._step_anew()
+        for group in self.param_groups:
+            if group["stochastic_rounding"] is not None:
+                group["rounding_step"] += 1
+
+    def _step_again(self) -> bool:
+        """Make the step from what was collected for the one before; return False if that cannot be done."""
+        cache, self._cache = self._cache, None
+        if cache is None:
+            return False
+        groups, batch = self.param_groups, cache.batch
+        keys = [self._key(group, cache.key.device) for group in groups]
+        if not cache.fill(self._plans, groups, keys, self.state):
+            return False
+        batch.lrs = [device_lr(group, batch.params[0].device) for group in groups]
+        batch.rows = [self._row(group, lr) for group, lr in zip(groups, batch.lrs, strict=True)]
+        batch.check_capture(keys[0])
+        try:
+            self._launch_in_backend(keys[0], batch)
+        except Exception:
+            if self._fits(keys[0], batch):
+                raise
+            return False
+        finally:
+            cache.forget()
+        self._cache = cache
+        return True
+
+    def _fits(self, key: BatchKey, batch: Batch) -> bool:
+        """Return whether the operator accepts the arguments; it writes nothing where it does not."""
+        try:
+            check_step(self._arguments(key, batch, None))
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    def _step_anew(self) -> None:
         plans = self._current_plans()
         for plan in plans:
             resolve_negated_grads(plan.params)
@@ -158,9 +200,6 @@ class LocalityOptimizer(Optimizer):
             prepare()
         with folded_steps(self, plans) if any([plan.folded for plan in plans]) else nullcontext():
             self._step_plans(plans)
-        for group in self.param_groups:
-            if group["stochastic_rounding"] is not None:
-                group["rounding_step"] += 1
 
     def _step_plans(self, plans: list[Plan]) -> None:
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
@@ -182,6 +221,10 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(key, batch)
             for param, name, tensor in batch.created:
                 self.state[param][name] = tensor
+        if not by_torch and StepCache.possible(plans, batches):
+            ((key, batch),) = batches.items()
+            names = (*self._state_names(self.param_groups[0]), *(["step"] if self._rule.counts_steps else []))
+            self._cache = StepCache(plans, key, batch, self.state, names)
 
     def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
         """Return the parameters of all groups that the fused step serves, batched by key."""
@@ -216,30 +259,33 @@ class LocalityOptimizer(Optimizer):
 
     def _launch(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> None:
         """Make the operator call; with ``found_inf``, which replaces GradScaler's, it checks and changes nothing."""
+        run_step(self._arguments(key, batch, found_inf))
+
+    def _arguments(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> StepArgs:
+        """Return the arguments of the operator call; ``found_inf`` replaces GradScaler's."""
         lrs = [lr for lr in batch.lrs if lr is not None]
         places = iter(range(len(lrs)))
-        run_step(
-            StepArgs(
-                self._rule,
-                key.flags,
-                batch.params,
-                batch.grads,
-                batch.states[: key.states],
-                batch.steps,
-                as_hyper(batch.rows),
-                batch.first,
-                batch.group_index if len(batch.rows) > 1 else (),
-                lrs,
-                [-1 if lr is None else next(places) for lr in batch.lrs] if lrs else (),
-                batch.maps,
-                batch.map_index if batch.maps else (),
-                batch.penalties,
-                batch.on_device(getattr(self, "grad_scale", None)),
-                batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf,
-                batch.ordinals,
-                key.seed,
-                key.rounding_step,
-            )
+        return StepArgs(
+            self._rule,
+            key.flags,
+            batch.params,
+            batch.grads,
+            batch.states[: key.states],
+            batch.steps,
+            as_hyper(batch.rows),
+            batch.first,
+            batch.group_index if len(batch.rows) > 1 else (),
+            lrs,
+            [-1 if lr is None else next(places) for lr in batch.lrs] if lrs else (),
+            batch.maps,
+            batch.map_index if batch.maps else (),
+            batch.penalties,
+            batch.on_device(getattr(self, "grad_scale", None)),
+            batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf,
+            batch.ordinals,
+            key.seed,
+            key.rounding_step,
+            batch.shapes,
         )
 
     def _key(self, group: Group, device: str) -> BatchKey:
@@ -247,7 +293,7 @@ class LocalityOptimizer(Optimizer):
         return BatchKey(
             device,
             group["fused"] is False,
-            self._state_count(group),
+            len(self._state_names(group)),
             self._flags(group),
             group["stochastic_rounding"],
             group["rounding_step"],
@@ -259,8 +305,8 @@ class LocalityOptimizer(Optimizer):
         """Return the operator's flags for a group."""
         raise NotImplementedError
 
-    def _state_count(self, group: Group) -> int:
-        """Return how many states each parameter of the group has."""
+    def _state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the keys of the states that each parameter of the group has, without the step count."""
         raise NotImplementedError
 
     def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:
