@@ -8,7 +8,6 @@
 
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
@@ -23,37 +22,6 @@ struct TensorRef {
 
   TensorRef(AtenTensorHandle handle) : handle(handle) {}
   TensorRef(const Tensor& tensor) : handle(tensor.get()) {}
-};
-
-// Owns the tensors of a list argument. Unlike a std::vector<Tensor>, it allocates nothing for each of them.
-class TensorList {
- public:
-  TensorList() = default;
-  explicit TensorList(StableIValue value) {
-    const auto list = torch::stable::detail::to<StableListHandle>(value);
-    size_t size = 0;
-    torch_list_size(list, &size);
-    handles_.reserve(size);
-    StableIValue element;
-    for (size_t i = 0; i < size && torch_list_get_item(list, i, &element) == AOTI_TORCH_SUCCESS; ++i) {
-      handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(element));
-    }
-    torch_delete_list(list);
-  }
-  TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
-  TensorList& operator=(TensorList&& other) noexcept {
-    std::swap(handles_, other.handles_);
-    return *this;
-  }
-  ~TensorList() {
-    for (const AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
-  }
-
-  size_t size() const { return handles_.size(); }
-  TensorRef operator[](size_t index) const { return handles_[index]; }
-
- private:
-  std::vector<AtenTensorHandle> handles_;
 };
 
 // A strided tensor of one of the four element types. Sizes and strides (in elements, [ndim]) stay owned by the tensor.

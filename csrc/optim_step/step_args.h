@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/stable.h"
+#include "common/tensor_list.h"
 #include "optim_step/tensor_step.h"
 
 namespace loco::optim_step {

@@ -8,7 +8,7 @@ decay map has been applied.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from loco_ext import ops
-from loco_ext.ops.checks import check_step
 from loco_ext.ops.optim_step import run_step
 from loco_ext.ops.shrink import prox_of
 from loco_ext.ops.step_args import Flags, Rule, StepArgs
@@ -40,6 +39,13 @@ _IMPLEMENTATION_KEYS = ("foreach", "fused")
 def as_hyper(rows: list[list[float]]) -> Tensor:
     """Return the rows of hyper-parameters as the operators take them: a float64 CPU tensor."""
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+
+def _indexed(lrs: list[Tensor | None]) -> tuple[list[Tensor], Sequence[int]]:
+    """Return the groups' learning rates that are tensors, and the index of each group's, as StepArgs takes them."""
+    tensors = [lr for lr in lrs if lr is not None]
+    places = iter(range(len(tensors)))
+    return tensors, [-1 if lr is None else next(places) for lr in lrs] if tensors else ()
 
 
 def _says_how(option: Any) -> bool:
@@ -162,35 +168,21 @@ class LocalityOptimizer(Optimizer):
                 group["rounding_step"] += 1
 
     def _step_again(self) -> bool:
-        """Make the step from what was collected for the one before; return False if that cannot be done."""
+        """Make the step by the arguments of the one before; return False, with nothing changed, if they do not fit."""
         cache, self._cache = self._cache, None
-        if cache is None:
+        groups = self.param_groups
+        if cache is None or not cache.fill(self._plans, groups, self.state):
             return False
-        groups, batch = self.param_groups, cache.batch
-        keys = [self._key(group, cache.key.device) for group in groups]
-        if not cache.fill(self._plans, groups, keys, self.state):
-            return False
-        batch.lrs = [device_lr(group, batch.params[0].device) for group in groups]
-        batch.rows = [self._row(group, lr) for group, lr in zip(groups, batch.lrs, strict=True)]
-        batch.check_capture(keys[0])
-        try:
-            self._launch_in_backend(keys[0], batch)
-        except Exception:
-            if self._fits(keys[0], batch):
-                raise
-            return False
-        finally:
-            cache.forget()
-        self._cache = cache
-        return True
-
-    def _fits(self, key: BatchKey, batch: Batch) -> bool:
-        """Return whether the operator accepts the arguments; it writes nothing where it does not."""
-        try:
-            check_step(self._arguments(key, batch, None))
-        except (TypeError, ValueError):
-            return False
-        return True
+        args = cache.args
+        device = args.params[0].device
+        lrs = [device_lr(group, device) for group in groups]
+        args.lrs, args.lr_index = _indexed(lrs)
+        args.grad_scale, args.found_inf = self._amp_scalars(device)
+        made = cache.step([self._row(group, lr) for group, lr in zip(groups, lrs, strict=True)])
+        cache.forget()
+        if made:
+            self._cache = cache
+        return made
 
     def _step_anew(self) -> None:
         plans = self._current_plans()
@@ -221,10 +213,9 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(key, batch)
             for param, name, tensor in batch.created:
                 self.state[param][name] = tensor
-        if not by_torch and StepCache.possible(plans, batches):
-            ((key, batch),) = batches.items()
-            names = (*self._state_names(self.param_groups[0]), *(["step"] if self._rule.counts_steps else []))
-            self._cache = StepCache(plans, key, batch, self.state, names)
+        if len(batches) == 1 and not by_torch and StepCache.possible(plans, key, batch):
+            names = self._state_names(self.param_groups[0])
+            self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
 
     def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
         """Return the parameters of all groups that the fused step serves, batched by key."""
@@ -263,8 +254,8 @@ class LocalityOptimizer(Optimizer):
 
     def _arguments(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> StepArgs:
         """Return the arguments of the operator call; ``found_inf`` replaces GradScaler's."""
-        lrs = [lr for lr in batch.lrs if lr is not None]
-        places = iter(range(len(lrs)))
+        lrs, lr_index = _indexed(batch.lrs)
+        grad_scale, scaler_found_inf = self._amp_scalars(batch.params[0].device)
         return StepArgs(
             self._rule,
             key.flags,
@@ -276,17 +267,22 @@ class LocalityOptimizer(Optimizer):
             batch.first,
             batch.group_index if len(batch.rows) > 1 else (),
             lrs,
-            [-1 if lr is None else next(places) for lr in batch.lrs] if lrs else (),
+            lr_index,
             batch.maps,
             batch.map_index if batch.maps else (),
             batch.penalties,
-            batch.on_device(getattr(self, "grad_scale", None)),
-            batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf,
+            grad_scale,
+            scaler_found_inf if found_inf is None else found_inf,
             batch.ordinals,
             key.seed,
             key.rounding_step,
-            batch.shapes,
         )
+
+    def _amp_scalars(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return GradScaler's grad_scale and found_inf on the device, None where there is none."""
+        scalars = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = (None if scalar is None else scalar.to(device) for scalar in scalars)
+        return scale, found_inf
 
     def _key(self, group: Group, device: str) -> BatchKey:
         """Return the key of the batch that steps a group's parameters on one device."""

@@ -27,10 +27,10 @@ def same_objects(a: Collection[object], b: Collection[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-# The options that a group's checks, maps and penalties depend on.
+# The options that a group's checks, maps, penalties and flags depend on.
 _OPTIONS = (
-    *("locality", "penalty", "norm", "state_dtype", "stochastic_rounding", "foreach", "differentiable"),
-    *("momentum", "decoupled_weight_decay"),
+    *("locality", "penalty", "norm", "state_dtype", "stochastic_rounding", "foreach", "differentiable", "fused"),
+    *("momentum", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay"),
 )
 
 
@@ -177,7 +177,6 @@ class Batch:
     # (parameter, key, tensor) of the states created for this step; stored once the operator has returned.
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     plain: bool = True
-    shapes: Tensor | None = None  # expected of params; None: not checked
 
     def add(self, selection: Selection, plan: Plan, row: list[float], lr: Tensor | None, ordinal: int | None) -> None:
         """Add a group's selected parameters; ``ordinal`` is that of the group's first parameter, None if not needed."""
@@ -195,10 +194,6 @@ class Batch:
         self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
         if ordinal is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
-
-    def on_device(self, scalar: Tensor | None) -> Tensor | None:
-        """Return the scalar on the parameters' device."""
-        return None if scalar is None else scalar.to(self.params[0].device)
 
     def check_capture(self, key: BatchKey) -> None:
         """Raise RuntimeError if a CUDA graph is being captured that would not replay this step as intended."""

@@ -1,4 +1,4 @@
-"""The tensors of an optimizer's last step, for a next one that differs in gradients and hyper-parameters alone.
+"""The arguments of an optimizer's last step, for a next one that differs in gradients and hyper-parameters alone.
 
 Where parameters are small, collecting them and their states costs more than stepping them. A StepCache refers to
 tensors in Python only, as the optimizer itself does, and knows no pointer, size or stride: the operator reads and checks
@@ -12,9 +12,15 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from loco_ext.ops import backends
+from loco_ext.ops.checks import check_step
+from loco_ext.ops.optim_step import run_again
+from loco_ext.ops.shrink import applied_by_kernels
+from loco_ext.ops.step_args import StepArgs
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
 
@@ -22,60 +28,86 @@ States = Mapping[Tensor, dict[str, Any]]
 
 
 class StepCache:
-    """The batch of a step that had no other, and everything that the next step must find unchanged.
+    """The arguments of a step that was a single operator call, and all that the next step must find unchanged.
 
     Args:
-        plans: the plans of all groups, each of which has a row in the batch.
-        key, batch: of the step, which has been made; the batch is changed.
+        plans: the plans of all groups.
+        args: of the step, which has been made; they are changed.
         state: the optimizer's state.
-        names: the keys of the batch's lists of states, and of its steps if it has any, in each entry of ``state``.
+        names: the keys of the lists of states in each entry of ``state``.
     """
 
-    def __init__(self, plans: list[Plan], key: BatchKey, batch: Batch, state: States, names: Sequence[str]) -> None:
-        self.plans, self.key, self.batch, self.names = plans, key, batch, names
-        batch.first, batch.created = [], []
+    def __init__(self, plans: list[Plan], args: StepArgs, state: States, names: Sequence[str]) -> None:
+        self.args = args
+        self._plans, self._names = plans, names
+        self._forced = backends.forced()
+        self._hyper = np.zeros(args.hyper.shape)
+        args.hyper, args.first = torch.from_numpy(self._hyper), ()
         if any(plan.shapes for plan in plans):
-            numbers = [float(number) for param in batch.params for number in (param.dim(), *param.shape)]
-            batch.shapes = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        stepped = set(map(id, batch.params))
+            numbers = [float(number) for param in args.params for number in (param.dim(), *param.shape)]
+            args.shapes = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        stepped = set(map(id, args.params))
         self._without_grad = [param for plan in plans for param in plan.params if id(param) not in stepped]
         self._owners, self._owned = list(state), list(state.values())
-        self._states = [state[param] for param in batch.params] if names else []
+        needs = bool(names) or args.rule.counts_steps
+        self._states = [state[param] for param in args.params] if needs else []
         self.forget()
 
     @staticmethod
-    def possible(plans: list[Plan], batches: dict[BatchKey, Batch]) -> bool:
-        """Return whether the step has one batch, of all groups, and nothing before or after it."""
-        if len(batches) != 1:
+    def possible(plans: list[Plan], key: BatchKey, batch: Batch) -> bool:
+        """Return whether the step that this batch made was nothing but a call of the compiled operator."""
+        if key.reference or key.seed is not None or not batch.plain or len(batch.rows) != len(plans):
             return False
-        (batch,) = batches.values()
-        if not batch.plain or len(batch.rows) != len(plans):
+        if any(plan.folded or plan.preparations or plan.fake_mode is not None for plan in plans):
             return False
-        return not any(plan.folded or plan.preparations or plan.fake_mode is not None for plan in plans)
+        return backends.choose("optim_step", batch.params[0].device) == "native" and _within_kernels(batch)
 
-    def fill(self, plans: list[Plan], groups: list[Group], keys: list[BatchKey], state: States) -> bool:
-        """Give the batch its gradients and states; return False if something else has changed."""
-        batch = self.batch
-        if plans is not self.plans or len(groups) != len(plans):
-            return False
-        if keys.count(keys[0]) != len(keys) or keys[0][:-1] != self.key[:-1]:
+    def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
+        """Give ``args`` their gradients and states; return False if something else has changed."""
+        args = self.args
+        if plans is not self._plans or len(groups) != len(plans) or backends.forced() != self._forced:
             return False
         if not all(map(Plan.fits_but_for_shapes, plans, groups)):
             return False
         if not same_objects(state, self._owners) or not same_objects(state.values(), self._owned):
             return False
-        grads = [param.grad for param in batch.params]
+        grads = [param.grad for param in args.params]
         if any(map(is_, grads, repeat(None))) or any([param.grad is not None for param in self._without_grad]):
             return False
+        if args.penalties and not _within_kernels(args):
+            return False
         try:
-            lists = [[states[name] for states in self._states] for name in self.names]
+            args.states = [[states[name] for states in self._states] for name in self._names]
+            args.steps = [states["step"] for states in self._states] if args.rule.counts_steps else ()
         except KeyError:
             return False
-        batch.grads = grads  # type: ignore[assignment]
-        batch.steps = lists[self.key.states] if len(lists) > self.key.states else []
-        batch.states = lists[: self.key.states]
+        args.grads = grads  # type: ignore[assignment]
+        return True
+
+    def step(self, rows: list[list[float]]) -> bool:
+        """Make the step with these rows of ``hyper``; return False if the operator refuses it."""
+        self._hyper[:] = rows
+        try:
+            run_again(self.args)
+        except Exception:
+            if _accepted(self.args):
+                raise
+            return False
         return True
 
     def forget(self) -> None:
         """Release the gradients and states, which need not outlive the step."""
-        self.batch.grads, self.batch.states, self.batch.steps = [], [], []
+        self.args.grads = self.args.states = self.args.steps = ()
+
+
+def _within_kernels(args: StepArgs | Batch) -> bool:
+    return all(map(applied_by_kernels, args.params, args.penalties))
+
+
+def _accepted(args: StepArgs) -> bool:
+    """Return whether the arguments are right; the operator writes nothing where they are not."""
+    try:
+        check_step(args)
+    except (TypeError, ValueError):
+        return False
+    return True
