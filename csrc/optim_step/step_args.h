@@ -12,23 +12,23 @@ namespace loco::optim_step {
 
 using Ints = std::vector<int64_t>;
 
-// Lists have one entry per parameter unless stated otherwise. hyper, maps, penalties and shapes are float64 on the CPU, all
-// other tensors on the device of the first parameter.
+// Lists have one entry per parameter unless stated otherwise. hyper, maps, penalties and shapes are float64 on the CPU,
+// all other tensors on the device of the first parameter.
 struct StepArgs {
   RuleId rule;
   Options options;
   TensorList params, grads;
-  TensorList states;      // [state, parameter], one state after the other: SGD 0 or 1, Adam 2, or 3 with amsgrad
-  TensorList steps;       // one element each: steps made so far; empty if the rule counts none
-  Ints first;          // 1: the momentum buffer is written without being read; empty: all are read
-  Tensor hyper;        // [groups, columns]
-  Ints group_index;    // row of hyper; empty: row 0
-  TensorList lrs;         // one element each, learning rates
-  Ints lr_index;       // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
-  TensorList maps;        // decay maps
-  Ints map_index;      // index into maps; -1: uniform decay; empty: uniform for all
-  TensorList penalties;   // each [1 + taps + 2 * rings]: the number of taps, the ring of each tap, t and q of each ring
-  Ints penalty_index;  // index into penalties; -1: none; empty: none at all
+  TensorList states;     // [state, parameter], one state after the other: SGD 0 or 1, Adam 2, or 3 with amsgrad
+  TensorList steps;      // one element each: steps made so far; empty if the rule counts none
+  Ints first;            // 1: the momentum buffer is written without being read; empty: all are read
+  Tensor hyper;          // [groups, columns]
+  Ints group_index;      // row of hyper; empty: row 0
+  TensorList lrs;        // one element each, learning rates
+  Ints lr_index;         // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
+  TensorList maps;       // decay maps
+  Ints map_index;        // index into maps; -1: uniform decay; empty: uniform for all
+  TensorList penalties;  // each [1 + taps + 2 * rings]: the number of taps, the ring of each tap, t and q of each ring
+  Ints penalty_index;    // index into penalties; -1: none; empty: none at all
   std::optional<Tensor> grad_scale, found_inf;
   Ints ordinals;  // read only for stochastic rounding
   std::optional<int64_t> seed;

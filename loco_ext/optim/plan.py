@@ -68,7 +68,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         # The block patterns of weights with as many dimensions as those of locally connected layers.
-        self.patterns = [(p, pattern_of(p)) for p, shape in zip(self.params, self.shapes, strict=False) if len(shape) == 4]
+        self.patterns = [
+            (p, pattern_of(p)) for p, shape in zip(self.params, self.shapes, strict=False) if len(shape) == 4
+        ]
         self.preparations = [penalty.prepare for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
     def fits(self, group: Group) -> bool:

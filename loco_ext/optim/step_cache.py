@@ -1,15 +1,13 @@
 """The arguments of an optimizer's last step, for a next one that differs in gradients and hyper-parameters alone.
 
 Where parameters are small, collecting them and their states costs more than stepping them. A StepCache refers to
-tensors in Python only, as the optimizer itself does, and knows no pointer, size or stride: the operator reads and checks
-all of them in each step.
+tensors in Python only, as the optimizer itself does, and knows no pointer, size or stride: the operator reads and
+checks all of them in each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -48,9 +46,9 @@ class StepCache:
             args.shapes = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         stepped = set(map(id, args.params))
         self._without_grad = [param for plan in plans for param in plan.params if id(param) not in stepped]
-        self._owners, self._owned = list(state), list(state.values())
-        needs = bool(names) or args.rule.counts_steps
-        self._states = [state[param] for param in args.params] if needs else []
+        self._owners = list(state)
+        places = {id(param): i for i, param in enumerate(self._owners)}
+        self._places = [places[id(param)] for param in args.params if id(param) in places]  # empty: no states
         self.forget()
 
     @staticmethod
@@ -69,19 +67,21 @@ class StepCache:
             return False
         if not all(map(Plan.fits_but_for_shapes, plans, groups)):
             return False
-        if not same_objects(state, self._owners) or not same_objects(state.values(), self._owned):
+        if not same_objects(state, self._owners):
             return False
-        grads = [param.grad for param in args.params]
-        if any(map(is_, grads, repeat(None))) or any([param.grad is not None for param in self._without_grad]):
+        grads = [grad for param in args.params if (grad := param.grad) is not None]
+        if len(grads) != len(args.params) or any([param.grad is not None for param in self._without_grad]):
             return False
         if args.penalties and not _within_kernels(args):
             return False
+        owned = list(state.values())
+        states = [owned[place] for place in self._places]
         try:
-            args.states = [[states[name] for states in self._states] for name in self._names]
-            args.steps = [states["step"] for states in self._states] if args.rule.counts_steps else ()
+            args.states = [[tensors[name] for tensors in states] for name in self._names]
+            args.steps = [tensors["step"] for tensors in states] if args.rule.counts_steps else ()
         except KeyError:
             return False
-        args.grads = grads  # type: ignore[assignment]
+        args.grads = grads
         return True
 
     def step(self, rows: list[list[float]]) -> bool:
