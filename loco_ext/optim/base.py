@@ -174,10 +174,9 @@ class LocalityOptimizer(Optimizer):
         if cache is None or not cache.fill(self._plans, groups, self.state):
             return False
         args = cache.args
-        device = args.params[0].device
-        lrs = [device_lr(group, device) for group in groups]
+        lrs = [device_lr(group, cache.device) for group in groups]
         args.lrs, args.lr_index = _indexed(lrs)
-        args.grad_scale, args.found_inf = self._amp_scalars(device)
+        args.grad_scale, args.found_inf = self._amp_scalars(cache.device)
         made = cache.step([self._row(group, lr) for group, lr in zip(groups, lrs, strict=True)])
         cache.forget()
         if made:
@@ -213,9 +212,11 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(key, batch)
             for param, name, tensor in batch.created:
                 self.state[param][name] = tensor
-        if len(batches) == 1 and not by_torch and StepCache.possible(plans, key, batch):
-            names = self._state_names(self.param_groups[0])
-            self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
+        if len(batches) == 1 and not by_torch:
+            ((key, batch),) = batches.items()
+            if StepCache.possible(plans, key, batch):
+                names = self._state_names(self.param_groups[0])
+                self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
 
     def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
         """Return the parameters of all groups that the fused step serves, batched by key."""

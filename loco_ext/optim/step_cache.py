@@ -36,9 +36,8 @@ class StepCache:
     """
 
     def __init__(self, plans: list[Plan], args: StepArgs, state: States, names: Sequence[str]) -> None:
-        self.args = args
-        self._plans, self._names = plans, names
-        self._forced = backends.forced()
+        self.args, self.device = args, args.params[0].device
+        self._plans, self._names, self._forced = plans, names, backends.forced()
         self._hyper = np.zeros(args.hyper.shape)
         args.hyper, args.first = torch.from_numpy(self._hyper), ()
         if any(plan.shapes for plan in plans):
@@ -63,7 +62,9 @@ class StepCache:
     def fill(self, plans: list[Plan], groups: list[Group], state: States) -> bool:
         """Give ``args`` their gradients and states; return False if something else has changed."""
         args = self.args
-        if plans is not self._plans or len(groups) != len(plans) or backends.forced() != self._forced:
+        if plans is not self._plans or len(groups) != len(plans):
+            return False
+        if args.params[0].device != self.device or backends.forced() != self._forced:
             return False
         if not all(map(Plan.fits_but_for_shapes, plans, groups)):
             return False
