@@ -4,19 +4,21 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import loco_ext
-from loco_ext import optim
+from loco_ext import optim, sparsity
 from tests.optim.stepping import params_of
 
 OPTIONS = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
     "SGD without momentum": {"lr": 0.1},
     "AdamW": {"lr": 0.01, "amsgrad": True},
+    "Adam with a penalty": {"lr": 0.01, "penalty": sparsity.RingPenalty(0.1)},
 }
 SHAPES = {5: (3, 2, 5, 5), 3: (3, 2, 3, 3)}
 
@@ -97,6 +99,19 @@ def data_of_another_shape_alone(model, optimizer):
     first(optimizer).grad = torch.ones(SHAPES[5])
 
 
+def bias_that_becomes_a_kernel(model, optimizer):
+    bias = model[0].bias
+    bias.grad = None
+    bias.data = torch.linspace(0, 1, 54).view(SHAPES[3])
+    bias.grad = torch.ones(SHAPES[3])
+    optimizer.state.pop(bias, None)
+
+
+def irregular_data(model, optimizer):
+    p = first(optimizer)
+    p.data = torch.stack([p.detach(), p.detach()], -1)[..., 0]
+
+
 def freed_parameter(model, optimizer):
     first(optimizer).untyped_storage().resize_(0)
 
@@ -112,6 +127,10 @@ def freed_states(model, optimizer):
 
 def no_gradient(model, optimizer):
     first(optimizer).grad = None
+
+
+def no_gradient_in_a_group(model, optimizer):
+    model[1].weight.grad = None
 
 
 def no_gradients(model, optimizer):
@@ -199,9 +218,20 @@ def removed_groups(model, optimizer):
     optimizer.param_groups.clear()
 
 
+def stochastic_rounding(model, optimizer):
+    for p in model.parameters():
+        grad, p.grad = p.grad, None
+        p.data, p.grad = p.detach().bfloat16(), grad.bfloat16()
+    for group in optimizer.param_groups:
+        group["stochastic_rounding"] = 1
+
+
 def option(**changes):
-    def change(model, optimizer):
-        optimizer.param_groups[0].update({key: changes[key] for key in changes if key in optimizer.param_groups[0]})
+    """Return an event that changes options, of all groups where ``everywhere``, else of the first."""
+
+    def change(model, optimizer, everywhere=False):
+        for group in optimizer.param_groups if everywhere else optimizer.param_groups[:1]:
+            group.update({key: changes[key] for key in changes if key in group})
 
     return change
 
@@ -218,19 +248,21 @@ EVENTS = {
     event.__name__: event
     for event in (
         *(nothing, swapping_tensors, moving_to_double, moving_to_double_by_swapping, data_of_other_memory),
-        *(data_of_another_shape, data_of_another_shape_alone, freed_parameter, shortened_gradient, freed_states),
+        *(data_of_another_shape, data_of_another_shape_alone, bias_that_becomes_a_kernel, irregular_data),
+        *(freed_parameter, shortened_gradient, freed_states, no_gradient_in_a_group, stochastic_rounding),
         *(no_gradient, no_gradients, strided_gradient, negated_gradient, sparse_gradient),
         *(gradient_that_is_the_parameter, gradients_in_one_buffer, replaced_parameter, replaced_states),
         *(replaced_tensors_of_states, missing_state, state_of_another, cleared_state, no_buffer, loaded_state),
         *(added_group, removed_group, removed_groups, scaled_gradients, infinite_gradients),
     )
-} | {
-    f"option {next(iter(changes.items()))}": option(**changes)
+}
+CHANGES = {
+    f"{next(iter(changes.items()))}": option(**changes)
     for changes in (
         *({"lr": 0.5}, {"lr": torch.tensor(0.5)}, {"weight_decay": 0.0}, {"locality": None}, {"norm": "l1"}),
         *({"maximize": True}, {"momentum": 0.0}, {"momentum": 0.5}, {"nesterov": True, "momentum": 0.9}),
         *({"amsgrad": False}, {"decoupled_weight_decay": False}, {"fused": False}, {"foreach": True}),
-        *({"penalty": loco_ext.sparsity.RingPenalty(0.1)}, {"stochastic_rounding": 1}),
+        *({"penalty": sparsity.RingPenalty(0.2)}, {"penalty": None}, {"state_dtype": torch.float32}),
     )
 }
 
@@ -251,32 +283,61 @@ def compare(cached, anew):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("event", EVENTS)
 def test_steps_after_an_event_are_those_of_a_new_collection(event, name):
-    (model, cached), (other, anew) = make(name), make(name)
-    for optimizer in (cached, anew):
-        for _ in range(2):
-            set_gradients(optimizer)
-            optimizer.step()
-    assert cached._cache is not None
-    for changed, optimizer in ((model, cached), (other, anew)):
-        set_gradients(optimizer)
+    pairs = (_, cached), (_, anew) = two_that_have_stepped(name)
+    for changed, optimizer in pairs:
         EVENTS[event](changed, optimizer)
-    for _ in range(3):
-        anew._refresh()
-        assert step(cached) == step(anew)
-        compare(cached, anew)
+    step_and_compare(cached, anew)
+    step_and_compare(cached, anew)
+    for optimizer in (cached, anew):
+        for p in params_of(optimizer):
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad
+    step_and_compare(cached, anew)
 
 
 @pytest.mark.usefixtures("native")
-def test_a_forced_backend_makes_the_next_step(monkeypatch):
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_count_from_the_next_step_on(change, name):
+    pairs = (_, cached), (_, anew) = two_that_have_stepped(name)
+    for everywhere in (False, True):
+        for changed, optimizer in pairs:
+            CHANGES[change](changed, optimizer, everywhere)
+        step_and_compare(cached, anew)
+        step_and_compare(cached, anew)
+
+
+def two_that_have_stepped(name):
+    """Return two equal pairs of model and optimizer, whose next gradients are set."""
+    pairs = make(name), make(name)
+    for _, optimizer in pairs:
+        for _ in range(2):
+            set_gradients(optimizer)
+            optimizer.step()
+        assert optimizer._cache is not None
+        set_gradients(optimizer)
+    return pairs
+
+
+def step_and_compare(cached, anew):
+    anew._refresh()
+    assert step(cached) == step(anew)
+    compare(cached, anew)
+
+
+@pytest.mark.parametrize("way", ["backend", "option"])
+def test_the_reference_steps_where_it_is_asked_for(way, monkeypatch):
     _, optimizer = make("SGD")
     set_gradients(optimizer)
     optimizer.step()
     called = []
     reference = loco_ext.ops.optim_step._reference
     monkeypatch.setattr(reference, "optim_step", lambda args: called.append(args))
-    with loco_ext.backend("reference"):
+    for group in optimizer.param_groups if way == "option" else []:
+        group["fused"] = False
+    with loco_ext.backend("reference") if way == "backend" else nullcontext():
         optimizer.step()
-    assert len(called) == 1
+        optimizer.step()
+    assert len(called) == 2
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
