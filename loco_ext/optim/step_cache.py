@@ -55,7 +55,7 @@ class StepCache:
         """Return whether the step that this batch made was nothing but a call of the compiled operator."""
         if key.reference or key.seed is not None or not batch.plain or len(batch.rows) != len(plans):
             return False
-        if any(plan.folded or plan.preparations or plan.fake_mode is not None for plan in plans):
+        if any(plan.folded or plan.fake_mode is not None for plan in plans):
             return False
         return backends.choose("optim_step", batch.params[0].device) == "native" and _within_kernels(batch)
 

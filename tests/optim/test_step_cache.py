@@ -9,9 +9,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import loco_ext
 from loco_ext import optim, sparsity
+from loco_ext.geometry import BlockPattern
+from loco_ext.geometry.attached_pattern import attach_pattern
 from tests.optim.stepping import params_of
 
 OPTIONS = {
@@ -109,7 +112,7 @@ def bias_that_becomes_a_kernel(model, optimizer):
 
 def irregular_data(model, optimizer):
     p = first(optimizer)
-    p.data = torch.stack([p.detach(), p.detach()], -1)[..., 0]
+    p.data = p.detach().permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
 
 
 def freed_parameter(model, optimizer):
@@ -304,6 +307,27 @@ def test_options_count_from_the_next_step_on(change, name):
             CHANGES[change](changed, optimizer, everywhere)
         step_and_compare(cached, anew)
         step_and_compare(cached, anew)
+
+
+def test_another_pattern_of_as_many_blocks_has_its_own_map():
+    whole = BlockPattern.from_conv(4, kernel_size=3, padding=1)
+    first_pattern, second_pattern = (whole.prune(torch.arange(whole.nnz) != i)[0] for i in (0, 1))
+    weights = [nn.Parameter(torch.ones(whole.nnz - 1, 1, 1, 1)) for _ in range(2)]
+    cached, anew = (optim.SGD([w], lr=0.1, weight_decay=1.0, locality=(0.5, 2.0)) for w in weights)
+    for pattern in (first_pattern, first_pattern, second_pattern):
+        for weight in weights:
+            attach_pattern(weight, pattern)
+            weight.grad = torch.ones_like(weight)
+        step_and_compare(cached, anew)
+
+
+def test_fake_tensors_are_collected_anew():
+    with FakeTensorMode():
+        _, optimizer = make("SGD")
+        for p in params_of(optimizer):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer._cache is None
 
 
 def two_that_have_stepped(name):
