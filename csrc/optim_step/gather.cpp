@@ -140,6 +140,7 @@ void Gather::check_shapes(const TensorList& params, const Tensor& expected) {
     STD_TORCH_CHECK(fits, "params[", i, "]: expected the shape given in shapes, got ", shape_text(sizes, ndim));
     next += 1 + ndim;
   }
+  STD_TORCH_CHECK(next == end, "shapes: expected ", view.numel - (end - next), " numbers, got ", view.numel);
 }
 
 void Gather::read_map(TensorRef map, size_t index, int64_t which) {
