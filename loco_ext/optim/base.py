@@ -1,8 +1,9 @@
 """The code shared by SGD, Adam and AdamW: group options, checkpoints, and gathering parameters for the fused step.
 
-A step collects the parameters of all groups into batches (usually one batch) and makes one operator
-call per batch. Groups with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the
-decay map has been applied.
+A step collects the parameters of all groups into batches (usually one batch) and makes one operator call per batch. A
+single call is made again by the next step if only gradients and hyper-parameters differ (``step_cache.py``). Groups
+with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the decay map has been
+applied.
 """
 
 from __future__ import annotations
