@@ -26,7 +26,7 @@ from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, uses_torch
 from loco_ext.optim.penalty import from_plain, to_plain
-from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, select
+from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, same_objects, select
 from loco_ext.optim.states import check_states, restore_states
 from loco_ext.optim.step_cache import StepCache
 from loco_ext.optim.torch_path import step_with_torch
@@ -59,6 +59,7 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _cache: StepCache | None
+    _collected: list[Tensor]  # the parameters of the last batch that was collected
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
@@ -71,6 +72,7 @@ class LocalityOptimizer(Optimizer):
     def _refresh(self) -> None:
         self._plans = []
         self._cache = None
+        self._collected = []
 
     @torch._disable_dynamo  # as torch.optim's method is
     def add_param_group(self, param_group: Group) -> None:
@@ -215,9 +217,11 @@ class LocalityOptimizer(Optimizer):
                 self.state[param][name] = tensor
         if len(batches) == 1 and not by_torch:
             ((key, batch),) = batches.items()
-            if StepCache.possible(plans, key, batch):
+            # Where other parameters have a gradient in each step, a cache would be made in vain.
+            if same_objects(batch.params, self._collected) and StepCache.possible(plans, key, batch):
                 names = self._state_names(self.param_groups[0])
                 self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
+            self._collected = batch.params
 
     def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
         """Return the parameters of all groups that the fused step serves, batched by key."""

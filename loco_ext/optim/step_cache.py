@@ -41,13 +41,13 @@ class StepCache:
         self._hyper = np.zeros(args.hyper.shape)
         args.hyper, args.first = torch.from_numpy(self._hyper), ()
         if any(plan.shapes for plan in plans):
-            numbers = [float(number) for param in args.params for number in (param.dim(), *param.shape)]
-            args.shapes = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            numbers = [number for shape in [param.shape for param in args.params] for number in (len(shape), *shape)]
+            args.shapes = torch.from_numpy(np.array(numbers, dtype=np.float64))
         stepped = set(map(id, args.params))
         self._without_grad = [param for plan in plans for param in plan.params if id(param) not in stepped]
         self._owners = list(state)
-        places = {id(param): i for i, param in enumerate(self._owners)}
-        self._places = [places[id(param)] for param in args.params if id(param) in places]  # empty: no states
+        places = dict(zip(map(id, self._owners), range(len(state)), strict=True))
+        self._places = [places[which] for which in map(id, args.params) if which in places]  # empty: no states
         self.forget()
 
     @staticmethod

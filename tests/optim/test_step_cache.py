@@ -316,7 +316,7 @@ def test_another_pattern_of_as_many_blocks_has_its_own_map():
     for weight in weights:
         attach_pattern(weight, first_pattern)
     cached, anew = (optim.SGD([w], lr=0.1, weight_decay=1.0, locality=(0.5, 2.0)) for w in weights)
-    for pattern in (first_pattern, first_pattern, second_pattern):
+    for pattern in (first_pattern, first_pattern, second_pattern, second_pattern):
         for weight in weights:
             attach_pattern(weight, pattern)
             weight.grad = torch.ones_like(weight)
@@ -328,6 +328,7 @@ def test_fake_tensors_are_collected_anew():
         _, optimizer = make("SGD")
         for p in params_of(optimizer):
             p.grad = torch.ones_like(p)
+        optimizer.step()
         optimizer.step()
         assert optimizer._cache is None
 
@@ -354,6 +355,7 @@ def step_and_compare(cached, anew):
 def test_the_reference_steps_where_it_is_asked_for(way, monkeypatch):
     _, optimizer = make("SGD")
     set_gradients(optimizer)
+    optimizer.step()
     optimizer.step()
     called = []
     reference = loco_ext.ops.optim_step._reference
@@ -408,6 +410,7 @@ def test_an_interrupted_step_is_not_repeated(name, monkeypatch):
     """An error of the operator with arguments that are right, as of a GPU, is the caller's: parts may be written."""
     _, optimizer = make(name)
     set_gradients(optimizer)
+    optimizer.step()
     optimizer.step()
     made = []
 
