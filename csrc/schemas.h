@@ -7,8 +7,9 @@ namespace loco {
 
 // optim_step serves all update rules; optim_step/step_args.h describes its arguments, in the same order. `rule` is a
 // RuleId, and `flags` are maximize, l1, nesterov, amsgrad and decoupled. `grads` are written only if `grad_scale` is
-// given. `seed` turns on stochastic rounding. optim_step_table takes the same arguments and writes nothing: it returns
-// the table for GPU kernels, uint8 on the CPU, and where its sections and launches begin (bind_table.cpp).
+// given. `seed` turns on stochastic rounding. With `shapes`, parameters of any other shapes are refused.
+// optim_step_table takes the same arguments and writes nothing: it returns the table for GPU kernels, uint8 on the CPU,
+// and where its sections and launches begin (bind_table.cpp).
 //
 // `rings` of the ring operators holds the ring of every tap, counted from 0, in the order of a contiguous kernel.
 //
@@ -23,7 +24,7 @@ namespace loco {
   "int rule, bool[] flags, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] steps, "      \
   "int[] first, Tensor hyper, int[] group_index, Tensor[] lrs, int[] lr_index, Tensor[] maps, int[] map_index, "    \
   "Tensor[] penalties, int[] penalty_index, Tensor? grad_scale, Tensor? found_inf, int[] ordinals, int? seed, int " \
-  "rounding_step"
+  "rounding_step, Tensor? shapes"
 
 inline void define_operators(torch::stable::detail::StableLibrary& m) {
   m.def("optim_step(" LOCO_STEP_ARGS ") -> ()");

@@ -68,17 +68,23 @@ void Gather::read(const StepArgs& args) {
   check_length_unless_empty("first", args.first, states * count);
   read_hyper(args.hyper, Rule::columns);
   for (size_t i = 0; i < args.penalties.size(); ++i) penalties_.push_back(penalty_of(args.penalties[i], i));
+  if (Rule::counts_steps) check_length("steps", args.steps.size(), count);
+  if (args.shapes) check_shapes(args.params, *args.shapes);
   steps_.resize(count);
-  leads_.resize(count);
-  regions_.reserve((3 + states) * count);
-  names_.reserve((3 + states) * count);
+  lists_ = {"params", "grads"};
+  lists_.insert(lists_.end(), Rule::state_names, Rule::state_names + states);
+  if (Rule::counts_steps) lists_.push_back("steps");
+  regions_.reserve(lists_.size() * count);
   for (size_t i = 0; i < count; ++i) {
     read_param(args, i);
     const View grad = view_of(args.grads[i], "grads", i, place_);
     add_operand(grad, "grads", i, args.grad_scale.has_value(), steps_[i].g);
+    for (int k = 0; k < states; ++k) {
+      const char* const name = Rule::state_names[k];
+      add_operand(view_of(args.states[k * count + i], name, i, place_), name, i, true, steps_[i].state[k]);
+    }
+    if (Rule::counts_steps) read_counter(args.steps[i], i);
   }
-  read_states(args.states, states, Rule::state_names);
-  if (Rule::counts_steps) read_steps(args.steps);
   check_overlap();
 }
 
@@ -96,14 +102,12 @@ void Gather::read_hyper(const Tensor& hyper, int columns) {
 
 void Gather::read_param(const StepArgs& args, size_t index) {
   TensorStep& step = steps_[index];
-  Lead& lead = leads_[index];
-  lead.view = view_of(args.params[index], "params", index, place_);
-  STD_TORCH_CHECK(lead.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
-                  lead.view.ndim);
-  lead.axes = memory_order(lead.view.ndim, lead.view.sizes, lead.view.strides, lead.order);
-  step = TensorStep{};
-  step.numel = lead.view.numel;
-  add_operand(lead.view, "params", index, true, step.w);
+  lead_.view = view_of(args.params[index], "params", index, place_);
+  STD_TORCH_CHECK(lead_.view.ndim <= kMaxDims, "params[", index, "]: expected at most ", kMaxDims, " dimensions, got ",
+                  lead_.view.ndim);
+  lead_.axes = memory_order(lead_.view.ndim, lead_.view.sizes, lead_.view.strides, lead_.order);
+  step.numel = lead_.view.numel;
+  add_operand(lead_.view, "params", index, true, step.w);
   step.group = args.group_index.empty() ? 0 : args.group_index[index];
   STD_TORCH_CHECK(step.group >= 0 && step.group < groups_, "group_index[", index, "]: expected 0 to ", groups_ - 1,
                   ", got ", step.group);
@@ -119,13 +123,29 @@ void Gather::read_param(const StepArgs& args, size_t index) {
   if (!args.seed) return;
   step.ordinal = static_cast<uint32_t>(args.ordinals[index]);
   int64_t contiguous[kMaxDims];
-  for (int64_t d = lead.view.ndim - 1, stride = 1; d >= 0; stride *= lead.view.sizes[d--]) contiguous[d] = stride;
-  step.logical_nest = keep_unless_flat(lead, contiguous, "params", index);
+  for (int64_t d = lead_.view.ndim - 1, stride = 1; d >= 0; stride *= lead_.view.sizes[d--]) contiguous[d] = stride;
+  step.logical_nest = keep_unless_flat(contiguous, "params", index);
+}
+
+void Gather::check_shapes(const TensorList& params, const Tensor& expected) {
+  const View view = view_of(expected, "shapes", 0);
+  STD_TORCH_CHECK(view.dtype == DType::f64 && view.ndim == 1 && expected.is_contiguous(),
+                  "shapes: expected a contiguous float64 tensor of one dimension, got shape ", text(view));
+  const auto *next = static_cast<const double*>(view.data), *const end = next + view.numel;
+  for (size_t i = 0; i < params.size(); ++i) {
+    int64_t ndim, *sizes;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(params[i].handle, &ndim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(params[i].handle, &sizes));
+    const bool fits = end - next > ndim && *next == ndim && std::equal(sizes, sizes + ndim, next + 1);
+    STD_TORCH_CHECK(fits, "params[", i, "]: expected the shape given in shapes, got ", shape_text(sizes, ndim));
+    next += 1 + ndim;
+  }
+  STD_TORCH_CHECK(next == end, "shapes: expected ", view.numel - (end - next), " numbers, got ", view.numel);
 }
 
 void Gather::read_map(TensorRef map, size_t index, int64_t which) {
   const View view = view_of(map, "maps", which);
-  const View& param = leads_[index].view;
+  const View& param = lead_.view;
   STD_TORCH_CHECK(view.dtype == DType::f64, "maps[", which, "]: expected float64");
   int64_t strides[kMaxDims];
   bool fits = view.ndim <= param.ndim;
@@ -139,7 +159,7 @@ void Gather::read_map(TensorRef map, size_t index, int64_t which) {
                   ", got ", text(view));
   TensorStep& step = steps_[index];
   step.map = static_cast<const double*>(view.data);
-  step.map_nest = &nests_.emplace_back(nest_of(leads_[index], strides, "maps", which));
+  step.map_nest = &nests_.emplace_back(nest_of(strides, "maps", which));
 }
 
 // Requires filters to lie one after another, each with its taps or its channels fastest: the layouts that KernelSolver
@@ -149,8 +169,7 @@ void Gather::read_penalty(size_t index, int64_t which) {
   STD_TORCH_CHECK(which >= 0 && which < penalties, "penalty_index[", index, "]: expected -1 to ", penalties - 1,
                   ", got ", which);
   const ring_prox::Penalty& penalty = penalties_[which];
-  const Lead& lead = leads_[index];
-  const View& view = lead.view;
+  const View& view = lead_.view;
   int64_t taps = 1;
   for (int64_t d = 2; d < view.ndim; ++d) taps *= view.sizes[d];
   STD_TORCH_CHECK(view.ndim >= 2 && taps == penalty.taps(), "penalties[", which, "]: expected params[", index,
@@ -167,8 +186,8 @@ void Gather::read_penalty(size_t index, int64_t which) {
     add(taps_fastest, count, d);
     if (d != 1) add(channels_fastest, other, d);
   }
-  const bool contiguous = std::equal(lead.order, lead.order + lead.axes, taps_fastest);
-  STD_TORCH_CHECK(contiguous || std::equal(lead.order, lead.order + lead.axes, channels_fastest), "params[", index,
+  const bool contiguous = std::equal(lead_.order, lead_.order + lead_.axes, taps_fastest);
+  STD_TORCH_CHECK(contiguous || std::equal(lead_.order, lead_.order + lead_.axes, channels_fastest), "params[", index,
                   "]: expected a contiguous or channels_last weight where there is a penalty, got strides ",
                   shape_text(view.strides, view.ndim));
   step.penalty = &penalty;
@@ -176,46 +195,33 @@ void Gather::read_penalty(size_t index, int64_t which) {
   step.channels_fastest = !contiguous;
 }
 
-void Gather::read_states(const Tensors& states, int count, const char* const* names) {
-  const size_t params = steps_.size();
-  for (int k = 0; k < count; ++k) {
-    for (size_t i = 0; i < params; ++i) {
-      add_operand(view_of(states[k * params + i], names[k], i, place_), names[k], i, true, steps_[i].state[k]);
-    }
-  }
-}
-
-void Gather::read_steps(const Tensors& steps) {
-  check_length("steps", steps.size(), steps_.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    const View view = scalar_view(steps[i], "steps", i, place_);
-    steps_[i].counter = view.data;
-    steps_[i].counter_dtype = view.dtype;
-    add_region(view, "steps", i, true);
-  }
+void Gather::read_counter(TensorRef counter, size_t index) {
+  const View view = scalar_view(counter, "steps", index, place_);
+  steps_[index].counter = view.data;
+  steps_[index].counter_dtype = view.dtype;
+  add_region(view, "steps", index, true);
 }
 
 void Gather::add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand) {
-  const Lead& lead = leads_[index];
   const bool same_shape =
-      view.ndim == lead.view.ndim && std::equal(view.sizes, view.sizes + view.ndim, lead.view.sizes);
-  STD_TORCH_CHECK(same_shape, list, "[", index, "]: expected the shape of params[", index, "], ", text(lead.view),
+      view.ndim == lead_.view.ndim && std::equal(view.sizes, view.sizes + view.ndim, lead_.view.sizes);
+  STD_TORCH_CHECK(same_shape, list, "[", index, "]: expected the shape of params[", index, "], ", text(lead_.view),
                   ", got ", text(view));
   operand.data = view.data;
   operand.dtype = view.dtype;
-  operand.nest = keep_unless_flat(lead, view.strides, list, index);
+  operand.nest = keep_unless_flat(view.strides, list, index);
   add_region(view, list, index, written);
 }
 
-Nest Gather::nest_of(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
+Nest Gather::nest_of(const int64_t* strides, const char* list, size_t index) const {
   Nest nest;
-  STD_TORCH_CHECK(make_nest(lead.order, lead.axes, lead.view.sizes, strides, nest), list, "[", index,
+  STD_TORCH_CHECK(make_nest(lead_.order, lead_.axes, lead_.view.sizes, strides, nest), list, "[", index,
                   "]: its strides are too irregular, at most ", kMaxAxes, " separate axes are supported");
   return nest;
 }
 
-const Nest* Gather::keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index) {
-  const Nest nest = nest_of(lead, strides, list, index);
+const Nest* Gather::keep_unless_flat(const int64_t* strides, const char* list, size_t index) {
+  const Nest nest = nest_of(strides, list, index);
   return nest.flat() ? nullptr : &nests_.emplace_back(nest);
 }
 
@@ -231,16 +237,17 @@ void Gather::add_region(const View& view, const char* list, size_t index, bool w
   STD_TORCH_CHECK(distinct || !written, list, "[", index, "]: some of its elements share memory (strides ",
                   shape_text(view.strides, view.ndim), "), it cannot be written");
   regions_.push_back(region);
-  names_.emplace_back(list, index);
 }
 
 void Gather::check_overlap() const {
   const Conflict conflict = find_conflict(regions_);
   if (conflict.first < 0) return;
-  const auto& [list, index] = names_[conflict.first];
-  const auto& [other_list, other_index] = names_[conflict.second];
-  STD_TORCH_CHECK(false, list, "[", index, "] and ", other_list, "[", other_index,
-                  "]: expected separate memory, got tensors that overlap");
+  const auto name = [&](int64_t region) {
+    const auto lists = static_cast<int64_t>(lists_.size());
+    return lists_[region % lists] + ("[" + std::to_string(region / lists)) + "]";
+  };
+  STD_TORCH_CHECK(false, name(conflict.first), " and ", name(conflict.second),
+                  ": expected separate memory, got tensors that overlap");
 }
 
 }  // namespace loco::optim_step

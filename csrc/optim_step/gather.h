@@ -35,22 +35,22 @@ class Gather {
 
   void read_hyper(const Tensor& hyper, int columns);
   void read_param(const StepArgs& args, size_t index);
+  static void check_shapes(const TensorList& params, const Tensor& expected);
   void read_map(TensorRef map, size_t index, int64_t which);
   void read_penalty(size_t index, int64_t which);
-  void read_states(const Tensors& states, int count, const char* const* names);
-  void read_steps(const Tensors& steps);
+  void read_counter(TensorRef counter, size_t index);
   void add_operand(const View& view, const char* list, size_t index, bool written, Operand& operand);
   void add_region(const View& view, const char* list, size_t index, bool written);
-  static Nest nest_of(const Lead& lead, const int64_t* strides, const char* list, size_t index);
-  const Nest* keep_unless_flat(const Lead& lead, const int64_t* strides, const char* list, size_t index);
+  Nest nest_of(const int64_t* strides, const char* list, size_t index) const;
+  const Nest* keep_unless_flat(const int64_t* strides, const char* list, size_t index);
   void check_overlap() const;
 
   Place place_{};
   std::vector<TensorStep> steps_;
-  std::vector<Lead> leads_;
-  std::vector<Region> regions_;
-  std::vector<std::pair<const char*, size_t>> names_;
-  std::deque<Nest> nests_;                     // steps_ points to these
+  Lead lead_;                       // of the parameter that is being read
+  std::vector<const char*> lists_;  // names of the lists of tensors, in the order of each parameter's regions
+  std::vector<Region> regions_;     // [parameter, list]
+  std::deque<Nest> nests_;          // steps_ points to these
   std::vector<ring_prox::Penalty> penalties_;  // and to these
   const double* hyper_ = nullptr;
   int64_t groups_ = 0;

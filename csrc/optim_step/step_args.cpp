@@ -12,6 +12,7 @@ struct Stack {
   void take(T& argument) {
     argument = torch::stable::detail::to<T>(*next++);
   }
+  void take(TensorList& list) { list = TensorList(*next++); }
   void take(RuleId& rule) {
     const auto id = torch::stable::detail::to<int64_t>(*next++);
     STD_TORCH_CHECK(id == 0 || id == 1, "rule: expected 0 (SGD) or 1 (Adam), got ", id);
@@ -34,7 +35,7 @@ StepArgs unpack(StableIValue* stack) {
   const auto take = [&](auto&... arguments) { (from.take(arguments), ...); };
   take(a.rule, a.options, a.params, a.grads, a.states, a.steps, a.first, a.hyper, a.group_index, a.lrs, a.lr_index,
        a.maps, a.map_index, a.penalties, a.penalty_index, a.grad_scale, a.found_inf, a.ordinals, a.seed,
-       a.rounding_step);
+       a.rounding_step, a.shapes);
   return a;
 }
 

@@ -5,35 +5,35 @@
 #include <optional>
 #include <vector>
 
-#include "common/stable.h"
+#include "common/tensor_list.h"
 #include "optim_step/tensor_step.h"
 
 namespace loco::optim_step {
 
 using Ints = std::vector<int64_t>;
-using Tensors = std::vector<Tensor>;
 
-// Lists have one entry per parameter unless stated otherwise. hyper, maps and penalties are float64 on the CPU, all
-// other tensors on the device of the first parameter.
+// Lists have one entry per parameter unless stated otherwise. hyper, maps, penalties and shapes are float64 on the CPU,
+// all other tensors on the device of the first parameter.
 struct StepArgs {
   RuleId rule;
   Options options;
-  Tensors params, grads;
-  Tensors states;      // [state, parameter], one state after the other: SGD 0 or 1, Adam 2, or 3 with amsgrad
-  Tensors steps;       // one element each: steps made so far; empty if the rule counts none
-  Ints first;          // 1: the momentum buffer is written without being read; empty: all are read
-  Tensor hyper;        // [groups, columns]
-  Ints group_index;    // row of hyper; empty: row 0
-  Tensors lrs;         // one element each, learning rates
-  Ints lr_index;       // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
-  Tensors maps;        // decay maps
-  Ints map_index;      // index into maps; -1: uniform decay; empty: uniform for all
-  Tensors penalties;   // each [1 + taps + 2 * rings]: the number of taps, the ring of each tap, t and q of each ring
-  Ints penalty_index;  // index into penalties; -1: none; empty: none at all
+  TensorList params, grads;
+  TensorList states;     // [state, parameter], one state after the other: SGD 0 or 1, Adam 2, or 3 with amsgrad
+  TensorList steps;      // one element each: steps made so far; empty if the rule counts none
+  Ints first;            // 1: the momentum buffer is written without being read; empty: all are read
+  Tensor hyper;          // [groups, columns]
+  Ints group_index;      // row of hyper; empty: row 0
+  TensorList lrs;        // one element each, learning rates
+  Ints lr_index;         // [groups], index into lrs; -1: the row of hyper holds the rate; empty: all rows do
+  TensorList maps;       // decay maps
+  Ints map_index;        // index into maps; -1: uniform decay; empty: uniform for all
+  TensorList penalties;  // each [1 + taps + 2 * rings]: the number of taps, the ring of each tap, t and q of each ring
+  Ints penalty_index;    // index into penalties; -1: none; empty: none at all
   std::optional<Tensor> grad_scale, found_inf;
   Ints ordinals;  // read only for stochastic rounding
   std::optional<int64_t> seed;
   int64_t rounding_step;
+  std::optional<Tensor> shapes;  // expected of the parameters: number of dimensions and sizes, one after the other
 
   Rounding rounding() const {
     return {seed.has_value(), static_cast<uint64_t>(seed.value_or(0)), static_cast<uint32_t>(rounding_step)};

@@ -121,6 +121,11 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def forced() -> str | None:
+    """Return the backend that this thread has forced, or None."""
+    return _choice.forced
+
+
 def choose(family: str, device: torch.device) -> str:
     """Return the backend that runs ``family`` on ``device``: the forced one, else the first that can."""
     forced = _choice.forced

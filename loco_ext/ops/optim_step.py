@@ -200,6 +200,15 @@ def run_step(args: StepArgs) -> None:
         torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
 
 
+def run_again(args: StepArgs) -> None:
+    """Make a step in the compiled library like one that :func:`run_step` has made, with lists of the same lengths.
+
+    Raises RuntimeError, with nothing written, if the library refuses it.
+    """
+    backends.operators().optim_step(*args.for_operator())
+    torch.autograd.graph.increment_version(chain.from_iterable(args.written()))
+
+
 def _run_with_penalties(chosen: str, args: StepArgs) -> None:
     """Run a step with penalties: compiled kernels end it with the prox of some; that of all others follows it."""
     if isinstance(args.params[0], FakeTensor):  # there are no values to shrink

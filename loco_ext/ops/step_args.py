@@ -66,6 +66,7 @@ class StepArgs:
     ordinals: Sequence[int] = ()  # read only with a seed
     seed: int | None = None
     rounding_step: int = 0
+    shapes: Tensor | None = None  # expected of params: dimensions and sizes of each, float64; None: not checked
 
     def group_of(self, index: int) -> int:
         """Return the row of ``hyper`` for a parameter."""
@@ -103,5 +104,5 @@ class StepArgs:
             *(self.rule.id, self.flags, self.params, self.grads, states, self.steps, self.first, self.hyper),
             *(self.group_index, self.lrs, self.lr_index, self.maps, self.map_index),
             *([*tables.values()], index),
-            *(self.grad_scale, self.found_inf, self.ordinals, self.seed, self.rounding_step),
+            *(self.grad_scale, self.found_inf, self.ordinals, self.seed, self.rounding_step, self.shapes),
         )

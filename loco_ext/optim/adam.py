@@ -36,8 +36,8 @@ class _FusedAdam(LocalityOptimizer):
         maximize, l1, amsgrad = bool(group["maximize"]), group["norm"] == "l1", bool(group["amsgrad"])
         return Flags(maximize, l1, amsgrad=amsgrad, decoupled=bool(group["decoupled_weight_decay"]))
 
-    def _state_count(self, group: Group) -> int:
-        return len(_moments(group["amsgrad"]))
+    def _state_names(self, group: Group) -> tuple[str, ...]:
+        return _moments(group["amsgrad"])
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         beta1, beta2 = group["betas"]

@@ -1,14 +1,15 @@
 """The code shared by SGD, Adam and AdamW: group options, checkpoints, and gathering parameters for the fused step.
 
-A step collects the parameters of all groups into batches (usually one batch) and makes one operator
-call per batch. Groups with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the
-decay map has been applied.
+A step collects the parameters of all groups into batches (usually one batch) and makes one operator call per batch. A
+single call is made again by the next step if only gradients and hyper-parameters differ (``step_cache.py``). Groups
+with ``foreach=True`` or ``differentiable=True`` are stepped by torch's own functions, after the decay map has been
+applied.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,8 +26,9 @@ from loco_ext.optim.folded import folded_steps
 from loco_ext.optim.locality import as_tuples, even_kernels, looks_like_convolution
 from loco_ext.optim.options import OWN_DEFAULTS, Group, check_hyper, check_own, device_lr, is_zero, uses_torch
 from loco_ext.optim.penalty import from_plain, to_plain
-from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, select
+from loco_ext.optim.plan import Batch, BatchKey, Plan, make_plan, resolve_negated_grads, same_objects, select
 from loco_ext.optim.states import check_states, restore_states
+from loco_ext.optim.step_cache import StepCache
 from loco_ext.optim.torch_path import step_with_torch
 from loco_ext.optim.warning import warn_caller
 from loco_ext.reference.optim_step import arithmetic_dtype
@@ -40,6 +42,13 @@ def as_hyper(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
+def _indexed(lrs: list[Tensor | None]) -> tuple[list[Tensor], Sequence[int]]:
+    """Return the groups' learning rates that are tensors, and the index of each group's, as StepArgs takes them."""
+    tensors = [lr for lr in lrs if lr is not None]
+    places = iter(range(len(tensors)))
+    return tensors, [-1 if lr is None else next(places) for lr in lrs] if tensors else ()
+
+
 def _says_how(option: Any) -> bool:
     """Return whether a locality or a norm is given and differs from the default."""
     return any(entry is not None for entry in option) if isinstance(option, list) else option not in (None, "l2")
@@ -49,6 +58,8 @@ class LocalityOptimizer(Optimizer):
     """Mixin that stands in front of a torch.optim class among the bases."""
 
     _plans: list[Plan]
+    _cache: StepCache | None
+    _collected: list[Tensor]  # the parameters of the last batch that was collected
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
@@ -60,6 +71,8 @@ class LocalityOptimizer(Optimizer):
 
     def _refresh(self) -> None:
         self._plans = []
+        self._cache = None
+        self._collected = []
 
     @torch._disable_dynamo  # as torch.optim's method is
     def add_param_group(self, param_group: Group) -> None:
@@ -151,6 +164,29 @@ class LocalityOptimizer(Optimizer):
             raise RuntimeError("step_in_backward: expected weights that the loss depends on by their layer alone")
 
     def _step_groups(self) -> None:
+        if not self._step_again():
+            self._step_anew()
+        for group in self.param_groups:
+            if group["stochastic_rounding"] is not None:
+                group["rounding_step"] += 1
+
+    def _step_again(self) -> bool:
+        """Make the step by the arguments of the one before; return False, with nothing changed, if they do not fit."""
+        cache, self._cache = self._cache, None
+        groups = self.param_groups
+        if cache is None or not cache.fill(self._plans, groups, self.state):
+            return False
+        args = cache.args
+        lrs = [device_lr(group, cache.device) for group in groups]
+        args.lrs, args.lr_index = _indexed(lrs)
+        args.grad_scale, args.found_inf = self._amp_scalars(cache.device)
+        made = cache.step([self._row(group, lr) for group, lr in zip(groups, lrs, strict=True)])
+        cache.forget()
+        if made:
+            self._cache = cache
+        return made
+
+    def _step_anew(self) -> None:
         plans = self._current_plans()
         for plan in plans:
             resolve_negated_grads(plan.params)
@@ -158,9 +194,6 @@ class LocalityOptimizer(Optimizer):
             prepare()
         with folded_steps(self, plans) if any([plan.folded for plan in plans]) else nullcontext():
             self._step_plans(plans)
-        for group in self.param_groups:
-            if group["stochastic_rounding"] is not None:
-                group["rounding_step"] += 1
 
     def _step_plans(self, plans: list[Plan]) -> None:
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
@@ -182,6 +215,13 @@ class LocalityOptimizer(Optimizer):
             self._launch_in_backend(key, batch)
             for param, name, tensor in batch.created:
                 self.state[param][name] = tensor
+        if len(batches) == 1 and not by_torch:
+            ((key, batch),) = batches.items()
+            # Where other parameters have a gradient in each step, a cache would be made in vain.
+            if same_objects(batch.params, self._collected) and StepCache.possible(plans, key, batch):
+                names = self._state_names(self.param_groups[0])
+                self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
+            self._collected = batch.params
 
     def _collect(self, plans: list[Plan]) -> dict[BatchKey, Batch]:
         """Return the parameters of all groups that the fused step serves, batched by key."""
@@ -216,38 +256,46 @@ class LocalityOptimizer(Optimizer):
 
     def _launch(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> None:
         """Make the operator call; with ``found_inf``, which replaces GradScaler's, it checks and changes nothing."""
-        lrs = [lr for lr in batch.lrs if lr is not None]
-        places = iter(range(len(lrs)))
-        run_step(
-            StepArgs(
-                self._rule,
-                key.flags,
-                batch.params,
-                batch.grads,
-                batch.states[: key.states],
-                batch.steps,
-                as_hyper(batch.rows),
-                batch.first,
-                batch.group_index if len(batch.rows) > 1 else (),
-                lrs,
-                [-1 if lr is None else next(places) for lr in batch.lrs] if lrs else (),
-                batch.maps,
-                batch.map_index if batch.maps else (),
-                batch.penalties,
-                batch.on_device(getattr(self, "grad_scale", None)),
-                batch.on_device(getattr(self, "found_inf", None)) if found_inf is None else found_inf,
-                batch.ordinals,
-                key.seed,
-                key.rounding_step,
-            )
+        run_step(self._arguments(key, batch, found_inf))
+
+    def _arguments(self, key: BatchKey, batch: Batch, found_inf: Tensor | None) -> StepArgs:
+        """Return the arguments of the operator call; ``found_inf`` replaces GradScaler's."""
+        lrs, lr_index = _indexed(batch.lrs)
+        grad_scale, scaler_found_inf = self._amp_scalars(batch.params[0].device)
+        return StepArgs(
+            self._rule,
+            key.flags,
+            batch.params,
+            batch.grads,
+            batch.states[: key.states],
+            batch.steps,
+            as_hyper(batch.rows),
+            batch.first,
+            batch.group_index if len(batch.rows) > 1 else (),
+            lrs,
+            lr_index,
+            batch.maps,
+            batch.map_index if batch.maps else (),
+            batch.penalties,
+            grad_scale,
+            scaler_found_inf if found_inf is None else found_inf,
+            batch.ordinals,
+            key.seed,
+            key.rounding_step,
         )
+
+    def _amp_scalars(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return GradScaler's grad_scale and found_inf on the device, None where there is none."""
+        scalars = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = (None if scalar is None else scalar.to(device) for scalar in scalars)
+        return scale, found_inf
 
     def _key(self, group: Group, device: str) -> BatchKey:
         """Return the key of the batch that steps a group's parameters on one device."""
         return BatchKey(
             device,
             group["fused"] is False,
-            self._state_count(group),
+            len(self._state_names(group)),
             self._flags(group),
             group["stochastic_rounding"],
             group["rounding_step"],
@@ -259,8 +307,8 @@ class LocalityOptimizer(Optimizer):
         """Return the operator's flags for a group."""
         raise NotImplementedError
 
-    def _state_count(self, group: Group) -> int:
-        """Return how many states each parameter of the group has."""
+    def _state_names(self, group: Group) -> tuple[str, ...]:
+        """Return the keys of the states that each parameter of the group has, without the step count."""
         raise NotImplementedError
 
     def _prox_size(self, group: Group, param: Tensor) -> tuple[Any, Tensor | None]:

@@ -27,15 +27,10 @@ def same_objects(a: Collection[object], b: Collection[object]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-def same_values(a: Collection[object], b: Collection[object]) -> bool:
-    """Return whether both hold equal shapes, or the very same patterns, in the same order."""
-    return len(a) == len(b) and all(x is y or (isinstance(x, torch.Size) and x == y) for x, y in zip(a, b, strict=True))
-
-
-# The options that a group's checks, maps and penalties depend on.
+# The options that a group's checks, maps, penalties and flags depend on.
 _OPTIONS = (
-    *("locality", "penalty", "norm", "state_dtype", "stochastic_rounding", "foreach", "differentiable"),
-    *("momentum", "decoupled_weight_decay"),
+    *("locality", "penalty", "norm", "state_dtype", "stochastic_rounding", "foreach", "differentiable", "fused"),
+    *("momentum", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay"),
 )
 
 
@@ -45,11 +40,11 @@ def _options_of(group: Group) -> list[object]:
     return [list(option) if isinstance(option, list) else option for option in options]
 
 
-def _shapes_and_patterns(group: Group) -> tuple[list[object], list[object]]:
-    """Return the parameters' shapes and block patterns if maps or penalties may depend on them, else empty lists."""
+def _shapes(group: Group) -> list[torch.Size]:
+    """Return the parameters' shapes if maps or penalties may depend on them, else an empty list."""
     if group["locality"] is None and group["penalty"] is None:
-        return [], []
-    return [p.shape for p in group["params"]], [pattern_of(p) for p in group["params"]]
+        return []
+    return [p.shape for p in group["params"]]
 
 
 def _fake_mode() -> Any:
@@ -63,7 +58,7 @@ class Plan:
 
     params: list[Tensor]
     options: list[object]
-    shapes_and_patterns: tuple[list[object], list[object]]
+    shapes: list[torch.Size]  # empty if maps and penalties cannot depend on them
     maps: list[Tensor]  # without duplicates
     map_index: list[int]  # for each parameter, the index of its map; -1: uniform decay
     penalties: list[OfStep | None]  # for each parameter, without FoldedPenalty; empty if no parameter has one
@@ -72,13 +67,21 @@ class Plan:
     fake_mode: object
 
     def __post_init__(self) -> None:
+        # The block patterns of weights with as many dimensions as those of locally connected layers.
+        self.patterns = [
+            (p, pattern_of(p)) for p, shape in zip(self.params, self.shapes, strict=False) if len(shape) == 4
+        ]
         self.preparations = [penalty.prepare for penalty in self.penalties if isinstance(penalty, LayerPenalty)]
 
     def fits(self, group: Group) -> bool:
         """Return whether the plan is still valid: nothing that it was made from has changed."""
-        same = self.fake_mode is _fake_mode() and _options_of(group) == self.options
+        return self.fits_but_for_shapes(group) and _shapes(group) == self.shapes
+
+    def fits_but_for_shapes(self, group: Group) -> bool:
+        """Return whether the plan is still valid if the parameters' shapes are those that it was made from."""
+        same = self.fake_mode is _fake_mode() and [group.get(key) for key in _OPTIONS] == self.options
         same = same and same_objects(group["params"], self.params)
-        return same and all(map(same_values, _shapes_and_patterns(group), self.shapes_and_patterns))
+        return same and all([pattern_of(p) is pattern for p, pattern in self.patterns])
 
     def map_of(self, index: int) -> Tensor | None:
         """Return the decay map of a parameter, None for uniform decay."""
@@ -100,7 +103,7 @@ def make_plan(group: Group) -> Plan:
     return Plan(
         list(params),
         _options_of(group),
-        _shapes_and_patterns(group),
+        _shapes(group),
         unique,
         [places.get(id(m), -1) for m in maps],
         *step_penalties(params, penalty),
@@ -193,10 +196,6 @@ class Batch:
         self.map_index += [i + base if i >= 0 else -1 for i in selection.map_index] if base else selection.map_index
         if ordinal is not None:
             self.ordinals += [ordinal + offset for offset in selection.offsets]
-
-    def on_device(self, scalar: Tensor | None) -> Tensor | None:
-        """Return the scalar on the parameters' device."""
-        return None if scalar is None else scalar.to(self.params[0].device)
 
     def check_capture(self, key: BatchKey) -> None:
         """Raise RuntimeError if a CUDA graph is being captured that would not replay this step as intended."""

@@ -104,8 +104,8 @@ class SGD(LocalityOptimizer, torch.optim.SGD):
     def _flags(self, group: Group) -> Flags:
         return Flags(bool(group["maximize"]), group["norm"] == "l1", nesterov=bool(group["nesterov"]))
 
-    def _state_count(self, group: Group) -> int:
-        return int(group["momentum"] != 0)
+    def _state_names(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def _row(self, group: Group, lr: Tensor | None) -> list[float]:
         return [float(group["lr"]) if lr is None else 0.0, *(float(group[key]) for key in self._rule.columns[1:])]

@@ -1,11 +1,13 @@
 """Tests of bad arguments to the optimizer step: a typed error names the argument, and nothing is written."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from loco_ext import geometry, ops
+from loco_ext.ops.optim_step import run_step
 from tests.optim_step.cases import Case, assert_untouched, make_case
 
 BOTH = pytest.mark.parametrize("backend", ["native", "reference"])
@@ -237,6 +239,29 @@ def test_operator_itself_names_the_argument():
     case.lists["grads"][0] = case.lists["grads"][0][:2]
     with pytest.raises(RuntimeError, match=r"grads\[0\].* of params\[0\], \(4, 2, 3, 3\), got \(2, 2"):
         torch.ops.loco_ext.optim_step(*case.arguments().for_operator())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([4, 4, 2, 3, 3], None),
+        ([4, 4, 2, 3, 1], r"params\[0\]: expected the shape given in shapes, got \(4, 2, 3, 3\)"),
+        ([4, 4, 2, 3], r"params\[0\]: expected the shape given in shapes"),
+        ([3, 4, 2, 3], r"params\[0\]: expected the shape given in shapes"),
+        ([], r"params\[0\]: expected the shape given in shapes"),
+        ([4, 4, 2, 3, 3, 1, 5], "shapes: expected 5 numbers, got 7"),
+        ([[4, 4, 2, 3, 3]], "shapes: expected a contiguous float64 tensor of one dimension"),
+    ],
+)
+def test_operator_refuses_parameters_of_other_shapes_than_expected(shapes, message):
+    case = make_case("sgd", [SHAPE])
+    arguments = replace(case.arguments(), shapes=torch.tensor(shapes, dtype=torch.float64))
+    before = case.params[0].clone()
+    with pytest.raises(RuntimeError, match=message) if message else nullcontext():
+        torch.ops.loco_ext.optim_step(*arguments.for_operator())
+    assert torch.equal(case.params[0], before) == bool(message)
+    with pytest.raises(ValueError, match="shapes") if message else nullcontext():
+        run_step(arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,426 @@
+"""Tests of StepCache: whatever happens between steps, an optimizer steps like one that collects all tensors anew."""
+
+import copy
+import gc
+import pickle
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import loco_ext
+from loco_ext import optim, sparsity
+from loco_ext.geometry import BlockPattern
+from loco_ext.geometry.attached_pattern import attach_pattern
+from tests.optim.stepping import params_of
+
+OPTIONS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "SGD without momentum": {"lr": 0.1},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "Adam with a penalty": {"lr": 0.01, "penalty": sparsity.RingPenalty(0.1)},
+}
+SHAPES = {5: (3, 2, 5, 5), 3: (3, 2, 3, 3)}
+
+
+def make(name):
+    """Return a model and its optimizer of two groups, each with a decay map."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3, bias=False))
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "weight_decay": 0.3}]
+    options = {"weight_decay": 0.1, "locality": (0.5, 2.0), **OPTIONS[name]}
+    return model, getattr(optim, name.split()[0])(groups, **options)
+
+
+def set_gradients(optimizer):
+    generator = torch.Generator().manual_seed(1)
+    for p in params_of(optimizer):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def step(optimizer):
+    """Make a step and return the type of the error that it raises, or None."""
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return type(error)
+    return None
+
+
+def first(optimizer):
+    return optimizer.param_groups[0]["params"][0]
+
+
+# ---- events: each takes a model and its optimizer; the gradients of the next step are set
+
+
+def nothing(model, optimizer):
+    pass
+
+
+def swapping_tensors(model, optimizer):
+    p = first(optimizer)
+    grad, p.grad = p.grad, None
+    torch.utils.swap_tensors(p, nn.Parameter(p.detach() + 1))
+    p.grad = grad
+
+
+def moving_to_double(model, optimizer):
+    model.double()
+
+
+def moving_to_double_by_swapping(model, optimizer):
+    gradients = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for p, grad in zip(model.parameters(), gradients, strict=True):
+        p.grad = grad.double()
+
+
+def data_of_other_memory(model, optimizer):
+    first(optimizer).data = first(optimizer).detach().clone(memory_format=torch.channels_last)
+
+
+def data_of_another_shape(model, optimizer):
+    data_of_another_shape_alone(model, optimizer)
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        if name != "step":
+            optimizer.state[first(optimizer)][name] = torch.zeros(SHAPES[5]) + value.mean()
+
+
+def data_of_another_shape_alone(model, optimizer):
+    first(optimizer).grad = None
+    first(optimizer).data = torch.linspace(0, 1, 150).view(SHAPES[5])
+    first(optimizer).grad = torch.ones(SHAPES[5])
+
+
+def bias_that_becomes_a_kernel(model, optimizer):
+    bias = model[0].bias
+    bias.grad = None
+    bias.data = torch.linspace(0, 1, 54).view(SHAPES[3])
+    bias.grad = torch.ones(SHAPES[3])
+    optimizer.state.pop(bias, None)
+
+
+def irregular_data(model, optimizer):
+    p = first(optimizer)
+    p.data = p.detach().permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+
+
+def freed_parameter(model, optimizer):
+    first(optimizer).untyped_storage().resize_(0)
+
+
+def shortened_gradient(model, optimizer):
+    first(optimizer).grad.untyped_storage().resize_(8)
+
+
+def freed_states(model, optimizer):
+    for value in optimizer.state.get(first(optimizer), {}).values():
+        value.untyped_storage().resize_(0)
+
+
+def no_gradient(model, optimizer):
+    first(optimizer).grad = None
+
+
+def no_gradient_in_a_group(model, optimizer):
+    model[1].weight.grad = None
+
+
+def no_gradients(model, optimizer):
+    optimizer.zero_grad()
+
+
+def strided_gradient(model, optimizer):
+    first(optimizer).grad = first(optimizer).grad.to(memory_format=torch.channels_last)
+
+
+def negated_gradient(model, optimizer):
+    first(optimizer).grad = torch._neg_view(first(optimizer).grad)
+
+
+def sparse_gradient(model, optimizer):
+    first(optimizer).grad = first(optimizer).grad.to_sparse()
+
+
+def gradient_that_is_the_parameter(model, optimizer):
+    first(optimizer).grad = first(optimizer).detach()
+
+
+def gradients_in_one_buffer(model, optimizer):
+    params = params_of(optimizer)
+    buffer = torch.cat([p.grad.flatten() for p in params])
+    for p, part in zip(params, buffer.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view(p.shape)
+
+
+def replaced_parameter(model, optimizer):
+    p = nn.Parameter(torch.ones(SHAPES[3]))
+    p.grad = torch.ones(SHAPES[3])
+    optimizer.param_groups[0]["params"][0] = p
+
+
+def replaced_states(model, optimizer):
+    if first(optimizer) in optimizer.state:
+        optimizer.state[first(optimizer)] = {k: v.clone() + 1 for k, v in optimizer.state[first(optimizer)].items()}
+
+
+def replaced_tensors_of_states(model, optimizer):
+    for name, value in optimizer.state.get(first(optimizer), {}).items():
+        optimizer.state[first(optimizer)][name] = value + 1
+
+
+def missing_state(model, optimizer):
+    optimizer.state.pop(first(optimizer), None)
+
+
+def state_of_another(model, optimizer):
+    """The dicts of states stay, in the same order, but one belongs to another parameter."""
+    last = params_of(optimizer)[-1]
+    if last in optimizer.state:
+        optimizer.state[nn.Parameter(torch.ones(()))] = optimizer.state.pop(last)
+
+
+def cleared_state(model, optimizer):
+    optimizer.state.get(first(optimizer), {}).clear()
+
+
+def no_buffer(model, optimizer):
+    if "momentum_buffer" in optimizer.state.get(first(optimizer), {}):
+        optimizer.state[first(optimizer)]["momentum_buffer"] = None
+
+
+def loaded_state(model, optimizer):
+    state = copy.deepcopy(optimizer.state_dict())
+    for states in state["state"].values():
+        for value in states.values():
+            value.add_(1)
+    optimizer.load_state_dict(state)
+
+
+def added_group(model, optimizer):
+    p = nn.Parameter(torch.ones(SHAPES[3]))
+    p.grad = torch.ones(SHAPES[3])
+    optimizer.add_param_group({"params": [p]})
+
+
+def removed_group(model, optimizer):
+    optimizer.param_groups.pop()
+
+
+def removed_groups(model, optimizer):
+    optimizer.param_groups.clear()
+
+
+def stochastic_rounding(model, optimizer):
+    for p in model.parameters():
+        grad, p.grad = p.grad, None
+        p.data, p.grad = p.detach().bfloat16(), grad.bfloat16()
+    for group in optimizer.param_groups:
+        group["stochastic_rounding"] = 1
+
+
+def option(**changes):
+    """Return an event that changes options, of all groups where ``everywhere``, else of the first."""
+
+    def change(model, optimizer, everywhere=False):
+        for group in optimizer.param_groups if everywhere else optimizer.param_groups[:1]:
+            group.update({key: changes[key] for key in changes if key in group})
+
+    return change
+
+
+def scaled_gradients(model, optimizer):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+
+
+def infinite_gradients(model, optimizer):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+
+
+EVENTS = {
+    event.__name__: event
+    for event in (
+        *(nothing, swapping_tensors, moving_to_double, moving_to_double_by_swapping, data_of_other_memory),
+        *(data_of_another_shape, data_of_another_shape_alone, bias_that_becomes_a_kernel, irregular_data),
+        *(freed_parameter, shortened_gradient, freed_states, no_gradient_in_a_group, stochastic_rounding),
+        *(no_gradient, no_gradients, strided_gradient, negated_gradient, sparse_gradient),
+        *(gradient_that_is_the_parameter, gradients_in_one_buffer, replaced_parameter, replaced_states),
+        *(replaced_tensors_of_states, missing_state, state_of_another, cleared_state, no_buffer, loaded_state),
+        *(added_group, removed_group, removed_groups, scaled_gradients, infinite_gradients),
+    )
+}
+CHANGES = {
+    f"{next(iter(changes.items()))}": option(**changes)
+    for changes in (
+        *({"lr": 0.5}, {"lr": torch.tensor(0.5)}, {"weight_decay": 0.0}, {"locality": None}, {"norm": "l1"}),
+        *({"maximize": True}, {"momentum": 0.0}, {"momentum": 0.5}, {"nesterov": True, "momentum": 0.9}),
+        *({"amsgrad": False}, {"decoupled_weight_decay": False}, {"fused": False}, {"foreach": True}),
+        *({"penalty": sparsity.RingPenalty(0.2)}, {"penalty": None}, {"state_dtype": torch.float32}),
+    )
+}
+
+
+def compare(cached, anew):
+    for p, q in zip(params_of(cached), params_of(anew), strict=True):
+        if p.untyped_storage().nbytes() > 0:
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=0)
+    assert len(cached.state) == len(anew.state)
+    for states, others in zip(cached.state.values(), anew.state.values(), strict=True):
+        assert states.keys() == others.keys()
+        for name, value in states.items():
+            if value.untyped_storage().nbytes() > 0:
+                torch.testing.assert_close(value, others[name], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("event", EVENTS)
+def test_steps_after_an_event_are_those_of_a_new_collection(event, name):
+    pairs = (_, cached), (_, anew) = two_that_have_stepped(name)
+    for changed, optimizer in pairs:
+        EVENTS[event](changed, optimizer)
+    step_and_compare(cached, anew)
+    step_and_compare(cached, anew)
+    for optimizer in (cached, anew):
+        for p in params_of(optimizer):
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad
+    step_and_compare(cached, anew)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_count_from_the_next_step_on(change, name):
+    pairs = (_, cached), (_, anew) = two_that_have_stepped(name)
+    for everywhere in (False, True):
+        for changed, optimizer in pairs:
+            CHANGES[change](changed, optimizer, everywhere)
+        step_and_compare(cached, anew)
+        step_and_compare(cached, anew)
+
+
+def test_another_pattern_of_as_many_blocks_has_its_own_map():
+    whole = BlockPattern.from_conv(4, kernel_size=3, padding=1)
+    first_pattern, second_pattern = (whole.prune(torch.arange(whole.nnz) != i)[0] for i in (0, 1))
+    weights = [nn.Parameter(torch.ones(whole.nnz - 1, 1, 1, 1)) for _ in range(2)]
+    for weight in weights:
+        attach_pattern(weight, first_pattern)
+    cached, anew = (optim.SGD([w], lr=0.1, weight_decay=1.0, locality=(0.5, 2.0)) for w in weights)
+    for pattern in (first_pattern, first_pattern, second_pattern, second_pattern):
+        for weight in weights:
+            attach_pattern(weight, pattern)
+            weight.grad = torch.ones_like(weight)
+        step_and_compare(cached, anew)
+
+
+def test_fake_tensors_are_collected_anew():
+    with FakeTensorMode():
+        _, optimizer = make("SGD")
+        for p in params_of(optimizer):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.step()
+        assert optimizer._cache is None
+
+
+def two_that_have_stepped(name):
+    """Return two equal pairs of model and optimizer, whose next gradients are set."""
+    pairs = make(name), make(name)
+    for _, optimizer in pairs:
+        for _ in range(2):
+            set_gradients(optimizer)
+            optimizer.step()
+        assert optimizer._cache is not None
+        set_gradients(optimizer)
+    return pairs
+
+
+def step_and_compare(cached, anew):
+    anew._refresh()
+    assert step(cached) == step(anew)
+    compare(cached, anew)
+
+
+@pytest.mark.parametrize("way", ["backend", "option"])
+def test_the_reference_steps_where_it_is_asked_for(way, monkeypatch):
+    _, optimizer = make("SGD")
+    set_gradients(optimizer)
+    optimizer.step()
+    optimizer.step()
+    called = []
+    reference = loco_ext.ops.optim_step._reference
+    monkeypatch.setattr(reference, "optim_step", lambda args: called.append(args))
+    for group in optimizer.param_groups if way == "option" else []:
+        group["fused"] = False
+    with loco_ext.backend("reference") if way == "backend" else nullcontext():
+        optimizer.step()
+        optimizer.step()
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_copies_step_their_own_parameters(name, way):
+    _, optimizer = make(name)
+    set_gradients(optimizer)
+    optimizer.step()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    set_gradients(copied)
+    copied.step()
+    assert all(map(torch.equal, params_of(optimizer), before))
+    optimizer.step()
+    compare(copied, optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_outlives_its_owner(name):
+    """Gradients end with zero_grad, states when they are dropped, and parameters with the optimizer."""
+    model, optimizer = make(name)
+    for _ in range(3):
+        set_gradients(optimizer)
+        optimizer.step()
+    assert optimizer._cache is not None
+    gradient = weakref.ref(first(optimizer).grad)
+    optimizer.zero_grad()
+    assert gradient() is None
+    states = [weakref.ref(value) for states in optimizer.state.values() for value in states.values()]
+    optimizer.state.clear()
+    assert all(state() is None for state in states)
+    parameter, owner = weakref.ref(first(optimizer)), weakref.ref(optimizer)
+    del optimizer, model
+    gc.collect()
+    assert owner() is None
+    assert parameter() is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_interrupted_step_is_not_repeated(name, monkeypatch):
+    """An error of the operator with arguments that are right, as of a GPU, is the caller's: parts may be written."""
+    _, optimizer = make(name)
+    set_gradients(optimizer)
+    optimizer.step()
+    optimizer.step()
+    made = []
+
+    def broken(args):
+        made.append(args)
+        raise RuntimeError("the GPU refused a kernel")
+
+    monkeypatch.setattr("loco_ext.optim.step_cache.run_again", broken)
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    with pytest.raises(RuntimeError, match="refused a kernel"):
+        optimizer.step()
+    assert len(made) == 1
+    assert all(map(torch.equal, params_of(optimizer), before))
