@@ -112,8 +112,8 @@ def missing(family: str, name: str, device: torch.device | str) -> str | None:
             f"the compiled CUDA library could not be loaded ({cuda_library_error}); build loco_ext where torch has "
             "CUDA and the CUDA toolkit is installed"
         )
-    if device_type == "cuda" and (reason := _lacks_code(device)) is not None:
-        return reason
+    if device_type == "cuda" and (lacking := _lacks_code(device)) is not None:
+        return lacking
     if library_error is not None:
         command = "pip install --no-build-isolation ."
         return f"the compiled library could not be loaded ({library_error}); build it with `{command}`"
@@ -127,8 +127,8 @@ def _has_triton() -> bool:
 
 @cache
 def _lacks_code(device: torch.device) -> str | None:
-    """Return a text if the compiled CUDA library has no code for a CUDA device; without an index, for the current one."""
-    if device.index is None and not torch.cuda.is_available():
+    """Return a text if the compiled CUDA library has no code for a CUDA device, by default the current one."""
+    if cuda_library is None or (device.index is None and not torch.cuda.is_available()):
         return None
     built_for, capability = cuda_library.build_info()["architectures"], torch.cuda.get_device_capability(device)
     if has_code(built_for, capability):

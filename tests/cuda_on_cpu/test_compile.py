@@ -15,7 +15,7 @@ from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
 GLUE.append(CSRC / "common" / "device.cpp")
-TARGETS = ["80", "90", "100", "120"]
+TARGETS = ["75", "80", "90", "100", "120"]
 
 
 def name_of(path):
