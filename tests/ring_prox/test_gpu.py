@@ -1,7 +1,10 @@
-"""Tests of ring_prox's Triton kernels on a GPU: every mode, without synchronizing, and recorded in CUDA graphs."""
+"""Tests of ring_prox's CUDA and Triton kernels on a GPU: every mode, without synchronizing, and in CUDA graphs.
 
-import importlib.util
+``make device-check`` also runs those named ``test_kernels_...`` under compute-sanitizer.
+"""
+
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,14 +13,24 @@ from torch import Tensor
 
 import loco_ext
 from loco_ext import ops
+from loco_ext.ops import backends
 from loco_ext.reference import ring_prox as reference
 from tests.ring_prox.test_triton import BF16, F16, F32, F64, LAYOUTS, MODES, Call, assert_same, make
 from tests.tolerances import ULPS
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+@pytest.fixture(params=["native", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Force our CUDA or our Triton kernels."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    if reason := backends.missing("ring_prox", request.param, "cuda"):
+        pytest.skip(reason)
+    with loco_ext.backend(request.param):
+        yield
+
 
 SHAPES = [(70, 30, 3, 3), (2, 400, 5), (10, 1, 7, 7), (30, 300, 1, 1), (5, 3, 3, 3, 3)]
 
@@ -33,8 +46,7 @@ def on_gpu(call: Call) -> Call:
 
 def prox(call: Call) -> Tensor:
     weight, rings, thresholds, squared, metric, linf = call.arguments()
-    with loco_ext.backend("triton"):
-        return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=linf)
+    return ops.ring_prox(weight, rings, thresholds, squared, metric, linf=linf)
 
 
 def assert_is_reference(call: Call, result: Tensor | None = None) -> None:
@@ -46,7 +58,7 @@ def assert_is_reference(call: Call, result: Tensor | None = None) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
-def test_every_mode_is_the_reference(shape, dtype):
+def test_kernels_of_every_mode_find_what_the_reference_finds(shape, dtype):
     for (linf, metric, squared), layout in itertools.product(MODES, ("contiguous", "channels_last", "gaps")):
         call = make(shape, dtype, linf, squared, dtype if metric else None)
         assert_is_reference(replace(call, weight=LAYOUTS[layout](call.weight)))
@@ -54,16 +66,15 @@ def test_every_mode_is_the_reference(shape, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [F64, F32, BF16, F16], ids=str)
-def test_norms_are_the_references(shape, dtype):
+def test_kernels_find_the_references_norms(shape, dtype):
     call = make(shape, dtype)
     count = call.thresholds.shape[-1]
     expected = reference.ring_norms(call.weight, call.rings, count)
-    with loco_ext.backend("triton"):
-        assert_same(ops.ring_norms(call.weight.cuda(), call.rings, count).cpu(), expected, expected)
+    assert_same(ops.ring_norms(call.weight.cuda(), call.rings, count).cpu(), expected, expected)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_nan_and_infinity_stay_in_their_kernels(value):
+def test_kernels_leave_nan_and_infinity_in_their_filters(value):
     for (linf, metric, squared), dtype in itertools.product(MODES[::2], (F64, F32)):
         call = make((3, 20, 3, 3), dtype, linf, squared, F32 if metric else None)
         call.weight[1, 2, 1, 1] = value
