@@ -36,7 +36,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-# Modules of tests on the GPU, by part. Those of optimizers also have tests that need none.
+# Modules of tests on the GPU, by part; some also have tests that need none.
 GPU_TESTS = {
     "optim_step": ("optim/test_cuda", "optim/test_cuda_graphs", "optim_step/test_triton_gpu"),
     "penalty": ("optim/test_cuda_penalty",),
@@ -44,7 +44,7 @@ GPU_TESTS = {
     "block_sparse": ("block_sparse/test_triton_gpu",),
 }
 GPU_MODULES = tuple(module for modules in GPU_TESTS.values() for module in modules)
-ON_GPU = re.compile(r"optim\.test_cuda\w*::.*\[.*(native|triton)|(optim_step|ring_prox|block_sparse)\.test_\w*gpu::")
+ON_GPU = re.compile(r"(optim\.test_cuda\w*|ring_prox\.test_gpu)::.*\[.*(native|triton)|\.test_triton_gpu::")
 # The report cannot be written without these packages.
 NEEDED = ("torch", "numpy", "scipy", "tqdm", "safetensors", "filelock", "typer", "pytest")
 

@@ -174,12 +174,13 @@ def test_summary_lists_what_was_left_out_and_the_targets() -> None:
     assert lines[2] == "  share: 0.5, wanted at least 0.85: NOT MET (resnet50)"
 
 
-JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="6">
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="7">
 <testcase classname="tests.test_a" name="test_one"/>
 <testcase classname="tests.test_a" name="test_two[1]"><failure message="m">text</failure></testcase>
 <testcase classname="tests.optim.test_cuda" name="test_three[SGD-native]"/>
 <testcase classname="tests.optim.test_cuda" name="test_without_gpu[SGD]"/>
 <testcase classname="tests.optim.test_cuda" name="test_four[native]"><skipped message="needs an NVIDIA GPU"/></testcase>
+<testcase classname="tests.ring_prox.test_gpu" name="test_on_the_cpu"/>
 <testcase classname="tests.optim.test_cuda" name="test_five[triton]"><error message="m">text</error></testcase>
 </testsuite></testsuites>"""
 
@@ -188,7 +189,7 @@ def test_results_are_read(tmp_path: Path) -> None:
     path = tmp_path / "tests.xml"
     path.write_text(JUNIT)
     assert device_check.read_results(path) == {
-        "passed": 3,
+        "passed": 4,
         "failed": 2,
         "skipped": 1,
         "on_gpu": 2,
