@@ -173,6 +173,14 @@ def test_step_kernels_round_as_ieee_arithmetic_does(kernels):
 
 
 @pytest.mark.slow
+def test_step_kernels_convert_half_precision_by_instructions(kernels):
+    for kernel, instructions in kernels_named(kernels, "step_vectors<").items():
+        of_w = re.search(r"\(DType\)(\d)", kernel)[1]
+        wanted = {"2": {"cvt.rn.bf16.f32"}, "3": {"cvt.rn.f16.f32", "cvt.f32.f16"}}.get(of_w, set())
+        assert wanted <= set(instructions), kernel
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", FUSED)
 def test_step_kernels_fuse_only_what_the_rules_do(kernels, rule):
     for kernel, instructions in kernels_named(kernels, "step_").items():
