@@ -6,11 +6,29 @@ the CUDA toolkit is installed, whether or not there is a GPU. TORCH_CUDA_ARCH_LI
 
 import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from setuptools import setup
+
+
+def toolkit_of_nvcc() -> str | None:
+    """Return the folder of the CUDA toolkit as the nvcc on the path reports it; the nvcc may be a wrapper elsewhere."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    steps = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-E", os.devnull], capture_output=True, text=True).stderr
+    found = re.search(r"^#\$ TOP=(.+)$", steps, re.MULTILINE)
+    return None if found is None else os.path.realpath(found[1])
+
+
+# torch takes the folder of the nvcc on the path for the toolkit's.
+if not (os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")) and (toolkit := toolkit_of_nvcc()) is not None:
+    os.environ["CUDA_HOME"] = toolkit
 
 try:
     import torch
@@ -52,7 +70,7 @@ if X86:
 
 # As C++, and no fast paths of low precision: the same bits as on the CPU.
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fvisibility=hidden"]
-ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 
 ROOT = Path(__file__).parent.resolve()
 # Sources of the CUDA library beside its .cu files; those without "cuda" in their name are in both libraries.
@@ -132,9 +150,18 @@ def wants_cuda() -> bool:
     return not missing
 
 
+def supported_architectures(cuda_home: str) -> str:
+    """Those of ARCHITECTURES that this toolkit's nvcc knows, and PTX of the last, which runs on all later GPUs."""
+    command = [f"{cuda_home}/bin/nvcc", "--list-gpu-arch"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return ";".join(name for name in ARCHITECTURES if f"compute_{name.replace('.', '')}" in known) + "+PTX"
+
+
 def cuda_extension() -> CUDAExtension:
     """The library for CUDA tensors."""
-    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = supported_architectures(str(CUDA_HOME))
+    architectures = os.environ["TORCH_CUDA_ARCH_LIST"]
     return CUDAExtension(
         "loco_ext._C_cuda",
         sources=cuda_sources(),

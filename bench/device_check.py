@@ -1,16 +1,20 @@
 """Everything that only a GPU can show: build, tests, compute-sanitizer and benchmarks on an NVIDIA GPU.
 
-    make device-check                                    runs all parts
-    python -m bench.device_check --only build tests      runs some of them; each ends within --limit seconds
+    make device-check                                            runs the parts that have not passed yet
+    python -m bench.device_check --only build test_optim_step    runs these, whether or not they have passed
 
-Nothing is downloaded or installed: the parts run in this interpreter's environment, on libraries built in place for the
-GPU at hand. Test modules that need a missing package are left out by name. A part that fails does not stop the others.
-The report, one JSON file for each GPU, and the logs of the parts go to the folder after --out; parts that are not run
-again keep their entry. Exit status: 0, 1 if a part failed, 2 where there is no GPU to check.
+Each part ends within --limit seconds, and the report is written after each, so a check that is cut off goes on where it
+was. Nothing is downloaded or installed: the parts run in this interpreter's environment, on libraries built in place
+for the GPU at hand. A part that fails does not stop the others; a part of tests of which none ran has failed. Test
+modules of the part test_rest that need a missing package are left out by name.
+
+The report, one JSON file for each GPU, and the logs of the parts go to the folder after --out; parts keep their entry
+until they run again or a source changes. Exit status: 0, 1 if a part failed, 2 where there is no GPU to check.
 """
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -24,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,11 +36,17 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-GPU_TESTS = ("optim/test_cuda", "optim/test_cuda_penalty")
-# Names of tests that need the GPU; their modules also have tests that do not.
-ON_GPU = re.compile(rf"({'|'.join(GPU_TESTS).replace('/', '.')})::.*\[.*(native|triton)")
+# Modules of tests on the GPU, by part; some also have tests that need none.
+GPU_TESTS = {
+    "optim_step": ("optim/test_cuda", "optim/test_cuda_graphs", "optim_step/test_triton_gpu"),
+    "penalty": ("optim/test_cuda_penalty",),
+    "ring_prox": ("ring_prox/test_gpu",),
+    "block_sparse": ("block_sparse/test_triton_gpu",),
+}
+GPU_MODULES = tuple(module for modules in GPU_TESTS.values() for module in modules)
+ON_GPU = re.compile(r"(optim\.test_cuda\w*|ring_prox\.test_gpu)::.*\[.*(native|triton)|\.test_triton_gpu::")
 # The report cannot be written without these packages.
-NEEDED = ("torch", "numpy", "scipy", "tqdm")
+NEEDED = ("torch", "numpy", "scipy", "tqdm", "safetensors", "filelock", "typer", "pytest")
 
 LIBRARIES = "import sys; from loco_ext.ops import backends as b; sys.exit(b.library_error or b.cuda_library_error)"
 # Tools and the kernels that each checks; Triton's have no shared memory of their own that could have races.
@@ -46,10 +57,11 @@ SANITIZERS = (
     ("memcheck", "triton"),
     ("initcheck", "native"),
 )
+SOURCES = (".py", ".cpp", ".cu", ".h")
 FOUND_BY_SANITIZER = 86  # exit status of compute-sanitizer after a finding
 # This setting gives every tensor its own allocation, whose bounds memcheck knows.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-BENCHMARKS = ("optim_step_gpu", "ring_prox_gpu", "block_sparse_gpu")
+BENCHMARKS = ("optim_step", "ring_prox", "block_sparse")  # bench_NAME_gpu
 
 
 @dataclass(frozen=True)
@@ -109,27 +121,41 @@ def build(settings: Settings) -> Part:
     )
 
 
-def tests(settings: Settings) -> Part:
-    """Return the whole test suite except slow tests, in several processes where pytest-xdist is installed."""
-    if find_spec("pytest") is None:
-        return Part([], skipped="pytest is not installed")
+def gpu_tests(family: str, settings: Settings) -> Part:
+    """Return the part of a family's tests on the GPU."""
+    return pytest_part([f"tests/{module}.py" for module in GPU_TESTS[family]], settings, "on_gpu")
+
+
+def other_tests(settings: Settings) -> Part:
+    """Return the part of all other tests except slow ones; those of operators also run on the GPU."""
     missing = missing_packages()
+    left_out = [f"--ignore=tests/{module}.py" for module in (*GPU_MODULES, *missing)]
+    part = pytest_part(left_out, settings, "passed")
+    return Part(part.commands, lambda: {"left_out": missing} | part.after())
+
+
+def pytest_part(chosen: Sequence[str], settings: Settings, needed: str) -> Part:
+    """Return the part that runs the chosen tests, in several processes where pytest-xdist is installed.
+
+    It fails unless its report has at least one test under ``needed``.
+    """
     results = settings.scratch / "tests.xml"
-    command = python("-m", "pytest", *PYTEST_OPTIONS, "-m", "not slow", "-rfE", f"--junitxml={results}")
-    command += [f"--ignore=tests/{module}.py" for module in missing]
+    command = python("-m", "pytest", *PYTEST_OPTIONS, "-m", "not slow", "-rfE", f"--junitxml={results}", *chosen)
     environment = {}
     if settings.workers > 1 and find_spec("xdist") is not None:
         command += ["-n", str(settings.workers), "--dist", "loadfile"]
         # All processes must collect the same tests, and they share the cores.
         threads = max(1, (os.cpu_count() or 1) // settings.workers)
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(threads)}
+    commands = [Command("load", python("-c", LIBRARIES)), Command("tests", command, environment)]
+    return Part(commands, lambda: counted(results, needed))
 
-    def after() -> dict[str, Any]:
-        found = read_results(results) if results.exists() else {}
-        complaint = {} if found.get("on_gpu") else {"error": "no test ran on the GPU"}
-        return {"left_out": missing} | found | complaint
 
-    return Part([Command("load", python("-c", LIBRARIES)), Command("tests", command, environment)], after)
+def counted(results: Path, needed: str) -> dict[str, Any]:
+    """Return pytest's results, with an error if none has run of the tests that are needed."""
+    found = read_results(results) if results.exists() else {}
+    ran = {"on_gpu": "on the GPU", "passed": "and passed"}[needed]
+    return found | ({} if found.get(needed) else {"error": f"no test ran {ran}"})
 
 
 # The options in pyproject.toml need plugins that may be missing.
@@ -177,12 +203,17 @@ def read_results(path: Path) -> dict[str, Any]:
     return {**counts, "on_gpu": on_gpu, "failures": failed}
 
 
-def sanitizer(settings: Settings) -> Part:
-    """Return compute-sanitizer's tools on the tests that run single kernels."""
+def sanitized(tool: str, backend: str, settings: Settings) -> Part:
+    """Return the part that runs the tests of single kernels of a backend under one of compute-sanitizer's tools."""
     program = find_sanitizer()
     if program is None:
         return Part([], skipped="compute-sanitizer is not installed")
-    return Part([sanitized(program, tool, backend) for tool, backend in SANITIZERS])
+    results = settings.scratch / "tests.xml"
+    options = ["--tool", tool, "--error-exitcode", str(FOUND_BY_SANITIZER), "--target-processes", "all"]
+    chosen = [*(f"tests/{name}.py" for name in GPU_MODULES), "-k", f"kernels and {backend}", "-x"]
+    command = python("-m", "pytest", *PYTEST_OPTIONS, f"--junitxml={results}", *chosen)
+    steps = [Command(f"{tool} {backend}", [program, *options, *command], UNCACHED)]
+    return Part(steps, lambda: counted(results, "on_gpu"))
 
 
 def find_sanitizer() -> str | None:
@@ -194,41 +225,29 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=f"{CUDA_HOME}/bin") if CUDA_HOME else None
 
 
-def sanitized(program: str, tool: str, backend: str) -> Command:
-    """Return the command that tests a backend's kernels under one tool."""
-    options = ["--tool", tool, "--error-exitcode", str(FOUND_BY_SANITIZER), "--target-processes", "all"]
-    chosen = [*(f"tests/{name}.py" for name in GPU_TESTS), "-k", f"kernels and {backend}", "-x"]
-    return Command(
-        f"{tool} {backend}", [program, *options, *python("-m", "pytest", *PYTEST_OPTIONS, *chosen)], UNCACHED
-    )
-
-
-def benchmarks(settings: Settings) -> Part:
-    """Return the benchmarks of all families of kernels; missed targets are reported but fail nothing."""
-    results = {name: settings.scratch / f"{name}.json" for name in BENCHMARKS}
+def benchmark(family: str, settings: Settings) -> Part:
+    """Return the part of a family's benchmark; missed targets are reported but fail nothing."""
+    name = f"{family}_gpu"
+    results = settings.scratch / f"{name}.json"
 
     def after() -> dict[str, Any]:
-        reports = []
-        for name in filter(lambda name: results[name].exists(), BENCHMARKS):
-            shutil.copyfile(results[name], settings.out / f"{name}{'_quick' * settings.quick}-{settings.gpu}.json")
-            reports.append(json.loads(results[name].read_text()))
-        done = sum(len(report["results"]) + len(report.get("steps", [])) for report in reports)
-        asked = sum(report["settings"]["cases"] for report in reports)
-        targets = [row for report in reports for row in report.get("targets", [])]
-        return {"cases": f"{done} of {asked}", "targets": targets} if reports else {}
+        if not results.exists():
+            return {}
+        shutil.copyfile(results, settings.out / f"{name}{'_quick' * settings.quick}-{settings.gpu}.json")
+        report = json.loads(results.read_text())
+        done = len(report["results"]) + len(report.get("steps", []))
+        return {"cases": f"{done} of {report['settings']['cases']}", "targets": report.get("targets", [])}
 
-    def command(name: str) -> Command:
-        quick = ["--quick"] if settings.quick else []
-        return Command(name, python("-m", f"bench.bench_{name}", "--out", str(results[name]), *quick))
-
-    return Part([command(name) for name in BENCHMARKS], after)
+    quick = ["--quick"] if settings.quick else []
+    return Part([Command(name, python("-m", f"bench.bench_{name}", "--out", str(results), *quick))], after)
 
 
 PARTS: dict[str, Callable[[Settings], Part]] = {
     "build": build,
-    "tests": tests,
-    "sanitizer": sanitizer,
-    "benchmarks": benchmarks,
+    **{f"test_{family}": partial(gpu_tests, family) for family in GPU_TESTS},
+    "test_rest": other_tests,
+    **{f"{tool}_{backend}": partial(sanitized, tool, backend) for tool, backend in SANITIZERS},
+    **{f"bench_{family}": partial(benchmark, family) for family in BENCHMARKS},
 }
 
 
@@ -242,7 +261,7 @@ def run_part(name: str, settings: Settings) -> dict[str, Any]:
     with (settings.out / f"device_check-{settings.gpu}-{name}.log").open("w") as log:
         for command in part.commands:
             steps.append(run_command(command, settings.limit - (time.monotonic() - start), log))
-            if name != "sanitizer" and steps[-1]["exit_status"] != 0:
+            if steps[-1]["exit_status"] != 0:
                 break
     extra = part.after()
     passed = all(step["exit_status"] == 0 for step in steps) and "error" not in extra
@@ -304,22 +323,30 @@ def triton_kernels_importable() -> Iterator[None]:
             link.unlink()
 
 
-def merged(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Return the report, with the parts of an earlier report of the same commit that were not run again."""
+def fingerprint() -> str:
+    """Return a hash of the sources that are checked, which tells reports apart where there is no git."""
+    digest = hashlib.sha256()
+    for folder in ("csrc", "loco_ext", "triton_kernels", "tests", "bench"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in SOURCES and not path.is_symlink():
+                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def earlier_parts(path: Path, sources: str) -> dict[str, Any]:
+    """Return the parts of an earlier report of the same sources."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         earlier = json.loads(path.read_text())
-        if earlier["machine"]["commit"] == report["machine"]["commit"] != "unknown":
-            parts = {**earlier["parts"], **report["parts"]}
-            return report | {"parts": {name: parts[name] for name in PARTS if name in parts}}
-    return report
+        return earlier["parts"] if earlier["sources"] == sources else {}
+    return {}
 
 
 def summary(report: dict[str, Any]) -> str:
     """Return a line for each part, and one for each target."""
     lines = []
     for name, part in report["parts"].items():
-        lines.append(f"{name:12}{part['result']:10}{part['seconds']:7.1f} s  {details(part)}".rstrip())
-    for target in report["parts"].get("benchmarks", {}).get("targets", []):
+        lines.append(f"{name:18}{part['result']:10}{part['seconds']:7.1f} s  {details(part)}".rstrip())
+    for target in (target for part in report["parts"].values() for target in part.get("targets", [])):
         verdict = "met" if target["met"] else "NOT MET"
         measured = f"{target['measured']:.3g}, wanted {target['wanted']}"
         lines.append(f"  {target['name']}: {measured}: {verdict} ({target['where']})")
@@ -354,7 +381,7 @@ def reason_against() -> str | None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.device_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; all that have not passed by default")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of report and logs")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds that a part may take")
     workers = min(8, (os.cpu_count() or 1) // 2)
@@ -379,22 +406,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     name_of_gpu = machine.slug(gpu["gpu"])
     path = arguments.out / f"device_check-{name_of_gpu}.json"
-    report: dict[str, Any] = {"benchmark": "device_check", "machine": machine.describe() | gpu, "parts": {}}
+    sources = fingerprint()
+    done = earlier_parts(path, sources)
+    # What was cut off comes before what failed. This machine may be another one, where nothing is built yet.
+    open_parts = [name for name in PARTS if name == "build" or done.get(name, {}).get("result") != "passed"]
+    chosen = arguments.only or sorted(open_parts, key=lambda name: name != "build" and name in done)
+    report = {"benchmark": "device_check", "machine": machine.describe() | gpu, "sources": sources, "parts": done}
     with tempfile.TemporaryDirectory() as scratch, triton_kernels_importable():
-        settings = Settings(
-            arguments.out.resolve(),
-            name_of_gpu,
-            gpu["capability"],
-            arguments.limit,
-            arguments.workers,
-            arguments.quick,
-            Path(scratch),
-        )
-        for name in arguments.only:
-            report["parts"][name] = run_part(name, settings)
-            harness.write_json(path, merged(path, report))
+        for name in chosen:
+            (folder := Path(scratch, name)).mkdir()
+            settings = Settings(
+                arguments.out.resolve(),
+                name_of_gpu,
+                gpu["capability"],
+                arguments.limit,
+                arguments.workers,
+                arguments.quick,
+                folder,
+            )
+            done[name] = run_part(name, settings)
+            report["parts"] = {name: done[name] for name in PARTS if name in done}
+            harness.write_json(path, report)
     print(f"\n{gpu['gpu']}, driver {gpu['driver']}: {path}\n{summary(report)}")
-    return int(any(part["result"] == "failed" for part in report["parts"].values()))
+    return int(any(part["result"] == "failed" for part in done.values()))
 
 
 if __name__ == "__main__":

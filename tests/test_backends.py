@@ -3,6 +3,9 @@
 import subprocess
 import sys
 import threading
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +83,57 @@ def test_backend_without_a_kernel_says_why_and_writes_nothing():
     with loco_ext.backend("native"), pytest.raises(RuntimeError, match="no native kernel for meta"):
         ops.optim_step_sgd([meta], [meta], [], HYPER)
     assert w.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capabilities"),
+    [
+        ("8.0;9.0", [(8, 0), (8, 6), (8, 9), (9, 0)]),
+        ("7.5 8.6+PTX", [(7, 5), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1)]),
+        ("Turing;9.0", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1)]),
+    ],
+)
+def test_code_runs_on_later_gpus_of_its_generation_and_ptx_on_all_later_ones(architectures, capabilities):
+    every = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1)]
+    assert [gpu for gpu in every if backends.has_code(architectures, gpu)] == capabilities
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
+    """Return a function that chooses a family's backend twice, on a GPU of capability 7.5, and returns the warnings."""
+
+    def choose(family: str, built_for: str | None, triton: bool) -> tuple[str, list[str]]:
+        library = built_for and SimpleNamespace(build_info=lambda: {"architectures": built_for})
+        monkeypatch.setattr(backends, "cuda_library", library)
+        monkeypatch.setattr(backends, "cuda_library_error", None if built_for else "not built")
+        monkeypatch.setattr(backends, "_has_triton", lambda: triton)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        for cached in (backends._lacks_code, backends._warn_once):
+            cached.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (chosen,) = {backends.choose(family, torch.device("cuda", 0)) for _ in range(2)}
+        backends._lacks_code.cache_clear()
+        return chosen, [str(warning.message) for warning in caught]
+
+    return choose
+
+
+def test_a_gpu_that_the_library_has_no_code_for_runs_other_kernels_after_one_warning(on_gpu):
+    assert on_gpu("optim_step", "7.5;8.0", triton=True) == ("native", [])
+    for triton, runs in ((True, "triton"), (False, "reference")):
+        chosen, (warning,) = on_gpu("optim_step", "8.0;9.0+PTX", triton)
+        assert chosen == runs
+        assert "code for 8.0;9.0+PTX, not for 7.5 as cuda:0 needs" in warning
+    assert on_gpu("optim_step", None, triton=True) == ("triton", [])
+
+
+@pytest.mark.parametrize(("family", "names"), [("block_sparse", "triton"), ("optim_step", "not built")])
+def test_a_gpu_without_any_kernels_runs_the_reference_after_one_warning(on_gpu, family, names):
+    chosen, (warning,) = on_gpu(family, None, triton=False)
+    assert chosen == "reference"
+    assert f"runs its slower PyTorch reference: {'triton is' if names == 'triton' else 'the compiled CUDA'}" in warning
+    assert names in warning
 
 
 WITHOUT_LIBRARY = """

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from loco_ext.triton_kernels import block_sparse_tiles as tiles
 from loco_ext.triton_kernels.block_sparse_kernels import (
     depthwise_product_kernel,
@@ -62,7 +63,7 @@ def block_sparse_value_gradient(
         kernel, sizes = depthwise_values_kernel, (batch, groups // units[1])
         programs = rows * slices * cdiv(groups, plan.form.width)
     else:
-        plan = tiles.gradient(batch, depth, width, x.dtype, _tf32(), _shared_memory(x.device), units, slices)
+        plan = tiles.gradient(batch, depth, width, x.dtype, _tf32(), _gpu(x.device), units, slices)
         kernel, sizes = values_kernel, (batch, groups, depth // units[0], width // units[1])
         programs = rows * groups * slices * cdiv(depth, plan.form.depth) * cdiv(width, plan.form.width)
     strides = (*_strides(x, units[0]), *_strides(grad, units[1]))
@@ -92,7 +93,7 @@ def _product(
         kernel, sizes = depthwise_product_kernel, (batch, rows, groups // units[1])
         programs = rows * cdiv(groups, plan.form.width) * cdiv(batch, plan.form.samples)
     else:
-        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _shared_memory(x.device), units, transposed)
+        plan = tiles.product(batch, summed, width, x.dtype, _tf32(), _gpu(x.device), units, transposed)
         kernel, sizes = product_kernel, (batch, rows, groups, summed // units[0], width // units[1])
         programs = rows * groups * cdiv(width, plan.form.width) * cdiv(batch, plan.form.samples)
     strides = _strides(x, units[0])
@@ -111,13 +112,15 @@ def _tf32() -> bool:
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use."""
+def _gpu(device: torch.device) -> tiles.Gpu:
+    """Return what plans depend on."""
     if device.type != "cuda":
-        return NO_GPUS_SHARED_MEMORY
+        return tiles.Gpu(NO_GPUS_SHARED_MEMORY)
     properties: Any = torch.cuda.get_device_properties(device)
-    of_nvidia = hasattr(properties, "shared_memory_per_block_optin")
-    return properties.shared_memory_per_block_optin if of_nvidia else properties.shared_memory_per_block
+    if torch.version.hip is not None:
+        return tiles.Gpu(properties.shared_memory_per_block)
+    fences = tiles.puts_fences(triton.__version__, (properties.major, properties.minor))
+    return tiles.Gpu(properties.shared_memory_per_block_optin, fences)
 
 
 def _device(tensor: Tensor) -> torch.cuda.device | nullcontext[None]:

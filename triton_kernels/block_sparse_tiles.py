@@ -7,6 +7,7 @@ two programs fit on a multiprocessor, so that one loads while the other stores.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,24 @@ MOST = {
     "ieee": Most(128, 16, 64, 128, 64, 64 * 64),  # no tensor cores: operands are in each thread's registers
     "double": Most(64, 16, 64, 64, 64, 32 * 32),
 }
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a plan depends on."""
+
+    shared_memory: int  # bytes that a program may use
+    fences: bool = True  # whether tensor cores wait for tiles that are copied asynchronously; see puts_fences
+
+
+def puts_fences(version: str, capability: tuple[int, int]) -> bool:
+    """Return whether this version of Triton makes the tensor cores of an NVIDIA GPU wait for asynchronous copies.
+
+    Those of capabilities 9 to 11 read shared memory by themselves (wgmma, tcgen05). Before 3.7.1, Triton left out the
+    fence between the copies and them in loops whose number of iterations it does not know, so results may be wrong.
+    """
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    return release >= (3, 7, 1) or not 9 <= capability[0] < 12
 
 
 @dataclass(frozen=True)
@@ -89,11 +108,16 @@ def _most_by_hand(depth: int, unit: int, dtype: torch.dtype) -> int:
     return 2048 // depth if unit * dtype.itemsize < 4 else 256
 
 
+def _stages(stages: int, kind: str, gpu: Gpu) -> int:
+    """Return 1, which copies no tile asynchronously, where tensor cores would not wait for the copies."""
+    return stages if gpu.fences or kind not in ("half", "tf32") else 1
+
+
 def product(
-    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, shared: int, units: Units, transposed: bool
+    batch: int, summed: int, channels: int, dtype: torch.dtype, tf32: bool, gpu: Gpu, units: Units, transposed: bool
 ) -> Plan:
-    """Return the plan for products of samples by blocks ``[summed, channels]``; ``shared``: shared memory in bytes."""
-    kind = kind_of(dtype, tf32)
+    """Return the plan for products of samples by blocks ``[summed, channels]``."""
+    kind, shared = kind_of(dtype, tf32), gpu.shared_memory
     most = MOST[kind]
     width, depth = _power(channels, most.channels), _power(summed, most.summed)
     by_hand = _most_by_hand(depth, units[0], dtype)
@@ -104,7 +128,8 @@ def product(
     stages = 5 if 3 * _stage(samples, depth, width, dtype) <= shared // 4 and by_hand == 256 else 3
     parts = triton.cdiv(summed, depth)
     warps = 8 if samples * width > most.accumulated else 4
-    return Plan(Form(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units)), warps, stages)
+    form = Form(samples, depth, width, parts=parts, transposed=transposed, **_common(kind, units))
+    return Plan(form, warps, _stages(stages, kind, gpu))
 
 
 def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
@@ -113,7 +138,7 @@ def _stage(samples: int, depth: int, width: int, dtype: torch.dtype) -> int:
 
 
 def gradient(
-    batch: int, depth: int, width: int, dtype: torch.dtype, tf32: bool, shared: int, units: Units, slices: int
+    batch: int, depth: int, width: int, dtype: torch.dtype, tf32: bool, gpu: Gpu, units: Units, slices: int
 ) -> Plan:
     """Return the plan for the gradient of blocks ``[depth, width]``; ``slices`` programs share an output pixel.
 
@@ -125,14 +150,14 @@ def gradient(
     depth_tile, width_tile = _power(depth, most.block), _power(width, most.block)
     whole = _power(batch, min(_most_by_hand(depth_tile, units[0], dtype), _most_by_hand(width_tile, units[1], dtype)))
     needed = whole * (2 * depth_tile + width_tile) * dtype.itemsize + depth_tile * width_tile * 4
-    fits = whole >= batch and kind in ("half", "tf32") and needed <= shared // 2
+    fits = whole >= batch and kind in ("half", "tf32") and needed <= gpu.shared_memory // 2
     samples = whole if fits else min(whole, most.summed)
     parts = 1 if samples >= batch else 2
     # Small copies need many addresses, and each takes two registers.
     many = min(units) * dtype.itemsize < 16 and depth_tile * width_tile >= 64 * 64
     warps = 8 if depth_tile * width_tile > most.accumulated or samples > 128 or many else 4
     form = Form(samples, depth_tile, width_tile, parts=parts, slices=slices, **_common(kind, units))
-    return Plan(form, warps, stages=3)
+    return Plan(form, warps, _stages(3, kind, gpu))
 
 
 def slices_of(blocks_of_a_row: float) -> int:

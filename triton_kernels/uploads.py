@@ -28,7 +28,8 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[list[Ten
     begins = [0, *ends[:-1]]
     for begin, array in zip(begins, arrays, strict=True):
         host.numpy()[begin : begin + array.nbytes] = array.view(np.uint8)
-    if device.type != "cpu":
+    # While a graph is captured, looking for free pinned memory could end the capture; copies need none there.
+    if device.type != "cpu" and not is_capturing(device):
         host = host.pin_memory()
     there = host.to(device, non_blocking=True)
     tensors = [

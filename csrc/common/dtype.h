@@ -29,14 +29,27 @@ LOCO_HD float bf16_to_float(uint16_t half) { return from_bits(static_cast<uint32
 
 LOCO_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
+// GPUs have instructions for these conversions, which differ in the payload of NaN alone.
+
 LOCO_HD uint16_t float_to_bf16(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint16_t half;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+#else
   const uint32_t bits = to_bits(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t nan = (bits >> 16) | 0x40u;
   return static_cast<uint16_t>(is_nan_bits(bits) ? nan : rounded);
+#endif
 }
 
 LOCO_HD float f16_to_float(uint16_t half) {
+#if defined(__CUDA_ARCH__)
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+#else
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
   // Exponents are re-biased by 127 - 15 = 112. Infinity and NaN need that offset twice.
@@ -45,9 +58,15 @@ LOCO_HD float f16_to_float(uint16_t half) {
   const uint32_t subnormal = to_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
   const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
   return from_bits(sign | (magnitude >= 0x7c00u ? special : finite));
+#endif
 }
 
 LOCO_HD uint16_t float_to_f16(float value) {
+#if defined(__CUDA_ARCH__)
+  uint16_t half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+#else
   const uint32_t bits = to_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -58,6 +77,7 @@ LOCO_HD uint16_t float_to_f16(float value) {
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   // 65520 and above round to infinity.
   return static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite));
+#endif
 }
 
 }  // namespace loco

@@ -247,8 +247,9 @@ LOCO_DEVICE void step_vector(const Task<Rule, T>& task, const Cycle<T>& cycle, u
   }
   cycle.read(task, offset, c);
   if (task.p.grad_scale.data) {
+    const T scale = task.grad_scale();
 #pragma unroll
-    for (int k = 0; k < N; ++k) g[k] = g[k] / task.grad_scale();
+    for (int k = 0; k < N; ++k) g[k] = g[k] / scale;
     store_vector<Types::w, N>(task.g, i, g);
   }
   update_all(task, w, g, state, c, metric);

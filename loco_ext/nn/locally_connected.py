@@ -273,7 +273,12 @@ class LocallyConnectedNd(nn.Module):
         attach_pattern(self.weight, self.pattern)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        def apply(tensor: Tensor) -> Tensor:
+            """Keep weights contiguous: a memory format for images would make every pass copy them."""
+            applied = fn(tensor)
+            return applied.contiguous() if tensor.is_contiguous() else applied
+
+        super()._apply(apply, recurse)
         self._set_pattern(self.pattern)
         return self
 

@@ -96,8 +96,10 @@ def operators() -> Any:
     return torch.ops.loco_ext
 
 
-def missing(family: str, name: str, device_type: str) -> str | None:
-    """Return why backend ``name`` cannot run ``family`` on a device type, or None if it can."""
+def missing(family: str, name: str, device: torch.device | str) -> str | None:
+    """Return why backend ``name`` cannot run ``family`` on a device, or None if it can."""
+    device = torch.device(device)
+    device_type = device.type
     if name == "reference":
         return None
     if device_type not in KERNELS[family][name]:
@@ -110,6 +112,8 @@ def missing(family: str, name: str, device_type: str) -> str | None:
             f"the compiled CUDA library could not be loaded ({cuda_library_error}); build loco_ext where torch has "
             "CUDA and the CUDA toolkit is installed"
         )
+    if device_type == "cuda" and (lacking := _lacks_code(device)) is not None:
+        return lacking
     if library_error is not None:
         command = "pip install --no-build-isolation ."
         return f"the compiled library could not be loaded ({library_error}); build it with `{command}`"
@@ -126,23 +130,58 @@ def forced() -> str | None:
     return _choice.forced
 
 
+@cache
+def _lacks_code(device: torch.device) -> str | None:
+    """Return a text if the compiled CUDA library has no code for a CUDA device, by default the current one."""
+    if cuda_library is None or (device.index is None and not torch.cuda.is_available()):
+        return None
+    built_for, capability = cuda_library.build_info()["architectures"], torch.cuda.get_device_capability(device)
+    if has_code(built_for, capability):
+        return None
+    return (
+        f"the compiled CUDA library has code for {built_for}, not for {'.'.join(map(str, capability))} as {device} "
+        "needs; build loco_ext with TORCH_CUDA_ARCH_LIST set to that"
+    )
+
+
+def has_code(architectures: str, capability: tuple[int, int]) -> bool:
+    """Return whether a library built for ``architectures``, a TORCH_CUDA_ARCH_LIST, has code for a compute capability.
+
+    Code for one capability also runs on those with the same first number and a larger second one, and ``+PTX`` is
+    compiled for all that are larger. Any other name than a number, such as "Hopper", counts as code for every GPU.
+    """
+    for name in architectures.replace(" ", ";").split(";"):
+        major, _, minor = name.removesuffix("+PTX").partition(".")
+        if not (major.isdigit() and minor.isdigit()):
+            return True
+        built = int(major), int(minor)
+        if built <= capability and (built[0] == capability[0] or name.endswith("+PTX")):
+            return True
+    return False
+
+
 def choose(family: str, device: torch.device) -> str:
     """Return the backend that runs ``family`` on ``device``: the forced one, else the first that can."""
     forced = _choice.forced
     if forced is not None:
-        if reason := missing(family, forced, device.type):
+        if reason := missing(family, forced, device):
             raise RuntimeError(f"backend {forced!r}: {reason}")
         return forced
-    reason = missing(family, "native", device.type)
+    reason = missing(family, "native", device)
     if reason is None:
         return "native"
-    if missing(family, "triton", device.type) is None:
+    without_triton = missing(family, "triton", device)
+    if without_triton is None:
+        if device.type in KERNELS[family]["native"] and cuda_library_error is None:
+            _warn_once("Triton kernels", reason)
         return "triton"
     if device.type in KERNELS[family]["native"]:
-        _warn_once(reason)
+        _warn_once("slower PyTorch reference", reason)
+    elif device.type in KERNELS[family]["triton"]:
+        _warn_once("slower PyTorch reference", without_triton)
     return "reference"
 
 
 @cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"loco_ext runs its slower PyTorch reference: {reason}", RuntimeWarning, stacklevel=4)
+def _warn_once(runs: str, reason: str) -> None:
+    warnings.warn(f"loco_ext runs its {runs}: {reason}", RuntimeWarning, stacklevel=4)

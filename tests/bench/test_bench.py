@@ -159,4 +159,4 @@ def test_a_check_of_a_device_runs_its_parts_and_leaves_a_report(monkeypatch, tmp
     assert [len(part["steps"]) for part in parts.values()] == [2, 1, 2]
     assert "step ended with 1" in capsys.readouterr().out
     assert "ran" in (tmp_path / "device_check-made-up-gpu-80gb-tests.log").read_text()
-    assert all((device_check.TESTS / f"{name}.py").exists() for name in device_check.GPU_TESTS)
+    assert all((device_check.TESTS / f"{name}.py").exists() for name in device_check.GPU_MODULES)

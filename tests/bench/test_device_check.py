@@ -1,5 +1,6 @@
 """``make device-check``: its parts, their limits and reports, without a GPU."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -126,37 +127,60 @@ def test_a_failing_part_does_not_stop_the_others(
 
 
 def test_parts_run_apart_come_together_in_one_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "describe", lambda: {"commit": "abc"})
+    """Without git, too; a changed source begins a new report, and what has passed is run again only if it is named."""
+    monkeypatch.setattr(machine, "describe", lambda: {"commit": "unknown"})
+    monkeypatch.setattr(device_check, "fingerprint", lambda: "abc")
     path = tmp_path / "device_check-made-up-gpu-80gb.json"
+    ran: list[str] = []
+    run_part = device_check.run_part
+    monkeypatch.setattr(device_check, "run_part", lambda name, made: (ran.append(name), run_part(name, made))[1])
 
     def results() -> dict[str, str]:
         return {name: part["result"] for name, part in json.loads(path.read_text())["parts"].items()}
 
-    assert fake_check(monkeypatch, tmp_path, "tests", build=0, tests=1) == 1
-    assert fake_check(monkeypatch, tmp_path, "build", build=0, tests=1) == 0
-    assert list(results().items()) == [("build", "passed"), ("tests", "failed")]
-    monkeypatch.setattr(machine, "describe", lambda: {"commit": "def"})
-    assert fake_check(monkeypatch, tmp_path, "tests", build=0, tests=0) == 0
-    assert results() == {"tests": "passed"}
+    codes = {"build": 0, "one": 1, "two": 0, "three": 0}
+    assert fake_check(monkeypatch, tmp_path, "one", **codes) == 1
+    assert fake_check(monkeypatch, tmp_path, "two", **codes) == 1
+    assert list(results().items()) == [("one", "failed"), ("two", "passed")]
+    ran.clear()
+    assert fake_check(monkeypatch, tmp_path, **codes | {"one": 0}) == 0
+    assert ran == ["build", "three", "one"]
+    assert list(results().items()) == [(name, "passed") for name in codes]
+    monkeypatch.setattr(device_check, "fingerprint", lambda: "def")
+    assert fake_check(monkeypatch, tmp_path, "two", **codes) == 0
+    assert results() == {"two": "passed"}
+
+
+def test_the_fingerprint_is_of_sources_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_check, "ROOT", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    found = set()
+    for name in ("a.cpp", "b.cu", "report.json", "a.o"):
+        (tmp_path / "csrc" / name).write_text("text")
+        found.add(device_check.fingerprint())
+    assert len(found) == 2
+    (tmp_path / "csrc" / "a.cpp").write_text("other")
+    assert device_check.fingerprint() not in found
 
 
 def test_summary_lists_what_was_left_out_and_the_targets() -> None:
     tests = {"result": "passed", "seconds": 9.0, "steps": [], "passed": 5, "failed": 0, "skipped": 1, "on_gpu": 4}
     targets = [{"name": "share", "wanted": "at least 0.85", "measured": 0.5, "met": False, "where": "resnet50"}]
     benchmarks = {"result": "passed", "seconds": 9.0, "steps": [], "cases": "3 of 32", "targets": targets}
-    parts = {"tests": tests | {"left_out": {"test_a": "expecttest"}}, "benchmarks": benchmarks}
+    parts = {"test_rest": tests | {"left_out": {"test_a": "expecttest"}}, "bench_optim_step": benchmarks}
     lines = device_check.summary({"parts": parts}).splitlines()
     assert lines[0].endswith("5 passed, 0 failed, 1 skipped, 4 on the GPU, test_a left out, needs expecttest")
     assert lines[1].endswith("3 of 32 cases")
     assert lines[2] == "  share: 0.5, wanted at least 0.85: NOT MET (resnet50)"
 
 
-JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="6">
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="7">
 <testcase classname="tests.test_a" name="test_one"/>
 <testcase classname="tests.test_a" name="test_two[1]"><failure message="m">text</failure></testcase>
 <testcase classname="tests.optim.test_cuda" name="test_three[SGD-native]"/>
 <testcase classname="tests.optim.test_cuda" name="test_without_gpu[SGD]"/>
 <testcase classname="tests.optim.test_cuda" name="test_four[native]"><skipped message="needs an NVIDIA GPU"/></testcase>
+<testcase classname="tests.ring_prox.test_gpu" name="test_on_the_cpu"/>
 <testcase classname="tests.optim.test_cuda" name="test_five[triton]"><error message="m">text</error></testcase>
 </testsuite></testsuites>"""
 
@@ -165,7 +189,7 @@ def test_results_are_read(tmp_path: Path) -> None:
     path = tmp_path / "tests.xml"
     path.write_text(JUNIT)
     assert device_check.read_results(path) == {
-        "passed": 3,
+        "passed": 4,
         "failed": 2,
         "skipped": 1,
         "on_gpu": 2,
@@ -205,29 +229,69 @@ def test_every_test_module_can_be_imported_here() -> None:
 def test_tests_run_in_several_processes_where_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_check, "missing_packages", lambda: {"test_a": "expecttest"})
     monkeypatch.setattr(device_check, "find_spec", lambda name: object())
-    command = device_check.tests(settings(tmp_path, workers=4)).commands[-1]
+    command = device_check.other_tests(settings(tmp_path, workers=4)).commands[-1]
     assert command.arguments[-5:] == ["--ignore=tests/test_a.py", "-n", "4", "--dist", "loadfile"]
+    assert "--ignore=tests/optim/test_cuda.py" in command.arguments
     assert set(command.environment) == {"PYTHONHASHSEED", "OMP_NUM_THREADS"}
     monkeypatch.setattr(device_check, "find_spec", lambda name: None if name == "xdist" else object())
-    part = device_check.tests(settings(tmp_path, workers=4))
+    part = device_check.other_tests(settings(tmp_path, workers=4))
     assert part.commands[-1].arguments[-1] == "--ignore=tests/test_a.py"
-    assert part.after() == {"left_out": {"test_a": "expecttest"}, "error": "no test ran on the GPU"}
-    monkeypatch.setattr(device_check, "find_spec", lambda name: None)
-    assert device_check.tests(settings(tmp_path)).skipped == "pytest is not installed"
+    assert part.after() == {"left_out": {"test_a": "expecttest"}, "error": "no test ran and passed"}
+
+
+def test_parts_of_tests_fail_if_no_test_ran_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_check, "find_sanitizer", lambda: "compute-sanitizer")
+    names = [name for name in device_check.PARTS if name != "build" and not name.startswith(("bench_", "test_rest"))]
+    assert len(names) == len(device_check.GPU_TESTS) + len(device_check.SANITIZERS)
+    for name in names:
+        part = device_check.PARTS[name](settings(tmp_path))
+        results = tmp_path / "scratch" / "tests.xml"
+        assert part.after() == {"error": "no test ran on the GPU"}
+        results.write_text(JUNIT)
+        assert part.after() == device_check.read_results(results)
+        results.write_text(JUNIT.replace("test_three[SGD-native]", "test_three").replace("five[triton]", "five"))
+        assert part.after()["error"] == "no test ran on the GPU"
+        results.unlink()
+
+
+def imported(path: Path, found: dict[Path, set[str]]) -> None:
+    """Collect what a module of ours and those of the tests that it imports import outside of functions."""
+    if path in found:
+        return
+    found[path] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            modules = names if isinstance(node, ast.Import) else [node.module or ""]
+            found[path] |= {module.partition(".")[0] for module in modules} - {"tests"}
+            inside = [f"{module}.{name}" for module in modules for name in names] + modules
+            for module in filter(lambda module: module.startswith("tests."), inside):
+                if (other := harness.ROOT / f"{module.replace('.', '/')}.py").exists():
+                    imported(other, found)
+
+
+def test_what_runs_on_a_gpu_needs_no_packages_but_those_of_the_check() -> None:
+    """Solvers, say, that other tests compare with are missing on a machine that is lent for its GPU."""
+    found: dict[Path, set[str]] = {}
+    for module in (*device_check.GPU_MODULES, "conftest"):
+        imported(device_check.TESTS / f"{module}.py", found)
+    assert device_check.TESTS / "penalties" / "test_in_step.py" in found
+    allowed = {*sys.stdlib_module_names, *device_check.NEEDED, "loco_ext", "bench", "triton"}
+    needed = {path.name: packages - allowed for path, packages in found.items()}
+    assert {name: packages for name, packages in needed.items() if packages} == {}
 
 
 @pytest.mark.slow
 def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device_check, "find_sanitizer", lambda: None)
-    assert device_check.sanitizer(settings(tmp_path)).skipped == "compute-sanitizer is not installed"
+    assert device_check.PARTS["memcheck_native"](settings(tmp_path)).skipped == "compute-sanitizer is not installed"
     monkeypatch.setattr(device_check, "find_sanitizer", lambda: "compute-sanitizer")
-    commands = device_check.sanitizer(settings(tmp_path)).commands
-    assert [command.name.split()[0] for command in commands] == [tool for tool, _ in device_check.SANITIZERS]
-    for command in commands:
-        assert command.arguments[:3] == ["compute-sanitizer", "--tool", command.name.split()[0]]
+    for tool, backend in device_check.SANITIZERS:
+        (command,) = device_check.PARTS[f"{tool}_{backend}"](settings(tmp_path)).commands
+        assert command.arguments[:3] == ["compute-sanitizer", "--tool", tool]
         assert command.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     collected = subprocess.run(
-        [*commands[0].arguments[commands[0].arguments.index(sys.executable) :], "--collect-only"],
+        [*command.arguments[command.arguments.index(sys.executable) :], "--collect-only"],
         cwd=harness.ROOT,
         capture_output=True,
         text=True,
@@ -235,29 +299,27 @@ def test_the_sanitizer_runs_tests_that_exist(monkeypatch: pytest.MonkeyPatch, tm
     )
     assert collected.returncode == 0, collected.stdout
     names = set(re.findall(r"::(test_\w+)\[(.*native.*)\]", collected.stdout))
-    assert len({name for name, _ in names}) == 7
+    assert len({name for name, _ in names}) == 10
     assert not any("triton" in case for _, case in names)
 
 
 def test_benchmarks_leave_their_reports_and_targets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    step = {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]}
-    prox = {"results": [1], "steps": [2], "settings": {"cases": 3}}
-    layers = {"results": [1], "settings": {"cases": 2}, "targets": ["b"]}
+    reports = {
+        "optim_step": {"results": [1, 2], "settings": {"cases": 4}, "targets": ["a"]},
+        "ring_prox": {"results": [1], "steps": [2], "settings": {"cases": 3}},
+    }
+    after = {"optim_step": {"cases": "2 of 4", "targets": ["a"]}, "ring_prox": {"cases": "2 of 3", "targets": []}}
     for quick, infix in ((False, ""), (True, "_quick")):
-        part = device_check.benchmarks(settings(tmp_path, quick=quick))
-        assert part.after() == {}
-        outs = [Path(a) for command in part.commands for a in command.arguments if a.endswith(".json")]
-        outs[0].write_text(json.dumps(step))
-        assert part.after() == {"cases": "2 of 4", "targets": ["a"]}
-        outs[1].write_text(json.dumps(prox))
-        assert part.after() == {"cases": "4 of 7", "targets": ["a"]}
-        outs[2].write_text(json.dumps(layers))
-        assert part.after() == {"cases": "5 of 9", "targets": ["a", "b"]}
-        for name, report in (("optim_step_gpu", step), ("ring_prox_gpu", prox), ("block_sparse_gpu", layers)):
-            assert json.loads((tmp_path / f"{name}{infix}-made-up.json").read_text()) == report
-        for out in outs:
+        for family, report in reports.items():
+            part = device_check.PARTS[f"bench_{family}"](settings(tmp_path, quick=quick))
+            assert part.after() == {}
+            (out,) = [Path(a) for command in part.commands for a in command.arguments if a.endswith(".json")]
+            out.write_text(json.dumps(report))
+            assert part.after() == after[family]
+            assert json.loads((tmp_path / f"{family}_gpu{infix}-made-up.json").read_text()) == report
             out.unlink()
-    assert [path.name for path in tmp_path.glob("optim_step_gpu-*.json")] == ["optim_step_gpu-made-up.json"]
+    for family in device_check.BENCHMARKS:
+        assert find_spec(f"bench.bench_{family}_gpu") is not None
 
 
 @pytest.mark.slow

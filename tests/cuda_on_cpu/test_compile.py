@@ -15,7 +15,7 @@ from tests.cuda_on_cpu.build import CSRC, HERE, cuda_includes, need_cuda_headers
 SOURCES = sorted(CSRC.glob("*/cuda*.cu"))
 GLUE = [*sorted(CSRC.glob("*/bind_cuda.cpp")), *(CSRC / f"{name}.cpp" for name in ("library_cuda", "module_cuda"))]
 GLUE.append(CSRC / "common" / "device.cpp")
-TARGETS = ["80", "90", "100", "120"]
+TARGETS = ["75", "80", "90", "100", "120"]
 
 
 def name_of(path):
@@ -170,6 +170,14 @@ def test_step_kernels_round_as_ieee_arithmetic_does(kernels):
     for kernel, instructions in kernels_named(kernels, "step_").items():
         assert not ptx.inexact(instructions), kernel
         assert not any(one.startswith("call") for one in instructions), f"{kernel} has parts that were not looked at"
+
+
+@pytest.mark.slow
+def test_step_kernels_convert_half_precision_by_instructions(kernels):
+    for kernel, instructions in kernels_named(kernels, "step_vectors<").items():
+        of_w = re.search(r"\(DType\)(\d)", kernel)[1]
+        wanted = {"2": {"cvt.rn.bf16.f32"}, "3": {"cvt.rn.f16.f32", "cvt.f32.f16"}}.get(of_w, set())
+        assert wanted <= set(instructions), kernel
 
 
 @pytest.mark.slow

@@ -134,6 +134,20 @@ def test_activations_keep_their_format_with_no_copy_or_one_a_pass(case, pixels_l
     assert gradients[0].shape == x.shape
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_a_memory_format_for_images_leaves_weights_as_they_are(groups):
+    layer = LocallyConnected2d(8, 8, 3, groups=groups, input_size=5)
+    x = torch.randn(2, 8, 5, 5).contiguous(memory_format=torch.channels_last)
+    layer(x).sum().backward()
+    nn.Sequential(layer).to(dtype=torch.float64, memory_format=torch.channels_last)
+    assert layer.weight.dtype == layer.weight.grad.dtype == torch.float64
+    assert layer.weight.is_contiguous()
+    assert layer.weight.grad.is_contiguous()
+    with Copies() as copies:
+        layer(x.double()).sum().backward()
+    assert tuple(layer.weight.shape) not in copies.made
+
+
 def layouts(x):
     """Return images of the same shape in different strides, by name; unbatched ones too."""
     wider, deeper = torch.randn(*x.shape[:-1], x.shape[-1] + 2), torch.randn(x.shape[0], x.shape[1] + 2, *x.shape[2:])

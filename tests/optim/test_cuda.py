@@ -180,6 +180,29 @@ def test_kernels_round_with_the_references_random_numbers(backend, rule, seed):
     assert_is_reference(case, backend)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_elements_beyond_2_to_the_31_are_stepped(backend, dtype):
+    bulk, tail = 2**31, 100
+    if torch.cuda.mem_get_info()[0] < 3 * bulk * dtype.itemsize:
+        pytest.skip("needs more memory")
+    w = torch.full((bulk + tail,), 1.5, dtype=dtype, device="cuda")
+    g = torch.zeros_like(w)
+    hyper = torch.tensor([[0.25, 0.0, 0.0, 0.0]], dtype=F64)
+    places = [*range(0, bulk, bulk // 64), *range(bulk - 9, bulk + tail)]
+    g[places] = torch.randn(len(places), generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    expected = (w[places].float() - 0.25 * g[places].float()).to(dtype)
+    ops.optim_step_sgd([w], [g], [], hyper)
+    assert same_bits(w[places].cpu(), expected.cpu())
+    assert (w != 1.5).sum().item() == (expected != 1.5).sum().item()
+    # Rows that are 2^31 elements apart, and a view that begins beyond them.
+    far, far_grad = (t.as_strided((2, 3), (bulk, 1)) for t in (w, g))
+    beyond, beyond_grad = (t.as_strided((7, 3), (9, 3), bulk + 11) for t in (w, g))
+    expected = [(p.double() - 0.25 * q.double()).to(dtype) for p, q in ((far, far_grad), (beyond, beyond_grad))]
+    ops.optim_step_sgd([far, beyond], [far_grad, beyond_grad], [], hyper)
+    assert same_bits(far.cpu(), expected[0].cpu())
+    assert same_bits(beyond.cpu(), expected[1].cpu())
+
+
 # ---- optimizers
 
 

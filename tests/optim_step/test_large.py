@@ -20,7 +20,7 @@ from loco_ext.reference.rounding import philox
 from tests.tolerances import same_bits
 
 pytestmark = [
-    pytest.mark.usefixtures("kernels"),
+    pytest.mark.usefixtures("native"),
     pytest.mark.skipif(sys.platform != "linux" or sys.maxsize < 2**32, reason="needs Linux's mmap and 64 bits"),
 ]
 

@@ -142,3 +142,14 @@ def test_uploaded_arrays_begin_at_16_bytes(lengths):
         assert tensor.numpy().dtype == array.dtype
         assert tensor.tolist() == array.tolist()
         assert array.size == 0 or (tensor.data_ptr() - host.data_ptr()) % 16 == 0
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_host_memory_is_pinned_except_while_a_graph_is_captured(monkeypatch, capturing):
+    pinned = []
+    monkeypatch.setattr(uploads, "is_capturing", lambda device: capturing)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor)[1])
+    (there,), host = uploads.upload([np.arange(3)], torch.device("meta"))
+    assert (there.shape, there.dtype) == ((3,), torch.int64)
+    assert host[:24].view(torch.int64).tolist() == [0, 1, 2]
+    assert len(pinned) == (0 if capturing else 1)
