@@ -59,7 +59,7 @@ class LocalityOptimizer(Optimizer):
 
     _plans: list[Plan]
     _cache: StepCache | None
-    _collected: list[Tensor]  # the parameters of the last batch that was collected
+    _collected: list[Tensor]  # the parameters of the last step if it was a single batch
     _warned = False  # whether the warning about kernels of an even size has been given
     _stepped_in_backward: tuple[Tensor, ...] = ()  # see step_in_backward
 
@@ -196,6 +196,7 @@ class LocalityOptimizer(Optimizer):
             self._step_plans(plans)
 
     def _step_plans(self, plans: list[Plan]) -> None:
+        before, self._collected = self._collected, []
         by_torch = [pair for pair in zip(self.param_groups, plans, strict=True) if uses_torch(pair[0])]
         batches = self._collect(plans)
         for key, batch in batches.items():
@@ -218,7 +219,7 @@ class LocalityOptimizer(Optimizer):
         if len(batches) == 1 and not by_torch:
             ((key, batch),) = batches.items()
             # Where other parameters have a gradient in each step, a cache would be made in vain.
-            if same_objects(batch.params, self._collected) and StepCache.possible(plans, key, batch):
+            if same_objects(batch.params, before) and StepCache.possible(plans, key, batch):
                 names = self._state_names(self.param_groups[0])
                 self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)
             self._collected = batch.params

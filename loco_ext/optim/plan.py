@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -35,8 +36,9 @@ _OPTIONS = (
 
 
 def _options_of(group: Group) -> list[object]:
-    """Return the values of ``_OPTIONS``, with copies of lists, as those may be changed in place."""
+    """Return the values of ``_OPTIONS``; lists, and momentum as a tensor or array, are copied: both can be changed."""
     options = [group.get(key) for key in _OPTIONS]
+    options = [option.item() if isinstance(option, Tensor | np.ndarray) else option for option in options]
     return [list(option) if isinstance(option, list) else option for option in options]
 
 

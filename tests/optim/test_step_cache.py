@@ -6,6 +6,7 @@ import pickle
 import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -309,6 +310,17 @@ def test_options_count_from_the_next_step_on(change, name):
         step_and_compare(cached, anew)
 
 
+@pytest.mark.parametrize("number", [torch.tensor, np.array])
+def test_momentum_changed_in_place_counts_from_the_next_step_on(number):
+    momentum = number(0.9)
+    cached, anew = (optim.SGD([nn.Parameter(torch.ones(3))], momentum=momentum, dampening=0.5) for _ in range(2))
+    for value in (0.9, 0.9, 0.9, 0.0, 0.0, 0.0, 0.5, 0.5):
+        momentum[()] = value
+        for optimizer in (cached, anew):
+            set_gradients(optimizer)
+        step_and_compare(cached, anew)
+
+
 def test_another_pattern_of_as_many_blocks_has_its_own_map():
     whole = BlockPattern.from_conv(4, kernel_size=3, padding=1)
     first_pattern, second_pattern = (whole.prune(torch.arange(whole.nnz) != i)[0] for i in (0, 1))
@@ -402,6 +414,21 @@ def test_nothing_outlives_its_owner(name):
     del optimizer, model
     gc.collect()
     assert owner() is None
+    assert parameter() is None
+
+
+def test_replaced_parameters_end_with_the_next_step():
+    optimizer = make("SGD")[1]
+    set_gradients(optimizer)
+    optimizer.step()
+    parameter = weakref.ref(first(optimizer))
+    for group in optimizer.param_groups:
+        group["params"] = [nn.Parameter(torch.ones(SHAPES[3]))]
+    optimizer.param_groups[0]["fused"] = False  # the step needs two calls
+    optimizer.state.clear()
+    set_gradients(optimizer)
+    optimizer.step()
+    gc.collect()
     assert parameter() is None
 
 
