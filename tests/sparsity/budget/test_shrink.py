@@ -177,7 +177,7 @@ def test_latency() -> None:
         ({"macs": 0.5, "importance": "size"}, "importance: expected one of 'taylor', 'norm', got 'size'"),
         (
             {"macs": 0.5, "importance": lambda name, weight: weight},
-            "importance: expected numbers of at least 0 of shape",
+            "importance: expected finite numbers of at least 0 of shape",
         ),
         ({"macs": 0.5, "importance": "norm", "kind": "quarter"}, "kind: expected one of"),
         ({"macs": 0.5, "importance": "norm", "granularity": "taps"}, "granularity: expected one of"),
