@@ -109,7 +109,7 @@ class Budget:
             self._choose(self.share)  # raises if that is impossible
             self._target = self._search().guess()
         else:
-            self._search().search(self.share)  # raises if that is impossible
+            self._search().search(self.share, near=0.0)  # raises if that is impossible
 
     def step(self) -> None:
         """Count a step of the optimizer; make the network smaller when it is time.
@@ -163,7 +163,9 @@ class Budget:
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
         if missing := {"importance", "sizes", "steps"} - set(state):
-            raise ValueError(f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
+            )
         if state["sizes"] is None:
             return
         wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]

@@ -18,6 +18,7 @@ from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
 
 _MOST_TRIES = 12
+_GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
 _NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
 
 
@@ -168,8 +169,12 @@ class Search:
         sizes, _, report = self._network(self.share)
         return min(1.0, self._counted(sizes) * self.share / self._reached(report))
 
-    def search(self, target: float) -> tuple[nn.Module, Report, Sizes]:
-        """Return the network, its report and its sizes; ``target``, a share of the count, is tried first.
+    def search(self, target: float, near: float = _NEAR) -> tuple[nn.Module, Report, Sizes]:
+        """Return the network, its report and its sizes.
+
+        Args:
+            target: share of the count that is tried first.
+            near: share of the budget from which on a network is returned without looking for a larger one.
 
         Raises:
             ValueError: no sizes that are allowed meet the budget.
@@ -177,7 +182,7 @@ class Search:
         low, high = 0.0, 1.0
         best: tuple[nn.Module, Report, Sizes] | None = None
         least = 1.0
-        for _ in range(_MOST_TRIES):
+        for tried in range(_MOST_TRIES):
             try:
                 sizes, network, report = self._network(target)
             except LeastCost as error:
@@ -188,12 +193,12 @@ class Search:
             reached, counted = self._reached(report), self._counted(sizes)
             if reached <= self.share:
                 best, low = (network, report, sizes), target
-                if reached >= _NEAR * self.share or target == 1.0 or (target == self.share and reached == counted):
+                if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
-                high, least = target, reached
-            guess = target * self.share / reached
-            target = guess if low < guess < high else (low + high) / 2
+                high, least = target, min(least, reached)
+            guess, stuck = target * self.share / reached, best is None and tried >= _GUESSES
+            target = guess if low < guess < high and not stuck else (low + high) / 2
         if best is None:
             raise ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
         return best

@@ -185,6 +185,14 @@ def test_latency() -> None:
             {"macs": 0.5, "importance": "norm", "skip": ["conv"]},
             "skip: expected names of the model's modules, got 'conv'",
         ),
+        (
+            {"macs": 0.5, "importance": lambda name, weight: torch.full((len(weight), 5), torch.inf)},
+            r"importance: expected finite numbers .* for '0', got shape \(6, 5\), from inf to inf",
+        ),
+        (
+            {"macs": 0.5, "batches": batches(), "loss": lambda out, _: torch.nan * out.sum()},
+            "batches: expected some for which all gradients of the loss are finite, got none",
+        ),
         ({"macs": 0.5, "importance": "norm", "least": {"1": 3}}, "least: expected names of convolution or linear"),
         ({"macs": 0.5, "importance": "norm", "least": -1}, "least: expected at least 0, got -1"),
         ({"macs": 0.01, "importance": "norm", "least": 6}, r"macs: expected at least 0\.\d+, .*, got 0.01"),
