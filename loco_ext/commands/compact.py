@@ -41,6 +41,7 @@ def run(
 
     found = compacting.read_trained(trained, model, data)
     dataset = found.load_data(folder)
+    compacting.check_folder(out)
     make_writable(out)
     with status("loco_ext.sparsity.compaction"):
         compacted = compacting.compact(

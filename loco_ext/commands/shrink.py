@@ -34,6 +34,7 @@ def run(
     how = shrinking.Shrinking(**options)
     found = compacting.read_trained(trained, model, data)
     dataset = found.load_data(folder) or load(found.data, folder)  # the latter says which folder is missing
+    compacting.check_folder(out)
     make_writable(out)
     with writing_to(out):
         with status("loco_ext.sparsity.compaction"):

@@ -90,6 +90,8 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None) -
             raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
         name, data = name or recorded, data or settings.get("data")
         path = path / "model.safetensors"
+    elif not path.exists():
+        raise SettingsError(f"{path}: expected the folder of a run or a checkpoint, found neither")
     if not isinstance(name, str) or not (is_own(name) or name in MODELS):
         raise SettingsError(f"model: expected one of {', '.join(MODELS)}, or MODULE:FUNCTION, got {name!r}")
     if images is None and data in IMAGES:
@@ -140,6 +142,12 @@ def example(trained: Trained, batch_size: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch_size, trained.channels, trained.size, trained.size, generator=generator)
     return images.to(device, memory_format=torch.channels_last)
+
+
+def check_folder(out: Path) -> None:
+    """Raise SettingsError if ``out`` is the folder of a training, whose weights would be replaced."""
+    if (out / "settings.json").exists():
+        raise SettingsError(f"out: expected a folder without a training, got {out}")
 
 
 def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> None:

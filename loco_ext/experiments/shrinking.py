@@ -144,8 +144,12 @@ def shrink(
             network, report = _smaller(trained, how, dataset, setting, processes)
             sparsity.save(network, out / "start", report)
             write_json(path, record)
-        elif json.loads(path.read_text()) != record:
-            raise SettingsError(f"{path}: expected the options and the network of the run to resume")
+        elif (recorded := json.loads(path.read_text())) != record:
+            others = [name for name, value in asdict(how).items() if recorded["shrinking"].get(name) != value]
+            raise SettingsError(
+                f"{path}: expected the options and the network of the run to resume, got another "
+                f"{', '.join(others) or 'network'}"
+            )
     network = sparsity.load(out / "start").to(processes.device)
     test, normalization = dataset.test.to(processes.device), Normalization(dataset.train)
     _, untrained = evaluate(network, test, normalization, processes)

@@ -71,10 +71,11 @@ class Problem:
         layers: the layers.
         fixed: classes that stay whatever their filters are, ``[classes]``.
         class_costs: cost of each class beside the taps of the layers, ``[classes]``.
+        rest: cost of what stays in any case.
     """
 
-    def __init__(self, layers: list[Layer], fixed: Booleans, class_costs: Floats) -> None:
-        self.layers, self.fixed, self.class_costs = layers, fixed, class_costs
+    def __init__(self, layers: list[Layer], fixed: Booleans, class_costs: Floats, rest: float = 0.0) -> None:
+        self.layers, self.fixed, self.class_costs, self.rest = layers, fixed, class_costs, rest
         count = len(fixed)
         reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
         self._reads = np.stack([np.bincount(each, minlength=count).astype(np.float64) for each in reads])
@@ -96,7 +97,8 @@ class Problem:
     def cost(self, sizes: Sizes) -> float:
         """Return the exact cost of these sizes."""
         stays = self.stays(sizes)
-        return float(self._units @ (self._inputs(stays) * self._taps(sizes)) + self.class_costs[stays].sum())
+        taps = self._units @ (self._inputs(stays) * self._taps(sizes))
+        return float(taps + self.class_costs[stays].sum()) + self.rest
 
     def lost(self, sizes: Sizes) -> float:
         """Return the importance that is lost with these sizes."""

@@ -14,7 +14,7 @@ from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.shrink import Search, bounds, check_budget
 from loco_ext.sparsity.budget.structure import Masks, structure_of
-from loco_ext.sparsity.compaction.compact import check_inputs, unwrapped
+from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
 _MEMORY = 0.99  # decay of the importance from one step to the next
 
@@ -37,9 +37,10 @@ class Budget:
         optimizer: the optimizer of the model's parameters.
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
-            :attr:`Report.macs_after`, or of its parameters that could be removed; or of its latency on the example in
-            eval mode. For the latter, MACs are counted, and compacted networks are timed: one at the beginning, and at
-            ``end`` several, of more or fewer MACs, which takes some seconds each.
+            :attr:`Report.macs_after` and :attr:`Report.parameters_after`; or of its latency on the example in eval
+            mode. At ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes
+            until it does. For a latency, MACs are counted meanwhile, and compacted networks are timed, which takes some
+            seconds each: one at the beginning, and several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -104,9 +105,11 @@ class Budget:
         self.steps = 0
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
-        self._choose(self.share)  # raises if that is impossible
         if self.cost == "latency":
+            self._choose(self.share)  # raises if that is impossible
             self._target = self._search().guess()
+        else:
+            self._search().search(self.share, near=0.0)  # raises if that is impossible
 
     def step(self) -> None:
         """Count a step of the optimizer; make the network smaller when it is time.
@@ -120,9 +123,9 @@ class Budget:
         every = max(1, -(-(self.end - self.begin) // self.updates))
         if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
             self._masks.restore()
-            if self.cost == "latency" and self.steps == self.end:
-                _, _, self._target = self._search().search(self._target)
-            self._hold(_of_the_first_process(self._choose(self.share_wanted)))
+            last = self.steps == self.end
+            sizes = self._search().search(self._target)[2] if last else self._choose(self.share_wanted)
+            self._hold(_of_the_first_process(sizes))
             self._masks.cut()
         if self.steps >= self.end:
             self._masks.removed.clear()
@@ -146,13 +149,32 @@ class Budget:
         """Continue from the state of a controller of the same model; load the model's own state as well.
 
         Raises:
-            ValueError: the state is another model's.
+            TypeError, ValueError: it is no such state, or another model's; nothing has changed then.
         """
+        self._check_state(state)
         self._taylor.load(state["importance"])
         self._target = state.get("target", self.share)
         self.steps, sizes = state["steps"], state["sizes"]
         self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
         self._masks.removed = list(state.get("removed", ()))
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless the state has all that is loaded, and sizes of this model's filters."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
+        if missing := {"importance", "sizes", "steps"} - set(state):
+            raise ValueError(
+                f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
+            )
+        if state["sizes"] is None:
+            return
+        wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
+        given = [(len(sizes), 1 + int(sizes.max())) for sizes in state["sizes"]]
+        if len(given) != len(wanted) or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
+            raise ValueError(
+                f"state: expected sizes of {[filters for filters, _ in wanted]} filters, got of "
+                f"{[filters for filters, _ in given]}, or of other rings"
+            )
 
     def _hold(self, sizes: Sizes | None) -> None:
         """Keep filters at these sizes from now on; None leaves them whole."""
@@ -183,7 +205,7 @@ class Budget:
 
     def _search(self) -> Search:
         """Return the search for the share of MACs with which the compacted network meets the latency."""
-        model, structure = copy.deepcopy((self._model, self._structure))
+        model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
         return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
 
 

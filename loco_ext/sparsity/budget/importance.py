@@ -27,16 +27,22 @@ def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
     """Return what each choice loses if the function gives the importance of each ring of a layer's filters.
 
     Raises:
-        ValueError: its result has another shape than ``(C_out, rings)``, or negative numbers.
+        TypeError: its result is no tensor.
+        ValueError: its result has another shape than ``(C_out, rings)``, or numbers that are negative or not finite.
     """
     found = {}
     for layer in structure.layers:
-        each = torch.as_tensor(function(layer.name, layer.module.weight.detach()))
+        given = function(layer.name, layer.module.weight.detach())
+        try:
+            each = torch.as_tensor(given).double()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"importance: expected a tensor for {layer.name!r}, got {type(given).__name__}") from None
         expected = len(layer.module.weight), len(layer.taps) - 1
-        if tuple(each.shape) != expected or not bool((each >= 0).all()):
+        if tuple(each.shape) != expected or not bool((each.isfinite() & (each >= 0)).all()):
+            numbers = f", from {each.min().item():g} to {each.max().item():g}" if each.numel() else ""
             raise ValueError(
-                f"importance: expected numbers of at least 0 of shape {expected} for {layer.name!r}, got shape "
-                f"{tuple(each.shape)}, the least being {each.min().item() if each.numel() else None}"
+                f"importance: expected finite numbers of at least 0 of shape {expected} for {layer.name!r}, got shape "
+                f"{tuple(each.shape)}{numbers}"
             )
         found[layer.name] = _cumulated(layer, each)
     return found
@@ -81,15 +87,20 @@ class Taylor:
             self._with_gradient.add(layer.name)
             products = _by_tap(layer.module.weight * given)
             changes.append(products @ outside.to(products))
-            owner = layer.module if layer.norm is None or layer.norm.weight is None else layer.norm
-            if owner is not layer.module:
-                changes[-1][:, -1] = _change(owner.weight, gradient)
+            scale = None if layer.norm is None or layer.norm.weight is None else gradient(layer.norm.weight)
+            owner = layer.module if scale is None else layer.norm  # the layer too if the norm is frozen
+            if scale is not None:
+                changes[-1][:, -1] = owner.weight * scale
             if owner.bias is not None:
                 changes[-1][:, -1] += _change(owner.bias, gradient)
         squares = torch.cat([each.flatten().to(self._sums.device) for each in changes]).double().square()
         finite = squares.isfinite().all()
         self._any |= finite
         self._sums = torch.where(finite, self._sums * decay + squares, self._sums)
+
+    def known(self) -> bool:
+        """Return whether any changes have been added."""
+        return bool(self._any)
 
     def unknown(self) -> list[str]:
         """Return the names of layers that may shrink and whose weights have had no finite gradient."""
@@ -130,6 +141,10 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
     Args:
         batches: pairs of inputs and targets.
         loss: function of the model's output and the targets.
+
+    Raises:
+        TypeError: the batches are no pairs.
+        ValueError: no batch's gradients are finite.
     """
     taylor = Taylor(structure)
     parameters = taylor.parameters()
@@ -137,7 +152,10 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
     try:
         for parameter in parameters:
             parameter.requires_grad_(True)
-        for x, target in batches:
+        for batch in batches:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise TypeError(f"batches: expected pairs of inputs and targets, got {type(batch).__name__}")
+            x, target = batch
             with torch.enable_grad():
                 value = loss(model(x), target)
             given = torch.autograd.grad(value, parameters, allow_unused=True)
@@ -145,6 +163,8 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
     finally:
         for parameter, was in zip(parameters, required, strict=True):
             parameter.requires_grad_(was)
+    if not taylor.known():
+        raise ValueError("batches: expected some for which all gradients of the loss are finite, got none")
     return taylor.lost()
 
 

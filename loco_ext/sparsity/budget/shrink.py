@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_choice, check_count, check_number
-from loco_ext.sparsity.budget.choose import LeastCost, Problem
+from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
 
 _MOST_TRIES = 12
+_GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
 _NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
 
 
@@ -134,6 +135,8 @@ def _lost(
     check_choice("importance", importance, ("taylor", "norm"))
     if importance == "norm":
         return by_norm(structure)
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches: expected pairs of inputs and targets, got {type(batches).__name__}")
     several = list(batches)
     if not several:
         raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
@@ -163,40 +166,49 @@ class Search:
 
     def guess(self) -> float:
         """Return the count, as a share of the model's, that should meet the budget, judged by one network."""
-        counted, _, report = self._network(self.share)
-        return min(1.0, counted * self.share / self._reached(report))
+        sizes, _, report = self._network(self.share)
+        return min(1.0, self._counted(sizes) * self.share / self._reached(report))
 
-    def search(self, target: float) -> tuple[nn.Module, Report, float]:
-        """Return the network, its report, and its count as a share of the model's; ``target`` is tried first.
+    def search(self, target: float, near: float = _NEAR) -> tuple[nn.Module, Report, Sizes]:
+        """Return the network, its report and its sizes.
+
+        Args:
+            target: share of the count that is tried first.
+            near: share of the budget from which on a network is returned without looking for a larger one.
 
         Raises:
             ValueError: no sizes that are allowed meet the budget.
         """
         low, high = 0.0, 1.0
-        best, least = None, 1.0
-        for _ in range(_MOST_TRIES):
+        best: tuple[nn.Module, Report, Sizes] | None = None
+        least = 1.0
+        for tried in range(_MOST_TRIES):
             try:
-                counted, network, report = self._network(target)
+                sizes, network, report = self._network(target)
             except LeastCost as error:
                 if best is not None or high < 1.0:
                     break  # of the targets tried, the last but one is the least
                 least = error.cost / self.problem.cost(self.problem.whole())
                 break
-            reached = self._reached(report)
+            reached, counted = self._reached(report), self._counted(sizes)
             if reached <= self.share:
-                best, low = (network, report, counted), target
-                if reached >= _NEAR * self.share or target == 1.0 or (target == self.share and reached == counted):
+                best, low = (network, report, sizes), target
+                if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
-                high, least = target, reached
-            guess = target * self.share / reached
-            target = guess if low < guess < high else (low + high) / 2
+                high, least = target, min(least, reached)
+            guess, stuck = target * self.share / reached, best is None and tried >= _GUESSES
+            target = guess if low < guess < high and not stuck else (low + high) / 2
         if best is None:
-            raise ValueError(f"{self.cost}: expected at least {least:.3g}, the least reached, got {self.share}")
+            raise ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
         return best
 
-    def _network(self, target: float) -> tuple[float, nn.Module, Report]:
-        """Return what was counted, as a share of the model's, at most the target; the network and its report.
+    def _counted(self, sizes: Sizes) -> float:
+        """Return the count of these sizes as a share of the model's."""
+        return self.problem.cost(sizes) / self.problem.cost(self.problem.whole())
+
+    def _network(self, target: float) -> tuple[Sizes, nn.Module, Report]:
+        """Return sizes that count at most the target, the network that is left of them, and its report.
 
         For a latency, the network is the model with zeros.
 
@@ -211,7 +223,7 @@ class Search:
             network, (_, report) = model, compact(model, self.inputs)
         else:
             network, report = compact(model, self.inputs, cost="macs", fold_norms=False)
-        return self.problem.cost(sizes) / whole, network, report
+        return sizes, network, report
 
     def _reached(self, report: Report) -> float:
         """Return the share of the model's cost that is left."""

@@ -64,11 +64,13 @@ class Structure:
         layers: in the order in which they run.
         norms: every batch norm, and the class of each of its channels.
         fixed: for each class, whether it stays in any case.
+        others: number of the model's parameters outside these layers and norms.
     """
 
     layers: list[PrunableLayer]
     norms: list[tuple[Any, Integers]]
     fixed: np.ndarray[Any, np.dtype[np.bool_]]
+    others: int
 
     def problem(self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int]) -> Problem:
         """Return the problem of choosing sizes.
@@ -92,7 +94,7 @@ class Structure:
         for norm, classes in self.norms:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
-        return Problem(layers, self.fixed, of_classes)
+        return Problem(layers, self.fixed, of_classes, self.others if cost == "parameters" else 0)
 
     def masks(self, sizes: Sizes) -> Masks:
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""
@@ -199,6 +201,8 @@ def structure_of(
     check_plain(model)
     check_choice("kind", kind, ("half", "full"))
     check_choice("granularity", granularity, ("rings", "filters"))
+    if isinstance(skip, str) or not isinstance(skip, Collection):
+        raise TypeError(f"skip: expected several names of the model's modules, got {skip!r}")
     inner = unwrapped(model)
     copy = copied(inner).eval()
     with torch.no_grad():
@@ -233,7 +237,9 @@ def structure_of(
             rings = _rings(module.weight.shape[2:], kind, granularity)
             pixels = prod(node.meta["shape"][1:]) // len(module.weight)
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
-    structure = Structure(layers, norms, fixed)
+    counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
+    others = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
+    structure = Structure(layers, norms, fixed, others)
     if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
         raise ValueError("model: expected convolutions or linear layers that can be made smaller, got none")
     for name in skip:

@@ -233,9 +233,13 @@ def _latencies(networks: Sequence[nn.Module], inputs: Sequence[Any], budget: flo
 
 def copied(model: nn.Module) -> nn.Module:
     """Return a deep copy; computed tensors, such as weights set by hooks, are copied without their history."""
+    return copy.deepcopy(model, computed_tensors(model))
+
+
+def computed_tensors(model: nn.Module) -> dict[int, Any]:
+    """Return copies of the computed tensors that modules hold, without their history, as a memo for a deep copy."""
     attributes = (x for module in model.modules() for x in _pytree.tree_leaves(vars(module)))
-    memo = {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
-    return copy.deepcopy(model, memo)
+    return {id(x): x.detach().clone() for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
 
 
 def _device(model: nn.Module) -> torch.device:

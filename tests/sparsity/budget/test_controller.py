@@ -52,6 +52,23 @@ def test_the_budget_is_reached_by_the_end_and_held(name: str, importance: str) -
     assert all(bool((p[zeros[name]] == 0).all()) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize(("name", "cost", "share"), [("depthwise", "parameters", 0.5), ("constants", "macs", 0.2)])
+def test_what_compaction_cannot_remove_counts(name: str, cost: str, share: float) -> None:
+    """Rings of a depthwise layer keep their parameters; constants that padding makes visible keep a channel."""
+    model, optimizer, budget = controlled(name, **{"macs": None, cost: share}, granularity="rings", begin=0, end=3)
+    train(model, optimizer, budget, 4, seed=1)
+    _, report = sparsity.compact(model, X, cost="macs", fold_norms=False)
+    after, before = (getattr(report, f"{cost}_{state}") for state in ("after", "before"))
+    assert 0.4 * share < after / before <= share
+
+
+def test_a_frozen_batch_norm_does_not_hide_its_filters() -> None:
+    model, optimizer, budget = controlled("plain", granularity="filters", begin=0, end=3)
+    model[1].requires_grad_(False)  # type: ignore[index]
+    train(model, optimizer, budget, 1, seed=1)
+    assert bool((budget.state_dict()["importance"]["0"][:, -1] > 0).all())
+
+
 def test_filters_that_go_leave_no_shift_behind() -> None:
     model, optimizer, budget = controlled("plain", granularity="filters", macs=0.3)
     train(model, optimizer, budget, 12, seed=1)
@@ -121,6 +138,14 @@ def test_state_of_another_model() -> None:
     train(model, optimizer, other, 1, seed=1)
     with pytest.raises(ValueError, match="state: expected importance of shapes"):
         budget.load_state_dict(other.state_dict())
+    state = budget.state_dict()
+    for bad, message in (
+        ({**state, "sizes": [torch.zeros(6)]}, r"state: expected sizes of \[6, 8, 12, 4\] filters, got of \[6\]"),
+        ({"steps": 1}, "state: expected one from Budget.state_dict, got one without importance, sizes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            budget.load_state_dict(bad)
+    assert budget.steps == 0
 
 
 @pytest.mark.parametrize(
@@ -130,12 +155,12 @@ def test_state_of_another_model() -> None:
         ({"begin": 0, "end": 0}, "end: expected at least 1, got 0"),
         ({"begin": -1}, "begin: expected at least 0, got -1"),
         ({"macs": None}, "macs, parameters, latency: expected exactly one of them, got none"),
-        ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, which is what must stay, got 0.02"),
+        ({"macs": 0.02, "least": 6}, r"macs: expected at least 0\.\d+, the least reached, got 0.02"),
         ({"macs": 0.0}, r"macs: expected a share of the model's own, in \(0, 1\], got 0.0"),
         ({"macs": None, "latency": 1.5}, "latency: expected a share of the model's own"),
         (
             {"macs": None, "parameters": 1e-4, "least": 6},
-            r"parameters: expected at least 0\.\d+, which is what must stay",
+            r"parameters: expected at least 0\.\d+, the least reached",
         ),
         ({"updates": 0}, "updates: expected at least 1, got 0"),
     ],

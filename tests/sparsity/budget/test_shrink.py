@@ -177,13 +177,21 @@ def test_latency() -> None:
         ({"macs": 0.5, "importance": "size"}, "importance: expected one of 'taylor', 'norm', got 'size'"),
         (
             {"macs": 0.5, "importance": lambda name, weight: weight},
-            "importance: expected numbers of at least 0 of shape",
+            "importance: expected finite numbers of at least 0 of shape",
         ),
         ({"macs": 0.5, "importance": "norm", "kind": "quarter"}, "kind: expected one of"),
         ({"macs": 0.5, "importance": "norm", "granularity": "taps"}, "granularity: expected one of"),
         (
             {"macs": 0.5, "importance": "norm", "skip": ["conv"]},
             "skip: expected names of the model's modules, got 'conv'",
+        ),
+        (
+            {"macs": 0.5, "importance": lambda name, weight: torch.full((len(weight), 5), torch.inf)},
+            r"importance: expected finite numbers .* for '0', got shape \(6, 5\), from inf to inf",
+        ),
+        (
+            {"macs": 0.5, "batches": batches(), "loss": lambda out, _: torch.nan * out.sum()},
+            "batches: expected some for which all gradients of the loss are finite, got none",
         ),
         ({"macs": 0.5, "importance": "norm", "least": {"1": 3}}, "least: expected names of convolution or linear"),
         ({"macs": 0.5, "importance": "norm", "least": -1}, "least: expected at least 0, got -1"),
