@@ -92,7 +92,7 @@ def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(
     errors = {}
     for record in report["networks"]:
         assert record["macs"] <= record["share"] or record["way"] == "dense"
-        assert record["macs"] > 0.7 * record["share"]
+        assert record["macs"] > 0.5 * record["share"]
         errors.setdefault((record["way"], record["share"]), []).append(record["error"])
     for arm in report["arms"]:
         mine = errors[arm["way"], arm["share"]]
