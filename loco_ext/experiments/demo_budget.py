@@ -55,8 +55,9 @@ def shrink(dense: nn.Module, samples: Dataset, settings: Settings, processes: Pr
     """
     model = make_model(settings, samples).to(processes.device)
     accuracy = _train(model, samples, replace(settings, macs=SHARE), processes, "budget")
-    torch.manual_seed(settings.seed)
-    narrow = small_cnn(samples.channels, samples.classes, samples.size, width=WIDTH)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(settings.seed)
+        narrow = small_cnn(samples.channels, samples.classes, samples.size, width=WIDTH)
     narrow = narrow.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     narrower = _train(narrow, samples, settings, processes, "fewer channels")
     test, normalization = samples.test.to(processes.device), Normalization(samples.train)
