@@ -238,8 +238,8 @@ def structure_of(
             pixels = prod(node.meta["shape"][1:]) // len(module.weight)
             layers.append(PrunableLayer(str(node.target), mine, norm, rings, pixels, classes, reads, kept))
     counted = {id(p) for module, *_ in [*((each.module,) for each in layers), *norms] for p in module.parameters()}
-    others = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
-    structure = Structure(layers, norms, fixed, others)
+    elsewhere = sum(p.numel() for p in inner.parameters() if id(p) not in counted)
+    structure = Structure(layers, norms, fixed, elsewhere)
     if not any(len(np.unique(layer.rings)) > 1 or not fixed[layer.writes].all() for layer in layers if not layer.kept):
         raise ValueError("model: expected convolutions or linear layers that can be made smaller, got none")
     for name in skip:
