@@ -140,7 +140,7 @@ class Study:
     @cached_property
     def whole(self) -> int:
         """MACs of the dense network."""
-        return self.macs(self.network(0))
+        return self.compacted(self.network(0))[1].macs_before
 
     def error(self, network: nn.Module) -> float:
         """Return the test error in percent."""
