@@ -93,8 +93,7 @@ def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(
     assert len(report["networks"]) == 2 * len(first)
     errors = {}
     for record in report["networks"]:
-        # Weights that shrink_to leaves at zero, but in the network, count when they have been trained.
-        assert 0.5 * record["share"] < record["macs"] <= 1.005 * record["share"]
+        assert 0.7 * record["share"] < record["macs"] <= record["share"]
         errors.setdefault((record["way"], record["share"]), []).append(record["error"])
     for arm in report["arms"]:
         mine = errors[arm["way"], arm["share"]]
