@@ -151,7 +151,7 @@ def wants_cuda() -> bool:
 
 
 def supported_architectures(cuda_home: str) -> str:
-    """Those of ARCHITECTURES that this toolkit's nvcc knows, and PTX of the last, which runs on all later GPUs."""
+    """Return those of ARCHITECTURES that this toolkit's nvcc knows, and PTX of the last, which runs on later GPUs."""
     command = [f"{cuda_home}/bin/nvcc", "--list-gpu-arch"]
     known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return ";".join(name for name in ARCHITECTURES if f"compute_{name.replace('.', '')}" in known) + "+PTX"

@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.out / f"device_check-{name_of_gpu}.json"
     sources = fingerprint()
     done = earlier_parts(path, sources)
-    # What was cut off comes before what failed. This machine may be another one, where nothing is built yet.
+    # Parts that were cut off come before those that failed. The build is made again: this machine may be another one.
     open_parts = [name for name in PARTS if name == "build" or done.get(name, {}).get("result") != "passed"]
     chosen = arguments.only or sorted(open_parts, key=lambda name: name != "build" and name in done)
     report = {"benchmark": "device_check", "machine": machine.describe() | gpu, "sources": sources, "parts": done}

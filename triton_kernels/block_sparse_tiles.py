@@ -45,7 +45,7 @@ MOST = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a plan depends on."""
+    """The properties of a GPU that a plan depends on."""
 
     shared_memory: int  # bytes that a program may use
     fences: bool = True  # whether tensor cores wait for tiles that are copied asynchronously; see puts_fences

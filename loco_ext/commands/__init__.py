@@ -43,6 +43,11 @@ Data = Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder
 Device = Annotated[
     str, typer.Option(parser=option_parsers.device, metavar="NAME", help="Torch device, as cpu or cuda:1.")
 ]
+TrainedPath = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a checkpoint of weights.")]
+TrainedModel = Annotated[
+    str | None, typer.Option("--model", help="Network of a checkpoint; of a run, where it is a function of yours.")
+]
+TrainedData = Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")]
 Samples = Annotated[
     int | None, typer.Option(min=1, max=option_parsers.MOST, help="Train with only the first so many samples.")

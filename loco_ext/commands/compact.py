@@ -5,19 +5,28 @@ from typing import Annotated, Literal
 
 import typer
 
-from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
+from loco_ext.commands import (
+    Data,
+    Device,
+    Out,
+    Result,
+    TrainedData,
+    TrainedModel,
+    TrainedPath,
+    command,
+    make_writable,
+    writing_to,
+)
 from loco_ext.option_parsers import MOST
 from loco_ext.output import json_text, status
 
 
 @command()
 def run(
-    trained: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a checkpoint of weights.")],
+    trained: TrainedPath,
     *,
-    model: Annotated[
-        str | None, typer.Option(help="Network of a checkpoint; of a run, where it is a function of yours.")
-    ] = None,
-    data: Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")] = None,
+    model: TrainedModel = None,
+    data: TrainedData = None,
     folder: Data = None,
     out: Out = Path("runs/compact"),
     batch_size: Annotated[

@@ -1,11 +1,22 @@
 """The command ``loco-ext shrink``."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from loco_ext.commands import Data, Device, Out, Result, Resume, SettingsOptions, command, make_writable, writing_to
+from loco_ext.commands import (
+    Data,
+    Device,
+    Out,
+    Result,
+    Resume,
+    SettingsOptions,
+    TrainedData,
+    TrainedModel,
+    TrainedPath,
+    command,
+    make_writable,
+    writing_to,
+)
 from loco_ext.experiments import compacting, shrinking
 from loco_ext.experiments.data import load
 from loco_ext.output import json_text, status
@@ -13,12 +24,10 @@ from loco_ext.output import json_text, status
 
 @command(SettingsOptions(shrinking.Shrinking, {"": {}}))
 def run(
-    trained: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a checkpoint of weights.")],
+    trained: TrainedPath,
     *,
-    model: Annotated[
-        str | None, typer.Option(help="Network of a checkpoint; of a run, where it is a function of yours.")
-    ] = None,
-    data: Annotated[str | None, typer.Option("--dataset", metavar="NAME", help="Data set of a checkpoint.")] = None,
+    model: TrainedModel = None,
+    data: TrainedData = None,
     folder: Data = None,
     out: Out = Path("runs/shrink"),
     resume: Resume = False,

@@ -30,7 +30,7 @@ from loco_ext.option_parsers import MOST
 from loco_ext.output import print_table, write_json
 
 SAMPLES = 2048  # training samples whose gradients tell the importance of filters
-SLOWER = 0.5  # learning rate of the first epoch, as a share of the training's before
+RATE_SHARE = 0.5  # learning rate of the first epoch, as a share of the training's before
 # Settings of the run before that training on takes over.
 KEPT = ("batch_size", "optimizer", "learning_rate", "momentum", "weight_decay", "norm", "augment", "seed", "amp")
 
@@ -126,6 +126,7 @@ def shrink(
     """Make a trained network smaller, train it on, and compact it; write ``start``, ``shrink.json`` and ``training``.
 
     Args:
+        how: the budget, and the training afterwards.
         resume: go on with what is in ``out``; without anything there, start from the beginning.
 
     Raises:
@@ -164,7 +165,7 @@ def shrink(
 def _settings(trained: Trained, how: Shrinking) -> Settings:
     """Return the settings of training on: the run's, as far as they matter, with a cosine of the learning rate."""
     kept = {name: trained.settings[name] for name in KEPT if name in trained.settings}
-    rate = SLOWER * kept.pop("learning_rate", 0.1) if how.learning_rate is None else how.learning_rate
+    rate = RATE_SHARE * kept.pop("learning_rate", 0.1) if how.learning_rate is None else how.learning_rate
     options: dict[str, Any] = {"model": trained.name, "data": trained.data, "epochs": how.epochs, "learning_rate": rate}
     if trained.data == FOLDER:
         options["image_size"] = trained.size

@@ -218,7 +218,7 @@ class LocalityOptimizer(Optimizer):
                 self.state[param][name] = tensor
         if len(batches) == 1 and not by_torch:
             ((key, batch),) = batches.items()
-            # Where other parameters have a gradient in each step, a cache would be made in vain.
+            # A cache that no next step fits would be made in vain: other parameters may have gradients in each step.
             if same_objects(batch.params, before) and StepCache.possible(plans, key, batch):
                 names = self._state_names(self.param_groups[0])
                 self._cache = StepCache(plans, self._arguments(key, batch, None), self.state, names)

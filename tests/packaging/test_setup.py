@@ -1,4 +1,4 @@
-"""What setup.py finds out about the CUDA toolkit, with made-up compilers."""
+"""setup.py reads the CUDA toolkit's folder and GPUs from nvcc; the tests make compilers up."""
 
 import runpy
 import sys

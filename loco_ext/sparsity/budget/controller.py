@@ -153,16 +153,15 @@ class Budget:
         """
         self._check_state(state)
         self._taylor.load(state["importance"])
-        self._target = state.get("target", self.share)
-        self.steps, sizes = state["steps"], state["sizes"]
+        self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
         self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
-        self._masks.removed = list(state.get("removed", ()))
+        self._masks.removed = list(state["removed"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless the state has all that is loaded, and sizes of this model's filters."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
-        if missing := {"importance", "sizes", "steps"} - set(state):
+        if missing := {"importance", "removed", "sizes", "steps", "target"} - set(state):
             raise ValueError(
                 f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
             )
@@ -204,7 +203,7 @@ class Budget:
             raise ValueError(f"{self.cost}: {least}, got {self.share}") from None
 
     def _search(self) -> Search:
-        """Return the search for the share of MACs with which the compacted network meets the latency."""
+        """Return the search for the share of what is counted with which the compacted network meets the budget."""
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
         return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
 

@@ -1,4 +1,4 @@
-"""What can be removed from a model: the layers with filters, the channels that they share, and their costs."""
+"""The parts of a model that can be removed: the layers with filters, the channels that they share, and their costs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Structure:
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         for layer in self.layers:
-            weight, table = layer.module.weight, fall_of_logarithm(lost[layer.name].double().cpu().numpy())
+            weight, table = layer.module.weight, log_importance_lost(lost[layer.name].double().cpu().numpy())
             if layer.kept:
                 table[:, 1:] = np.inf
             table[self.fixed[layer.writes], -1] = np.inf
@@ -116,7 +116,7 @@ class Structure:
         self.masks(sizes).apply()
 
 
-def fall_of_logarithm(lost: Floats) -> Floats:
+def log_importance_lost(lost: Floats) -> Floats:
     """Return by how much each choice lowers the logarithm of a layer's importance, if its filters go in order.
 
     The sum over all layers is the logarithm of the product of the shares of importance that the layers keep: a layer

@@ -141,7 +141,7 @@ def test_state_of_another_model() -> None:
     state = budget.state_dict()
     for bad, message in (
         ({**state, "sizes": [torch.zeros(6)]}, r"state: expected sizes of \[6, 8, 12, 4\] filters, got of \[6\]"),
-        ({"steps": 1}, "state: expected one from Budget.state_dict, got one without importance, sizes"),
+        ({"steps": 1}, "state: expected one from Budget.state_dict, got one without importance, removed"),
     ):
         with pytest.raises(ValueError, match=message):
             budget.load_state_dict(bad)

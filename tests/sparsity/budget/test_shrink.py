@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loco_ext import sparsity
 from loco_ext.experiments import models
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
-from loco_ext.sparsity.budget.structure import fall_of_logarithm, structure_of
+from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
 
@@ -149,14 +149,14 @@ def test_removing_the_least_important_filters_loses_the_logarithm_of_the_share_t
     importance = np.random.default_rng(0).exponential(size=7)
     importance[3] = 0.0
     rings = np.array([0.0, 0.25, 1.0])  # part of a filter that each choice loses
-    falls = fall_of_logarithm(importance[:, None] * rings)
+    falls = log_importance_lost(importance[:, None] * rings)
     np.testing.assert_allclose(falls, falls[:, -1:] * rings)
     order = importance.argsort()
     for count in range(7):
         kept = importance[order[count:]].sum() / importance.sum()
         np.testing.assert_allclose(falls[order[:count], -1].sum(), -np.log(kept), atol=1e-12)
     assert falls.max() > 10  # of the last
-    assert not fall_of_logarithm(np.zeros((3, 2))).any()
+    assert not log_importance_lost(np.zeros((3, 2))).any()
 
 
 @pytest.mark.slow
