@@ -322,6 +322,7 @@ def main(
     """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
     study = Study(load("cifar10", data).first(images), runs, model, epochs)
     out = out or tables.RESULTS / f"budget_cifar10-{model}-{images}-{epochs}.json"
+    facts = machine.describe()
     chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
     content: Record = {"settings": asdict(study.training()), "training_samples": images, "networks": []}
     if out.exists():
@@ -333,10 +334,11 @@ def main(
                 if any(key.items() <= record.items() for record in content["networks"]):
                     continue
                 network = WAYS[name].train(study, seed, share)
-                measured = {"error": study.error(network), "macs": study.macs(network) / study.whole}
-                content["networks"].append(key | measured | {"latencies": study.latencies(network)})
+                measured: Record = {"error": study.error(network), "macs": study.macs(network) / study.whole}
+                measured |= {"latencies": study.latencies(network), "commit": facts["commit"]}
+                content["networks"].append(key | measured)
                 content["arms"] = summary(content["networks"])
-                harness.write_json(out, {"benchmark": "budget_cifar10", "machine": machine.describe()} | content)
+                harness.write_json(out, {"benchmark": "budget_cifar10", "machine": facts} | content)
     tables.publish("budget_cifar10", out, **content)
 
 
