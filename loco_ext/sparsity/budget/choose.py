@@ -100,6 +100,17 @@ class Problem:
         taps = self._units @ (self._inputs(stays) * self._taps(sizes))
         return float(taps + self.class_costs[stays].sum()) + self.rest
 
+    def filter_costs(self) -> list[float]:
+        """Return the mean cost of a whole filter of each layer: its taps, and its part of what reads its channel.
+
+        The filters that write one channel share what the layers cost that read it.
+        """
+        whole = self.whole()
+        inputs, writers = self._inputs(self.stays(whole)), sum(self._writers(layer) for layer in self.layers)
+        reading = self._prices_of_classes(self._taps(whole)) / np.maximum(writers, 1)
+        own = zip(self.layers, inputs, strict=True)
+        return [float(layer.unit * count * layer.taps[0] + reading[layer.writes].mean()) for layer, count in own]
+
     def lost(self, sizes: Sizes) -> float:
         """Return the importance that is lost with these sizes."""
         pairs = zip(self.layers, sizes, strict=True)
@@ -185,6 +196,10 @@ class Problem:
         total = float(sum(each.sum() for each in finite)) or 1.0
         least = min(layer.unit for layer in self.layers)
         return _FIRST_PRICE * total / whole, _RISE * total / least
+
+    def _writers(self, layer: Layer) -> Integers:
+        """Return how many of a layer's filters write each class."""
+        return np.bincount(layer.writes, minlength=len(self.fixed))
 
     def _inputs(self, stays: Booleans) -> Floats:
         """Return the number of input channels that are left to a filter of each layer."""

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from loco_ext.argument_checks import check_choice, check_count
 from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
+from loco_ext.sparsity.budget.penalty import CostPenalty
 from loco_ext.sparsity.budget.shrink import Search, bounds, check_budget
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
@@ -46,6 +47,9 @@ class Budget:
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
         importance: "taylor": as for :func:`shrink_to`, from the gradients of training, in a mean that decays by 1 % a
             step; or "norm".
+        method: "pruning" as above. Or "penalty": from ``begin`` to ``end``, a penalty on all filters, in proportion to
+            their costs, shrinks them in each step by its prox; its strength is turned until the filters that it has
+            made zero save what they should at that time. At ``end``, sizes are chosen as above. It is the slower way.
         kind, granularity, least, skip: as for :func:`shrink_to`.
 
     Raises:
@@ -86,6 +90,7 @@ class Budget:
         end: int,
         updates: int = 20,
         importance: str = "taylor",
+        method: str = "pruning",
         kind: str = "half",
         granularity: str = "rings",
         least: int | Mapping[str, int] = 1,
@@ -97,6 +102,7 @@ class Budget:
         if end < begin:
             raise ValueError(f"end: expected at least begin, {begin}, got {end}")
         check_choice("importance", importance, ("taylor", "norm"))
+        check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
         self._least = bounds(self._structure, least)
@@ -110,6 +116,7 @@ class Budget:
             self._target = self._search().guess()
         else:
             self._search().search(self.share, near=0.0)  # raises if that is impossible
+        self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
 
     def step(self) -> None:
         """Count a step of the optimizer; make the network smaller when it is time.
@@ -121,7 +128,12 @@ class Budget:
         if self.steps <= self.end and self.importance == "taylor":
             self._taylor.add(lambda parameter: parameter.grad, _MEMORY)
         every = max(1, -(-(self.end - self.begin) // self.updates))
-        if self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0:
+        due = self.begin <= self.steps <= self.end and (self.end - self.steps) % every == 0
+        if self._penalty is not None and self.begin <= self.steps < self.end:
+            self._penalty.shrink()
+            if due:
+                self._penalty.turn(self._share_at(self.steps + every), every)
+        elif due:
             self._masks.restore()
             last = self.steps == self.end
             sizes = self._search().search(self._target)[2] if last else self._choose(self.share_wanted)
@@ -134,16 +146,27 @@ class Budget:
     @property
     def share_wanted(self) -> float:
         """The share of the MACs or parameters that the network may have after the present step."""
-        if self.steps < self.begin:
+        return self._share_at(self.steps)
+
+    def _share_at(self, step: int) -> float:
+        """Return the share that the network may have after a step."""
+        if step < self.begin:
             return 1.0
-        left = 0.0 if self.steps >= self.end else 1.0 - (self.steps - self.begin) / (self.end - self.begin)
+        left = 0.0 if step >= self.end else 1.0 - (step - self.begin) / (self.end - self.begin)
         return self._target + (1.0 - self._target) * left**3
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the controller; the weights are the model's."""
         sizes = None if self._sizes is None else [torch.from_numpy(chosen) for chosen in self._sizes]
         steps = {"steps": self.steps, "target": self._target}
-        return {**steps, "importance": self._taylor.state(), "sizes": sizes, "removed": self._masks.removed}
+        penalty = None if self._penalty is None else self._penalty.state()
+        return {
+            **steps,
+            "penalty": penalty,
+            "importance": self._taylor.state(),
+            "sizes": sizes,
+            "removed": self._masks.removed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a controller of the same model; load the model's own state as well.
@@ -156,15 +179,20 @@ class Budget:
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
         self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
         self._masks.removed = list(state["removed"])
+        if self._penalty is not None:
+            self._penalty.load(state["penalty"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise unless the state has all that is loaded, and sizes of this model's filters."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
-        if missing := {"importance", "removed", "sizes", "steps", "target"} - set(state):
+        if missing := {"importance", "penalty", "removed", "sizes", "steps", "target"} - set(state):
             raise ValueError(
                 f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
             )
+        if (state["penalty"] is None) != (self._penalty is None):
+            mine, other = ("pruning", "penalty") if self._penalty is None else ("penalty", "pruning")
+            raise ValueError(f"state: expected one of method {mine!r}, got {other!r}")
         if state["sizes"] is None:
             return
         wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
