@@ -1,7 +1,9 @@
 """The files of an experiment with several networks: its settings, and measurements that a resumed run reads again."""
 
 import json
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,3 +65,11 @@ def read(path: Path) -> Any:
         return json.loads(path.read_text())
     except (ValueError, FileNotFoundError) as error:
         raise SettingsError(f"{path}: expected JSON, remove it to measure anew ({type(error).__name__})") from error
+
+
+def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Return the mean and its standard error; None where a value is missing, or there are too few."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if len(known) < len(values):
+        return None, None
+    return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None

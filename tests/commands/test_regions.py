@@ -50,6 +50,35 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys):
     assert "*" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("small_pictures")
+def test_networks_that_diverge_are_left_out(tmp_path, capsys):
+    arguments = ["regions", "--out", str(tmp_path), *OPTIONS, "--strengths", "0.5,1e6", "--hinges", "0", "--seeds", "1"]
+    arguments += ["--epochs", "2", "--samples", "100"]
+    for resume in ([], ["--resume"]):
+        assert main([*arguments, *resume]) == 0
+        record = json.loads((tmp_path / "regions.json").read_text(), parse_constant=pytest.fail)
+        assert [network["diverged"] for network in record["networks"]] == [False, False, True]
+        wide, diverged = record["arms"][1:]
+        assert {diverged[name]["mean"] for name in ("accuracy", "points_lost")} == {None}
+        assert {diverged[name][p]["mean"] for name in ("median_radius", "ratio") for p in regions.NORMS} == {None}
+        assert wide["ratio"]["2"]["mean"] > 0
+    assert "roll-1e+06-0-100, seed 0: the training has diverged" in capsys.readouterr().err
+    assert regions.best([diverged]) is None
+
+
+def test_an_infinite_median_is_no_ratio():
+    networks = [
+        {"name": name, "strength": 1.0, "hinge": None, "top_percent": None, "seed": 0, "diverged": False}
+        | {"accuracy": 0.5, "radii": {p: [1.0, median, None] for p in regions.NORMS}}
+        for name, median in (("vanilla", 2.0), ("dead", None))
+    ]
+    arms = regions.summarise(networks)
+    assert arms[1]["ratio"]["2"]["mean"] is None
+    assert arms[1]["accuracy"]["mean"] == 0.5
+    assert regions.best(arms)["name"] == "vanilla"
+    assert [cells[-1] for cells in regions.rows({"arms": arms})[1]] == ["1.0", ""]
+
+
 def test_radii_are_in_units_of_pixels(tmp_path):
     """The same network, of pixels instead of normalised inputs, has these radii itself."""
     setting = regions.settings_of("quick", epochs=1, units=8, layers=1, strengths=(0.5,), hinges=(1.0,))

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from loco_ext import analysis, regularizers
 from loco_ext.cli import main
-from loco_ext.experiments import landscapes, landscapes_figures
+from loco_ext.experiments import landscapes, landscapes_figures, records
 from loco_ext.experiments.landscapes_settings import PRESETS, Arm, landscapes_preset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
@@ -271,6 +271,6 @@ def test_impossible_settings_are_named(bad):
 
 
 def test_missing_values_make_no_mean():
-    assert landscapes.mean_and_error([1.0, None]) == (None, None)
-    assert landscapes.mean_and_error([1.0, math.nan]) == (None, None)
-    assert landscapes.mean_and_error([1.0, 3.0]) == (2.0, 1.0)
+    assert records.mean_and_error([1.0, None]) == (None, None)
+    assert records.mean_and_error([1.0, math.nan]) == (None, None)
+    assert records.mean_and_error([1.0, 3.0]) == (2.0, 1.0)
