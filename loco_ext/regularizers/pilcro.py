@@ -38,13 +38,15 @@ class PILCRO:
     Args:
         mode: ``"curvature"`` for the variance of the landscape's Laplacian, ``"target"`` for the squared distance of
             the landscape to ``target``.
-        alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``.
+        alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``. The curvature loss is far steeper than
+            the target loss with a mean, as the centre of the Laplacian is -8: there 0.1 is a usual value.
         every: number of calls from one application to the next, T.
         target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
         laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
         reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
-            not grow with the images and with which 1 to 100 are usual values of alpha. The curvature loss is a mean.
+            not grow with the images and with which 1 to 100 are usual values of alpha; None for ``"sum"``. For mode
+            ``"target"`` alone: the curvature loss is a mean.
         expectation: as for :func:`importance_landscape`; ``"exact"`` takes as many passes as there are classes.
         chunk_size: most images to compute at once, to bound memory; None for the whole batch. The gradient is that of
             the whole batch in either case.
@@ -77,7 +79,7 @@ class PILCRO:
         target: Tensor | None = None,
         laplacian_kernel: int | Tensor = 3,
         alpha_scaling: str = "none",
-        reduction: str = "sum",
+        reduction: str | None = None,
         expectation: str = "sampled",
         chunk_size: int | None = None,
         route: str = "tangent",
@@ -85,13 +87,16 @@ class PILCRO:
     ) -> None:
         check_choice("mode", mode, MODES)
         check_choice("alpha_scaling", alpha_scaling, ALPHA_SCALINGS)
-        check_choice("reduction", reduction, REDUCTIONS)
+        if reduction is not None:
+            check_choice("reduction", reduction, REDUCTIONS)
         check_choice("expectation", expectation, EXPECTATIONS)
         check_choice("route", route, ROUTES)
         if mode == "target" and target is None:
             raise TypeError("target: expected a map of shape (H, W) for mode 'target', got None")
         if mode != "target" and target is not None:
             raise ValueError(f"target: expected None for mode {mode!r}, got a map")
+        if mode != "target" and reduction is not None:
+            raise ValueError(f"reduction: expected None for mode {mode!r}, whose loss is a mean, got {reduction!r}")
         if target is not None and not isinstance(target, Tensor):
             raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
         if not is_int(seed):
@@ -141,7 +146,7 @@ class PILCRO:
 
     def _factor(self, x: Tensor) -> float:
         """Return what multiplies the loss of images ``x``."""
-        pixels = x.shape[-2:].numel() if self.mode == "target" and self.reduction == "mean" else 1
+        pixels = x.shape[-2:].numel() if self.reduction == "mean" else 1
         return self.alpha * (self.every if self.alpha_scaling == "T" else 1) / pixels
 
     def _uniform(self, call: int, x: Tensor) -> Tensor:

@@ -109,9 +109,9 @@ def test_arms_are_trained_on_their_losses(finished):
         arm = Arm.parse(network["arm"])
         reached, setting = trained(network, out)
         model = make_model(setting, data)
-        options = {"target": smoothness} if arm.kind == "target" else {}
+        options = {"target": smoothness, "reduction": "mean"} if arm.kind == "target" else {}
         mode = arm.kind if arm.kind != "plain" else "curvature"
-        pilcro = regularizers.PILCRO(mode, arm.value, reduction="mean", seed=setting.seed, **options)
+        pilcro = regularizers.PILCRO(mode, arm.value, seed=setting.seed, **options)
         decayed = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]

@@ -214,6 +214,7 @@ WRONG = {
     "every: expected at least 1": lambda: PILCRO(every=0),
     "target: expected a map": lambda: PILCRO("target"),
     "target: expected None": lambda: PILCRO(target=torch.ones(8, 8)),
+    "reduction: expected None for mode 'curvature'": lambda: PILCRO(reduction="mean"),
     "route: expected one of": lambda: PILCRO(route="forward"),
     "seed: expected an int": lambda: PILCRO(seed=1.5),
     "x: expected images of shape": lambda: PILCRO()(MODEL, X[:, 0]),
