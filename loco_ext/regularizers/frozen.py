@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked
@@ -56,6 +56,7 @@ class Network:
         model = unwrap(model)
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
+        _check_parametrizations(model)
         try:
             with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # compiled parts of it run eagerly
                 self.graph = trace(model, _is_leaf, _defaults(model))
@@ -84,6 +85,8 @@ class Network:
         call = Call(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
         if call.module is not None and is_hooked(call.module):
             raise NotPiecewiseLinearError(f"model: expected modules without hooks, got some at {node.target}")
+        if call.module is not None and "forward" in vars(call.module):
+            raise call.refuse(f"{call.description} whose forward is replaced")
         if bending is None and affine is None:
             raise call.refuse()
         lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
@@ -98,6 +101,18 @@ class Network:
             self.bending[node] = bending
         elif affine is not None:
             self.affine[node] = affine
+
+
+def _check_parametrizations(model: nn.Module) -> None:
+    """Raise NotPiecewiseLinearError for parametrizations that may change buffers, as spectral norms in training do."""
+    for name, module in model.named_modules():
+        parts = module.named_children() if isinstance(module, ParametrizationList) else ()
+        for place, part in parts:
+            if part.training and next(part.buffers(), None) is not None:
+                raise NotPiecewiseLinearError(
+                    "model: expected parametrizations with buffers in evaluation mode, got "
+                    f"{type(part).__name__} at {name}.{place}; call eval() on it"
+                )
 
 
 def _is_leaf(module: nn.Module) -> bool | None:

@@ -313,6 +313,12 @@ class Two(nn.Module):
         return x + y
 
 
+class Replaced(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.ReLU())
+        self[1].forward = torch.tanh
+
+
 class Branching(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
@@ -323,6 +329,11 @@ REFUSED = {
     "inner sigmoid": (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), nn.ReLU()), "got Sigmoid at 0.1"),
     "function": (Mixing(torch.tanh), r"got tanh\(\) in the model"),
     "batch norm": (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()), "BatchNorm1d at 1; call eval"),
+    "spectral norm": (
+        nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.ReLU()),
+        "_SpectralNorm at 0.parametrizations.weight.0; call eval",
+    ),
+    "replaced": (Replaced(), "got ReLU at 1 whose forward is replaced"),
     "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU()), "Dropout at 1 that is active; call eval"),
     "without statistics": (
         nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)).eval(),
@@ -347,8 +358,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_to_be_piecewise_linear_is_refused(name):
     model, said = REFUSED[name]
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(regularizers.NotPiecewiseLinearError, match=said):
         regularizers.region_radius(model, torch.randn(3, 4))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_hooks_are_refused():
