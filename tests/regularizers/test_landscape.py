@@ -89,6 +89,47 @@ def test_paths_are_counted_one_by_one():
     assert regularizers.path_counts(model, (1, 6))[0].tolist() == (counts / 2).tolist()
 
 
+class Code(nn.Module):
+    """A layer and a function of its result."""
+
+    def __init__(self, function, layer=nn.Linear):
+        super().__init__()
+        self.layer, self.function = layer(3, 3), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_paths_of_branches_add_up():
+    model = Code(lambda x: torch.cat([x + x.relu(), x.view(x.size(0), -1)], 1))
+    assert regularizers.path_counts(model, (3,)).tolist() == [1.5] * 3
+    assert regularizers.path_counts(nn.Sequential(model, nn.Linear(6, 1)), (3,)).tolist() == [9.0] * 3
+
+
+COUNTED_WRONGLY = {
+    r"max_pool1d\(\)": lambda: Code(lambda x: nn.functional.max_pool1d(x, 2)),
+    r"sigmoid\(\)": lambda: Code(torch.sigmoid),
+    r"mul\(\)": lambda: Code(lambda x: x * 3),
+    "the tensor layer.weight": lambda: Code(nn.ReLU(), Doubled),
+    "hooks, got some at layer": lambda: Code(nn.ReLU(), lambda *sizes: nn.utils.weight_norm(nn.Linear(*sizes))),
+    "ParametrizedLinear": lambda: Code(
+        nn.ReLU(), lambda *sizes: nn.utils.parametrizations.weight_norm(nn.Linear(*sizes))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("said", COUNTED_WRONGLY)
+def test_operations_whose_paths_would_be_counted_wrongly_are_refused(said):
+    with pytest.raises(TypeError, match=f"model: expected .*{said}"):
+        regularizers.path_counts(COUNTED_WRONGLY[said](), (3,))
+
+
 @pytest.mark.slow
 def test_squared_gradients_at_initialisation_are_proportional_to_the_paths():
     """Proposition 1, over 2,000 initialisations, for all pixels together.
@@ -136,7 +177,7 @@ WRONG = {
     r"image: expected shape \(H, W\)": lambda: regularizers.total_variation(X),
     "image: expected a floating-point": lambda: regularizers.total_variation(X[0, 0].int()),
     "input_size: expected an int": lambda: regularizers.path_counts(stack(), "2"),
-    "expected linear layers, ReLUs and flattening, got MaxPool2d at '1'": lambda: regularizers.path_counts(
+    "expected linear layers, ReLUs and flattening, got MaxPool2d at 1": lambda: regularizers.path_counts(
         nn.Sequential(nn.Conv2d(1, 1, 3), nn.MaxPool2d(2)), (1, 8, 8)
     ),
 }
