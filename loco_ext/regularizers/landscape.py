@@ -23,8 +23,8 @@ def importance_landscape(
 ) -> Tensor:
     """Return the importance landscape of a classifier: how strongly its outputs react to each pixel, on average.
 
-    The model runs in evaluation mode without autocast; its flags, its buffers and the RNG are left as they were. The
-    landscape is not differentiable; :class:`PILCRO` flattens it.
+    The model runs in evaluation mode without autocast; its flags, its running statistics and the RNG are left as they
+    were. The landscape is not differentiable; :class:`PILCRO` flattens it.
 
     Args:
         model: returns logits of shape ``(batch, classes)``.

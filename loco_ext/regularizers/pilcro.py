@@ -28,7 +28,8 @@ class PILCRO:
 
     Every ``every``-th call, from the first on, computes the loss and its exact gradient in the parameters without
     differentiating a backward pass; the other calls return zero and cost nothing. The model runs in evaluation mode
-    without autocast; its flags, its buffers and the RNG are left as they were, also when an exception is raised.
+    without autocast; its flags, its running statistics and the RNG are left as they were, also when an exception is
+    raised. Buffers that a model's own code changes in evaluation mode are changed by these passes too.
     Batch normalisations thus use their running statistics, and a batch of one image is as good as any. It runs outside
     of graphs of torch.compile: call it outside of a function that is compiled with ``fullgraph=True``.
 
