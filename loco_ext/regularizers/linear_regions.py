@@ -236,8 +236,8 @@ def _chunks(network: Network, x: Tensor, q: float, memory_limit: int) -> Iterato
     if not len(x):
         return
     first = Frozen(network, x[:1])
-    probes = choose_probes(first, q, memory_limit)
     stored = x.element_size() * first.elements
+    probes = choose_probes(first, q, max(1, memory_limit - stored))
     moving = x.element_size() * first.most_tangents({probes.node: x})
     if stored + moving > memory_limit:
         raise ValueError(

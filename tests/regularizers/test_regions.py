@@ -13,6 +13,7 @@ from loco_ext import regularizers
 from loco_ext.regularizers.linear_regions import region_patterns
 from tests import tolerances
 from tests.regularizers import piecewise
+from tests.regularizers.memory import peak_bytes
 
 NETWORKS = list(piecewise.networks())
 NORMS = [1, 1.01, 2, 3.5, math.inf]
@@ -260,6 +261,17 @@ def test_a_memory_limit_changes_nothing_but_the_chunks(name):
     )
     with pytest.raises(ValueError, match="memory_limit: expected at least"):
         regularizers.region_radius(model, x, memory_limit=100)
+
+
+@pytest.mark.parametrize("middle", [nn.ReLU(), nn.MaxPool2d(3, 2, 1)], ids=["relu", "pooling"])
+def test_no_more_memory_is_taken_than_the_limit(middle):
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), middle, nn.Conv2d(8, 8, 3), nn.LeakyReLU())
+    x, limit = torch.randn(4, 1, 16, 16), 2**19
+    taken, plenty = (
+        peak_bytes(lambda most=most: regularizers.region_radius(model, x, 3, memory_limit=most))
+        for most in (limit, 2**30)
+    )
+    assert taken < limit < plenty
 
 
 def test_regions_are_counted():
