@@ -313,7 +313,7 @@ def rows(record: Record) -> tuple[list[str], list[list[str]]]:
                 hinge,
                 arm["top_percent"] or "",
                 _cell(arm["accuracy"], ".2%"),
-                *(_cell(arm["median_radius"][p], ".2e") for p in NORMS),
+                *(_cell(arm["median_radius"][p], ".3g") for p in NORMS),
                 _cell(arm["ratio"]["2"], ".1f"),
             ]
         )
