@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_choice, check_count, check_number, is_int
+from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed
 from loco_ext.ops.landscape import check_stencil, check_target
 from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters, unwrap
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
@@ -43,7 +43,7 @@ class PILCRO:
             the target loss with a mean, as the centre of the Laplacian is -8: there 0.1 is a usual value.
         every: number of calls from one application to the next, T.
         target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
-        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``.
+        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; for mode ``"curvature"`` alone.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
         reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
             not grow with the images and with which 1 to 100 are usual values of alpha; None for ``"sum"``. For mode
@@ -100,8 +100,6 @@ class PILCRO:
             raise ValueError(f"reduction: expected None for mode {mode!r}, whose loss is a mean, got {reduction!r}")
         if target is not None and not isinstance(target, Tensor):
             raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
-        if not is_int(seed):
-            raise TypeError(f"seed: expected an int, got {seed!r}")
         self.mode = mode
         self.alpha = check_number("alpha", alpha)
         self.every = check_count("every", every, smallest=1)
@@ -111,8 +109,9 @@ class PILCRO:
         self.expectation = expectation
         self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size, smallest=1)
         self.route = route
-        self.seed = int(seed)
-        self._stencil = make_stencil(laplacian_kernel)
+        self.seed = check_seed("seed", seed)
+        stencil = make_stencil(laplacian_kernel)
+        self._stencil = stencil if mode == "curvature" else make_stencil(1)  # which the target loss does not depend on
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 
@@ -162,6 +161,8 @@ class PILCRO:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the calls of a :meth:`state_dict`."""
+        if not isinstance(state, Mapping) or "calls" not in state:
+            raise TypeError(f"state: expected a mapping with the key 'calls', got {state!r}")
         self._calls = check_count("calls", state["calls"])
 
 
