@@ -35,6 +35,7 @@ class PILCRO:
 
     Under DistributedDataParallel each process regularises the landscape of its own batch. Add the loss to the training
     loss, so that one backward pass synchronises both. With gradient accumulation, call it once for each optimizer step.
+    Call it before the forward pass, so that both do not need memory at once.
 
     Args:
         mode: ``"curvature"`` for the variance of the landscape's Laplacian, ``"target"`` for the squared distance of
@@ -67,7 +68,7 @@ class PILCRO:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 10))
         >>> x, y = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
         >>> pilcro = regularizers.PILCRO("target", alpha=10, target=regularizers.data_smoothness(x))
-        >>> loss = torch.nn.functional.cross_entropy(model(x), y) + pilcro(model, x)
+        >>> loss = pilcro(model, x) + torch.nn.functional.cross_entropy(model(x), y)
         >>> loss.backward()
     """
 
