@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resume: bool, **facts: Any) -> Record:
-    """Write the settings of an experiment to ``settings.json`` in ``out``, and return them.
+    """Write the settings of an experiment and the digest of its data to ``settings.json`` in ``out``; return them.
 
     Raises:
         SettingsError: ``out`` holds another experiment or, without ``resume``, any.
@@ -30,6 +30,7 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
         "settings": asdict(settings),
         "training_samples": len(data.train.labels),
         "test_samples": len(data.test.labels),
+        "digest": data.description["digest"],
         **facts,
         "device": processes.device.type,
         "versions": versions(),
@@ -38,7 +39,7 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
         if not resume:
             raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
         if path.read_text() != json_text(record, indent=2) + "\n":
-            raise SettingsError(f"{path}: of another experiment; resume it with its own settings")
+            raise SettingsError(f"{path}: of another experiment; resume it with its own settings and data")
     write_json(path, record)
     return record
 

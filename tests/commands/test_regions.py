@@ -8,7 +8,8 @@ import torch
 
 from loco_ext import regularizers
 from loco_ext.cli import main
-from loco_ext.experiments import files, region_pictures, regions
+from loco_ext.experiments import data, files, region_pictures, regions
+from loco_ext.experiments.samples import Samples
 from tests.experiments import image_files
 
 OPTIONS = ["--epochs", "1", "--units", "8", "--layers", "2", "--strengths", "0.5", "--hinges", "0,1", "--probes", "1"]
@@ -22,7 +23,7 @@ def small_pictures(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_pictures")
-def test_networks_are_trained_measured_and_resumed(tmp_path, capsys):
+def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch):
     arguments = ["regions", "--out", str(tmp_path), *OPTIONS, "--seeds", "2", "--samples", "100"]
     assert main([*arguments, "--json"]) == 0
     record = json.loads((tmp_path / "regions.json").read_text())
@@ -48,6 +49,10 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys):
     assert main([*arguments, "--resume"]) == 0
     assert lost.read_text() == content
     assert "*" in capsys.readouterr().out
+    digits = data.digits()
+    monkeypatch.setattr(data, "digits", lambda: [Samples(1 - part.images, part.labels) for part in digits])
+    assert main([*arguments, "--resume"]) == 2
+    assert "settings.json: of another experiment" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small_pictures")
