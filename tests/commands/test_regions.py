@@ -100,6 +100,17 @@ def test_radii_are_in_units_of_pixels(tmp_path):
     torch.testing.assert_close(record["radii"]["inf"][1], radii.quantile(0.5).item(), rtol=1e-3, atol=0)
 
 
+def test_the_preset_is_the_papers_training():
+    """The paper reports strength 2 and 100 percent with the hinges 0.25 and 1."""
+    setting = regions.settings_of("paper")
+    assert (setting.data, setting.layers, setting.units, setting.seeds) == ("mnist", 4, 300, 1)
+    assert (setting.learning_rate, setting.momentum, setting.batch_size, setting.epochs) == (0.01, 0.5, 64, 20)
+    assert setting.strengths == (0.25, 0.5, 1, 2, 4)
+    assert setting.hinges == (0.25, 0.5, 1, 2, 4, 8)
+    assert setting.percents == ("max", "25", "50", "75", "100")
+    assert setting.probes == 0
+
+
 def test_mnist_is_read_from_its_files(tmp_path):
     images, labels = map(torch.from_numpy, image_files.fashion_mnist(tmp_path / "MNIST" / "raw", zipped=False))
     train, test = files.mnist(tmp_path)

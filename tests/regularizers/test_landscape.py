@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scipy.ndimage import convolve
+from scipy.ndimage import correlate
 from torch import nn
 from torch.func import functional_call, jacrev, stack_module_state, vmap
 
@@ -48,18 +48,51 @@ def test_drawn_classes_have_the_networks_probabilities():
     assert (found - expected).abs().max() < 0.1 < expected.std()
 
 
-def test_the_smoothness_of_data_is_that_of_each_image_on_average():
+SKEWED = torch.arange(9, dtype=torch.float64).view(3, 3) - 4
+LAPLACIANS = pytest.mark.parametrize("kernel", [3, 5, SKEWED], ids=["3", "5", "skewed"])
+
+
+def curvature(image: torch.Tensor, kernel: int | torch.Tensor) -> torch.Tensor:
+    """Return an image's Laplacian by SciPy, of an odd width or by a stencil."""
+    if isinstance(kernel, int):
+        width, kernel = kernel, torch.ones(kernel, kernel, dtype=torch.float64)
+        kernel[width // 2, width // 2] = 1 - width**2
+    return torch.from_numpy(correlate(image.numpy(), kernel.numpy(), mode="mirror"))
+
+
+@LAPLACIANS
+def test_the_smoothness_of_data_is_that_of_each_image_on_average(kernel):
     x = images(4)
     x[2] = 0.5  # no variation: NaN must not spread
-    stencil = torch.ones(3, 3, dtype=torch.float64).numpy()
-    stencil[1, 1] = -8
     expected = 0
     for image in x[[0, 1, 3]]:
-        curvature = torch.stack([torch.from_numpy(convolve(c.numpy(), stencil, mode="mirror")) for c in image])
-        n = curvature.norm(dim=0)
+        n = torch.stack([curvature(channel, kernel) for channel in image]).norm(dim=0)
         expected = expected + n / n.norm() * 8
-    torch.testing.assert_close(regularizers.data_smoothness(x), expected / 4)
-    torch.testing.assert_close(regularizers.data_smoothness([x[:1], x[1:]]), expected / 4)
+    torch.testing.assert_close(regularizers.data_smoothness(x, laplacian_kernel=kernel), expected / 4)
+    torch.testing.assert_close(regularizers.data_smoothness([x[:1], x[1:]], laplacian_kernel=kernel), expected / 4)
+
+
+@LAPLACIANS
+def test_the_curvature_loss_is_the_variance_of_the_landscapes_laplacian(kernel):
+    model, x = make("plain"), images()
+    expected = curvature(brute_force(model.eval(), x), kernel).var(correction=0)
+    loss = regularizers.PILCRO(laplacian_kernel=kernel, expectation="exact")(model, x)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_seeds_change_the_classes_that_are_drawn():
+    model, x = make("plain"), images()
+
+    def measure(seed):
+        return regularizers.PILCRO(seed=seed)(model, x), regularizers.importance_landscape(model, x, seed=seed).max()
+
+    first, again, other = measure(0), measure(0), measure(1)
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_the_smoothness_of_data_has_the_images_dtype_and_no_gradient():
+    x = images(2)
     assert regularizers.data_smoothness(x.float().requires_grad_()).dtype == torch.float32
     assert not regularizers.data_smoothness(x.requires_grad_()).requires_grad
 
