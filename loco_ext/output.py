@@ -70,16 +70,43 @@ def status(logger: str) -> Iterator[None]:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """Print a table of cells; the first column is aligned on the left, the others on the right."""
+    """Print a table of cells; the first column is aligned on the left, the others on the right.
+
+    A table that is too wide has its headers broken between words; one that is still too wide is printed in parts, each
+    with the first column, so that no cell is cut.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title)
-    for number, header in enumerate(headers):
-        table.add_column(header, justify="right" if number else "left")
-    for cells in rows:
-        table.add_row(*cells)
-    Console().print(table)
+    console, rows = Console(), list(rows)
+    cells = [max([0, *(len(row[place]) for row in rows)]) for place in range(len(headers))]
+    widths = [max(pair) for pair in zip(cells, map(len, headers), strict=True)]
+    if _width_of(widths) > console.width:
+        words = (max(map(len, header.split()), default=0) for header in headers)
+        widths = [max(pair) for pair in zip(cells, words, strict=True)]
+    for part in _parts(widths, console.width):
+        table = Table(title=title)
+        for place in part:
+            table.add_column(headers[place], justify="right" if place else "left", width=widths[place])
+        for row in rows:
+            table.add_row(*(row[place] for place in part))
+        console.print(table)
+        title = None
+
+
+def _width_of(widths: Sequence[int]) -> int:
+    """Return how wide a table is whose columns are so wide, with its lines and the spaces beside them."""
+    return sum(widths) + 3 * len(widths) + 1
+
+
+def _parts(widths: Sequence[int], most: int) -> list[list[int]]:
+    """Return the places of the columns of each part of a table, all with the first column and at least one other."""
+    parts = [[0]]
+    for place in range(1, len(widths)):
+        if len(parts[-1]) > 1 and _width_of([widths[each] for each in (*parts[-1], place)]) > most:
+            parts.append([0])
+        parts[-1].append(place)
+    return parts
 
 
 @contextmanager

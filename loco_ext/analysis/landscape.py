@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_count, check_module, check_number, is_int
+from loco_ext.argument_checks import check_count, check_module, check_number, check_seed
 from loco_ext.nn.modes import evaluating
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -98,8 +98,7 @@ def top_hessian_eigenvalue(
     parameters = _check(model, data)
     check_number("tolerance", tolerance)
     check_count("iterations", iterations, smallest=1)
-    if not is_int(seed):
-        raise TypeError(f"seed: expected an int, got {seed!r}")
+    check_seed("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     start = [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in parameters]
     with evaluating(model), torch.enable_grad():

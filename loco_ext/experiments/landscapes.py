@@ -11,7 +11,6 @@ Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again": 
 paper has one seed and no other remedies.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from loco_ext.experiments.landscapes_settings import NOISE, PLAIN, Arm, Landscap
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, read, remembered
+from loco_ext.experiments.records import Record, begin, mean_and_error, read, remembered
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
@@ -299,13 +298,6 @@ def summaries(networks: list[Record]) -> dict[str, Record]:
                 entry |= dict(zip(names, mean_and_error(differences), strict=True))
             found[arm][name] = entry
     return found
-
-
-def mean_and_error(values: list[float | None]) -> tuple[float | None, float | None]:
-    """Return the mean and its standard error; None where a value is missing, or there are too few."""
-    if any(value is None or not math.isfinite(value) for value in values):
-        return None, None
-    return float(np.mean(values)), float(stats.sem(values)) if len(values) > 1 else None  # type: ignore[arg-type]
 
 
 def rows(record: Record) -> tuple[list[str], list[list[str]]]:

@@ -127,7 +127,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "short": (
         _PAPER | _SHORT,
         {
-            "arms": (PLAIN, f"{TARGET}:10", f"{CURVATURE}:10", f"{NOISE}:0.2"),
+            "arms": (PLAIN, f"{TARGET}:10", f"{CURVATURE}:0.1", f"{NOISE}:0.2"),
             "seeds": 3,
             "landscape_images": 2000,
             "corrupted_images": 500,

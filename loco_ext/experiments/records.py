@@ -1,7 +1,9 @@
 """The files of an experiment with several networks: its settings, and measurements that a resumed run reads again."""
 
 import json
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ Record = dict[str, Any]
 
 
 def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resume: bool, **facts: Any) -> Record:
-    """Write the settings of an experiment to ``settings.json`` in ``out``, and return them.
+    """Write the settings of an experiment and the digest of its data to ``settings.json`` in ``out``; return them.
 
     Raises:
         SettingsError: ``out`` holds another experiment or, without ``resume``, any.
@@ -28,6 +30,7 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
         "settings": asdict(settings),
         "training_samples": len(data.train.labels),
         "test_samples": len(data.test.labels),
+        "digest": data.description["digest"],
         **facts,
         "device": processes.device.type,
         "versions": versions(),
@@ -36,7 +39,7 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
         if not resume:
             raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
         if path.read_text() != json_text(record, indent=2) + "\n":
-            raise SettingsError(f"{path}: of another experiment; resume it with its own settings")
+            raise SettingsError(f"{path}: of another experiment; resume it with its own settings and data")
     write_json(path, record)
     return record
 
@@ -63,3 +66,11 @@ def read(path: Path) -> Any:
         return json.loads(path.read_text())
     except (ValueError, FileNotFoundError) as error:
         raise SettingsError(f"{path}: expected JSON, remove it to measure anew ({type(error).__name__})") from error
+
+
+def mean_and_error(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Return the mean and its standard error; None where a value is missing, or there are too few."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if len(known) < len(values):
+        return None, None
+    return statistics.fmean(known), statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None

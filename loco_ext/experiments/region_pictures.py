@@ -32,7 +32,8 @@ def save_radii(arms: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for plain in (False, True):
-        found = [arm for arm in arms if (arm["strength"] == 0) is plain]
+        measured = [arm for arm in arms if arm["median_radius"]["2"]["mean"] is not None]
+        found = [arm for arm in measured if (arm["strength"] == 0) is plain]
         x = [arm["accuracy"]["mean"] for arm in found]
         y = [arm["median_radius"]["2"]["mean"] for arm in found]
         axes.plot([100 * value for value in x], y, "s" if plain else "o", label="vanilla" if plain else "ROLL")

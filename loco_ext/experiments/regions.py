@@ -1,7 +1,7 @@
 """How much ROLL widens linear regions: fully connected networks trained with and without it, over a grid of settings.
 
     settings.json    the settings and versions
-    runs/            one file for each network: its settings, test accuracy and radii
+    runs/            one file for each network: its settings, test accuracy and radii, or that it has diverged
     regions.json     everything: settings, versions, all networks and the ratios of their radii
     regions.png      median radius against accuracy
     toy.png          linear regions of three networks of the plane
@@ -14,8 +14,6 @@ standard deviation, and radii are in units of pixels scaled to [0, 1].
 """
 
 import itertools
-import math
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +27,17 @@ from typer import Option
 from loco_ext.experiments import data, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import Record, begin, remembered
+from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
 from loco_ext.experiments.samples import Samples
 from loco_ext.experiments.settings import SettingsError, check_choice, check_fields
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST, separated
-from loco_ext.output import progress_bar, write_json
+from loco_ext.output import note, progress_bar, write_json
 from loco_ext.regularizers import ROLL, region_radius
 
 MOST_POINTS_LOST = 0.5  # percentage points of accuracy that a network may lose and still count
 QUANTILES = (0.25, 0.5, 0.75)
+NORMS = ("1", "2", "inf")  # p of the radii
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "quick": {
@@ -191,15 +190,20 @@ def _measured(
         model = fully_connected(sizes, samples.classes).to(device)
     probes = torch.Generator(device).manual_seed(seed)
     loss = None if arm is None else settings.roll(*arm, probes)
-    fit(model, *train, settings, seed, loss, f"{name}, seed {seed}")
+    label = f"{name}, seed {seed}"
+    fit(model, *train, settings, seed, loss, label)
+    strength, hinge, percent = arm or (0.0, None, None)
+    record: Record = {"name": name, "seed": seed, "strength": strength, "hinge": hinge, "top_percent": percent}
+    record["diverged"] = not all(parameter.isfinite().all() for parameter in model.parameters())
+    if record["diverged"]:  # the other networks are still worth their training
+        note(f"{label}: the training has diverged; expected finite weights")
+        return record
     with torch.no_grad():
         accuracy = (model(test[0]).argmax(1) == test[1]).double().mean().item()
     radii = {}
-    for p in (1.0, 2.0, math.inf):
-        radius = scale.deviation * region_radius(model, test[0], p).double()
-        radii[f"{p:g}"] = radius.quantile(torch.tensor(QUANTILES, dtype=torch.float64, device=device)).tolist()
-    strength, hinge, percent = arm or (0.0, None, None)
-    record = {"name": name, "seed": seed, "strength": strength, "hinge": hinge, "top_percent": percent}
+    for p in NORMS:
+        radius = scale.deviation * region_radius(model, test[0], float(p)).double()
+        radii[p] = radius.quantile(torch.tensor(QUANTILES, dtype=torch.float64, device=device)).tolist()
     return record | {"accuracy": accuracy, "radii": radii}
 
 
@@ -246,60 +250,78 @@ def fit(
 
 
 def summarise(networks: list[Record]) -> list[Record]:
-    """Return means and standard errors over seeds of each setting, and of the ratios to the networks without ROLL."""
+    """Return means and standard errors over seeds of each setting, and of the ratios to the networks without ROLL.
+
+    They are None where a network has diverged or its median radius is infinite.
+    """
     seeds: dict[str, dict[int, Record]] = {}
     for network in networks:
         seeds.setdefault(network["name"], {})[network["seed"]] = network
-    vanilla, arms = seeds["vanilla"], []
+    arms = []
     for found in seeds.values():
         first = next(iter(found.values()))
-        ratios = {
-            p: [found[seed]["radii"][p][1] / max(vanilla[seed]["radii"][p][1], 1e-300) for seed in found]
-            for p in first["radii"]
-        }
-        lost = [100 * (vanilla[seed]["accuracy"] - found[seed]["accuracy"]) for seed in found]
+        pairs = [(network, seeds["vanilla"][seed]) for seed, network in found.items()]
         arms.append(
             {
                 **{key: first[key] for key in ("name", "strength", "hinge", "top_percent")},
-                "accuracy": _mean([network["accuracy"] for network in found.values()]),
-                "points_lost": _mean(lost),
-                "median_radius": {p: _mean([network["radii"][p][1] for network in found.values()]) for p in ratios},
-                "ratio": {p: _mean(values) for p, values in ratios.items()},
+                "accuracy": _mean([network.get("accuracy") for network, _ in pairs]),
+                "points_lost": _mean([_points_lost(*pair) for pair in pairs]),
+                "median_radius": {p: _mean([_median(network, p) for network, _ in pairs]) for p in NORMS},
+                "ratio": {
+                    p: _mean([_ratio(*(_median(network, p) for network in pair)) for pair in pairs]) for p in NORMS
+                },
             }
         )
     return arms
 
 
-def _mean(values: list[float]) -> Record:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "standard_error": error}
+def _median(network: Record, p: str) -> float | None:
+    """Return the median radius; None for a network that has diverged, or where it is infinite."""
+    return None if network["diverged"] else network["radii"][p][1]
 
 
-def best(arms: list[Record], p: str = "2") -> Record:
-    """Return the setting of the largest mean ratio among those that lose fewer than 0.5 points of accuracy."""
-    within = [arm for arm in arms if arm["points_lost"]["mean"] < MOST_POINTS_LOST]
-    return max(within, key=lambda arm: arm["ratio"][p]["mean"])
+def _ratio(ours: float | None, vanilla: float | None) -> float | None:
+    return None if ours is None or not vanilla else ours / vanilla
+
+
+def _points_lost(ours: Record, vanilla: Record) -> float | None:
+    return None if ours["diverged"] or vanilla["diverged"] else 100 * (vanilla["accuracy"] - ours["accuracy"])
+
+
+def _mean(values: list[float | None]) -> Record:
+    return dict(zip(("mean", "standard_error"), mean_and_error(values), strict=True))
+
+
+def best(arms: list[Record], p: str = "2") -> Record | None:
+    """Return the setting of the largest mean ratio among those that lose fewer than 0.5 points of accuracy, if any."""
+    measured = [arm for arm in arms if arm["ratio"][p]["mean"] is not None]
+    within = [arm for arm in measured if arm["points_lost"]["mean"] < MOST_POINTS_LOST]
+    return max(within, key=lambda arm: arm["ratio"][p]["mean"], default=None)
 
 
 def rows(record: Record) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of a table of all settings; an asterisk marks the best within half a point."""
-    chosen = best(record["arms"])["name"]
+    chosen = best(record["arms"])
     headers = ["strength", "hinge", "percent", "accuracy", "radius, p=1", "p=2", "p=inf", "ratio, p=2"]
     cells = []
     for arm in record["arms"]:
-        mark = " *" if arm["name"] == chosen else ""
+        mark = " *" if arm is chosen else ""
         hinge = "" if arm["hinge"] is None else f"{arm['hinge']:g}"
         cells.append(
             [
                 f"{arm['strength']:g}{mark}",
                 hinge,
                 arm["top_percent"] or "",
-                f"{100 * arm['accuracy']['mean']:.2f}%",
-                *(f"{arm['median_radius'][p]['mean']:.2e}" for p in ("1", "2", "inf")),
-                f"{arm['ratio']['2']['mean']:.1f}",
+                _cell(arm["accuracy"], ".2%"),
+                *(_cell(arm["median_radius"][p], ".3g") for p in NORMS),
+                _cell(arm["ratio"]["2"], ".1f"),
             ]
         )
     return headers, cells
+
+
+def _cell(figure: Record, form: str) -> str:
+    return "" if figure["mean"] is None else format(figure["mean"], form)
 
 
 def settings_of(preset: str, **options: Any) -> RegionsSettings:

@@ -175,7 +175,11 @@ class Settings:
         ),
     ] = None
     alpha: Annotated[
-        float, Option(help="Strength of --pilcro, whose losses are means over pixels; its paper has 1, 10 and 100.")
+        float,
+        Option(
+            help="Strength of --pilcro, whose losses are means over pixels; its paper has 1, 10 and 100. Curvature is "
+            "the steeper loss, as its stencil has the centre -8, and takes a smaller one, such as 0.1."
+        ),
     ] = 0.0
     amp: Annotated[
         bool,

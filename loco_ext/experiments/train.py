@@ -145,7 +145,8 @@ def make_pilcro(settings: Settings, data: Dataset, normalization: Normalization)
     target = None
     if settings.pilcro == "target":
         target = data_smoothness(normalization(batch) for batch in data.train.images.split(EVALUATION_BATCH))
-    return PILCRO(settings.pilcro, settings.alpha, target=target, reduction="mean", seed=settings.seed)
+    reduction = None if target is None else "mean"
+    return PILCRO(settings.pilcro, settings.alpha, target=target, reduction=reduction, seed=settings.seed)
 
 
 def train(

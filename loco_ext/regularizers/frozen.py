@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from loco_ext.fx.in_place import read_results_of_writes
 from loco_ext.fx.modules import is_hooked
@@ -56,6 +56,7 @@ class Network:
         model = unwrap(model)
         if is_hooked(model):
             raise NotPiecewiseLinearError("model: expected modules without hooks, got some at the model itself")
+        _check_parametrizations(model)
         try:
             with torch._dynamo.config.patch(error_on_nested_fx_trace=False):  # compiled parts of it run eagerly
                 self.graph = trace(model, _is_leaf, _defaults(model))
@@ -84,6 +85,8 @@ class Network:
         call = Call(node, self.modules, node.args, dict(node.kwargs), (), Pass.VALUE)
         if call.module is not None and is_hooked(call.module):
             raise NotPiecewiseLinearError(f"model: expected modules without hooks, got some at {node.target}")
+        if call.module is not None and "forward" in vars(call.module):
+            raise call.refuse(f"{call.description} whose forward is replaced")
         if bending is None and affine is None:
             raise call.refuse()
         lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
@@ -98,6 +101,18 @@ class Network:
             self.bending[node] = bending
         elif affine is not None:
             self.affine[node] = affine
+
+
+def _check_parametrizations(model: nn.Module) -> None:
+    """Raise NotPiecewiseLinearError for parametrizations that may change buffers, as spectral norms in training do."""
+    for name, module in model.named_modules():
+        parts = module.named_children() if isinstance(module, ParametrizationList) else ()
+        for place, part in parts:
+            if part.training and next(part.buffers(), None) is not None:
+                raise NotPiecewiseLinearError(
+                    "model: expected parametrizations with buffers in evaluation mode, got "
+                    f"{type(part).__name__} at {name}.{place}; call eval() on it"
+                )
 
 
 def _is_leaf(module: nn.Module) -> bool | None:
@@ -169,7 +184,7 @@ class Frozen:
     Attributes:
         bends: :class:`Bend` of each operation that bends, by its node.
         shapes: shape of each result without its axis of samples; of each part for an operation that returns several.
-        elements: numbers that the pass has stored per sample.
+        elements: numbers per sample that the pass stores or needs at once.
     """
 
     def __init__(self, network: Network, x: Tensor) -> None:
@@ -184,8 +199,9 @@ class Frozen:
             self._find_constants(node, values)
             values[node] = self._value(node, values)
             self.shapes[node] = _each(lambda value: value.shape[1:], values[node])
-        self.elements = sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(
-            bend.distances[:1].numel() for bend in self.bends.values()
+        bends = [bend.distances[:1].numel() for bend in self.bends.values()]
+        self.elements = (
+            sum(_count(self.shapes[node]) for node in network.nodes) + 2 * sum(bends) + 3 * max(bends, default=0)
         )
 
     def _find_constants(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
@@ -280,28 +296,27 @@ class Frozen:
             torch.mm(tangents[:, sample].index_select(1, live), weight.index_select(1, live).mT, out=result[:, sample])
         return result
 
-    def dependences(self, pixels: Tensor) -> dict[fx.Node, Tensor]:
-        """Return which units depend on which sets of pixels.
+    def dependences(self, pixels: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
+        """Yield which units depend on which sets of pixels.
 
         Args:
             pixels: sets of the input's numbers, as zeros and ones ``[sets, ...]``.
 
-        Returns:
-            Zeros and ones ``[sets, ...]`` for the results of each operation that bends, whatever the weights are.
+        Yields:
+            Each operation that bends, with zeros and ones ``[sets, ...]`` for its results, whatever the weights are.
         """
         found: dict[fx.Node, Any] = {self.network.input: pixels}
-        result = {}
         for node in self.network.before_bends:
             sources = [source for source in node.all_input_nodes if source in self._depending]
             if node in self.bends:
-                found[node] = result[node] = self.bends[node].dependence(found[sources[0]])
+                found[node] = self.bends[node].dependence(found[sources[0]])
+                yield node, found[node]
             else:
                 call = self._call(node, Pass.DEPENDENCE, found.__getitem__)
                 found[node] = _each(lambda t: (t > 0).to(pixels.dtype), self.network.affine[node](call))
             for source in sources:
                 if self._last_use[source] is node:
                     del found[source]
-        return result
 
     def most_tangents(self, starts: Mapping[fx.Node, Tensor]) -> int:
         """Return how many numbers of tangents exist at once for each direction and sample, at most."""
@@ -310,8 +325,9 @@ class Frozen:
         for node in self._behind(starts):
             bend = self.bends.get(node)
             alive[node] = _count(self.shapes[node])
-            beside = bend.distances[:1].numel() if bend is not None else alive[node]  # what the operation itself needs
-            most = max(most, sum(alive.values()) + 2 * beside)
+            # What the operation itself and the norms of its tangents need.
+            beside = 2 * alive[node] if bend is None else 4 * bend.distances[:1].numel()
+            most = max(most, sum(alive.values()) + beside)
             for source in node.all_input_nodes:
                 if self._last_use.get(source) is node:
                     alive.pop(source, None)

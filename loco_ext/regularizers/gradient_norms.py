@@ -75,11 +75,12 @@ def receptive_extents(frozen: Frozen, memory_limit: int | None = None) -> tuple[
         extent = 1
         for places in _ends_first(length, chunk, like.device):
             part = lines[places]
-            for node, seen in frozen.dependences(part.expand(len(part), *size)).items():
-                index = places.view(-1, *[1] * (seen.dim() - 1))
-                nearest, farthest = (torch.where(seen > 0, index, none) for none in (length, -1))
-                first[node] = torch.minimum(first.get(node, nearest[0]), nearest.amin(0))
-                last[node] = torch.maximum(last.get(node, farthest[0]), farthest.amax(0))
+            for node, seen in frozen.dependences(part.expand(len(part), *size)):
+                index = places.int().view(-1, *[1] * (seen.dim() - 1))
+                nearest = torch.where(seen > 0, index, length).amin(0)
+                farthest = torch.where(seen > 0, index, -1).amax(0)
+                first[node] = torch.minimum(first.get(node, nearest), nearest)
+                last[node] = torch.maximum(last.get(node, farthest), farthest)
                 if seen.numel():
                     extent = max(extent, int((last[node] - first[node]).amax()) + 1)
             if extent == length:
@@ -186,7 +187,7 @@ def gradient_norms(frozen: Frozen, probes: Probes, q: float, chunk: int, like: T
     if relu is not None:
         weight, live = frozen.linear_weight(probes.node), frozen.bends[relu].sides
         sums.add(relu, weight.mT.unsqueeze(1))
-        for tangents in _live_factor(weight, live, chunk).split(chunk):
+        for tangents in _live_factor(weight, live, chunk):
             frozen.tangents({relu: tangents}, sums.add)
         return sums.norms
     for tangents in directions(probes, frozen, chunk, like):
@@ -200,24 +201,26 @@ def _only_relu_behind(frozen: Frozen, layer: fx.Node) -> fx.Node | None:
     return user if not others and operation(user, frozen.network.modules) == "relu" else None
 
 
-def _live_factor(weight: Tensor, live: Tensor, most: int) -> Tensor:
-    """Return a factor of ``W W^T`` from rows of W alone that count, ``[directions, N, units]``; zero for the others.
+def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield a factor of ``W W^T`` from rows of W alone that count, ``[directions, N, units]``; zero for the others.
 
     Args:
         weight: W, ``[units, numbers of the input]``.
         live: which rows count for each sample, ``[N, units]``.
-        most: directions up to which each sample may have its own factor.
+        most: directions at once; up to so many each sample may have its own factor.
     """
     places = live.any(0).nonzero().flatten()
     rows = weight[places]
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:
         factor = _factor_of_each(rows, live, places)
         if factor is not None:
-            return factor
+            yield factor
+            return
     shared = torch.linalg.qr(rows.mT, mode="r").R
     factor = weight.new_zeros(max(1, len(shared)), 1, len(weight))
     factor[: len(shared), 0, places] = shared
-    return factor * live.to(factor.dtype)
+    for part in factor.split(most):
+        yield part * live.to(factor.dtype)
 
 
 def _factor_of_each(rows: Tensor, live: Tensor, places: Tensor) -> Tensor | None:

@@ -72,7 +72,9 @@ def batches_of(
 
     A batch is a tensor of images, or a tuple or list that begins with one.
     """
+    if not isinstance(x, Iterable):
+        raise TypeError(f"{name}: expected a tensor or an iterable of batches, got {type(x).__name__}")
     for i, batch in enumerate([x] if isinstance(x, Tensor) else x):
-        images = batch[0] if isinstance(batch, tuple | list) else batch
+        images = batch[0] if isinstance(batch, tuple | list) and batch else batch
         check_images(name if isinstance(x, Tensor) else f"{name}[{i}]", images)
         yield from images.split(chunk_size or len(images))

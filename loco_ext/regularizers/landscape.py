@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext import ops
-from loco_ext.argument_checks import check_choice, check_count, check_module, is_int
+from loco_ext.argument_checks import check_choice, check_count, check_module, check_seed, is_int
 from loco_ext.ops.landscape import check_stencil, laplacian_stencil
 from loco_ext.reference.landscape import laplacian, map_dtype
 from loco_ext.regularizers.evaluation import measuring, unwrap
@@ -23,8 +23,8 @@ def importance_landscape(
 ) -> Tensor:
     """Return the importance landscape of a classifier: how strongly its outputs react to each pixel, on average.
 
-    The model runs in evaluation mode without autocast; its flags, its buffers and the RNG are left as they were. The
-    landscape is not differentiable; :class:`PILCRO` flattens it.
+    The model runs in evaluation mode without autocast; its flags, its running statistics and the RNG are left as they
+    were. The landscape is not differentiable; :class:`PILCRO` flattens it.
 
     Args:
         model: returns logits of shape ``(batch, classes)``.
@@ -59,10 +59,8 @@ def importance_landscape(
     check_choice("expectation", expectation, EXPECTATIONS)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, smallest=1)
-    if not is_int(seed):
-        raise TypeError(f"seed: expected an int, got {seed!r}")
+    generator = torch.Generator().manual_seed(check_seed("seed", seed))
     model = unwrap(model)
-    generator = torch.Generator().manual_seed(seed)
     squares = dtype = None
     for chunk in batches_of("x", x, chunk_size):
         uniform = torch.rand(len(chunk), generator=generator, dtype=torch.float64).to(chunk.device)

@@ -63,7 +63,8 @@ def region_radius(
     there is no boundary.
 
     Convolutions, linear and locally connected layers, sums, concatenations, average pooling and batch normalisations
-    and dropout in evaluation mode are affine. Computed without TF32 or autocast.
+    and dropout in evaluation mode are affine; their weights may be parametrized, in evaluation mode where the
+    parametrization has buffers, as a spectral norm. Computed without TF32 or autocast.
 
     The gradients take as many directions as the input has channels times the pixels that a unit depends on, at most;
     for p = 2 and networks that begin with a linear layer, no more than that layer has units. Where units see the whole
@@ -235,8 +236,8 @@ def _chunks(network: Network, x: Tensor, q: float, memory_limit: int) -> Iterato
     if not len(x):
         return
     first = Frozen(network, x[:1])
-    probes = choose_probes(first, q, memory_limit)
     stored = x.element_size() * first.elements
+    probes = choose_probes(first, q, max(1, memory_limit - stored))
     moving = x.element_size() * first.most_tangents({probes.node: x})
     if stored + moving > memory_limit:
         raise ValueError(

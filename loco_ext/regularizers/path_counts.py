@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from loco_ext.argument_checks import check_ints, check_module
+from loco_ext.fx.modules import is_hooked
+from loco_ext.fx.operations import operation
+from loco_ext.fx.trace import trace
 from loco_ext.nn.locally_connected import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
-from loco_ext.regularizers.evaluation import measuring
+from loco_ext.regularizers.affine import Call, Pass
+from loco_ext.regularizers.evaluation import measuring, unwrap
 
 # Layers whose weights paths cross, and layers that paths pass unchanged.
 _WEIGHTED = (
@@ -23,6 +27,8 @@ _WEIGHTED = (
     LocallyConnected3d,
 )
 _UNCHANGED = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.ReLU)
+_VIEWS = ("flatten", "unflatten", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "getitem")
+_UNCHANGED_BY = (*_VIEWS, "relu", "cat", "size")
 
 
 @torch.compiler.disable
@@ -35,15 +41,17 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
 
     Args:
         model: layers of convolutions, locally connected and linear layers, ReLUs, dropout and flattening, in any order
-            and with sums of branches.
+            and with sums and concatenations of branches; neither subclasses of them nor layers whose weights are
+            computed.
         input_size: the shape of one input, such as ``(C, H, W)``.
 
     Returns:
         A tensor of shape ``input_size``, float64.
 
     Raises:
-        TypeError: ``model`` is not a module, or has a layer of another type; ``input_size`` is not a sequence of ints.
-        ValueError: ``input_size`` has an int that is not positive.
+        TypeError: ``model`` is not a module, or has a layer of another type, another operation or hooks; ``input_size``
+            is not a sequence of ints.
+        ValueError: torch.fx cannot trace the model; ``input_size`` has an int that is not positive.
 
     Source:
         "PILCRO: Making Importance Landscapes Flat Again", section 3.1 and Proposition 1.
@@ -57,13 +65,10 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
     """
     check_module("model", model)
     sizes = check_ints("input_size", input_size, len(input_size) if isinstance(input_size, Sequence) else 1)
-    for name, module in model.named_modules():
-        if not isinstance(module, (*_WEIGHTED, *_UNCHANGED)) and next(module.children(), None) is None:
-            raise TypeError(
-                f"model: expected linear layers, ReLUs and flattening, got {type(module).__name__} at {name!r}"
-            )
+    model = unwrap(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with measuring(model, device):
+        _check_operations(model)
         # Weights, and so all values, are positive: ReLUs pass them, and biases have to be zero only to keep them small.
         ones = {
             name: torch.full_like(p, 0.0 if name.rpartition(".")[2] == "bias" else 1.0, dtype=torch.float64)
@@ -73,3 +78,29 @@ def path_counts(model: nn.Module, input_size: Sequence[int]) -> Tensor:
         y = functional_call(model, ones, (x,))
         (counts,) = torch.autograd.grad(y.sum() / y.numel(), x)
     return counts[0]
+
+
+def _check_operations(model: nn.Module) -> None:
+    """Raise TypeError if the model does anything whose paths would be counted wrongly, ValueError if fx cannot tell."""
+    graph = trace(model, lambda module: True if type(module) in _WEIGHTED else None)
+    modules = {"": model, **dict(graph.named_modules())}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        call = Call(node, modules, node.args, dict(node.kwargs), (), Pass.VALUE)
+        if not _keeps_paths(call):
+            got = f"the tensor {node.target} in an operation" if node.op == "get_attr" else call.description
+            raise TypeError(f"model: expected linear layers, ReLUs and flattening, got {got}")
+    for name, module in modules.items():
+        if is_hooked(module):
+            raise TypeError(f"model: expected modules without hooks, got some at {name or 'the model itself'}")
+
+
+def _keeps_paths(call: Call) -> bool:
+    """Return whether the paths through an operation have the product of its weights, or 1 where it has none."""
+    if call.module is not None:
+        return type(call.module) in (*_WEIGHTED, *_UNCHANGED) and "forward" not in vars(call.module)
+    name = operation(call.node, call.modules)
+    if name == "add":
+        return not call.kwargs and all(isinstance(arg, fx.Node) for arg in call.args)
+    return name in _UNCHANGED_BY or call.node.target is getattr

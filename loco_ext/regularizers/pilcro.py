@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loco_ext.argument_checks import check_choice, check_count, check_number, is_int
+from loco_ext.argument_checks import check_choice, check_count, check_number, check_seed
 from loco_ext.ops.landscape import check_stencil, check_target
 from loco_ext.regularizers.evaluation import check_images, measuring, trained_parameters, unwrap
 from loco_ext.regularizers.input_gradients import EXPECTATIONS
@@ -28,23 +28,27 @@ class PILCRO:
 
     Every ``every``-th call, from the first on, computes the loss and its exact gradient in the parameters without
     differentiating a backward pass; the other calls return zero and cost nothing. The model runs in evaluation mode
-    without autocast; its flags, its buffers and the RNG are left as they were, also when an exception is raised.
+    without autocast; its flags, its running statistics and the RNG are left as they were, also when an exception is
+    raised. Buffers that a model's own code changes in evaluation mode are changed by these passes too.
     Batch normalisations thus use their running statistics, and a batch of one image is as good as any. It runs outside
     of graphs of torch.compile: call it outside of a function that is compiled with ``fullgraph=True``.
 
     Under DistributedDataParallel each process regularises the landscape of its own batch. Add the loss to the training
     loss, so that one backward pass synchronises both. With gradient accumulation, call it once for each optimizer step.
+    Call it before the forward pass, so that both do not need memory at once.
 
     Args:
         mode: ``"curvature"`` for the variance of the landscape's Laplacian, ``"target"`` for the squared distance of
             the landscape to ``target``.
-        alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``.
+        alpha: factor of the loss; the paper has 1, 10 and 100 for ``every=10``. The curvature loss is far steeper than
+            the target loss with a mean, as the centre of the Laplacian is -8: there 0.1 is a usual value.
         every: number of calls from one application to the next, T.
         target: ``(H, W)``: the map to attain, such as :func:`data_smoothness`; for mode ``"target"`` alone.
-        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``.
+        laplacian_kernel: odd width of the Laplacian, or a stencil, ``(k, k)``; for mode ``"curvature"`` alone.
         alpha_scaling: ``"none"``, or ``"T"`` to multiply the loss by ``every``.
         reduction: of the target loss: ``"sum"`` over the pixels, as eq. 9 is printed, or ``"mean"``, whose size does
-            not grow with the images and with which 1 to 100 are usual values of alpha. The curvature loss is a mean.
+            not grow with the images and with which 1 to 100 are usual values of alpha; None for ``"sum"``. For mode
+            ``"target"`` alone: the curvature loss is a mean.
         expectation: as for :func:`importance_landscape`; ``"exact"`` takes as many passes as there are classes.
         chunk_size: most images to compute at once, to bound memory; None for the whole batch. The gradient is that of
             the whole batch in either case.
@@ -64,7 +68,7 @@ class PILCRO:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 10))
         >>> x, y = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
         >>> pilcro = regularizers.PILCRO("target", alpha=10, target=regularizers.data_smoothness(x))
-        >>> loss = torch.nn.functional.cross_entropy(model(x), y) + pilcro(model, x)
+        >>> loss = pilcro(model, x) + torch.nn.functional.cross_entropy(model(x), y)
         >>> loss.backward()
     """
 
@@ -77,7 +81,7 @@ class PILCRO:
         target: Tensor | None = None,
         laplacian_kernel: int | Tensor = 3,
         alpha_scaling: str = "none",
-        reduction: str = "sum",
+        reduction: str | None = None,
         expectation: str = "sampled",
         chunk_size: int | None = None,
         route: str = "tangent",
@@ -85,17 +89,18 @@ class PILCRO:
     ) -> None:
         check_choice("mode", mode, MODES)
         check_choice("alpha_scaling", alpha_scaling, ALPHA_SCALINGS)
-        check_choice("reduction", reduction, REDUCTIONS)
+        if reduction is not None:
+            check_choice("reduction", reduction, REDUCTIONS)
         check_choice("expectation", expectation, EXPECTATIONS)
         check_choice("route", route, ROUTES)
         if mode == "target" and target is None:
             raise TypeError("target: expected a map of shape (H, W) for mode 'target', got None")
         if mode != "target" and target is not None:
             raise ValueError(f"target: expected None for mode {mode!r}, got a map")
+        if mode != "target" and reduction is not None:
+            raise ValueError(f"reduction: expected None for mode {mode!r}, whose loss is a mean, got {reduction!r}")
         if target is not None and not isinstance(target, Tensor):
             raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
-        if not is_int(seed):
-            raise TypeError(f"seed: expected an int, got {seed!r}")
         self.mode = mode
         self.alpha = check_number("alpha", alpha)
         self.every = check_count("every", every, smallest=1)
@@ -105,8 +110,9 @@ class PILCRO:
         self.expectation = expectation
         self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size, smallest=1)
         self.route = route
-        self.seed = int(seed)
-        self._stencil = make_stencil(laplacian_kernel)
+        self.seed = check_seed("seed", seed)
+        stencil = make_stencil(laplacian_kernel)
+        self._stencil = stencil if mode == "curvature" else make_stencil(1)  # which the target loss does not depend on
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
         self._calls = 0
 
@@ -141,7 +147,7 @@ class PILCRO:
 
     def _factor(self, x: Tensor) -> float:
         """Return what multiplies the loss of images ``x``."""
-        pixels = x.shape[-2:].numel() if self.mode == "target" and self.reduction == "mean" else 1
+        pixels = x.shape[-2:].numel() if self.reduction == "mean" else 1
         return self.alpha * (self.every if self.alpha_scaling == "T" else 1) / pixels
 
     def _uniform(self, call: int, x: Tensor) -> Tensor:
@@ -156,6 +162,8 @@ class PILCRO:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the calls of a :meth:`state_dict`."""
+        if not isinstance(state, Mapping) or "calls" not in state:
+            raise TypeError(f"state: expected a mapping with the key 'calls', got {state!r}")
         self._calls = check_count("calls", state["calls"])
 
 

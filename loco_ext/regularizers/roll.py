@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from loco_ext.argument_checks import check_count, check_number
 from loco_ext.regularizers.frozen import Frozen
 from loco_ext.regularizers.gradient_norms import choose_probes, directions, random_directions
 from loco_ext.regularizers.ieee import ieee_arithmetic
-from loco_ext.regularizers.linear_regions import checked_network, dual_exponent, nearest_bends
+from loco_ext.regularizers.linear_regions import MEMORY_LIMIT, checked_network, dual_exponent, nearest_bends
 
 _MOST_EXACT = 1024  # directions up to which "auto" computes exactly
 
@@ -35,6 +38,8 @@ class ROLL:
             squared norms, or ``"auto"``: exact where up to 1024 directions suffice or units are selected, otherwise one
             random probe. Estimates cannot select units.
         generator: source of the random probes; None for torch's default.
+        memory_limit: bytes that the directions may use, approximately. Those that do not fit in together are computed
+            some at a time and again in the backward pass; a single one takes about as much as a training step.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range; random probes with a selection.
@@ -60,15 +65,18 @@ class ROLL:
         *,
         probes: int | Literal["auto", "exact"] = "auto",
         generator: torch.Generator | None = None,
+        memory_limit: int = 2**30,
     ) -> None:
         self.strength, self.hinge = check_number("strength", strength), check_number("hinge", hinge)
         self.top_percent = _check_percent(top_percent)
-        self.probes = probes if probes in ("auto", "exact") else check_count("probes", probes, 1)
+        is_name = isinstance(probes, str) and probes in ("auto", "exact")
+        self.probes = probes if is_name else check_count("probes", probes, 1)
         if top_percent != 100 and isinstance(self.probes, int):
             raise ValueError(f"probes: expected 'exact' to select {top_percent} percent of the units, got {probes}")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
         self.generator = generator
+        self.memory_limit = check_count("memory_limit", memory_limit, 1)
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
@@ -95,17 +103,24 @@ class ROLL:
         if probes is not None and self.probes == "auto" and self.top_percent == 100 and probes.count > _MOST_EXACT:
             probes = None
         count = self.probes if isinstance(self.probes, int) else 1
-        sums: dict[fx.Node, Tensor] = {}
-
-        def add(node: fx.Node, tangents: Tensor) -> None:
-            squares = tangents.square().sum(0) / (count if probes is None else 1)
-            sums[node] = sums[node] + squares if node in sums else squares
-
+        chunk = max(1, self.memory_limit // max(1, frozen.batch * frozen.elements * x.element_size()))
         if probes is None:
-            frozen.tangents({frozen.network.input: random_directions(x, count, self.generator)}, add)
+            start, total = frozen.network.input, count
+            each = random_directions(x, count, self.generator).split(chunk)
         else:
-            for tangents in directions(probes, frozen, probes.count, x):
-                frozen.tangents({probes.node: tangents}, add)
+            start, total, count = probes.node, probes.count, 1
+            each = directions(probes, frozen, chunk, x)
+
+        def squares(tangents: Tensor) -> dict[fx.Node, Tensor]:
+            found: dict[fx.Node, Tensor] = {}
+            frozen.tangents({start: tangents}, lambda node, t: found.update({node: t.square().sum(0) / count}))
+            return found
+
+        sums: dict[fx.Node, Tensor] = {}
+        for tangents in each:
+            part = squares(tangents) if total <= chunk else _recomputed(squares, tangents)
+            for node, found in part.items():
+                sums[node] = sums[node] + found if node in sums else found
         return sums
 
     def _terms(self, frozen: Frozen, squares: dict[fx.Node, Tensor]) -> Tensor:
@@ -123,6 +138,15 @@ class ROLL:
             return terms
         count = 1 if self.top_percent == "max" else max(1, round(terms.shape[1] * self.top_percent / 100))
         return terms.topk(count, dim=1).values
+
+
+def _recomputed(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return the function's result, whose intermediate results are computed again in the backward pass."""
+
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), ieee_arithmetic(x.device)
+
+    return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def _check_percent(value: Any) -> float | Literal["max"]:
@@ -145,6 +169,8 @@ class MarginLoss:
     Args:
         strength: factor of the loss.
         p: exponent of the norm, at least 1, or ``float("inf")``.
+        memory_limit: bytes that finding the nearest units may use, approximately; what the gradient takes on top is
+            about what a training step does.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -162,9 +188,10 @@ class MarginLoss:
         True
     """
 
-    def __init__(self, strength: float, p: float = 2) -> None:
+    def __init__(self, strength: float, p: float = 2, *, memory_limit: int = MEMORY_LIMIT) -> None:
         self.strength, self._q = check_number("strength", strength), dual_exponent(p)
         self.p = float(p)
+        self.memory_limit = check_count("memory_limit", memory_limit, 1)
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
@@ -175,7 +202,7 @@ class MarginLoss:
 
     def _loss(self, model: nn.Module, x: Tensor) -> Tensor:
         network, x = checked_network(model, x), x.detach()
-        found = nearest_bends(network, x, self._q)
+        found = nearest_bends(network, x, self._q, self.memory_limit)
         limited = found.radius.isfinite() | found.radius.isnan()
         if not limited.any():
             return x.new_zeros(())

@@ -57,7 +57,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(shapes, NETWORKS={"resnet50": lambda: iter(CONVOLUTION), "large": lambda: iter([(7, 5, 3, 3)])})
     patch(bench_compact, BATCH_SIZE=2)
     patch(bench_landscape, BATCH_SIZE={"small": 2}, TARGETS=("small",), MEMORY_BATCH_SIZE=2, MEMORY_RUNS=1)
-    patch(bench_regions, UNITS=6, INPUTS=9, LARGE_INPUTS=20, GRAM_BATCH=3)
+    patch(bench_regions, UNITS=6, INPUTS=9, LARGE_INPUTS=20, GRAM_BATCHES=(1, 3))
     patch(bench_train, STEPS={"small": 1}, BATCH_SIZE=8)
     patch(torch, compile=lambda function: function)
     penalties = {name: case.penalty for name, case in bench_ring_prox.CASES.items()}

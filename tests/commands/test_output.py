@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from loco_ext.output import json_text, remove_leftovers, replacing
+from loco_ext.output import json_text, print_table, remove_leftovers, replacing
 
 
 def test_a_file_is_replaced_when_all_is_written_and_not_before(tmp_path):
@@ -52,6 +52,20 @@ def test_leftovers_of_killed_processes_are_removed_and_other_files_are_not(tmp_p
     (tmp_path / ".folder.1.part").mkdir()
     remove_leftovers(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".film.mkv.part", ".folder.1.part", ".hidden", "notes.part"]
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_no_cell_of_a_table_is_cut(monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    headers = ["arm", "test accuracy", *(f"column {number}" for number in range(6))]
+    rows = [["plain", *["1.04e-02"] * 7], ["curvature:0.1", *["35.5 ± 0.5"] * 7]]
+    print_table(headers, rows, "A title")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    for row in rows:
+        found = [cell for line in cells if line[0] == row[0] for cell in line[1:]]
+        assert found == row[1:]
 
 
 def test_what_is_not_finite_is_null_at_any_depth():

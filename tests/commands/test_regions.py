@@ -8,7 +8,8 @@ import torch
 
 from loco_ext import regularizers
 from loco_ext.cli import main
-from loco_ext.experiments import files, region_pictures, regions
+from loco_ext.experiments import data, files, region_pictures, regions
+from loco_ext.experiments.samples import Samples
 from tests.experiments import image_files
 
 OPTIONS = ["--epochs", "1", "--units", "8", "--layers", "2", "--strengths", "0.5", "--hinges", "0,1", "--probes", "1"]
@@ -22,7 +23,7 @@ def small_pictures(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_pictures")
-def test_networks_are_trained_measured_and_resumed(tmp_path, capsys):
+def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch):
     arguments = ["regions", "--out", str(tmp_path), *OPTIONS, "--seeds", "2", "--samples", "100"]
     assert main([*arguments, "--json"]) == 0
     record = json.loads((tmp_path / "regions.json").read_text())
@@ -48,6 +49,39 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys):
     assert main([*arguments, "--resume"]) == 0
     assert lost.read_text() == content
     assert "*" in capsys.readouterr().out
+    digits = data.digits()
+    monkeypatch.setattr(data, "digits", lambda: [Samples(1 - part.images, part.labels) for part in digits])
+    assert main([*arguments, "--resume"]) == 2
+    assert "settings.json: of another experiment" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_pictures")
+def test_networks_that_diverge_are_left_out(tmp_path, capsys):
+    arguments = ["regions", "--out", str(tmp_path), *OPTIONS, "--strengths", "0.5,1e6", "--hinges", "0", "--seeds", "1"]
+    arguments += ["--epochs", "2", "--samples", "100"]
+    for resume in ([], ["--resume"]):
+        assert main([*arguments, *resume]) == 0
+        record = json.loads((tmp_path / "regions.json").read_text(), parse_constant=pytest.fail)
+        assert [network["diverged"] for network in record["networks"]] == [False, False, True]
+        wide, diverged = record["arms"][1:]
+        assert {diverged[name]["mean"] for name in ("accuracy", "points_lost")} == {None}
+        assert {diverged[name][p]["mean"] for name in ("median_radius", "ratio") for p in regions.NORMS} == {None}
+        assert wide["ratio"]["2"]["mean"] > 0
+    assert "roll-1e+06-0-100, seed 0: the training has diverged" in capsys.readouterr().err
+    assert regions.best([diverged]) is None
+
+
+def test_an_infinite_median_is_no_ratio():
+    networks = [
+        {"name": name, "strength": 1.0, "hinge": None, "top_percent": None, "seed": 0, "diverged": False}
+        | {"accuracy": 0.5, "radii": {p: [1.0, median, None] for p in regions.NORMS}}
+        for name, median in (("vanilla", 2.0), ("dead", None))
+    ]
+    arms = regions.summarise(networks)
+    assert arms[1]["ratio"]["2"]["mean"] is None
+    assert arms[1]["accuracy"]["mean"] == 0.5
+    assert regions.best(arms)["name"] == "vanilla"
+    assert [cells[-1] for cells in regions.rows({"arms": arms})[1]] == ["1.0", ""]
 
 
 def test_radii_are_in_units_of_pixels(tmp_path):
@@ -64,6 +98,17 @@ def test_radii_are_in_units_of_pixels(tmp_path):
         model[0].bias -= model[0].weight.sum(1) * scale.mean
     radii = regularizers.region_radius(model.double(), samples.test.images.flatten(1).double(), math.inf)
     torch.testing.assert_close(record["radii"]["inf"][1], radii.quantile(0.5).item(), rtol=1e-3, atol=0)
+
+
+def test_the_preset_is_the_papers_training():
+    """The paper reports strength 2 and 100 percent with the hinges 0.25 and 1."""
+    setting = regions.settings_of("paper")
+    assert (setting.data, setting.layers, setting.units, setting.seeds) == ("mnist", 4, 300, 1)
+    assert (setting.learning_rate, setting.momentum, setting.batch_size, setting.epochs) == (0.01, 0.5, 64, 20)
+    assert setting.strengths == (0.25, 0.5, 1, 2, 4)
+    assert setting.hinges == (0.25, 0.5, 1, 2, 4, 8)
+    assert setting.percents == ("max", "25", "50", "75", "100")
+    assert setting.probes == 0
 
 
 def test_mnist_is_read_from_its_files(tmp_path):

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from loco_ext import analysis, regularizers
 from loco_ext.cli import main
-from loco_ext.experiments import landscapes, landscapes_figures
+from loco_ext.experiments import landscapes, landscapes_figures, records
 from loco_ext.experiments.landscapes_settings import PRESETS, Arm, landscapes_preset
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS
@@ -109,9 +109,9 @@ def test_arms_are_trained_on_their_losses(finished):
         arm = Arm.parse(network["arm"])
         reached, setting = trained(network, out)
         model = make_model(setting, data)
-        options = {"target": smoothness} if arm.kind == "target" else {}
+        options = {"target": smoothness, "reduction": "mean"} if arm.kind == "target" else {}
         mode = arm.kind if arm.kind != "plain" else "curvature"
-        pilcro = regularizers.PILCRO(mode, arm.value, reduction="mean", seed=setting.seed, **options)
+        pilcro = regularizers.PILCRO(mode, arm.value, seed=setting.seed, **options)
         decayed = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -271,6 +271,6 @@ def test_impossible_settings_are_named(bad):
 
 
 def test_missing_values_make_no_mean():
-    assert landscapes.mean_and_error([1.0, None]) == (None, None)
-    assert landscapes.mean_and_error([1.0, math.nan]) == (None, None)
-    assert landscapes.mean_and_error([1.0, 3.0]) == (2.0, 1.0)
+    assert records.mean_and_error([1.0, None]) == (None, None)
+    assert records.mean_and_error([1.0, math.nan]) == (None, None)
+    assert records.mean_and_error([1.0, 3.0]) == (2.0, 1.0)

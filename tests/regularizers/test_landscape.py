@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scipy.ndimage import convolve
+from scipy.ndimage import correlate
 from torch import nn
 from torch.func import functional_call, jacrev, stack_module_state, vmap
 
@@ -48,18 +48,51 @@ def test_drawn_classes_have_the_networks_probabilities():
     assert (found - expected).abs().max() < 0.1 < expected.std()
 
 
-def test_the_smoothness_of_data_is_that_of_each_image_on_average():
+SKEWED = torch.arange(9, dtype=torch.float64).view(3, 3) - 4
+LAPLACIANS = pytest.mark.parametrize("kernel", [3, 5, SKEWED], ids=["3", "5", "skewed"])
+
+
+def curvature(image: torch.Tensor, kernel: int | torch.Tensor) -> torch.Tensor:
+    """Return an image's Laplacian by SciPy, of an odd width or by a stencil."""
+    if isinstance(kernel, int):
+        width, kernel = kernel, torch.ones(kernel, kernel, dtype=torch.float64)
+        kernel[width // 2, width // 2] = 1 - width**2
+    return torch.from_numpy(correlate(image.numpy(), kernel.numpy(), mode="mirror"))
+
+
+@LAPLACIANS
+def test_the_smoothness_of_data_is_that_of_each_image_on_average(kernel):
     x = images(4)
     x[2] = 0.5  # no variation: NaN must not spread
-    stencil = torch.ones(3, 3, dtype=torch.float64).numpy()
-    stencil[1, 1] = -8
     expected = 0
     for image in x[[0, 1, 3]]:
-        curvature = torch.stack([torch.from_numpy(convolve(c.numpy(), stencil, mode="mirror")) for c in image])
-        n = curvature.norm(dim=0)
+        n = torch.stack([curvature(channel, kernel) for channel in image]).norm(dim=0)
         expected = expected + n / n.norm() * 8
-    torch.testing.assert_close(regularizers.data_smoothness(x), expected / 4)
-    torch.testing.assert_close(regularizers.data_smoothness([x[:1], x[1:]]), expected / 4)
+    torch.testing.assert_close(regularizers.data_smoothness(x, laplacian_kernel=kernel), expected / 4)
+    torch.testing.assert_close(regularizers.data_smoothness([x[:1], x[1:]], laplacian_kernel=kernel), expected / 4)
+
+
+@LAPLACIANS
+def test_the_curvature_loss_is_the_variance_of_the_landscapes_laplacian(kernel):
+    model, x = make("plain"), images()
+    expected = curvature(brute_force(model.eval(), x), kernel).var(correction=0)
+    loss = regularizers.PILCRO(laplacian_kernel=kernel, expectation="exact")(model, x)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_seeds_change_the_classes_that_are_drawn():
+    model, x = make("plain"), images()
+
+    def measure(seed):
+        return regularizers.PILCRO(seed=seed)(model, x), regularizers.importance_landscape(model, x, seed=seed).max()
+
+    first, again, other = measure(0), measure(0), measure(1)
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_the_smoothness_of_data_has_the_images_dtype_and_no_gradient():
+    x = images(2)
     assert regularizers.data_smoothness(x.float().requires_grad_()).dtype == torch.float32
     assert not regularizers.data_smoothness(x.requires_grad_()).requires_grad
 
@@ -87,6 +120,47 @@ def test_paths_are_counted_one_by_one():
                 if 0 <= at < 6:
                     counts[at] += 2  # channels between the layers
     assert regularizers.path_counts(model, (1, 6))[0].tolist() == (counts / 2).tolist()
+
+
+class Code(nn.Module):
+    """A layer and a function of its result."""
+
+    def __init__(self, function, layer=nn.Linear):
+        super().__init__()
+        self.layer, self.function = layer(3, 3), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_paths_of_branches_add_up():
+    model = Code(lambda x: torch.cat([x + x.relu(), x.view(x.size(0), -1)], 1))
+    assert regularizers.path_counts(model, (3,)).tolist() == [1.5] * 3
+    assert regularizers.path_counts(nn.Sequential(model, nn.Linear(6, 1)), (3,)).tolist() == [9.0] * 3
+
+
+COUNTED_WRONGLY = {
+    r"max_pool1d\(\)": lambda: Code(lambda x: nn.functional.max_pool1d(x, 2)),
+    r"sigmoid\(\)": lambda: Code(torch.sigmoid),
+    r"mul\(\)": lambda: Code(lambda x: x * 3),
+    "the tensor layer.weight": lambda: Code(nn.ReLU(), Doubled),
+    "hooks, got some at layer": lambda: Code(nn.ReLU(), lambda *sizes: nn.utils.weight_norm(nn.Linear(*sizes))),
+    "ParametrizedLinear": lambda: Code(
+        nn.ReLU(), lambda *sizes: nn.utils.parametrizations.weight_norm(nn.Linear(*sizes))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("said", COUNTED_WRONGLY)
+def test_operations_whose_paths_would_be_counted_wrongly_are_refused(said):
+    with pytest.raises(TypeError, match=f"model: expected .*{said}"):
+        regularizers.path_counts(COUNTED_WRONGLY[said](), (3,))
 
 
 @pytest.mark.slow
@@ -125,18 +199,22 @@ WRONG = {
     "x: expected images of shape": lambda: regularizers.importance_landscape(MODEL, X[0]),
     "x: expected a floating-point tensor": lambda: regularizers.importance_landscape(MODEL, X.int()),
     r"x\[1\]: expected a tensor": lambda: regularizers.importance_landscape(MODEL, [X, "y"]),
+    "x: expected a tensor or an iterable of batches, got int": lambda: regularizers.importance_landscape(MODEL, 5),
+    "x: expected a tensor or an iterable of batches, got None": lambda: regularizers.data_smoothness(None),
+    r"x\[0\]: expected a tensor, got tuple": lambda: regularizers.data_smoothness([()]),
     "x: expected at least one batch": lambda: regularizers.importance_landscape(MODEL, []),
     r"model: expected an output of shape \(2, classes\)": lambda: regularizers.importance_landscape(nn.Identity(), X),
     "model: expected a module": lambda: regularizers.importance_landscape(len, X),
     "expectation: expected one of": lambda: regularizers.importance_landscape(MODEL, X, expectation="mean"),
     "seed: expected an int": lambda: regularizers.importance_landscape(MODEL, X, seed=0.5),
+    "seed: expected an int of 64 bits": lambda: regularizers.importance_landscape(MODEL, X, seed=2**70),
     "chunk_size: expected at least 1": lambda: regularizers.importance_landscape(MODEL, X, chunk_size=0),
     "laplacian_kernel: expected an odd": lambda: regularizers.data_smoothness(X, laplacian_kernel=4),
     "laplacian_kernel: expected at most 15": lambda: regularizers.data_smoothness(X, laplacian_kernel=17),
     r"image: expected shape \(H, W\)": lambda: regularizers.total_variation(X),
     "image: expected a floating-point": lambda: regularizers.total_variation(X[0, 0].int()),
     "input_size: expected an int": lambda: regularizers.path_counts(stack(), "2"),
-    "expected linear layers, ReLUs and flattening, got MaxPool2d at '1'": lambda: regularizers.path_counts(
+    "expected linear layers, ReLUs and flattening, got MaxPool2d at 1": lambda: regularizers.path_counts(
         nn.Sequential(nn.Conv2d(1, 1, 3), nn.MaxPool2d(2)), (1, 8, 8)
     ),
 }

@@ -202,6 +202,11 @@ def test_networks_that_ignore_their_images_have_no_gradient_and_no_nan():
     assert not gradient(PILCRO(every=1), model, images()).any()
 
 
+def test_a_target_of_one_row_needs_no_laplacian():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(32, CLASSES)).double(), images()[:, :, :1]
+    assert gradient(PILCRO("target", target=torch.linspace(0, 1, SIZE)[None]), model, x).any()
+
+
 class Detached(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).detach()
@@ -214,8 +219,12 @@ WRONG = {
     "every: expected at least 1": lambda: PILCRO(every=0),
     "target: expected a map": lambda: PILCRO("target"),
     "target: expected None": lambda: PILCRO(target=torch.ones(8, 8)),
+    "reduction: expected None for mode 'curvature'": lambda: PILCRO(reduction="mean"),
     "route: expected one of": lambda: PILCRO(route="forward"),
-    "seed: expected an int": lambda: PILCRO(seed=1.5),
+    "seed: expected an int, got": lambda: PILCRO(seed=1.5),
+    "seed: expected an int of 64 bits": lambda: PILCRO(seed=2**70),
+    "state: expected a mapping with the key 'calls'": lambda: PILCRO().load_state_dict({}),
+    "laplacian_kernel: expected at most 1 taps": lambda: PILCRO()(MODEL, X[:, :, :1]),
     "x: expected images of shape": lambda: PILCRO()(MODEL, X[:, 0]),
     "x: expected a floating-point tensor": lambda: PILCRO()(MODEL, X.long()),
     "target: expected the images' size": lambda: PILCRO("target", target=torch.ones(4, 4))(MODEL, X),

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from loco_ext import regularizers
 from tests import tolerances
 from tests.regularizers import piecewise
+from tests.regularizers.memory import peak_bytes
 
 
 def network(name, samples=3):
@@ -98,6 +100,17 @@ def test_many_directions_are_replaced_by_a_random_one():
     assert selecting(model, x) == selecting(model, x)
 
 
+def test_a_memory_limit_changes_no_exact_gradient():
+    model, x = nn.Sequential(*piecewise.mlp(40, 60, 60)), torch.randn(8, 40)
+
+    def gradients(memory_limit):
+        return gradients_of(regularizers.ROLL(1.0, 0.5, 50, memory_limit=memory_limit)(model, x), model)
+
+    limit = 250_000
+    torch.testing.assert_close(gradients(limit), gradients(2**30))
+    assert peak_bytes(lambda: gradients(limit)) < limit < peak_bytes(lambda: gradients(2**30))
+
+
 def test_networks_without_bends_and_infinite_radii_add_nothing():
     x = torch.randn(3, 4)
     assert regularizers.ROLL(1.0, 1.0)(nn.Linear(4, 2), x) == 0
@@ -140,6 +153,8 @@ BAD = [
     ({"top_percent": "most"}, TypeError, "top_percent: expected a number or 'max', got 'most'"),
     ({"probes": 0}, ValueError, "probes: expected at least 1, got 0"),
     ({"probes": "random"}, TypeError, "probes: expected an int, got 'random'"),
+    ({"probes": np.array([1, 2])}, TypeError, "probes: expected an int"),
+    ({"memory_limit": 0}, ValueError, "memory_limit: expected at least 1, got 0"),
     ({"generator": 3}, TypeError, "generator: expected a torch.Generator, got int"),
     ({"probes": 3, "top_percent": 50}, ValueError, "probes: expected 'exact' to select 50 percent"),
 ]
