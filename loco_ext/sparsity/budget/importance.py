@@ -49,7 +49,7 @@ def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
 
 
 class Taylor:
-    """Squares of the first-order changes of the loss, averaged over batches.
+    """First-order changes of the loss, as root mean squares over batches.
 
     A filter's is that of the output of the batch norm behind it, if there is one: ``gamma dL/dgamma + beta dL/dbeta``.
     Else it is the sum of ``w dL/dw`` over its weights, as for rings.
@@ -126,8 +126,8 @@ class Taylor:
             mine.copy_(sums[name]) if name in sums else mine.zero_()
 
     def lost(self) -> dict[str, Tensor]:
-        """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name."""
-        return {name: sums.cummax(1).values for name, sums in self._tables().items()}
+        """Return what each choice of each filter loses, ``(C_out, choices)``, by the layer's name, on any scale."""
+        return {name: sums.cummax(1).values.sqrt() for name, sums in self._tables().items()}
 
     def _tables(self) -> dict[str, Tensor]:
         """Return views of the sums, ``(C_out, choices)``, by the layer's name."""

@@ -40,12 +40,12 @@ def shrink_to(
     """Return a smaller network of the given cost that keeps what is most important of a trained model.
 
     Each filter of each convolution and linear layer is kept whole, loses its outermost rings, or goes. The sizes of all
-    filters together minimise ``price * cost - sum over layers of log(share of the layer's importance that is kept)``:
-    no layer is emptied while others are whole. A layer's MACs are the taps of its filters times the channels that are
-    left of its input, so that a channel also costs what the layers do that read it; channels that a residual connection
-    adds up go together. The price is the least that meets the budget, and what then
-    remains of the budget is filled up. Train the result further, with a learning rate of 0.1 to 1 times the largest of
-    the training before: its batch norms are not folded.
+    filters together minimise ``price * cost + sum over layers of total * log(total / kept)``, with a layer's importance
+    in total and that which is kept: the importance that is lost, as long as that is little, but no layer is emptied
+    while others are whole. A layer's MACs are the taps of its filters times the channels that are left of its input, so
+    that a channel also costs what the layers do that read it; channels that a residual connection adds up go together.
+    The price is the least that meets the budget, and what then remains of the budget is filled up. Train the result
+    further, with a learning rate of 0.1 to 1 times the largest of the training before: its batch norms are not folded.
 
     Args:
         model: a trained model that torch.fx can trace; it is not changed.
@@ -54,10 +54,10 @@ def shrink_to(
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own. MACs are those
             of :attr:`Report.macs_after`. Latency is that of a forward pass on the example on this machine after
             :func:`compact`, over the model's; smaller numbers of MACs are tried until it is met.
-        importance: "taylor": the squared first-order change of the loss, averaged over ``batches``, for filters at the
-            output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the batch
-            norm. Or a function of a layer's name and weight that returns the importance of each ring of each filter,
-            numbers of at least 0, ``(C_out, rings)``, the outermost first.
+        importance: "taylor": the first-order change of the loss, as a root mean square over ``batches``, for filters at
+            the output of the batch norm behind them. "norm": the share of the layer's squared weights, scaled by the
+            batch norm. Or a function of a layer's name and weight that returns the importance of each ring of each
+            filter, numbers of at least 0, ``(C_out, rings)``, the outermost first, on one scale for all layers.
         batches: pairs of the model's input and targets, for "taylor"; the model runs in eval mode.
         loss: function of the model's output and the targets that returns a scalar.
         kind: "half" or "full" rings, see :func:`loco_ext.geometry.ring_index`.

@@ -117,12 +117,12 @@ class Structure:
 
 
 def log_importance_lost(lost: Floats) -> Floats:
-    """Return by how much each choice lowers the logarithm of a layer's importance, if its filters go in order.
+    """Return ``total log(total / kept)`` of a layer's importance, divided among the filters as they go in order.
 
-    The sum over all layers is the logarithm of the product of the shares of importance that the layers keep: a layer
-    that is nearly empty blocks the whole network, which a sum of importances would not tell. A filter is compared with
-    the more important ones, which go after it; a choice that loses a part of a filter loses that part of its fall. The
-    most important one is compared with a millionth of itself.
+    While little is lost, this is the sum of what is lost; but a layer that is nearly empty blocks the whole network,
+    which a sum of importances would not tell. A filter is compared with the more important ones, which go after it; a
+    choice that loses a part of a filter loses that part of its fall. The most important one is compared with a
+    millionth of itself.
 
     Args:
         lost: importance that each choice of each filter loses, ``[C_out, choices]``; the last choice loses all of it.
@@ -134,7 +134,7 @@ def log_importance_lost(lost: Floats) -> Floats:
     falls = np.zeros(len(whole))
     falls[order] = np.log(np.divide(kept, rest, out=np.ones_like(kept), where=rest > 0))
     parts = np.divide(lost, whole[:, None], out=np.zeros_like(lost), where=whole[:, None] > 0)
-    return falls[:, None] * parts
+    return whole.sum() * falls[:, None] * parts
 
 
 class Masks:
