@@ -4,11 +4,11 @@ Minimise, over the size of every filter,
 
     sum over the filters of the importance lost  +  price * cost,
 
-where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs its
-taps in all layers that read it, and channels that are kept or removed together are one class: it goes if all filters
-that write it go. Given all other layers, each class of a layer decides alone, and exactly; layers take turns while the
-price rises slowly from 0, since a layer that decides at a high price while all others are still whole would lose more
-than its share.
+where a layer costs ``unit * (input channels that are left) * (taps of its filters that are left)``. A channel costs
+its taps in all layers that read it, and channels that are kept or removed together are one class: all filters that
+write it stay or go with it. Given all other layers, each class of a layer decides alone, and exactly; layers take turns
+while the price rises slowly from 0, since a layer that decides at a high price while all others are still whole would
+lose more than its share.
 """
 
 from __future__ import annotations
@@ -226,32 +226,20 @@ class Problem:
         for i in block:
             layer = self.layers[i]
             values[i] = layer.lost + price * layer.unit * inputs[i] * layer.taps
-            # A filter that reads its own channel alone lives as long as its class does.
-            best[i] = (values[i][:, :-1] if layer.reads is None else values[i]).argmin(1)
+            best[i] = values[i][:, :-1].argmin(1)
             np.add.at(keep, layer.writes, values[i][np.arange(len(best[i])), best[i]])
             np.add.at(go, layer.writes, layer.lost[:, -1])
         kept = self.fixed | (keep < go)
         for i in block:
             layer = self.layers[i]
-            chosen = np.where(kept[layer.writes], best[i], layer.gone)
-            missing = layer.least - int((chosen != layer.gone).sum())
-            if missing > 0:
-                alive = values[i][:, :-1].argmin(1)
-                extra = values[i][np.arange(len(alive)), alive] - layer.lost[:, -1]
-                extra = extra + np.where(kept[layer.writes], 0.0, reading[layer.writes])
-                back = np.argsort(np.where(chosen == layer.gone, extra, np.inf), kind="stable")[:missing]
-                chosen[back] = alive[back]
-                kept[layer.writes[back]] = True
-            sizes[i] = chosen
-        for i in block:  # classes that a bound brought back
-            layer = self.layers[i]
-            if layer.reads is None:
-                sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
-            stays[layer.writes] = self.fixed[layer.writes]
-            taps[i] = layer.taps[sizes[i]].sum()
+            gone = np.flatnonzero(~kept[layer.writes])
+            missing = max(0, layer.least - (len(layer.writes) - len(gone)))
+            kept[layer.writes[gone[np.argsort((keep - go)[layer.writes[gone]], kind="stable")[:missing]]]] = True
         for i in block:
             layer = self.layers[i]
-            stays[layer.writes[sizes[i] != layer.gone]] = True
+            stays[layer.writes] = kept[layer.writes]
+            sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
+            taps[i] = layer.taps[sizes[i]].sum()
         return not all(map(np.array_equal, before, (sizes[i] for i in block)))
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:

@@ -56,15 +56,14 @@ def depthwise(seed: int) -> Problem:
 
 
 def every(problem: Problem) -> list[Sizes]:
-    """Return all sizes; a filter that reads its own channel alone goes exactly if its class does."""
+    """Return all sizes with which the filters of one class stay or go together."""
     filters = [itertools.product(range(len(layer.taps)), repeat=len(layer.writes)) for layer in problem.layers]
     found = []
     for chosen in itertools.product(*filters):
         sizes = [np.asarray(each) for each in chosen]
-        joint = [
-            (sizes[i] != layer.gone, sizes[i - 1]) for i, layer in enumerate(problem.layers) if layer.reads is None
-        ]
-        if all(np.array_equal(alive, before != 3) for alive, before in joint):
+        alive = [each != layer.gone for layer, each in zip(problem.layers, sizes, strict=True)]
+        stays = problem.stays(sizes)
+        if all(np.array_equal(each, stays[layer.writes]) for layer, each in zip(problem.layers, alive, strict=True)):
             found.append(sizes)
     return found
 
@@ -108,7 +107,7 @@ def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[i
                 more = [chosen.copy() for chosen in found]
                 more[i][j] -= 1
                 worth = layer.lost[j, found[i][j]] > layer.lost[j, more[i][j]]
-                assert not worth or layer.reads is None or problem.cost(more) > budget
+                assert not worth or problem.cost(more) > budget
 
 
 def test_a_budget_of_everything_removes_nothing() -> None:
