@@ -325,7 +325,7 @@ class Frozen:
         for node in self._behind(starts):
             bend = self.bends.get(node)
             alive[node] = _count(self.shapes[node])
-            # What the operation itself and the norms of its tangents need.
+            # The operation itself and the norms of its tangents need memory beside what is kept.
             beside = 2 * alive[node] if bend is None else 4 * bend.distances[:1].numel()
             most = max(most, sum(alive.values()) + beside)
             for source in node.all_input_nodes:

@@ -45,11 +45,17 @@ class Unit:
 @overload
 def region_radius(
     model: nn.Module, x: Tensor, p: float = ..., return_unit: Literal[False] = ..., *, memory_limit: int = ...
-) -> Tensor: ...
+) -> Tensor:
+    """Return the radii alone."""
+
+
 @overload
 def region_radius(
     model: nn.Module, x: Tensor, p: float = ..., *, return_unit: Literal[True], memory_limit: int = ...
-) -> tuple[Tensor, list[Unit | None]]: ...
+) -> tuple[Tensor, list[Unit | None]]:
+    """Return the radii and the units whose boundaries are nearest."""
+
+
 @torch.compiler.disable
 def region_radius(
     model: nn.Module, x: Tensor, p: float = 2, return_unit: bool = False, *, memory_limit: int = MEMORY_LIMIT

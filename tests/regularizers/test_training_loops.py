@@ -47,7 +47,8 @@ def assert_same(found: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(found.state_dict()[name], value, msg=name)
 
 
-def test_lightnings_trainer(tmp_path):
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_lightnings_trainer(tmp_path, by_callback):
     lightning = pytest.importorskip("lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -58,15 +59,28 @@ def test_lightnings_trainer(tmp_path):
 
         def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
             x, y = batch
-            return self.pilcro(self.model, x) + cross_entropy(self.model(x), y)
+            extra = 0 if by_callback else self.pilcro(self.model, x)
+            return extra + cross_entropy(self.model(x), y)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    class FlatLandscapes(lightning.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+            self.extra = module.pilcro(module.model, batch[0])
+
+        def on_before_backward(self, trainer, module, loss) -> None:
+            loss.add_(self.extra)
+
     module = Module()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, enable_checkpointing=False, default_root_dir=tmp_path, **quiet
+        accelerator="cpu",
+        max_epochs=1,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[FlatLandscapes()] if by_callback else [],
+        **quiet,
     )
     trainer.fit(module, DataLoader(make_data(), 4))
     assert_same(module.model, plain_loop())
