@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from loco_ext.fx.operations import operation
 from loco_ext.regularizers.frozen import Frozen
 
+_GRAMS = WeakIdKeyDictionary()  # copies of first layers' weights and their Gram matrices, by weight
 _KEEPING_ORDER = ("flatten", "view", "contiguous", "identity", "dropout")
 
 
@@ -210,31 +212,40 @@ def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
         most: directions at once; up to so many each sample may have its own factor.
     """
     places = live.any(0).nonzero().flatten()
-    rows = weight[places]
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:
-        factor = _factor_of_each(rows, live, places)
+        factor = _factor_of_each(_gram(weight), live)
         if factor is not None:
             yield factor
             return
-    shared = torch.linalg.qr(rows.mT, mode="r").R
+    shared = torch.linalg.qr(weight[places].mT, mode="r").R
     factor = weight.new_zeros(max(1, len(shared)), 1, len(weight))
     factor[: len(shared), 0, places] = shared
     for part in factor.split(most):
         yield part * live.to(factor.dtype)
 
 
-def _factor_of_each(rows: Tensor, live: Tensor, places: Tensor) -> Tensor | None:
-    """Return the factor of each sample from float32 rows at ``places``, or None if the rows depend on each other.
+def _gram(weight: Tensor) -> Tensor:
+    """Return ``W W^T`` in float64, found again only if the weight has other numbers than at the last call."""
+    known = _GRAMS.get(weight)
+    if known is not None and torch.equal(known[0], weight):
+        return known[1]
+    double = weight.detach().double()
+    gram = double @ double.mT
+    _GRAMS[weight] = weight.detach().clone(), gram
+    return gram
+
+
+def _factor_of_each(gram: Tensor, live: Tensor) -> Tensor | None:
+    """Return the float32 factor of each sample, or None if rows of the weight depend on each other.
 
     They are Cholesky factors in float64, whose errors are smaller than those of a QR decomposition in float32 would be
     and which are found in less time.
     """
-    gram = rows.double() @ rows.double().mT
-    factor = rows.new_zeros(max(1, int(live.sum(1).max())), *live.shape)
-    for sample, each in enumerate(live[:, places]):
+    factor = gram.new_zeros(max(1, int(live.sum(1).max())), *live.shape, dtype=torch.float32)
+    for sample, each in enumerate(live):
         own = each.nonzero().flatten()
         lower, failed = torch.linalg.cholesky_ex(gram[own][:, own])
         if failed:
             return None
-        factor[: len(own), sample].index_copy_(1, places[own], lower.mT.float())
+        factor[: len(own), sample].index_copy_(1, own, lower.mT.float())
     return factor

@@ -1,5 +1,7 @@
 """Norms of the gradients of all units, by every route, against autograd."""
 
+import copy
+import gc
 import math
 
 import pytest
@@ -89,6 +91,52 @@ def test_norms_in_float32_are_as_exact(rows, chunk):
     torch.testing.assert_close(
         found.double().sort(1).values, exact.sort(1).values, rtol=tolerances.FLOAT32_RADIUS, atol=1e-6
     )
+
+
+def _scale(weight):
+    with torch.no_grad():
+        weight *= 2
+
+
+def _add_to_one_number(weight):
+    weight.data[3, 5] += 1
+
+
+def _exchange_data(weight):
+    weight.data = torch.randn(weight.shape)
+
+
+@pytest.mark.parametrize("change", [_scale, _add_to_one_number, _exchange_data])
+def test_a_weight_that_changes_between_calls_counts_as_it_is(change):
+    """Its Gram matrix is kept between calls, and edits through ``data`` leave no trace in its version."""
+    torch.manual_seed(4)
+    model, x = nn.Sequential(*piecewise.mlp(40, 24, 24, 24)), torch.randn(3, 40)
+
+    def assert_exact():
+        network = frozen.Frozen(frozen.Network(model), x)
+        probes = gradient_norms.choose_probes(network, 2)
+        found = torch.cat(norms(network, probes, 2, probes.count, x), 1).double()
+        exact = expected(copy.deepcopy(model).double(), x.double(), 2)
+        torch.testing.assert_close(
+            found.sort(1).values, exact.sort(1).values, rtol=tolerances.FLOAT32_RADIUS, atol=1e-6
+        )
+
+    assert_exact()
+    change(model[0].weight)
+    assert_exact()
+
+
+def test_nothing_is_kept_of_a_weight_that_is_gone():
+    model, x = nn.Sequential(*piecewise.mlp(40, 24, 24)), torch.randn(3, 40)
+    network = frozen.Frozen(frozen.Network(model), x)
+    probes = gradient_norms.choose_probes(network, 2)
+    gc.collect()
+    before = len(gradient_norms._GRAMS)
+    norms(network, probes, 2, probes.count, x)
+    assert len(gradient_norms._GRAMS) == before + 1
+    del model, network, probes
+    gc.collect()
+    assert len(gradient_norms._GRAMS) <= before
 
 
 @pytest.mark.parametrize(
