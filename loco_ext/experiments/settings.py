@@ -166,6 +166,14 @@ class Settings:
         Literal["rings", "filters"],
         Option(help="What --macs and the like remove: whole filters, or rings of taps as well."),
     ] = "rings"
+    round_to: Annotated[
+        int,
+        Option(
+            min=1,
+            max=MOST,
+            help="With --macs and the like, numbers of channels become multiples of this one; 8 suits fast kernels.",
+        ),
+    ] = 1
     pilcro: Annotated[
         Literal["curvature", "target"] | None,
         Option(
@@ -208,6 +216,8 @@ class Settings:
             raise SettingsError(
                 f"granularity: expected rings without macs, parameters or latency, got {self.granularity}"
             )
+        if budget_of(self) is None and self.round_to != 1:
+            raise SettingsError(f"round_to: expected 1 without macs, parameters or latency, got {self.round_to}")
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")

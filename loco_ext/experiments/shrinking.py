@@ -52,6 +52,9 @@ class Shrinking:
     granularity: Annotated[
         Literal["rings", "filters"], Option(help="What is removed: whole filters, or rings of their taps as well.")
     ] = "rings"
+    round_to: Annotated[
+        int, Option(min=1, max=MOST, help="Numbers of channels become multiples of this one; 8 suits fast kernels.")
+    ] = 1
     importance: Annotated[
         Literal["taylor", "norm"],
         Option(help="What stays: what the loss on training samples depends on, or what has large weights."),
@@ -185,9 +188,10 @@ def _smaller(
     ]
     example = compacting.example(trained, how.batch_size, processes.device)
     model = trained.model.to(processes.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    options: dict[str, Any] = {"importance": how.importance, "granularity": how.granularity, "batches": batches}
+    names = (*BUDGETS, "importance", "granularity", "round_to")
+    options: dict[str, Any] = {name: getattr(how, name) for name in names}
     try:
-        return sparsity.shrink_to(model, example, **{name: getattr(how, name) for name in BUDGETS}, **options)
+        return sparsity.shrink_to(model, example, batches=batches, **options)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 

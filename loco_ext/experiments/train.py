@@ -122,7 +122,7 @@ def make_budget(
     steps = settings.epochs * batches_per_epoch(len(data.train.labels), settings.batch_size, processes.count)
     begin, end = (round(share * (steps - 1)) for share in BUDGET_SPAN)
     image = torch.zeros(1, data.channels, data.size, data.size, device=processes.device)
-    options: dict[str, Any] = {chosen[0]: chosen[1], "granularity": settings.granularity}
+    options: dict[str, Any] = {chosen[0]: chosen[1], "granularity": settings.granularity, "round_to": settings.round_to}
     try:
         return Budget(model, optimizer, example_inputs=image, begin=begin, end=end + 1, **options)
     except ValueError as error:

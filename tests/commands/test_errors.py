@@ -75,6 +75,7 @@ CASES = {
         "--folded": "--folded: expected False without a penalty",
         "--macs 1.5": "--macs: expected a share in (0, 1], got 1.5",
         "--macs 0.5 --parameters 0.5": "--macs, --parameters: expected at most one of them",
+        "--round-to 8": "--round-to: expected 1 without macs, parameters or latency, got 8",
         "--granularity filters": "--granularity: expected rings without macs, parameters or latency, got filters",
         "--model resnet8 --width 0": "--width: expected 1, or more than 0",
         "--width 0.5": "--width: expected 1, or more than 0 for resnet20",

@@ -89,6 +89,7 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "parameters": None,
         "latency": None,
         "granularity": "rings",
+        "round_to": 1,
         "amp": True,
         "weights": None,
     }

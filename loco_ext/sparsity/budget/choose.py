@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+# What may be added to sizes: the importance won for each unit of cost, and (layer, filter, choice) of each change.
+Addition = tuple[float, list[tuple[int, int, int]]]
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
 _FIRST_PRICE, _RISE = 1e-6, 1.25  # of the price at which everything would go; factor from one round to the next
@@ -72,10 +74,14 @@ class Problem:
         fixed: classes that stay whatever their filters are, ``[classes]``.
         class_costs: cost of each class beside the taps of the layers, ``[classes]``.
         rest: cost of what stays in any case.
+        round_to: layers that share classes write a multiple of this number of classes, or all of them.
     """
 
-    def __init__(self, layers: list[Layer], fixed: Booleans, class_costs: Floats, rest: float = 0.0) -> None:
+    def __init__(
+        self, layers: list[Layer], fixed: Booleans, class_costs: Floats, rest: float = 0.0, round_to: int = 1
+    ) -> None:
         self.layers, self.fixed, self.class_costs, self.rest = layers, fixed, class_costs, rest
+        self.round_to = round_to
         count = len(fixed)
         reads = [np.zeros(0, np.int64) if layer.reads is None else layer.reads for layer in layers]
         self._reads = np.stack([np.bincount(each, minlength=count).astype(np.float64) for each in reads])
@@ -229,18 +235,39 @@ class Problem:
             best[i] = values[i][:, :-1].argmin(1)
             np.add.at(keep, layer.writes, values[i][np.arange(len(best[i])), best[i]])
             np.add.at(go, layer.writes, layer.lost[:, -1])
-        kept = self.fixed | (keep < go)
-        for i in block:
-            layer = self.layers[i]
-            gone = np.flatnonzero(~kept[layer.writes])
-            missing = max(0, layer.least - (len(layer.writes) - len(gone)))
-            kept[layer.writes[gone[np.argsort((keep - go)[layer.writes[gone]], kind="stable")[:missing]]]] = True
+        kept = self._chosen(block, go - keep)
         for i in block:
             layer = self.layers[i]
             stays[layer.writes] = kept[layer.writes]
             sizes[i] = np.where(kept[layer.writes], best[i], layer.gone)
             taps[i] = layer.taps[sizes[i]].sum()
         return not all(map(np.array_equal, before, (sizes[i] for i in block)))
+
+    def _chosen(self, block: list[int], gains: Floats) -> Booleans:
+        """Return which classes of layers that share classes stay, given what each gains if it does."""
+        kept = self.fixed | (gains > 0)
+        for layer in (self.layers[i] for i in block):
+            gone = np.unique(layer.writes[~kept[layer.writes]])
+            missing = max(0, layer.least - int(kept[layer.writes].sum()))
+            kept[gone[np.argsort(-gains[gone], kind="stable")[:missing]]] = True
+        written = self._written(block)
+        count = int(kept[written].sum())
+        if above := count % self.round_to:
+            spare = written[(kept & ~self.fixed & (gains > 0))[written]]
+            spare = spare[np.argsort(gains[spare], kind="stable")[:above]]
+            others = written[~kept[written]]
+            others = others[np.argsort(-gains[others], kind="stable")[: self.round_to - above]]
+            least = max(self.layers[i].least for i in block)
+            possible = len(spare) == above and count - above >= least
+            if possible and gains[spare].sum() <= -gains[others].sum():
+                kept[spare] = False
+            else:
+                kept[others] = True
+        return kept
+
+    def _written(self, block: list[int]) -> Integers:
+        """Return the classes that layers write."""
+        return np.unique(np.concatenate([self.layers[i].writes for i in block]))
 
     def _filled(self, sizes: Sizes, budget: float, price: float) -> Sizes:
         """Return the sizes with what still fits into the budget, the most importance for its cost first."""
@@ -268,12 +295,13 @@ class Problem:
             place, failed, several = (place + 1, failed + 1, 1) if several == 1 else (place, failed, several // 2)
         return sizes
 
-    def _additions(self, sizes: Sizes, price: float) -> list[tuple[float, list[tuple[int, int, int]]]]:
-        """Return what may be added: importance won for each unit of cost, and (layer, filter, choice) of the change."""
+    def _additions(self, sizes: Sizes, price: float) -> list[Addition]:
+        """Return what may be added."""
         stays, reading = self.stays(sizes), self._prices_of_classes(self._taps(sizes))
         inputs = self._inputs(stays)
-        found: list[tuple[float, list[tuple[int, int, int]]]] = []
+        found: list[Addition] = []
         classes: dict[int, list[tuple[Floats, Floats, tuple[int, int]]]] = {}
+        whole: dict[int, list[Addition]] = {}
         for i, layer in enumerate(self.layers):
             rate = layer.unit * max(inputs[i], 1.0)
             for j, now in enumerate(sizes[i].tolist()):
@@ -292,8 +320,26 @@ class Problem:
                 pairs = list(zip(parts, choices, strict=True))
                 cost = reading[one] + sum(spent[n] for (_, spent, _), n in pairs)
                 gain = sum(won[n] for (won, _, _), n in pairs) / cost
-                found.append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
+                whole.setdefault(one, []).append((float(gain), [(*place, n) for (_, _, place), n in pairs]))
+        for block in self._blocks:
+            missing = [whole[one] for one in self._written(block) if one in whole]
+            found += _several(missing, self.round_to)
         return found
+
+
+def _several(missing: list[list[Addition]], count: int) -> list[Addition]:
+    """Return the additions of so many classes at a time: all that there are of one, or the best several of each first.
+
+    Args:
+        missing: the additions of each class.
+    """
+    if count == 1:
+        return [addition for additions in missing for addition in additions]
+    best = sorted((additions[0] for additions in missing), key=lambda addition: -addition[0])
+    most = len(best) - len(best) % count or len(best)
+    groups = [best[i : i + count] for i in range(0, most, count)]
+    changes = [[change for _, changes in group for change in changes] for group in groups]
+    return [(sum(gain for gain, _ in group) / len(group), each) for group, each in zip(groups, changes, strict=True)]
 
 
 def _blocks_that_share_classes(layers: list[Layer], count: int) -> list[list[int]]:

@@ -50,7 +50,7 @@ class Budget:
         method: "pruning" as above. Or "penalty": from ``begin`` to ``end``, a penalty on all filters, in proportion to
             their costs, shrinks them in each step by its prox; its strength is turned until the filters that it has
             made zero save what they should at that time. At ``end``, sizes are chosen as above. It is the slower way.
-        kind, granularity, least, skip: as for :func:`shrink_to`.
+        kind, granularity, least, skip, round_to: as for :func:`shrink_to`.
 
     Raises:
         TypeError, ValueError: the message names the argument; ``end`` is smaller than ``begin``; the optimizer lacks a
@@ -95,6 +95,7 @@ class Budget:
         granularity: str = "rings",
         least: int | Mapping[str, int] = 1,
         skip: Collection[str] = (),
+        round_to: int = 1,
     ) -> None:
         self.cost, self.share = check_budget(macs=macs, parameters=parameters, latency=latency)
         inputs = check_inputs(model, example_inputs)
@@ -105,7 +106,7 @@ class Budget:
         check_choice("method", method, ("pruning", "penalty"))
         self.importance, self.updates = importance, check_count("updates", updates, 1)
         self._structure = structure_of(model, inputs, kind, granularity, skip)
-        self._least = bounds(self._structure, least)
+        self._least, self._round_to = bounds(self._structure, least), check_count("round_to", round_to, 1)
         self._taylor = Taylor(self._structure)
         _check_optimizer(optimizer, [(layer.name, layer.module.weight) for layer in self._structure.layers])
         self.steps = 0
@@ -218,7 +219,8 @@ class Budget:
             )
         else:
             lost = self._taylor.lost()
-        return self._structure.problem("parameters" if self.cost == "parameters" else "macs", lost, self._least)
+        counted = "parameters" if self.cost == "parameters" else "macs"
+        return self._structure.problem(counted, lost, self._least, self._round_to)
 
     def _choose(self, share: float) -> Sizes:
         """Return sizes that cost at most this share."""

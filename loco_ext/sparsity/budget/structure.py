@@ -72,13 +72,14 @@ class Structure:
     fixed: np.ndarray[Any, np.dtype[np.bool_]]
     others: int
 
-    def problem(self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int]) -> Problem:
+    def problem(self, cost: str, lost: Mapping[str, Tensor], least: Mapping[str, int], round_to: int = 1) -> Problem:
         """Return the problem of choosing sizes.
 
         Args:
             cost: "macs" or "parameters".
             lost: importance that each choice of each filter loses, ``(C_out, choices)``, by the layer's name.
             least: number of filters that stay, by the layer's name.
+            round_to: see :class:`Problem`.
         """
         layers, of_classes = [], np.zeros(len(self.fixed))
         for layer in self.layers:
@@ -94,7 +95,7 @@ class Structure:
         for norm, classes in self.norms:
             if cost == "parameters" and norm.affine:
                 np.add.at(of_classes, classes, 2.0)
-        return Problem(layers, self.fixed, of_classes, self.others if cost == "parameters" else 0)
+        return Problem(layers, self.fixed, of_classes, self.others if cost == "parameters" else 0, round_to)
 
     def masks(self, sizes: Sizes) -> Masks:
         """Return factors of 0 and 1 for what sizes leave out: rings, filters, and shifts of the batch norms behind."""

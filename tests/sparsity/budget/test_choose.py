@@ -55,6 +55,15 @@ def depthwise(seed: int) -> Problem:
     return Problem(layers, np.arange(5) == 0, np.zeros(5))
 
 
+def pairs(seed: int) -> Problem:
+    """Return a chain of whole filters with a residual sum, whose numbers of channels are even, or all of five."""
+    rng, taps = RNG(seed), TAPS[[0, 3]]
+    image, stream, inner, output = np.asarray([0]), np.arange(1, 6), np.arange(6, 10), np.arange(10, 12)
+    edges = [(1.0, stream, image), (0.5, inner, stream), (0.5, stream, inner), (0.2, output, stream)]
+    layers = [Layer(unit, taps, lost(rng, len(own))[:, [0, 3]], own, reads) for unit, own, reads in edges]
+    return Problem(layers, np.arange(12) == 0, np.zeros(12), round_to=2)
+
+
 def every(problem: Problem) -> list[Sizes]:
     """Return all sizes with which the filters of one class stay or go together."""
     filters = [itertools.product(range(len(layer.taps)), repeat=len(layer.writes)) for layer in problem.layers]
@@ -63,7 +72,10 @@ def every(problem: Problem) -> list[Sizes]:
         sizes = [np.asarray(each) for each in chosen]
         alive = [each != layer.gone for layer, each in zip(problem.layers, sizes, strict=True)]
         stays = problem.stays(sizes)
-        if all(np.array_equal(each, stays[layer.writes]) for layer, each in zip(problem.layers, alive, strict=True)):
+        joint = all(
+            np.array_equal(each, stays[layer.writes]) for layer, each in zip(problem.layers, alive, strict=True)
+        )
+        if joint and all(each.all() or each.sum() % problem.round_to == 0 for each in alive):
             found.append(sizes)
     return found
 
@@ -80,7 +92,7 @@ def by_hand(problem: Problem, sizes: Sizes) -> float:
     return float(total)
 
 
-@pytest.mark.parametrize("make", [chain, residual, depthwise])
+@pytest.mark.parametrize("make", [chain, residual, depthwise, pairs])
 def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Problem]) -> None:
     rng = RNG(7)
     for seed in range(3):
@@ -108,6 +120,23 @@ def test_a_budget_is_met_and_no_filter_that_is_gone_still_fits(make: Callable[[i
                 more[i][j] -= 1
                 worth = layer.lost[j, found[i][j]] > layer.lost[j, more[i][j]]
                 assert not worth or problem.cost(more) > budget
+
+
+def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> None:
+    for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
+        problem = pairs(seed)
+        budget = share * problem.cost(problem.whole())
+        costs = [problem.cost(sizes) for sizes in every(problem)]
+        found = problem.within(budget)
+        assert problem.cost(found) in costs  # of sizes that are allowed
+        assert problem.cost(found) <= budget
+        alive = [chosen != layer.gone for layer, chosen in zip(problem.layers, found, strict=True)]
+        for i in (1, 3):  # layers whose channels are theirs alone
+            gone = np.flatnonzero(~alive[i])
+            for two in itertools.combinations(gone, 2):
+                more = [chosen.copy() for chosen in found]
+                more[i][list(two)] = 0
+                assert problem.cost(more) > budget
 
 
 def test_a_budget_of_everything_removes_nothing() -> None:

@@ -145,6 +145,24 @@ def test_where_there_are_many_filters_the_budget_is_met_within_a_hundredth() -> 
         assert 0.99 * share <= macs(smaller) / macs(model) <= share
 
 
+@pytest.mark.parametrize("method", ["shrink_to", "pruning", "penalty"])
+def test_numbers_of_channels_are_rounded(method: str) -> None:
+    model = models.small_cnn(3, 4, 9, width=2).eval()
+    how: Any = {"macs": 0.5, "importance": "norm", "granularity": "filters", "round_to": 4}
+    if method == "shrink_to":
+        smaller, report = sparsity.shrink_to(model, X, **how)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        budget = sparsity.Budget(model, optimizer, example_inputs=X, begin=0, end=2, method=method, **how)
+        for _ in range(2):
+            budget.step()
+        smaller, report = sparsity.compact(model, X, cost="macs", fold_norms=False)
+    widths = [module.out_channels for module in smaller.modules() if isinstance(module, nn.Conv2d)]
+    assert all(width % 4 == 0 for width in widths)
+    assert any(layer.kernels_after < layer.kernels_before for layer in report.layers)
+    assert macs(smaller) <= 0.5 * macs(models.small_cnn(3, 4, 9, width=2))
+
+
 def test_removing_the_least_important_filters_loses_their_importance_or_more_from_a_layer_nearly_empty() -> None:
     importance = np.random.default_rng(0).exponential(size=7)
     importance[3] = 0.0
@@ -196,6 +214,7 @@ def test_latency() -> None:
             {"macs": 0.5, "batches": batches(), "loss": lambda out, _: torch.nan * out.sum()},
             "batches: expected some for which all gradients of the loss are finite, got none",
         ),
+        ({"macs": 0.5, "importance": "norm", "round_to": 0}, "round_to: expected at least 1, got 0"),
         ({"macs": 0.5, "importance": "norm", "least": {"1": 3}}, "least: expected names of convolution or linear"),
         ({"macs": 0.5, "importance": "norm", "least": -1}, "least: expected at least 0, got -1"),
         ({"macs": 0.01, "importance": "norm", "least": 6}, r"macs: expected at least 0\.\d+, .*, got 0.01"),
