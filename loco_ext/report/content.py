@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 
 DOTS = 110  # per inch of a figure
-LEAST, MOST = 56, 84  # pixels of the page per inch of a figure: letters stay readable, and do not become huge
+LEAST, MOST = 60, 96  # pixels of the page per inch of a figure: letters stay readable, and do not become huge
 
 
 class Table(NamedTuple):
@@ -56,7 +55,7 @@ def plot(title: str, alt: str, figure: Figure, tables: Sequence[Table] | None = 
     tables = numbers(figure) if tables is None else tables
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for such a glyph
-        for legend in figure.findobj(Legend):
+        for legend in filter(None, (*figure.legends, *(axes.get_legend() for axes in figure.axes))):
             for text in legend.get_texts():  # names of folders and settings may have dollars in them
                 text.set_parse_math(False)
         figure.savefig(content, format="png", dpi=DOTS)

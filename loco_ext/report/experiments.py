@@ -92,7 +92,7 @@ EXPERIMENTS = {
         {
             "dynamics": (
                 "Dynamics",
-                "Training loss and test accuracy by epoch of the networks, by when they were lifted",
+                "Training loss and test accuracy by epoch, by when networks were lifted",
             ),
             "landscape": (
                 "Accuracy, gradient and curvature",

@@ -82,14 +82,14 @@ def _template() -> Template:
 
 def _overview(runs: list[Run]) -> Table:
     """Return one row for each run: the settings that differ among those of its command, and its results."""
-    headers = ["run", "command", "settings that differ", "results", "training", "device", "versions"]
+    headers = ["run", "command", "results", "settings that differ", "training", "device", "versions"]
     names = {run.command: differing([each.settings for each in runs if each.command == run.command]) for run in runs}
     rows = []
     for run in runs:
-        settings = "; ".join(f"{name} {training.setting(run.settings.get(name))}" for name in names[run.command])
-        metrics = "; ".join(f"{name.replace('_', ' ')} {_metric(name, value)}" for name, value in run.metrics.items())
-        versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-        rows.append([run.name, run.command, settings, metrics, _duration(run.seconds), run.device or "", versions])
+        settings = "\n".join(f"{name} {training.setting(run.settings.get(name))}" for name in names[run.command])
+        metrics = "\n".join(f"{name.replace('_', ' ')} {_metric(name, value)}" for name, value in run.metrics.items())
+        versions = "\n".join(f"{name} {version}" for name, version in run.versions.items())
+        rows.append([run.name, run.command, metrics, settings, _duration(run.seconds), run.device or "", versions])
     return Table(headers, rows)
 
 

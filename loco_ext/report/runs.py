@@ -9,7 +9,7 @@ The files of a folder tell which command has written them:
     demo.json                       demo
     frontier.json, efcn.json, landscapes.json, regions.json     the experiment of that name
 
-Runs in a folder of an experiment or of ``shrink`` are parts of it. They count where it has not been finished.
+Runs in a folder of an experiment or of ``shrink`` are parts of it. One that has not been finished is left out.
 """
 
 import json
@@ -194,8 +194,11 @@ def _train(folder: Path) -> _Facts:
 def _shrink(folder: Path) -> _Facts:
     shrinking, compacted = read_json(folder / "shrink.json")["shrinking"], _compact(folder)
     training = _train(folder / "training")
-    settings = training.settings | shrinking
-    return replace(training, settings=settings, metrics=compacted.metrics, content=compacted.content)
+    before = read_json(folder / "start" / "manifest.json")["content"]["report"]
+    metrics = compacted.metrics | {name: before[name] for name in ("macs_before", "parameters_before")}
+    del metrics["latency_before"]  # of the small network, while the others are of the network that it was made of
+    settings = shrinking | {name: value for name, value in training.settings.items() if value is not None}
+    return replace(training, settings=settings, metrics=metrics, content=compacted.content)
 
 
 def _compact(folder: Path) -> _Facts:
@@ -203,7 +206,8 @@ def _compact(folder: Path) -> _Facts:
     metrics = {"test_accuracy": record["accuracy_after"]}
     for name in ("macs", "parameters", "latency"):
         metrics |= {f"{name}_{when}": record[f"{name}_{when}"] for when in ("before", "after")}
-    return _Facts({name: record[name] for name in ("model", "data")}, metrics, record)
+    settings = {name: record[name] for name in ("model", "data")}
+    return _Facts(settings, metrics, record, record.get("versions", {}), record.get("device"))
 
 
 def _analyze(folder: Path) -> _Facts:
@@ -268,6 +272,10 @@ def _regions(record: Record) -> dict[str, Any]:
     }
 
 
+def _unfinished(folder: Path) -> _Facts:
+    raise RunError(f"{folder}: expected a run that is finished, or a training after its first epoch; resume it")
+
+
 _KINDS = {
     "frontier": _experiment("frontier", _frontier),
     "efcn": _experiment("efcn", _efcn),
@@ -276,6 +284,8 @@ _KINDS = {
     "shrink": _Kind(("shrink.json", "report.json"), _shrink, whole=True),
     "compact": _Kind(("report.json",), _compact, whole=False),
     "train": _Kind(("settings.json", "metrics.jsonl"), _train, whole=False),
+    "experiment": _Kind(("settings.json",), _unfinished, whole=True),
+    "shrinking": _Kind(("shrink.json",), _unfinished, whole=True),
     "analyze": _Kind(("analysis.json",), _analyze, whole=False),
     "demo": _Kind(("demo.json",), _demo, whole=False),
 }

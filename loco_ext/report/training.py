@@ -17,40 +17,42 @@ from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.checkpoints import DamagedFileError, load_weights
 from loco_ext.experiments.figures import finish
 from loco_ext.experiments.records import Record
-from loco_ext.output import one_line
+from loco_ext.output import json_text, one_line
 from loco_ext.report.content import Plot, Section, Table, number, plot
 from loco_ext.report.runs import Run, RunError, differing
 from loco_ext.sparsity import kernel_sizes
 
-LONGEST_LABEL = 44  # characters of a line's label
+LONGEST_LABEL = 60  # characters of a line's label
 MOST_FILTERS = 64  # filters in a picture
-COLUMNS = 16  # of that picture
+COLUMNS = 8  # of that picture
+WIDTH = 4.6  # inches of a figure that fills the width of a phone
 Sizes = dict[str, Counter[str]]  # numbers of filters by layer and size
 
 
 def learning_curves(runs: list[Run]) -> Section:
     """Draw losses and accuracies of all runs that train one network; those that differ in their seed share a colour."""
-    groups: dict[str, list[Run]] = {}
-    trained = [run for run in runs if run.epochs]
-    labels = _labels(trained)
-    for run in trained:
-        groups.setdefault(labels[run.folder], []).append(run)
-    plots = [_curves(groups, what) for what in ("accuracy", "loss")]
-    text = "A bold line is the mean over the seeds of one setting. Test samples have solid lines, training ones dashed."
-    return Section("Learning curves", text, plots=plots)
-
-
-def _labels(runs: list[Run]) -> dict[Any, str]:
-    """Return labels of runs by their folders: the settings that differ, without the seed."""
-    names = [name for name in differing([run.settings for run in runs]) if name not in ("seed", "weights")]
-    same = f"{runs[0].settings.get('model')} on {runs[0].settings.get('data')}" if runs else ""
-    labels = {}
+    alike: dict[str, list[Run]] = {}
     for run in runs:
-        text = (
-            ", ".join(f"{name} {setting(run.settings.get(name))}" for name in names) if run.command == "train" else ""
-        )
-        label = one_line(text or (same if run.command == "train" else f"{run.command} {run.name}"), LONGEST_LABEL)
-        labels[run.folder] = f" {label}" if label.startswith("_") else label  # matplotlib would not list it
+        if run.epochs:
+            known = {name: value for name, value in run.settings.items() if name != "seed"}
+            alike.setdefault(json_text(known) if run.command == "train" else str(run.folder), []).append(run)
+    groups = dict(zip(_labels([found[0] for found in alike.values()]), alike.values(), strict=True))
+    text = "Test samples have solid lines, training ones dashed. A bold line is the mean over the seeds of one setting."
+    return Section("Learning curves", text, plots=[_curves(groups, what) for what in ("accuracy", "loss")])
+
+
+def _labels(runs: list[Run]) -> list[str]:
+    """Return labels, all different: of a training the settings that not more than half of the trainings have."""
+    trainings = [run.settings for run in runs if run.command == "train"]
+    values = {name: Counter(setting(each.get(name)) for each in trainings) for name in differing(trainings)}
+    labels: list[str] = []
+    for run in runs:
+        texts = {name: setting(run.settings.get(name)) for name in values if name not in ("seed", "weights")}
+        rare = [f"{name} {text}" for name, text in texts.items() if values[name][text] <= len(trainings) / 2]
+        label = ", ".join(rare) or f"{run.settings.get('model')} on {run.settings.get('data')}"
+        label = one_line(label if run.command == "train" else f"{run.command} {run.name}", LONGEST_LABEL)
+        label = f" {label}" if label.startswith("_") else label  # matplotlib would not list it
+        labels.append(f"{label} ({run.name})" if label in labels else label)
     return labels
 
 
@@ -72,7 +74,7 @@ def setting(value: Any) -> str:
 
 
 def _curves(groups: Mapping[str, list[Run]], what: str) -> Plot:
-    figure = Figure(figsize=(5.6, 3.8 + 0.16 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.4 + 0.18 * len(groups)), layout="constrained")
     axes = figure.subplots()
     handles = []
     colors = matplotlib.colormaps["tab10" if len(groups) <= 10 else "tab20"]
@@ -153,10 +155,10 @@ def _filters(run: Run, name: str, weight: Tensor) -> Plot:
     tiles = torch.ones(rows * columns, pixels.shape[1], height + 1, width + 1)  # white, with a line between filters
     tiles[:count, :, :height, :width] = 0.5 + pixels / largest / 2  # each filter by its own largest weight
     picture = tiles.view(rows, columns, -1, height + 1, width + 1).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
-    figure = Figure(figsize=(5.6, 5.6 * rows * (height + 1) / (COLUMNS * (width + 1)) + 0.1))
+    figure = Figure(figsize=(WIDTH, WIDTH * rows * (height + 1) / (COLUMNS * (width + 1))))
     axes = figure.add_axes((0, 0, columns / COLUMNS, 1))
     axes.set_axis_off()
-    axes.imshow(picture[..., 0] if not colored else picture, cmap="gray", vmin=0, vmax=1, aspect="auto")
+    axes.imshow((picture if colored else picture[..., 0]).numpy(), cmap="gray", vmin=0, vmax=1, aspect="auto")
     taps = [f"{c},{y},{x}" for c in range(channels) for y in range(height) for x in range(width)]
     cells = [[str(i), *map(number, row)] for i, row in enumerate(weight.flatten(1).tolist())]
     title = f"First layer of {run.name}"
@@ -167,7 +169,7 @@ def _filters(run: Run, name: str, weight: Tensor) -> Plot:
 def _sizes(run: Run, sizes: Sizes) -> Plot:
     """Draw the number of filters of each size as stacked bars, one bar for each layer."""
     order = sorted({size for counts in sizes.values() for size in counts}, key=_natural)
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.subplots()
     below = np.zeros(len(sizes))
     for size, color in zip(order, matplotlib.colormaps["viridis"](np.linspace(0, 0.95, len(order))), strict=True):

@@ -23,7 +23,6 @@ JSON.stringify({
   width: document.documentElement.scrollWidth,
   height: document.documentElement.scrollHeight,
   images: Array.from(document.images, image => image.complete ? image.naturalWidth : 0),
-  smallest: Math.min(...Array.from(document.querySelectorAll("td"), cell => parseFloat(getComputedStyle(cell).fontSize))),
 })
 """
 
