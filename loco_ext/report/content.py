@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 DOTS = 110  # per inch of a figure
-LEAST, MOST = 60, 96  # pixels of the page per inch of a figure: letters stay readable, and do not become huge
+LEAST, MOST = 54, 96  # pixels of the page per inch of a figure: letters stay readable, and do not become huge
 
 
 class Table(NamedTuple):

@@ -96,6 +96,8 @@ def _overview(runs: list[Run]) -> Table:
 def _metric(name: str, value: float | None) -> str:
     if value is None:
         return "unknown"
+    if "latency" in name:
+        return f"{1e3 * value:.3g} ms"
     return f"{value:.2%}" if "accuracy" in name else number(value)
 
 

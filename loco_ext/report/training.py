@@ -81,7 +81,12 @@ def _curves(groups: Mapping[str, list[Run]], what: str) -> Plot:
     for place, (label, runs) in enumerate(groups.items()):
         for samples, line in (("train", "--"), ("test", "-")):
             curves = [_values(run, f"{samples}_{what}") for run in runs]
-            style: dict[str, Any] = {"color": colors(place % colors.N), "linestyle": line}
+            style: dict[str, Any] = {
+                "color": colors(place % colors.N),
+                "linestyle": line,
+                "marker": ".",
+                "markersize": 3,
+            }
             for run, values in zip(runs, curves, strict=True):
                 alone = len(runs) == 1
                 name = f"{label}, {samples}" if alone else f"{run.name}, {samples}"

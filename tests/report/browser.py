@@ -14,7 +14,8 @@ from PySide6.QtWebEngineCore import QWebEnginePage
 from PySide6.QtWebEngineWidgets import QWebEngineView
 from PySide6.QtWidgets import QApplication
 
-HEIGHT = 844
+HEIGHT, TALLEST = 844, 16_000  # of the window, and of a picture, in pixels
+WAIT = 8000  # milliseconds until a picture is taken of a window that has grown
 # Details are opened so that their tables count.
 MEASURE = """
 document.querySelectorAll("details").forEach(details => details.open = true);
@@ -24,6 +25,11 @@ JSON.stringify({
   height: document.documentElement.scrollHeight,
   images: Array.from(document.images, image => image.complete ? image.naturalWidth : 0),
 })
+"""
+
+CLOSE = """
+document.querySelectorAll("details").forEach(details => details.open = false);
+document.documentElement.scrollHeight
 """
 
 
@@ -52,9 +58,11 @@ def main(path, width, png=None):
         if png is None:
             app.quit()
             return
-        page.runJavaScript("document.querySelectorAll('details').forEach(details => details.open = false)")
-        view.resize(int(width), min(found["height"], 30_000))
-        QTimer.singleShot(3000, lambda: (view.grab().save(png), app.quit()))
+        page.runJavaScript(CLOSE, picture)
+
+    def picture(height):
+        view.resize(int(width), min(int(height), TALLEST))
+        QTimer.singleShot(WAIT, lambda: (view.grab().save(png), app.quit()))
 
     def loaded(whole):
         if not whole:

@@ -243,9 +243,8 @@ def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
     printed = capsys.readouterr()
     assert sorted(printed.err.splitlines()) == sorted(f"loco-ext: left out: {text}" for text in said)
     page = Page(tmp_path / "some.html")
-    assert [row[0] for row in page.tables["Runs"][0][1:]] == [
-        f"{runs.relative_to(os.path.commonpath([runs, tmp_path]))}/seed0"
-    ]
+    (row,) = page.tables["Runs"][0][1:]
+    assert row[0].endswith("runs/seed0")
     assert all(text in page.text for text in said)
 
 
