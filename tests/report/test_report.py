@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from loco_ext.cli import main
 from loco_ext.experiments import curves, efcn_figures, figures, landscapes_figures, region_pictures
 from loco_ext.report import content
+from loco_ext.report.page import MARK
 
 DIGITS = "--dataset digits --epochs 1"
 TRAIN = f"train --model small {DIGITS} --preset quick --epochs 2 --batch-size 400 --lr 0.05"
@@ -207,12 +208,14 @@ def test_runs_are_lines_of_json(runs, capsys, tmp_path):
     assert (
         main(["report", str(runs / "seed0"), str(runs / "regions"), str(runs / "seed0"), "--out", out, "--json"]) == 0
     )
-    train, regions = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (train["command"], regions["command"]) == ("train", "regions")
-    assert train["settings"] == read(runs, "seed0/settings.json")["settings"]
-    assert train["metrics"]["test_loss"] == metrics(runs, "seed0")[-1]["test_loss"]
-    assert train["versions"] == regions["versions"] == read(runs, "seed0/settings.json")["versions"]
-    assert train.keys() == {"folder", "command", "settings", "versions", "device", "seconds", "metrics"}
+    shrink, regions = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (shrink["command"], regions["command"]) == ("shrink", "regions")
+    assert regions["settings"] == read(runs, "regions/settings.json")["settings"]
+    assert shrink["settings"]["macs"] == 0.5
+    assert shrink["metrics"]["test_accuracy"] == read(runs, "shrink/report.json")["accuracy_after"]
+    assert shrink["seconds"] == metrics(runs, "shrink/training")[0]["seconds"]
+    assert shrink["versions"] == regions["versions"] == read(runs, "seed0/settings.json")["versions"]
+    assert shrink.keys() == {"folder", "command", "settings", "versions", "device", "seconds", "metrics"}
 
 
 DAMAGES = {
@@ -251,15 +254,13 @@ def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
 def test_only_a_report_is_replaced(runs, tmp_path, capsys):
     other, old = tmp_path / "notes.html", tmp_path / "old.html"
     other.write_text("<!doctype html><title>Notes</title>")
-    line = ["report", str(runs / "seed0"), "--out"]
+    line = ["report", str(runs / "regions"), "--out"]
     for out in (other, tmp_path):
         assert main([*line, str(out)]) == 2
         assert "--out: expected " in capsys.readouterr().err
     assert other.read_text() == "<!doctype html><title>Notes</title>"
+    old.write_text(f'<!doctype html>{MARK} 0.1.0">')
     assert main([*line, str(old)]) == 0
-    first = old.read_bytes()
-    assert main(["report", str(runs / "regions"), "--out", str(old)]) == 0
-    assert old.read_bytes() != first
     assert "Linear regions" in old.read_text()
 
 
