@@ -89,7 +89,7 @@ class _Kind(NamedTuple):
 
 
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Return the runs in the folders and below, in the order of their paths, and why others were left out.
+    """Return the runs in the folders and below, by command in the order of the paths, and why others were left out.
 
     Raises:
         RunError: a folder is missing or cannot be listed, has no runs, or none of its runs can be read.
@@ -101,8 +101,8 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             raise RunError(f"{folder}: expected a folder with runs in it, or below, found none")
         places |= {path.resolve(): (path, command) for path, command in found if path.resolve() not in places}
     runs, problems = [], []
-    names = _names(list(places))
-    for place, (path, command) in places.items():
+    names, order = _names(list(places)), list(_KINDS)
+    for place, (path, command) in sorted(places.items(), key=lambda entry: order.index(entry[1][1])):
         try:
             facts = _KINDS[command].read(path)
         except RunError as error:
@@ -196,7 +196,7 @@ def _shrink(folder: Path) -> _Facts:
     training = _train(folder / "training")
     before = read_json(folder / "start" / "manifest.json")["content"]["report"]
     metrics = compacted.metrics | {name: before[name] for name in ("macs_before", "parameters_before")}
-    del metrics["latency_before"]  # of the small network, while the others are of the network that it was made of
+    del metrics["latency_before"]  # that of the small network before compaction
     settings = shrinking | {name: value for name, value in training.settings.items() if value is not None}
     return replace(training, settings=settings, metrics=metrics, content=compacted.content)
 
@@ -205,7 +205,7 @@ def _compact(folder: Path) -> _Facts:
     record = read_json(folder / "report.json")
     metrics = {"test_accuracy": record["accuracy_after"]}
     for name in ("macs", "parameters", "latency"):
-        metrics |= {f"{name}_{when}": record[f"{name}_{when}"] for when in ("before", "after")}
+        metrics |= {f"{name}_{when}": _number(record[f"{name}_{when}"]) for when in ("before", "after")}
     settings = {name: record[name] for name in ("model", "data")}
     return _Facts(settings, metrics, record, record.get("versions", {}), record.get("device"))
 
@@ -277,17 +277,18 @@ def _unfinished(folder: Path) -> _Facts:
 
 
 _KINDS = {
+    "train": _Kind(("settings.json", "metrics.jsonl"), _train, whole=False),
+    "shrink": _Kind(("shrink.json", "report.json"), _shrink, whole=True),
+    "compact": _Kind(("report.json",), _compact, whole=False),
+    "analyze": _Kind(("analysis.json",), _analyze, whole=False),
+    "demo": _Kind(("demo.json",), _demo, whole=False),
     "frontier": _experiment("frontier", _frontier),
     "efcn": _experiment("efcn", _efcn),
     "landscapes": _experiment("landscapes", _landscapes),
     "regions": _experiment("regions", _regions),
-    "shrink": _Kind(("shrink.json", "report.json"), _shrink, whole=True),
-    "compact": _Kind(("report.json",), _compact, whole=False),
-    "train": _Kind(("settings.json", "metrics.jsonl"), _train, whole=False),
+    # What no command above has finished.
     "experiment": _Kind(("settings.json",), _unfinished, whole=True),
     "shrinking": _Kind(("shrink.json",), _unfinished, whole=True),
-    "analyze": _Kind(("analysis.json",), _analyze, whole=False),
-    "demo": _Kind(("demo.json",), _demo, whole=False),
 }
 
 
