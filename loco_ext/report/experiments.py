@@ -16,6 +16,7 @@ from loco_ext.experiments import (
     regions,
 )
 from loco_ext.experiments.records import Record
+from loco_ext.output import one_line
 from loco_ext.report.content import Plot, Section, Table, plot
 from loco_ext.report.runs import Run
 
@@ -59,13 +60,13 @@ def accuracy_by_cost(runs: list[Run]) -> list[Plot]:
     """Draw the points of all frontiers together, in one figure for each network and data set."""
     together: dict[str, list[Run]] = {}
     for run in runs:
-        together.setdefault(f"{run.settings['model']} on {run.settings['data']}", []).append(run)
+        together.setdefault(f"{run.settings.get('model')} on {run.settings.get('data')}", []).append(run)
     plots = []
     for title, found in together.items():
         series: figures.Series = {}
         for run in found:
             for label, points in figures.by_tau(run.content).items():
-                series[label if len(found) == 1 else f"{label}, {run.name}"] = points
+                series[label if len(found) == 1 else f"{label}, {one_line(run.name)}"] = points
         dense = max(run.content["paths"][0]["macs"] for run in found)
         alt = "Test error in percent by multiply-accumulates of " + ", ".join(series)
         plots.append(plot(f"Test error by cost, {title}", alt, figures.errors({"": series}, dense)))

@@ -65,7 +65,8 @@ def write(path: Path, runs: list[Run], problems: list[str]) -> list[str]:
         sections=together + sections,
     )
     with replacing(path) as temporary:
-        temporary.write_text(html, encoding="utf-8")
+        # Names of folders may have bytes that are no UTF-8.
+        temporary.write_text(html, encoding="utf-8", errors="backslashreplace")
     return problems
 
 

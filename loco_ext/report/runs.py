@@ -79,6 +79,12 @@ class _Facts:
     seconds: float | None = None
     epochs: list[Record] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, dict) or not isinstance(self.versions, dict):
+            raise TypeError("expected settings and versions by name")
+        for value in self.metrics.values():
+            _number(value)
+
 
 class _Kind(NamedTuple):
     """How the runs of a command are recognised and read."""

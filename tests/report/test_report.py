@@ -22,7 +22,7 @@ from loco_ext.report.page import MARK
 DIGITS = "--dataset digits --epochs 1"
 TRAIN = f"train --model small {DIGITS} --preset quick --epochs 2 --batch-size 400 --lr 0.05"
 PLAIN8 = f"--model plain8 --width 0.25 {DIGITS} --samples 50 --batch-size 25"
-NAME = '<b>&"rings"</b> $x$'  # of a folder
+NAME = '<b>&"rings" $x$'  # of a folder
 RUNS = {
     "seed0": TRAIN,
     "seed1": f"{TRAIN} --seed 1",
@@ -221,6 +221,7 @@ def test_runs_are_lines_of_json(runs, capsys, tmp_path):
 DAMAGES = {
     "frontier.json": ("{", "frontier.json: expected JSON"),
     "efcn.json": ('{"settings": {}}', "expected the files of loco-ext efcn (KeyError: "),
+    "settings.json": ('{"settings": 3, "processes": {"device": "cpu", "count": 1}, "versions": {}}', "settings and"),
     "metrics.jsonl": ("", "metrics.jsonl: expected at least one epoch"),
     "model.safetensors": ("weights", "model.safetensors: "),
     "regions.json": (None, "expected a run that is finished"),
@@ -230,7 +231,9 @@ DAMAGES = {
 def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
     said = []
     for file, (text, message) in DAMAGES.items():
-        name = "seed1" if file in ("metrics.jsonl", "model.safetensors") else file.removesuffix(".json")
+        name = (
+            "seed1" if file in ("settings.json", "metrics.jsonl", "model.safetensors") else file.removesuffix(".json")
+        )
         copy = tmp_path / "runs" / f"{file} of {name}"
         shutil.copytree(runs / name, copy)
         (copy / file).unlink() if text is None else (copy / file).write_text(text)
