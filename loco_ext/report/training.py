@@ -136,13 +136,10 @@ def kernels(run: Run) -> list[Plot]:
     channels = run.content["dataset"]["channels"]
     first = [name for name, weight in ordered.items() if weight.shape[1] == channels]
     plots = [_filters(run, first[0], ordered[first[0]])] if first else []
-    counts = {
-        name: Counter(kernel_sizes(weight, run.settings.get("kind", "half")).tolist())
-        for name, weight in ordered.items()
-    }
-    if any(len(sizes) > 1 or 0 in sizes for sizes in counts.values()):
-        shown = {name.removesuffix(".weight"): counts[name] for name in counts}
-        plots.append(_sizes(run, {name: Counter({str(k): n for k, n in c.items()}) for name, c in shown.items()}))
+    kind = run.settings.get("kind", "half")
+    sizes = {name: kernel_sizes(weight, kind).tolist() for name, weight in ordered.items()}
+    if any(len(set(found)) > 1 or 0 in found for found in sizes.values()):
+        plots.append(_sizes(run, {name.removesuffix(".weight"): Counter(map(str, sizes[name])) for name in sizes}))
     return plots
 
 
