@@ -119,8 +119,8 @@ def kernels(run: Run) -> list[Plot]:
     ``demo`` the mean magnitude of each tap.
     """
     if run.command in ("shrink", "compact"):
-        sizes = {layer["name"]: Counter(layer["sizes"]) for layer in run.content["layers"]}
-        return [_sizes(run, sizes)] if sizes else []
+        counted = {layer["name"]: Counter(layer["sizes"]) for layer in run.content["layers"]}
+        return [_sizes(run, counted)] if counted else []
     if run.command in ("analyze", "demo"):
         return [_taps(run)]
     path = run.folder / "model.safetensors"
