@@ -202,16 +202,16 @@ def _shrink(folder: Path) -> _Facts:
     training = _train(folder / "training")
     before = read_json(folder / "start" / "manifest.json")["content"]["report"]
     metrics = compacted.metrics | {name: before[name] for name in ("macs_before", "parameters_before")}
-    del metrics["latency_before"]  # that of the small network before compaction
+    metrics.pop("latency_before", None)  # that of the small network before compaction
     settings = shrinking | {name: value for name, value in training.settings.items() if value is not None}
     return replace(training, settings=settings, metrics=metrics, content=compacted.content)
 
 
 def _compact(folder: Path) -> _Facts:
     record = read_json(folder / "report.json")
-    metrics = {"test_accuracy": record["accuracy_after"]}
-    for name in ("macs", "parameters", "latency"):
-        metrics |= {f"{name}_{when}": _number(record[f"{name}_{when}"]) for when in ("before", "after")}
+    costs = [f"{name}_{when}" for name in ("macs", "parameters", "latency") for when in ("before", "after")]
+    metrics = {"test_accuracy": record["accuracy_after"]} | {name: record[name] for name in costs}
+    metrics = {name: value for name, value in metrics.items() if value is not None}  # what was measured
     settings = {name: record[name] for name in ("model", "data")}
     return _Facts(settings, metrics, record, record.get("versions", {}), record.get("device"))
 
