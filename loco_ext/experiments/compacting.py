@@ -157,8 +157,8 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
     Raises:
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
-    device = next(trained.model.parameters()).device.type
-    facts = {"model": trained.name, "data": trained.data, "device": device, "versions": versions()}
+    device_type = next(trained.model.parameters()).device.type
+    facts = {"model": trained.name, "data": trained.data, "device": device_type, "versions": versions()}
     with owned(out):
         sparsity.save(compacted.network, out, compacted.report)
         if onnx:
