@@ -34,6 +34,7 @@ COMMANDS = {
     "analyze": "Tell how local a network is, and suggest its decay.",
     "compact": "Make the smaller network that one with zeros amounts to.",
     "shrink": "Make a trained network as small as you say, and train it on.",
+    "report": "Make one HTML page out of any runs.",
     "info": "Show versions, libraries and the backend of every operation.",
 }
 

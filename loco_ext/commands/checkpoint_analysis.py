@@ -1,7 +1,5 @@
 """Implementation of ``loco-ext analyze``: statistics per checkpoint, factors over all of them, and the output files."""
 
-import itertools
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
@@ -18,13 +14,11 @@ from torch import Tensor
 from loco_ext.analysis.conv_weights import conv_weights
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
 from loco_ext.analysis.tables import locality_table, statistics_table
+from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.folders import owned
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 from loco_ext.output import one_line, replacing, write_json
 
-_COLUMNS = 6  # pictures per row of the figure
-_MOST_PICTURES = 300  # pictures in the figure
-_LONGEST_TITLE = 28  # characters of a picture's title
 _LONGEST_NOTE = 1000  # characters shown; analysis.json has the whole note
 
 
@@ -115,38 +109,3 @@ def show(analysis: Analysis) -> None:
     console.print(locality_table(analysis.locality, "Suggested factors of the decay by distance from the centre"))
     for note in analysis.notes:
         console.print(Text(one_line(note, _LONGEST_NOTE)))
-
-
-def tap_figure(mean_abs_weight: dict[str, Tensor]) -> Figure:
-    """Draw the mean absolute weight of every tap, ``[*kernel_size]`` by layer; darker is larger, from 0 to the maximum.
-
-    The slices of a 3-d kernel stand side by side. At most the first 300 layers are drawn.
-    """
-    drawn = dict(itertools.islice(mean_abs_weight.items(), _MOST_PICTURES))
-    columns = min(len(drawn), _COLUMNS)
-    rows = math.ceil(len(drawn) / columns)
-    width, height = 2.1 * columns, 2.3 * rows + 0.6
-    figure = Figure(figsize=(width, height))
-    some = "" if len(drawn) == len(mean_abs_weight) else f", of the first {len(drawn)} of {len(mean_abs_weight)} layers"
-    figure.suptitle("Mean |weight| by tap" + some)
-    # All pictures share one axes object, in inches from its upper left corner, because creating axes is slow.
-    axes = figure.add_axes((0, 0, 1, 1 - 0.5 / height))
-    axes.set_axis_off()
-    for i, (name, taps) in enumerate(drawn.items()):
-        row, column = divmod(i, columns)
-        _draw_taps(axes, 2.1 * column, 2.3 * row, name, taps)
-    axes.set(xlim=(0, width), ylim=(height - 0.5, 0))
-    return figure
-
-
-def _draw_taps(axes: Axes, left: float, top: float, name: str, taps: Tensor) -> None:
-    """Draw a picture of at most 1.9 inches in either direction, below its title."""
-    if taps.dim() == 3:
-        taps = taps.transpose(0, 1).flatten(1)  # [height, depth * width]
-    picture = taps.reshape(-1, taps.shape[-1])
-    height, width = (1.9 * size / max(picture.shape) for size in picture.shape)
-    x, y = left + (2.1 - width) / 2, top + 0.3 + (1.9 - height) / 2
-    box = (x, x + width, y + height, y)
-    axes.imshow(picture.numpy(), extent=box, vmin=0, vmax=picture.max().item() or 1, cmap="Blues")
-    title = one_line(name, _LONGEST_TITLE)
-    axes.text(left + 1.05, top + 0.25, title, size="small", ha="center", parse_math=False)

@@ -21,6 +21,7 @@ from loco_ext.experiments.files import DataError
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, find_model, is_own, load_weights
 from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.records import versions
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import owned
@@ -156,14 +157,15 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
     Raises:
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
-    record = {"model": trained.name, "data": trained.data, **compacted.to_dict()}
+    device_type = next(trained.model.parameters()).device.type
+    facts = {"model": trained.name, "data": trained.data, "device": device_type, "versions": versions()}
     with owned(out):
         sparsity.save(compacted.network, out, compacted.report)
         if onnx:
             device = next(compacted.network.parameters()).device
             images = torch.zeros(2, trained.channels, trained.size, trained.size, device=device)
             sparsity.export_onnx(compacted.network, images, out / "model.onnx")
-        write_json(out / "report.json", record)
+        write_json(out / "report.json", facts | compacted.to_dict())
 
 
 def _recorded(path: Path) -> tuple[Mapping[str, Any], tuple[int, int, int]]:

@@ -1,6 +1,6 @@
 """Figures of the eFCN experiment, after the paper's figures 2 to 8 and 12, drawn from the content of ``efcn.json``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,24 @@ MOST = 4  # maximum number of switch times in a figure with a row or column for 
 
 def save(record: Record, out: Path) -> None:
     """Write a PNG for each figure that the record has data for."""
+    for name, figure in draw(record):
+        write(figure, out / f"{name}.png")
+
+
+def draw(record: Record) -> Iterator[tuple[str, Figure]]:
+    """Yield the name of each figure that the record has data for, and the figure."""
     lifted = [branch for branch in record["branches"] if branch["relax"] != CNN]
-    write(dynamics(record), out / "dynamics.png")
-    write(landscape(record), out / "landscape.png")
-    write(deviations(record), out / "deviations.png")
-    write(filters(_widest(lifted)), out / "filters.png")
+    yield "dynamics", dynamics(record)
+    yield "landscape", landscape(record)
+    yield "deviations", deviations(record)
+    yield "filters", filters(_widest(lifted))
     if record["fcn"]:
-        write(fcn_filters(record["fcn"]), out / "fcn_filters.png")
+        yield "fcn_filters", fcn_filters(record["fcn"])
     if any("local_accuracy" in branch["epochs"][-1] for branch in lifted):
-        write(masked(record), out / "masked.png")
-    write(corners([branch for branch in lifted if branch["corners"]]), out / "corners.png")
+        yield "masked", masked(record)
+    yield "corners", corners([branch for branch in lifted if branch["corners"]])
     if joined := [branch for branch in lifted if branch["interpolations"]]:
-        write(interpolations(_widest(joined)), out / "interpolations.png")
+        yield "interpolations", interpolations(_widest(joined))
 
 
 def dynamics(record: Record) -> Figure:

@@ -1,5 +1,6 @@
 """Figures of the frontier, after those of the structured-sparsity draft: 1 (widths), 3 (sizes), 4 and 5 (errors)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,26 @@ Series = dict[str, list[Record]]  # points of one method, by label of their line
 
 def save(record: Record, out: Path) -> None:
     """Write ``widths.png``, ``sizes.png`` and ``errors.png`` of a frontier's record."""
-    path = record["paths"][0]
-    points = [point for point in path["points"] if point["strength"] > 0]
-    if record["settings"]["method"] != "width" and points:
-        largest_tau = max(point["tau"] for point in points)
-        chosen = [point for point in points if point["tau"] == largest_tau]
-        tau = f", tau = {largest_tau:g}" if largest_tau > 0 else ""
-        write(widths(chosen, f"Kernels left by layer and strength{tau}"), out / "widths.png")
-        write(sizes(chosen, f"Kernels of each size by layer and strength{tau}"), out / "sizes.png")
+    for name, figure in kernels(record):
+        write(figure, out / f"{name}.png")
     write(errors({"": by_tau(record)}, record["paths"][0]["macs"]), out / "errors.png")
+
+
+def kernels(record: Record) -> Iterator[tuple[str, Figure]]:
+    """Yield ``widths`` and ``sizes`` with their figures, which show the points of the largest tau, if any."""
+    if points := with_largest_tau(record):
+        tau = f", tau = {points[0]['tau']:g}" if points[0]["tau"] > 0 else ""
+        yield "widths", widths(points, f"Kernels left by layer and strength{tau}")
+        yield "sizes", sizes(points, f"Kernels of each size by layer and strength{tau}")
+
+
+def with_largest_tau(record: Record) -> list[Record]:
+    """Return the points with a penalty whose kernels are drawn; there are none of narrower networks."""
+    points = [point for point in record["paths"][0]["points"] if point["strength"] > 0]
+    if record["settings"]["method"] == "width" or not points:
+        return []
+    largest = max(point["tau"] for point in points)
+    return [point for point in points if point["tau"] == largest]
 
 
 def by_tau(record: Record) -> Series:

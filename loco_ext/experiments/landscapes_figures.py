@@ -1,5 +1,6 @@
 """Figures of the experiment with importance landscapes: heatmaps and curves, as in the paper's figures 3 to 6."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ Record = dict[str, Any]
 
 
 def save(record: Record, out: Path) -> None:
-    """Write ``landscapes.png``, ``training.png`` and, where measured, ``robustness.png`` and ``ablation.png``.
+    """Write a PNG for each figure that the record has data for."""
+    for name, figure in draw(record):
+        write(figure, out / f"{name}.png")
+
+
+def draw(record: Record) -> Iterator[tuple[str, Figure]]:
+    """Yield ``landscapes``, ``training`` and, where measured, ``robustness`` and ``ablation`` with their figures.
 
     Networks that have diverged are left out.
     """
@@ -23,12 +30,12 @@ def save(record: Record, out: Path) -> None:
     if not networks:
         return
     arms = by_arm(networks)
-    write(landscapes(record, arms), out / "landscapes.png")
-    write(training(arms), out / "training.png")
+    yield "landscapes", landscapes(record, arms)
+    yield "training", training(arms)
     if all("robustness" in network for network in networks):
-        write(robustness(arms), out / "robustness.png")
+        yield "robustness", robustness(arms)
     if all(network.get("ablation", {}).get("images") for network in networks):
-        write(ablation(arms), out / "ablation.png")
+        yield "ablation", ablation(arms)
 
 
 def by_arm(networks: list[Record]) -> dict[str, list[Record]]:

@@ -27,7 +27,7 @@ TOY_UNITS, TOY_LAYERS, TOY_POINTS, TOY_STEPS = 32, 3, 40, 600
 PIXELS = 300  # of each side of a picture of the plane
 
 
-def save_radii(arms: list[dict[str, Any]], path: Path) -> None:
+def radii(arms: list[dict[str, Any]]) -> Figure:
     """Draw the median radius of each setting against its test accuracy."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -39,7 +39,7 @@ def save_radii(arms: list[dict[str, Any]], path: Path) -> None:
         axes.plot([100 * value for value in x], y, "s" if plain else "o", label="vanilla" if plain else "ROLL")
     axes.set(xlabel="test accuracy in percent", ylabel="median radius, p = 2", yscale="log")
     axes.legend()
-    write(figure, path)
+    return figure
 
 
 def toy_data() -> tuple[Tensor, Tensor]:

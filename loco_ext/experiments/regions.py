@@ -26,6 +26,7 @@ from typer import Option
 
 from loco_ext.experiments import data, files, region_pictures
 from loco_ext.experiments.data import CLASSES, Dataset
+from loco_ext.experiments.figures import write
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.records import Record, begin, mean_and_error, remembered
 from loco_ext.experiments.samples import Samples
@@ -164,7 +165,7 @@ def measure(
         ]
         record["arms"] = summarise(record["networks"])
         write_json(out / "regions.json", record)
-        region_pictures.save_radii(record["arms"], out / "regions.png")
+        write(region_pictures.radii(record["arms"]), out / "regions.png")
         region_pictures.save_toy(out / "toy.png")
     return record
 

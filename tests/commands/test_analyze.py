@@ -12,8 +12,9 @@ from torch import nn
 
 from loco_ext.analysis import estimate_locality, locality_statistics
 from loco_ext.analysis.tables import PARTS
+from loco_ext.analysis.tap_figure import tap_figure
 from loco_ext.cli import main
-from loco_ext.commands.checkpoint_analysis import short_names, tap_figure
+from loco_ext.commands.checkpoint_analysis import short_names
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 
 

@@ -135,6 +135,13 @@ CASES = {
         "--macs 0.5 --importance size": "--importance: expected one of taylor, norm",
         "--macs 0.5 --model vgg13": "needs images of at least 32x32",
     },
+    ("report",): {
+        "": "Missing argument 'RUNS...'",
+        "nowhere": "nowhere: expected a folder with runs: No such file or directory",
+        "file": "file: expected a folder with runs: Not a directory",
+        "empty": "empty: expected a folder with runs in it, or below, found none",
+        "own": "own: expected a run that is finished, or a training after its first epoch",
+    },
 }
 
 

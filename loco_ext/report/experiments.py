@@ -1,0 +1,139 @@
+"""Sections on the experiments: frontier, eFCN, importance landscapes and linear regions."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from loco_ext.experiments import (
+    efcn,
+    efcn_figures,
+    figures,
+    frontier,
+    landscapes,
+    landscapes_figures,
+    region_pictures,
+    regions,
+)
+from loco_ext.experiments.records import Record
+from loco_ext.output import one_line
+from loco_ext.report.content import Plot, Section, Table, plot
+from loco_ext.report.runs import Run
+
+Rows = tuple[list[str], list[list[str]]]
+
+
+class _Experiment(NamedTuple):
+    """What a section on an experiment shows: the titles and descriptions of its figures by name, and its table."""
+
+    title: str
+    draw: Callable[[Record], Iterator[tuple[str, Figure]]]
+    shown: Mapping[str, tuple[str, str]]
+    rows: Callable[[Record], Rows]
+    text: str = ""
+
+
+def section(run: Run) -> Section:
+    """Return the section on one run of an experiment: the table that its command prints, and its figures."""
+    kind = EXPERIMENTS[run.command]
+    plots = [_plot(run, name, figure) for name, figure in kind.draw(run.content) if name in kind.shown]
+    return Section(f"{kind.title}: {run.name}", kind.text, [Table(*kind.rows(run.content))], plots)
+
+
+def _plot(run: Run, name: str, figure: Figure) -> Plot:
+    title, alt = EXPERIMENTS[run.command].shown[name]
+    return plot(title, alt, figure, _kernels(run.content) if run.command == "frontier" else None)
+
+
+def _kernels(record: Record) -> list[Table]:
+    """Return the numbers of kernels of each size that the figures of a frontier show."""
+    tables = []
+    for point in figures.with_largest_tau(record):
+        count = max(map(len, point["kernels"].values()))
+        rows = [[name, *(str(n) for n in counts)] for name, counts in point["kernels"].items()]
+        caption = f"strength {point['strength']:.3g}, kernels by size"
+        tables.append(Table(["layer", *map(str, range(count))], rows, caption))
+    return tables
+
+
+def accuracy_by_cost(runs: list[Run]) -> list[Plot]:
+    """Draw the points of all frontiers together, in one figure for each network and data set."""
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        together.setdefault(f"{run.settings.get('model')} on {run.settings.get('data')}", []).append(run)
+    plots = []
+    for title, found in together.items():
+        series: figures.Series = {}
+        for run in found:
+            for label, points in figures.by_tau(run.content).items():
+                series[label if len(found) == 1 else f"{label}, {one_line(run.name)}"] = points
+        dense = max(run.content["paths"][0]["macs"] for run in found)
+        alt = "Test error in percent by multiply-accumulates of " + ", ".join(series)
+        plots.append(plot(f"Test error by cost, {title}", alt, figures.errors({"": series}, dense)))
+    return plots
+
+
+def _radii(record: Record) -> Iterator[tuple[str, Figure]]:
+    yield "radii", region_pictures.radii(record["arms"])
+
+
+EXPERIMENTS = {
+    "frontier": _Experiment(
+        "Frontier",
+        figures.kernels,
+        {
+            "widths": ("Kernels left", "Number of kernels left in each layer, one area for each strength"),
+            "sizes": ("Sizes of kernels", "Number of kernels of each size in each layer, one panel for each size"),
+        },
+        frontier.rows,
+    ),
+    "efcn": _Experiment(
+        "Between convolution and full connection",
+        efcn_figures.draw,
+        {
+            "dynamics": (
+                "Dynamics",
+                "Training loss and test accuracy by epoch, by when networks were lifted",
+            ),
+            "landscape": (
+                "Accuracy, gradient and curvature",
+                "Final test accuracy, norm of the gradient and largest eigenvalue of the Hessian by switch time",
+            ),
+            "deviations": (
+                "Deviation from the convolutions",
+                "Deviation from locality and from weight sharing by switch time, initial loss and final accuracy",
+            ),
+            "filters": ("A filter of the first layer", "Logarithms of the weights of one output pixel, by epoch"),
+            "fcn_filters": (
+                "A filter of the fully connected network",
+                "Logarithms of the weights of one output pixel before and after training, and of the difference",
+            ),
+            "masked": ("Local and off-local blocks", "Final test accuracy with all, local and off-local blocks alone"),
+            "interpolations": (
+                "Between the networks",
+                "Losses and accuracies along paths from the trained network to lifted ones",
+            ),
+        },
+        efcn.rows,
+        "Deviations are shares of the norm; the folder of the run has a picture of the weight matrix, too.",
+    ),
+    "landscapes": _Experiment(
+        "Importance landscapes",
+        landscapes_figures.draw,
+        {
+            "landscapes": ("Landscapes", "Heatmaps of the importance of each pixel: of the data, and of each arm"),
+            "training": ("Test accuracy by epoch", "Test accuracy by epoch, means over the seeds of each arm"),
+            "robustness": ("Accuracy under corruption", "Accuracy by level of corruption, a panel for each family"),
+            "ablation": ("Ablation", "Share of the probability left by share of the pixels replaced"),
+        },
+        landscapes.rows,
+        "Means over the seeds of each arm, plus or minus standard errors; TV is the total variation of the landscape.",
+    ),
+    "regions": _Experiment(
+        "Linear regions",
+        _radii,
+        {"radii": ("Radius by accuracy", "Median radius of the linear regions by test accuracy of each setting")},
+        regions.rows,
+        "Medians over test samples, means over seeds; an asterisk marks the best setting within half a point.",
+    ),
+}

@@ -1,0 +1,290 @@
+"""``loco-ext report``: its numbers are those of the runs, its page needs nothing else, and its errors name a file."""
+
+import base64
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loco_ext.cli import main
+from loco_ext.experiments import curves, efcn_figures, figures, landscapes_figures, region_pictures
+from loco_ext.report import content
+from loco_ext.report.page import MARK
+
+DIGITS = "--dataset digits --epochs 1"
+TRAIN = f"train --model small {DIGITS} --preset quick --epochs 2 --batch-size 400 --lr 0.05"
+PLAIN8 = f"--model plain8 --width 0.25 {DIGITS} --samples 50 --batch-size 25"
+NAME = '<b>&"rings" $x$'  # of a folder
+RUNS = {
+    "seed0": TRAIN,
+    "seed1": f"{TRAIN} --seed 1",
+    NAME: f"{TRAIN} --penalty rings --strength 0.1",
+    "frontier": f"frontier {PLAIN8} --dense-epochs 1 --strengths 10,0.001 --refit-epochs 0",
+    "efcn": f"efcn {PLAIN8} --switch 0,1 --relax lcn --branch-epochs 1 --fcn-epochs 0 --power-iterations 0 "
+    "--landscape-samples 25 --interpolation-points 0",
+    "landscapes": f"landscapes --preset short --model small {DIGITS} --samples 50 --batch-size 25 --seeds 2 "
+    "--arms plain,noise:0.3 --landscape-images 10 --corrupted-images 0 --ablated-images 0 --resampled-inputs 0",
+    "regions": "regions --epochs 1 --units 8 --layers 1 --strengths 0.5 --hinges 1 --probes 1 --seeds 1 --samples 50",
+    "shrink": "shrink seed0 --macs 0.5 --epochs 1 --importance norm",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Make a tiny run of each command, without its own pictures; return the folder of them all."""
+    folder = tmp_path_factory.mktemp("report") / "runs"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for module in (curves, efcn_figures, figures, landscapes_figures):
+            patch.setattr(module, "save", lambda *given: None)
+        patch.setattr(region_pictures, "save_toy", lambda path: None)
+        torch.set_num_threads(1)
+        for name, line in RUNS.items():
+            assert main([*line.split(), "--out", name, "--quiet"]) == 0
+    return folder
+
+
+class Page(HTMLParser):
+    """A page's elements, its text, the tables by the title of the section or figure above, and their cells."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.elements, self.text, self.tables, self.heading, self.inside = [], "", {}, None, None
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.inside = tag
+        if tag in ("h2", "figcaption"):
+            self.heading = ""
+        if tag == "table":
+            self.tables.setdefault(self.heading, []).append([])
+        if tag == "tr":
+            self.tables[self.heading][-1].append([])
+        if tag in ("th", "td"):
+            self.tables[self.heading][-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, text):
+        self.text += text
+        if self.inside in ("h2", "figcaption"):
+            self.heading += text
+        if self.inside in ("th", "td"):
+            self.tables[self.heading][-1][-1][-1] += text
+
+    def column(self, heading, name, table=0):
+        """Return the numbers of a column of a table; None for an empty cell."""
+        header, *rows = self.tables[heading][table]
+        cells = [row[header.index(name)].replace(",", "") for row in rows]
+        return [float(cell) if cell else None for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def page(runs):
+    out = runs.parent / "new" / "report.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(content, "DOTS", 40)  # which takes half of the time
+        assert main(["report", str(runs), "--out", str(out), "--quiet"]) == 0
+    return Page(out)
+
+
+def read(runs, name):
+    return json.loads((runs / name).read_text())
+
+
+def metrics(runs, name):
+    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_learning_curves_are_those_of_the_runs_and_means_those_of_their_seeds(runs, page):
+    for title, what in (("Accuracy", "accuracy"), ("Loss", "loss")):
+        for samples in ("train", "test"):
+            by_run = [[epoch[f"{samples}_{what}"] for epoch in metrics(runs, seed)] for seed in ("seed0", "seed1")]
+            for seed, expected in zip(("seed0", "seed1"), by_run, strict=True):
+                assert page.column(title, f"{seed}, {samples}") == pytest.approx(expected, rel=1e-5)
+            (mean,) = [name for name in page.tables[title][0][0] if name.endswith(f"{samples}, mean of 2")]
+            assert page.column(title, mean) == pytest.approx(np.mean(by_run, 0), rel=1e-5)
+            alone = [epoch[f"{samples}_{what}"] for epoch in metrics(runs, NAME)]
+            name = f"penalty rings, strength 0.1, {samples}"
+            assert page.column(title, name) == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_table_of_runs_has_their_results_and_what_differs(runs, page):
+    header, *rows = page.tables["Runs"][0]
+    found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert found.keys() == RUNS.keys()
+    for name in ("seed0", NAME):
+        assert f"test accuracy {metrics(runs, name)[-1]['test_accuracy']:.2%}" in found[name]["results"]
+        assert found[name]["device"] == "cpu"
+        assert f"torch {torch.__version__}" in found[name]["versions"]
+        assert found[name]["training"] == f"{sum(epoch['seconds'] for epoch in metrics(runs, name)):.1f} s"
+    assert found["seed1"]["settings that differ"].splitlines() == ["seed 1", "penalty none", "strength 0"]
+    assert found[NAME]["settings that differ"].splitlines() == ["seed 0", "penalty rings", "strength 0.1"]
+    small = read(runs, "shrink/report.json")
+    assert f"macs after {small['macs_after']:,}" in found["shrink"]["results"]
+    (settings,) = [table for table in page.tables["Runs"] if table[0] == ["train", NAME, "seed0", "seed1"]]
+    assert ["learning_rate", "0.05", "0.05", "0.05"] in settings
+
+
+def test_filters_are_those_of_the_weights(runs, page):
+    weights = load_file(runs / NAME / "model.safetensors")
+    names = [name for name in weights if weights[name].dim() == 4]
+    first = min(names, key=lambda name: int(name.split(".")[0]))
+    table = page.tables[f"First layer of {NAME}"][0]
+    shown = np.array([[float(cell) for cell in row[1:]] for row in table[1:]])
+    np.testing.assert_allclose(shown, weights[first].flatten(1), rtol=1e-5)
+    header, *rows = page.tables[f"Sizes of the filters of {NAME}"][0]
+    for name, *counts in rows:
+        alive = weights[f"{name}.weight"].ne(0).flatten(2).any(1)  # half rings go from the top left corner on
+        lines = alive.view(-1, 3, 3)
+        sizes = Counter(str(int(max(each.any(0).sum(), each.any(1).sum()))) for each in lines)
+        assert dict(zip(header[1:], counts, strict=True)) == {size: str(sizes[size]) for size in header[1:]}
+    assert "Sizes of the filters of seed0" not in page.tables
+    header, row, *_ = page.tables["Sizes of the filters of shrink"][0]
+    sizes = read(runs, "shrink/report.json")["layers"][0]["sizes"]
+    assert dict(zip(header[1:], row[1:], strict=True)).items() >= {(size, str(n)) for size, n in sizes.items()}
+
+
+def test_experiments_are_shown_with_their_numbers(runs, page):
+    (path,) = read(runs, "frontier/frontier.json")["paths"]
+    title = "Test error by cost, plain8 on digits"
+    found = sorted(zip(page.column(title, "MACs of one sample"), page.column(title, "prox"), strict=True))
+    expected = sorted((point["macs"], 100 * (1 - point["metrics"]["accuracy"])) for point in path["points"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    last = path["points"][-1]["kernels"]
+    assert [list(map(int, row[1:])) for row in page.tables["Sizes of kernels"][-1][1:]] == list(last.values())
+    efcn = read(runs, "efcn/efcn.json")
+    losses = [efcn["cnn"]["start"]["train_loss"], *(epoch["train_loss"] for epoch in efcn["cnn"]["epochs"])]
+    assert page.column("Dynamics", "CNN") == pytest.approx(losses, rel=1e-5)
+    norms = [branch["after"]["gradient_norm"] for branch in efcn["branches"] if branch["relax"] == "lcn"]
+    gradient = next(i for i, t in enumerate(page.tables["Accuracy, gradient and curvature"]) if "LCN, after" in t[0])
+    assert page.column("Accuracy, gradient and curvature", "LCN, after", gradient) == pytest.approx(norms, rel=1e-5)
+    networks = read(runs, "landscapes/landscapes.json")["networks"]
+    plain = np.mean([network["landscape"]["map"] for network in networks if network["arm"] == "plain"], 0)
+    np.testing.assert_allclose(np.array(page.tables["Landscapes"][2][1:], float), plain, rtol=1e-5)
+    arms = read(runs, "regions/regions.json")["arms"]
+    radii = [float(row[-1]) for row in page.tables["Radius by accuracy"][0][1:]]
+    assert sorted(radii) == pytest.approx(sorted(arm["median_radius"]["2"]["mean"] for arm in arms), rel=1e-5)
+
+
+def test_the_page_needs_nothing_else(page):
+    for tag, attributes in page.elements:
+        assert tag not in ("script", "link", "iframe", "object", "embed", "base")
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "srcset", "href", "action", "poster", "data"):
+            assert attributes.get(name, "#").startswith(("#", "data:image/png;base64,"))
+    for elsewhere in ("http:", "https:", "url(", "@import"):
+        assert elsewhere not in page.html.partition("<body>")[0]
+    images = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert len(images) == page.html.count("<figure") >= 12
+    for image in images:
+        assert len(image["alt"]) > 20
+        assert base64.b64decode(image["src"].partition(",")[2], validate=True).startswith(b"\x89PNG\r\n\x1a\n")
+    ids = {attributes.get("id") for _, attributes in page.elements}
+    assert {attributes["href"][1:] for tag, attributes in page.elements if tag == "a"} <= ids
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
+    assert "prefers-color-scheme: dark" in page.html
+
+
+def test_names_are_text(page):
+    assert NAME in page.text
+    assert not [tag for tag, _ in page.elements if tag == "b"]
+
+
+def test_runs_are_lines_of_json(runs, capsys, tmp_path):
+    folders = [str(runs / name) for name in ("regions", "shrink", "regions")]
+    assert main(["report", *folders, "--out", str(tmp_path / "report.html"), "--json"]) == 0
+    shrink, regions = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (shrink["command"], regions["command"]) == ("shrink", "regions")
+    assert regions["settings"] == read(runs, "regions/settings.json")["settings"]
+    assert shrink["settings"]["macs"] == 0.5
+    assert shrink["metrics"]["test_accuracy"] == read(runs, "shrink/report.json")["accuracy_after"]
+    assert shrink["seconds"] == metrics(runs, "shrink/training")[0]["seconds"]
+    assert shrink["versions"] == regions["versions"] == read(runs, "seed0/settings.json")["versions"]
+    assert shrink.keys() == {"folder", "command", "settings", "versions", "device", "seconds", "metrics"}
+
+
+DAMAGES = {
+    "frontier.json": ("{", "frontier.json: expected JSON"),
+    "efcn.json": ('{"settings": {}}', "expected the files of loco-ext efcn (KeyError: "),
+    "settings.json": ('{"settings": 3, "processes": {"device": "cpu", "count": 1}, "versions": {}}', "settings and"),
+    "metrics.jsonl": ("", "metrics.jsonl: expected at least one epoch"),
+    "model.safetensors": ("weights", "model.safetensors: "),
+    "regions.json": (None, "expected a run that is finished"),
+}
+
+
+def test_what_is_broken_is_named_and_left_out(runs, tmp_path, capsys):
+    said = []
+    for file, (text, message) in DAMAGES.items():
+        name = file.removesuffix(".json") if file.removesuffix(".json") in RUNS else "seed1"
+        copy = tmp_path / "runs" / f"{file} of {name}"
+        shutil.copytree(runs / name, copy)
+        (copy / file).unlink() if text is None else (copy / file).write_text(text)
+        assert main(["report", str(copy), "--out", str(tmp_path / "none.html")]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("loco-ext: ")
+        assert printed.err.count("\n") == 1
+        assert message in printed.err
+        said.append(printed.err.removeprefix("loco-ext: ").strip())
+    assert not (tmp_path / "none.html").exists()
+    assert main(["report", str(tmp_path), str(runs / "seed0"), "--out", str(tmp_path / "some.html")]) == 0
+    printed = capsys.readouterr()
+    assert sorted(printed.err.splitlines()) == sorted(f"loco-ext: left out: {text}" for text in said)
+    page = Page(tmp_path / "some.html")
+    (row,) = page.tables["Runs"][0][1:]
+    assert row[0].endswith("runs/seed0")
+    assert all(text in page.text for text in said)
+
+
+def test_only_a_report_is_replaced(runs, tmp_path, capsys):
+    other, old = tmp_path / "notes.html", tmp_path / "old.html"
+    other.write_text("<!doctype html><title>Notes</title>")
+    line = ["report", str(runs / "regions"), "--out"]
+    for out in (other, tmp_path):
+        assert main([*line, str(out)]) == 2
+        assert "--out: expected " in capsys.readouterr().err
+    assert other.read_text() == "<!doctype html><title>Notes</title>"
+    old.write_text(f'<!doctype html>{MARK} 0.1.0">')
+    assert main([*line, str(old)]) == 0
+    assert "Linear regions" in old.read_text()
+
+
+def test_lines_with_places_of_their_own_have_a_row_for_each_point():
+    figure = figures.errors({"": {"a": [point(1, 0.5), point(1, 0.75)], "b": [point(3, 1.0)]}}, 4)
+    (table,) = content.numbers(figure)
+    assert table.rows == [["a", "1", "25"], ["a", "1", "50"], ["b", "3", "0"]]
+
+
+def point(macs, accuracy):
+    return {"macs": macs, "refitted": None, "metrics": {"accuracy": accuracy}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_page_fits_into_the_window_of_a_browser(page, runs, width):
+    if importlib.util.find_spec("PySide6") is None or importlib.util.find_spec("PySide6.QtWebEngineCore") is None:
+        pytest.skip("PySide6-WebEngine is not installed")
+    path = runs.parent / "new" / "report.html"
+    command = [sys.executable, "-m", "tests.report.browser", str(path), str(width)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["window"] == width
+    assert found["width"] <= width
+    assert len(found["images"]) == page.html.count("<figure")
+    assert min(found["images"]) > 0
+    assert found["console"] == []
