@@ -236,9 +236,9 @@ def at_once(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
     return study.fit(_shrunk(study, seed, share, **options), seed, range(study.cut, study.epochs))
 
 
-def _shrunk(study: Study, seed: int, share: float, granularity: str = "filters") -> nn.Module:
+def _shrunk(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
     half = study.dense(seed, study.cut)
-    options: dict[str, Any] = {"batches": study.batches(seed), "granularity": granularity}
+    options = {"batches": study.batches(seed), "granularity": "filters"} | options
     return sparsity.shrink_to(half, study.images, macs=share, **options)[0]
 
 
@@ -285,6 +285,7 @@ WAYS = {
     "uniform width": Way(width),
     "uniform kernels": Way(kernels),
     "shrink_to": Way(at_once),
+    "shrink_to, by eights": Way(partial(at_once, round_to=8)),
     "Budget": Way(gradually),
     "Budget, penalty": Way(penalized),
     "Budget, rings": Way(partial(gradually, granularity="rings")),
