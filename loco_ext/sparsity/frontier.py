@@ -35,28 +35,49 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class FrontierPoint(FormerNames):
-    """One network on the path."""
+    """One network on the path.
+
+    Attributes:
+        strength: strength of the penalty.
+        tau: groups with a norm of at most this were set to zero after training.
+        metrics: results of ``evaluate``.
+        refitted: results of ``evaluate`` for the compacted network after ``refit``; None without one.
+        macs: multiply-accumulates for one sample (eq. 10), after compaction.
+        latency_before: seconds of the network as trained; None if not measured.
+        latency_after: seconds of the compacted network; None if not measured.
+        kernels: number of kernels of size 0, 1, 2, ..., by convolution.
+    """
 
     strength: float
-    tau: float  # groups with a norm of at most this were set to zero after training
-    metrics: dict[str, float]  # results of evaluate
-    refitted: dict[str, float] | None  # results of evaluate for the compacted network after refit
-    macs: int  # for one sample (eq. 10), after compaction
-    latency_before: float | None  # seconds of the network as trained; None if not measured
-    latency_after: float | None  # seconds of the compacted network
-    kernels: dict[str, list[int]]  # number of kernels of size 0, 1, 2, ..., by convolution
+    tau: float
+    metrics: dict[str, float]
+    refitted: dict[str, float] | None
+    macs: int
+    latency_before: float | None
+    latency_after: float | None
+    kernels: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Frontier(FormerNames):
-    """All points in the order of training, then of tau, and the figures of the model they come from."""
+    """All points of :func:`loco_ext.sparsity.frontier`, and the figures of the model that they come from.
 
-    penalty: tuple[Any, ...]  # class name and settings
+    Attributes:
+        penalty: class name and settings of the penalty.
+        path: the argument ``path``.
+        macs: multiply-accumulates of the model itself for one sample.
+        latency: seconds of the model itself; None if not measured.
+        metrics: results of ``evaluate`` for the model itself.
+        trials: strengths tried in the search for the largest, and whether nothing was left.
+        points: points in the order of training, then of tau.
+    """
+
+    penalty: tuple[Any, ...]
     path: str
-    macs: int  # of the model itself
-    latency: float | None  # of the model itself
+    macs: int
+    latency: float | None
     metrics: dict[str, float]
-    trials: list[tuple[float, bool]]  # strengths tried in the search for the largest, and whether nothing was left
+    trials: list[tuple[float, bool]]
     points: list[FrontierPoint] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +139,8 @@ def frontier(
             point 3, before any tau, are in ``point-03.pt``.
 
     Returns:
-        The :class:`Frontier`: the model's own cost and metrics, and a :class:`FrontierPoint` for each strength and tau.
+        The :class:`~loco_ext.sparsity.frontier.Frontier`: the model's own cost and metrics, and a
+        :class:`~loco_ext.sparsity.frontier.FrontierPoint` for each strength and tau.
 
     Raises:
         TypeError, ValueError: the message names the argument; a parametrization or a hook computes a weight of
