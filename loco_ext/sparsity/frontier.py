@@ -46,6 +46,13 @@ class FrontierPoint(FormerNames):
         latency_before: seconds of the network as trained; None if not measured.
         latency_after: seconds of the compacted network; None if not measured.
         kernels: number of kernels of size 0, 1, 2, ..., by convolution.
+
+    Example:
+        >>> from loco_ext import sparsity
+        >>> kernels = {"0": [1, 0, 0, 7]}
+        >>> point = sparsity.FrontierPoint(1e-3, 0.0, {"accuracy": 0.9}, None, 1000, None, None, kernels)
+        >>> point.metrics["accuracy"]
+        0.9
     """
 
     strength: float
@@ -60,7 +67,7 @@ class FrontierPoint(FormerNames):
 
 @dataclass(frozen=True)
 class Frontier(FormerNames):
-    """All points of :func:`loco_ext.sparsity.frontier`, and the figures of the model that they come from.
+    """All points of :func:`frontier`, and the figures of the model that they come from.
 
     Attributes:
         penalty: class name and settings of the penalty.
@@ -70,6 +77,12 @@ class Frontier(FormerNames):
         metrics: results of ``evaluate`` for the model itself.
         trials: strengths tried in the search for the largest, and whether nothing was left.
         points: points in the order of training, then of tau.
+
+    Example:
+        >>> from loco_ext import sparsity
+        >>> result = sparsity.Frontier(("RingPenalty", {}), "dense", 2000, None, {"accuracy": 0.95}, trials=[])
+        >>> result.to_dict()["macs"], result.points
+        (2000, [])
     """
 
     penalty: tuple[Any, ...]
@@ -139,8 +152,7 @@ def frontier(
             point 3, before any tau, are in ``point-03.pt``.
 
     Returns:
-        The :class:`~loco_ext.sparsity.frontier.Frontier`: the model's own cost and metrics, and a
-        :class:`~loco_ext.sparsity.frontier.FrontierPoint` for each strength and tau.
+        The :class:`Frontier`: the model's own cost and metrics, and a :class:`FrontierPoint` for each strength and tau.
 
     Raises:
         TypeError, ValueError: the message names the argument; a parametrization or a hook computes a weight of

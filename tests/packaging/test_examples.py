@@ -175,7 +175,12 @@ def test_links_in_the_documentation_lead_to_files_and_headings(page):
 
 def test_the_index_lists_all_pages_and_the_readme_is_short():
     assert len(PAGES[0].read_text().splitlines()) < 200
-    listed = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / "index.md").read_text())
-    assert {page.name for page in PAGES[1:]} - {"index.md"} <= set(listed)
+    docs, index = ROOT / "docs", (ROOT / "docs" / "index.md").read_text()
+    listed = set(re.findall(r"\]\(([^)#]+)\)", index))
+    assert {page.relative_to(docs).as_posix() for page in PAGES[1:]} - {"index.md"} <= listed
+    of_site = {
+        f"{name}{suffix}" for name in re.findall(r"^[\w/-]+$", index, flags=re.M) for suffix in (".md", ".ipynb")
+    }
+    assert listed <= of_site
     for page in PAGES:
         assert [marks for marks, _ in headings(page)].count("#") == 1, page.name
