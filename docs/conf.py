@@ -2,6 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
 
 from loco_ext import __version__
 
@@ -33,3 +36,12 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|numpy|collections|typing|pathlib|types)\..*|Tensor|Locality"),
     ("py:class", r"loco_ext\..*\.(LocalityOptimizer|StepsInBackward|Network)"),
 ]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-skip-member", skip_fields)
+
+
+def skip_fields(app: Sphinx, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out the fields of named tuples, which are described with their class; None keeps what is usual."""
+    return True if type(member).__name__ == "_tuplegetter" else None

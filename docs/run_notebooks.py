@@ -18,7 +18,7 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
     """
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=300, record_timing=False, resources=resources).execute()
+    NotebookClient(notebook, timeout=300, record_timing=False, coalesce_streams=True, resources=resources).execute()
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
