@@ -32,6 +32,7 @@ bench: $(VENV)/built
 
 docs: $(VENV)/built
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
+	@echo "The site is in build/docs/index.html"
 
 # On a machine with an NVIDIA GPU, with what is installed there: nothing is downloaded. See bench/device_check.py.
 device-check:
