@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CPP := $(shell find csrc tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: demo test test-slow test-all bench device-check lint format wheel clean
+.PHONY: demo test test-slow test-all bench docs device-check lint format wheel clean
 
 demo: $(VENV)/built
 	$(BIN)/loco-ext demo --out runs
@@ -29,6 +29,10 @@ bench: $(VENV)/built
 	$(BIN)/python -m bench.bench_ring_prox
 	$(BIN)/python -m bench.bench_compact
 	$(BIN)/python -m bench.bench_block_sparse
+
+docs: $(VENV)/built
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
+	@echo "The site is in build/docs/index.html"
 
 # On a machine with an NVIDIA GPU, with what is installed there: nothing is downloaded. See bench/device_check.py.
 device-check:

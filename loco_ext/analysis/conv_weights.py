@@ -26,8 +26,8 @@ def conv_weights(model: Model, example_inputs: Inputs | None = None) -> dict[str
 
     Args:
         model: a module, whose Conv and ConvTranspose modules count; or a mapping of names to tensors, such as a state
-            dict, whose floating-point tensors of 3 to 5 dimensions named "weight" or "*.weight" count. Other entries of
-            a mapping are ignored.
+            dict, whose floating-point tensors of 3 to 5 dimensions named ``weight`` or ``*.weight`` count. Other
+            entries of a mapping are ignored.
         example_inputs: with None, modules come in the order of registration. With a tensor or a tuple of tensors, the
             arguments of the module's forward, they come in the order of their first call in one forward pass in eval
             mode, without modules that are not called. The mode of every module is restored.

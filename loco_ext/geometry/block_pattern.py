@@ -92,9 +92,12 @@ class BlockPattern:
             have one; growth, taps and distances need it.
 
     Attributes:
-        crow_indices, col_indices: int64 copies on the CPU, or on the device given to :meth:`to`.
-        n_in, conv: as given.
-        n_out, nnz: the number of output pixels and of blocks.
+        crow_indices: int64 copy on the CPU, or on the device given to :meth:`to`.
+        col_indices: likewise.
+        n_in: the number of input pixels.
+        conv: the convolution, or None.
+        n_out: the number of output pixels.
+        nnz: the number of blocks.
 
     Raises:
         TypeError: indices are not tensors of integers, or ``n_in`` is not an int.
@@ -175,7 +178,7 @@ class BlockPattern:
 
     @cached_property
     def row_indices(self) -> Tensor:
-        """The output pixel of each block: int64 ``[nnz]``, on the pattern's device."""
+        """Output pixel of each block, int64 ``[nnz]``, on the pattern's device."""
         counts = self.crow_indices.diff()
         rows = torch.arange(self.n_out, dtype=torch.int64, device=counts.device)
         return rows.repeat_interleave(counts, output_size=self.nnz)

@@ -86,12 +86,12 @@ class LocallyConnectedNd(nn.Module):
 
     @property
     def crow_indices(self) -> Tensor:
-        """Index of the first block of each output pixel: int64 ``[n_out + 1]``, on the CPU."""
+        """Index of the first block of each output pixel, int64 ``[n_out + 1]``, on the CPU."""
         return self.pattern.to("cpu").crow_indices
 
     @property
     def col_indices(self) -> Tensor:
-        """Input pixel of each block: int64 ``[nnz]``, on the CPU."""
+        """Input pixel of each block, int64 ``[nnz]``, on the CPU."""
         return self.pattern.to("cpu").col_indices
 
     @torch.no_grad()

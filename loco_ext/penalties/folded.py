@@ -118,7 +118,10 @@ class FoldedPenalty(Penalty):
         return rotated, factors.shorten(gamma, rotated, size).to(gamma.dtype)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
-        """Set small groups to zero, as :meth:`RingPenalty.threshold` does; ``tau`` applies to the folded filters."""
+        """Set small groups to zero, as :meth:`loco_ext.sparsity.RingPenalty.threshold` does.
+
+        ``tau`` applies to the folded filters.
+        """
         factors, limit = self.factors(weight), check_number("tau", tau)
         return self.penalty.zero_small_groups(weight.detach(), factors.filters, limit, factors.scales()[:, None])
 

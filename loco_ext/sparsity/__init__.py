@@ -19,13 +19,15 @@ from loco_ext.sparsity.complexity import ComplexityPenalty, complexity_penalties
 from loco_ext.sparsity.export import export_onnx
 from loco_ext.sparsity.files import load, save
 from loco_ext.sparsity.folded_norms import folded_penalties, zero_dead_kernels
-from loco_ext.sparsity.frontier import frontier
+from loco_ext.sparsity.frontier import Frontier, FrontierPoint, frontier
 from loco_ext.sparsity.vocabulary import ModelFileError
 
 __all__ = [
     "Budget",
     "ComplexityPenalty",
     "FoldedPenalty",
+    "Frontier",
+    "FrontierPoint",
     "KernelPenalty",
     "LayerReport",
     "ModelFileError",

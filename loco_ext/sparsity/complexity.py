@@ -139,14 +139,14 @@ class ComplexityPenalty(Penalty):
         return self.network.measure(self.rings)[self.layer][1]
 
     def value(self, weight: Tensor) -> Tensor:
-        """Return the penalty of the weight, as :meth:`RingPenalty.value` does."""
+        """Return the penalty of the weight, as :meth:`loco_ext.sparsity.RingPenalty.value` does."""
         a, b = self._strengths(weight)
         norms = self.rings.group_norms(weight)
         sizes = (norms * self.rings.group_weights(weight).to(weight.device)).sum(1)
         return a * sizes.square().sum() + (b.to(weight.device) * norms[:, -1]).sum()
 
     def prox(self, weight: Tensor, step: float, metric: Tensor | None = None) -> Tensor:
-        """Return the exact prox of the weight, as :meth:`RingPenalty.prox` does."""
+        """Return the exact prox of the weight, as :meth:`loco_ext.sparsity.RingPenalty.prox` does."""
         size = check_number("step", step)
         a, b = self._strengths(weight)
         if metric is not None:
@@ -154,7 +154,7 @@ class ComplexityPenalty(Penalty):
         return self._shrink(weight, size, metric, a, b)
 
     def threshold(self, weight: Tensor, tau: float) -> Tensor:
-        """Set small groups of the weight to zero, as :meth:`RingPenalty.threshold` does."""
+        """Set small groups of the weight to zero, as :meth:`loco_ext.sparsity.RingPenalty.threshold` does."""
         return self.rings.threshold(weight, tau)
 
     def for_step(self, weight: Tensor) -> OfStep:

@@ -35,28 +35,62 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class FrontierPoint(FormerNames):
-    """One network on the path."""
+    """One network on the path.
+
+    Attributes:
+        strength: strength of the penalty.
+        tau: groups with a norm of at most this were set to zero after training.
+        metrics: results of ``evaluate``.
+        refitted: results of ``evaluate`` for the compacted network after ``refit``; None without one.
+        macs: multiply-accumulates for one sample (eq. 10), after compaction.
+        latency_before: seconds of the network as trained; None if not measured.
+        latency_after: seconds of the compacted network; None if not measured.
+        kernels: number of kernels of size 0, 1, 2, ..., by convolution.
+
+    Example:
+        >>> from loco_ext import sparsity
+        >>> kernels = {"0": [1, 0, 0, 7]}
+        >>> point = sparsity.FrontierPoint(1e-3, 0.0, {"accuracy": 0.9}, None, 1000, None, None, kernels)
+        >>> point.metrics["accuracy"]
+        0.9
+    """
 
     strength: float
-    tau: float  # groups with a norm of at most this were set to zero after training
-    metrics: dict[str, float]  # results of evaluate
-    refitted: dict[str, float] | None  # results of evaluate for the compacted network after refit
-    macs: int  # for one sample (eq. 10), after compaction
-    latency_before: float | None  # seconds of the network as trained; None if not measured
-    latency_after: float | None  # seconds of the compacted network
-    kernels: dict[str, list[int]]  # number of kernels of size 0, 1, 2, ..., by convolution
+    tau: float
+    metrics: dict[str, float]
+    refitted: dict[str, float] | None
+    macs: int
+    latency_before: float | None
+    latency_after: float | None
+    kernels: dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Frontier(FormerNames):
-    """All points in the order of training, then of tau, and the figures of the model they come from."""
+    """All points of :func:`frontier`, and the figures of the model that they come from.
 
-    penalty: tuple[Any, ...]  # class name and settings
+    Attributes:
+        penalty: class name and settings of the penalty.
+        path: the argument ``path``.
+        macs: multiply-accumulates of the model itself for one sample.
+        latency: seconds of the model itself; None if not measured.
+        metrics: results of ``evaluate`` for the model itself.
+        trials: strengths tried in the search for the largest, and whether nothing was left.
+        points: points in the order of training, then of tau.
+
+    Example:
+        >>> from loco_ext import sparsity
+        >>> result = sparsity.Frontier(("RingPenalty", {}), "dense", 2000, None, {"accuracy": 0.95}, trials=[])
+        >>> result.to_dict()["macs"], result.points
+        (2000, [])
+    """
+
+    penalty: tuple[Any, ...]
     path: str
-    macs: int  # of the model itself
-    latency: float | None  # of the model itself
+    macs: int
+    latency: float | None
     metrics: dict[str, float]
-    trials: list[tuple[float, bool]]  # strengths tried in the search for the largest, and whether nothing was left
+    trials: list[tuple[float, bool]]
     points: list[FrontierPoint] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Report(FormerNames):
 
     @property
     def macs_after(self) -> int:
-        """MACs for one sample by eq. 10: each filter with its own size and the channels that are left."""
+        """MACs for one sample by eq. 10, each filter with its own size and the channels that are left."""
         return sum(layer.macs_after for layer in self.layers)
 
     @property
