@@ -45,8 +45,10 @@ def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8, *, width: 
     )
 
 
-def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
+def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32, *, kernel_size: int = 3) -> nn.Sequential:
     """Build the VGG13 of LOCO-REG, Table 3: ten 3x3 convolutions in pairs, a pooling after each pair, one linear layer.
+
+    A larger ``kernel_size`` is that of the layers whose maps are larger than it, as in section 7.1; the others stay.
 
     >>> import torch
     >>> vgg13()(torch.zeros(2, 3, 32, 32)).shape
@@ -54,8 +56,9 @@ def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequent
     """
     layers: list[nn.Module] = []
     channels = in_channels
-    for width in (64, 128, 256, 512, 512):
-        layers += [*_convolution(channels, width), *_convolution(width, width), nn.MaxPool2d(2)]
+    for pooled, width in enumerate((64, 128, 256, 512, 512)):
+        kernel = kernel_size if size >> pooled > kernel_size else 3
+        layers += [*_convolution(channels, width, kernel), *_convolution(width, width, kernel), nn.MaxPool2d(2)]
         channels = width
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, classes))
 
@@ -246,6 +249,7 @@ class Model(NamedTuple):
 MODELS = {
     "small": Model(small_cnn, 2),
     "vgg13": Model(vgg13, 32),
+    "vgg13-5x5": Model(partial(vgg13, kernel_size=5), 32),
     "mobilenet": Model(mobilenet, 32),
     "resnet18": Model(resnet18, 8),
     "resnet50": Model(resnet50, 8),
