@@ -112,7 +112,15 @@ def resnet50(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequ
 
 
 def cifar_resnet(
-    in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
+    in_channels: int = 3,
+    classes: int = 10,
+    size: int = 32,
+    *,
+    blocks: int = 3,
+    width: float = 1.0,
+    stages: tuple[int, ...] = (16, 32, 64),
+    kernel_size: int = 3,
+    padded: bool = False,
 ) -> nn.Sequential:
     """Build a base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
 
@@ -123,16 +131,31 @@ def cifar_resnet(
         in_channels, classes, size: as for :func:`small_cnn`.
         blocks: blocks per stage; the depth that the draft counts is ``6 * blocks + 2``.
         width: factor on the numbers of channels.
+        stages: channels of the stages before that factor.
+        kernel_size: size of all kernels but those of shortcuts.
+        padded: shortcuts where shapes change have no weights: every other pixel, and zeros in the new channels, which
+            is option A of He et al. (2015). Otherwise they are 1x1 convolutions.
 
     >>> import torch
     >>> cifar_resnet()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    return _cifar(in_channels, classes, blocks, width, lambda *shape: (BasicBlock(*shape),))
+
+    def block(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
+        return (BasicBlock(channels, width, stride, kernel_size, padded=padded),)
+
+    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, block)
 
 
 def cifar_plain(
-    in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
+    in_channels: int = 3,
+    classes: int = 10,
+    size: int = 32,
+    *,
+    blocks: int = 3,
+    width: float = 1.0,
+    stages: tuple[int, ...] = (16, 32, 64),
+    kernel_size: int = 3,
 ) -> nn.Sequential:
     """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts.
 
@@ -142,9 +165,9 @@ def cifar_plain(
     """
 
     def pair(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
-        return *_convolution(channels, width, stride=stride), *_convolution(width, width)
+        return *_convolution(channels, width, kernel_size, stride), *_convolution(width, width, kernel_size)
 
-    return _cifar(in_channels, classes, blocks, width, pair)
+    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, pair)
 
 
 def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
@@ -189,17 +212,21 @@ def alexnet(in_channels: int = 3, classes: int = 100, size: int = 32) -> nn.Sequ
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut around them, which is a 1x1 convolution where shapes change."""
+    """Two convolutions and a shortcut around them, which is a 1x1 convolution or padding where shapes change."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, kernel_size: int = 3, *, padded: bool = False
+    ) -> None:
         super().__init__()
         *first, last_norm, _ = (
-            *_convolution(in_channels, out_channels, stride=stride),
-            *_convolution(out_channels, out_channels),
+            *_convolution(in_channels, out_channels, kernel_size, stride),
+            *_convolution(out_channels, out_channels, kernel_size),
         )
         self.residual = nn.Sequential(*first, last_norm)
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != out_channels:
+        if padded and (stride != 1 or in_channels != out_channels):
+            self.shortcut = PaddedShortcut(out_channels - in_channels, stride)
+        elif stride != 1 or in_channels != out_channels:
             # Average pooling of one pixel replaces the stride, because oneDNN's backward of a strided 1x1 convolution
             # of few channels writes out of bounds (uxlfoundation/oneDNN#6035).
             narrow = stride != 1 and in_channels < 16
@@ -209,6 +236,17 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.residual(x) + self.shortcut(x))
+
+
+class PaddedShortcut(nn.Module):
+    """Every ``stride``-th pixel, and so many more channels of zeros: option A of He et al. (2015)."""
+
+    def __init__(self, more_channels: int, stride: int) -> None:
+        super().__init__()
+        self.pool, self.padding = nn.AvgPool2d(1, stride), (0, 0, 0, 0, 0, more_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(self.pool(x), self.padding)
 
 
 class Bottleneck(nn.Module):
@@ -246,6 +284,7 @@ class Model(NamedTuple):
     scalable: bool = False
 
 
+_SQUARE = {"stages": (64, 64, 64), "kernel_size": 5}  # the draft's Table 2, last row
 MODELS = {
     "small": Model(small_cnn, 2),
     "vgg13": Model(vgg13, 32),
@@ -257,6 +296,10 @@ MODELS = {
     "plain20": Model(cifar_plain, 8, scalable=True),
     "resnet8": Model(partial(cifar_resnet, blocks=1), 8, scalable=True),
     "plain8": Model(partial(cifar_plain, blocks=1), 8, scalable=True),
+    "resnet20-a": Model(partial(cifar_resnet, padded=True), 8, scalable=True),
+    "resnet8-a": Model(partial(cifar_resnet, blocks=1, padded=True), 8, scalable=True),
+    "resnet20-5x5": Model(partial(cifar_resnet, **_SQUARE, padded=True), 8, scalable=True),
+    "plain20-5x5": Model(partial(cifar_plain, **_SQUARE), 8, scalable=True),
     "vanilla": Model(vanilla_cnn, 28),
     "alexnet": Model(alexnet, 28),
 }
@@ -302,11 +345,17 @@ def _after_poolings(size: int) -> int:
 
 
 def _cifar(
-    in_channels: int, classes: int, blocks: int, width: float, pair: Callable[[int, int, int], Iterable[nn.Module]]
+    in_channels: int,
+    classes: int,
+    blocks: int,
+    width: float,
+    stages: tuple[int, ...],
+    kernel_size: int,
+    pair: Callable[[int, int, int], Iterable[nn.Module]],
 ) -> nn.Sequential:
     """Build the network; ``pair`` maps input channels, output channels and first stride to two convolutions."""
-    first, *_ = widths = [max(1, round(width * channels)) for channels in (16, 32, 64)]
-    layers: list[nn.Module] = [*_convolution(in_channels, first)]
+    first, *_ = widths = [max(1, round(width * channels)) for channels in stages]
+    layers: list[nn.Module] = [*_convolution(in_channels, first, kernel_size)]
     channels = first
     for stage, wide in enumerate(widths):
         for block in range(blocks):

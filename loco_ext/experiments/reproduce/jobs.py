@@ -7,7 +7,8 @@ from pathlib import Path
 from loco_ext.errors import UserError
 
 PRESETS = ("smoke", "cpu", "paper")
-WITHOUT_DATA = ("analyze",)  # commands that neither read a data set nor resume
+WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
+WITHOUT_RESUMING = ("analyze", "compact")  # commands that take seconds
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ class Plan:
     ) -> Job:
         """Return the job of a command whose folder is ``name``; --out and what jobs have in common is added."""
         words = [command, *map(str, options), "--out", str(self.folder(name))]
+        if command not in WITHOUT_RESUMING:
+            words.append("--resume")
         if command not in WITHOUT_DATA:
-            words += ["--resume", "--device", self.device]
+            words += ["--device", self.device]
             words += [] if self.data is None else ["--data", str(self.data)]
         return Job(name, tuple(words), self.folder(name) / result, minutes, stage)
 
