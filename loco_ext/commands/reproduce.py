@@ -47,8 +47,6 @@ def run(
     checkpoints: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
-            file_okay=False,
             metavar="DIR",
             help="Folder of weights from torchvision, timm or Keras for LOCO-REG's Table 4, named by its rows: "
             "vgg16.pth, resnet50.safetensors, densenet121.pth.",
@@ -72,7 +70,8 @@ def run(
     chosen = [(number, each) for number, each in enumerate(jobs, 1) if stage in (None, each.stage)]
     if job is not None:
         if job not in dict(chosen):
-            raise UserError(f"job: expected a number from 1 to {len(jobs)}, got {job}")
+            which = f"from 1 to {len(jobs)}" if stage is None else f"of stage {stage}"
+            raise UserError(f"job: expected a number {which}, got {job}")
         chosen = [(job, jobs[job - 1])]
     if listed:
         return _list(chosen)

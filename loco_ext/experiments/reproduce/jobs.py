@@ -66,6 +66,9 @@ class Plan:
         if self.preset == "paper" and self.data is None:
             raise UserError("folder: expected the folder of the data sets with the preset paper, got none")
 
+        if self.checkpoints is not None and not self.checkpoints.is_dir():
+            raise UserError(f"checkpoints: expected a folder, got {str(self.checkpoints)!r}")
+
     @property
     def images(self) -> str:
         """Name of the small presets' data set: CIFAR-10 where cpu has a folder of it, handwritten digits elsewhere."""

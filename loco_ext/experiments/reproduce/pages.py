@@ -1,5 +1,6 @@
 """Pages: a paper's tables, with our values beside the published ones, and its figures."""
 
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ class Table:
     Attributes:
         title: what it shows, beginning with the paper's number of it.
         columns: format specifications by column; "" is for texts.
-        rows: texts and numbers, None where there is none.
+        rows: texts and numbers, None or not finite where there is none.
         notes: sentences below the table, such as what was not reproduced and why.
     """
 
@@ -91,4 +92,5 @@ def _text(value: Any, form: str) -> str:
     >>> _text(0.5, ".1%"), _text("uniform", "")
     ('50.0%', 'uniform')
     """
-    return NONE if value is None else format(value, form if isinstance(value, int | float) else "")
+    missing = value is None or (isinstance(value, float) and not math.isfinite(value))
+    return NONE if missing else format(value, form if isinstance(value, int | float) else "")

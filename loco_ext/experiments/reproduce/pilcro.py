@@ -4,6 +4,7 @@ Moens, Yu, Salimi-Khorshidi, "PILCRO: Making Importance Landscapes Flat Again": 
 """
 
 import json
+import math
 from typing import Any, NamedTuple
 
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
@@ -70,7 +71,7 @@ def jobs(plan: Plan) -> list[Job]:
         for seed in range(scale.seeds):
             for arm in scale.arms:
                 name = f"{PAPER}/{crops}/{Arm.parse(arm).folder}-{seed}"
-                options = (*scale.options, *data, *words, "--arms", arm, "--seed", str(seed))
+                options = (*scale.options, *data, *words, "--arms", arm, "--seed", str(seed), "--seeds", "1")
                 found.append(plan.job(name, "landscapes", *options, result="landscapes.json", minutes=scale.minutes))
     return found
 
@@ -101,12 +102,11 @@ def _merged(plan: Plan, crops: str) -> dict[str, Any] | None:
 
 
 def _accuracies(plan: Plan, records: dict[str, dict[str, Any] | None]) -> Table:
-    columns = {"crops": "", "loss": "", "seeds": "d"}
+    columns = {"crops": "", "arm": "", "seeds": "d"}
     for name in FIGURES:
         form = {"total_variation": ".2g", "loss": ".3f"}.get(name, ".2%")
         columns |= {name.replace("_", " "): form, f"paper: {name.replace('_', ' ')}": form}
     columns |= {"ablation": ".3f", "Lemma 1": ".2f", "paper's row": ""}
-    columns = {"cross-entropy" if name == "loss" and form else name: form for name, form in columns.items()}
     rows: list[list[Any]] = []
     for crops, record in records.items():
         for arm, theirs in SCALES[plan.preset].arms.items():
@@ -128,7 +128,7 @@ def _mean(figures: dict[str, Any], name: str) -> float | None:
 
 
 def _robustness(plan: Plan, records: dict[str, dict[str, Any] | None]) -> Table:
-    columns = {"crops": "", "loss": "", "corruption": ""}
+    columns = {"crops": "", "arm": "", "corruption": ""}
     for level in range(1, LEVELS + 1):
         columns |= {f"level {level}": ".2f", f"paper: {level}": ".2f"}
     rows: list[list[Any]] = []
@@ -139,7 +139,7 @@ def _robustness(plan: Plan, records: dict[str, dict[str, Any] | None]) -> Table:
                 row: list[Any] = [crops, arm, family]
                 for level in range(1, LEVELS + 1):
                     kept = [landscapes.family_accuracy(n, family, level, "kept_probability") for n in found]
-                    known = [value for value in kept if value is not None]
+                    known = [value for value in kept if value is not None and math.isfinite(value)]
                     row.append(sum(known) / len(known) if known else None)
                     row.append(published(PAPER, "Table 3", f"{crops}, {theirs}", f"{family}, level {level}"))
                 rows.append(row)
