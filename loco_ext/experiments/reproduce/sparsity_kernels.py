@@ -22,7 +22,7 @@ def correlations(path: Path) -> list[float]:
 def mean_correlation(weight: Tensor) -> float:
     """Return the mean magnitude of the correlation over pairs of kernels [C_out, ...]; 0 for kernels of one value.
 
-    >>> mean_correlation(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]).view(3, 1, 1, 2))
+    >>> round(mean_correlation(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]).view(3, 1, 1, 2)), 3)
     1.0
     """
     centred = weight.double().flatten(1)
