@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -284,7 +284,7 @@ class Model(NamedTuple):
     scalable: bool = False
 
 
-_SQUARE = {"stages": (64, 64, 64), "kernel_size": 5}  # the draft's Table 2, last row
+_SQUARE: Any = {"stages": (64, 64, 64), "kernel_size": 5}  # the draft's Table 2, last row
 MODELS = {
     "small": Model(small_cnn, 2),
     "vgg13": Model(vgg13, 32),

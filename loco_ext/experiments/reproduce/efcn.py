@@ -7,6 +7,7 @@ Each switch time is a job, which trains the convolutional network itself, to the
 import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from loco_ext.experiments import efcn_figures
@@ -104,7 +105,8 @@ def jobs(plan: Plan) -> list[Job]:
 
 def page(plan: Plan) -> Page:
     """Return the tables of what is done, and the figures of each network."""
-    tables, figures = [], {}
+    tables: list[Table] = []
+    figures: dict[str, Path] = {}
     for network in SCALES[plan.preset].networks:
         record, out = _merged(plan, network), plan.folder(f"{PAPER}/{network}")
         if record is not None:

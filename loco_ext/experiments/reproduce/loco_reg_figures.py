@@ -81,7 +81,7 @@ def localization() -> Figure:
     values = torch.tensor(MAP, dtype=torch.float64)
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(values, cmap="Greys", vmax=2 * values.max())
+    axes.imshow(values, cmap="Greys", vmax=2 * values.max().item())
     for row, line in enumerate(MAP):
         for column, value in enumerate(line):
             axes.text(column, row, str(value), ha="center", va="center", size="small")

@@ -112,7 +112,8 @@ def _complexity(plan: Plan) -> list[Job]:
 
 def page(plan: Plan) -> Page:
     """Return the tables of what is done, and the figures of each network and penalty."""
-    scale, points, drawn = SCALES[plan.preset], [], {}
+    scale, points = SCALES[plan.preset], []
+    drawn: dict[str, Path] = {}
     families = [(network, "plain") for network in scale.networks]
     families += [(scale.networks[0], variant) for variant in scale.variants]
     for network, variant in families:
