@@ -288,7 +288,6 @@ _SQUARE: Any = {"stages": (64, 64, 64), "kernel_size": 5}  # the draft's Table 2
 MODELS = {
     "small": Model(small_cnn, 2),
     "vgg13": Model(vgg13, 32),
-    "vgg13-5x5": Model(partial(vgg13, kernel_size=5), 32),
     "mobilenet": Model(mobilenet, 32),
     "resnet18": Model(resnet18, 8),
     "resnet50": Model(resnet50, 8),
@@ -300,6 +299,7 @@ MODELS = {
     "resnet8-a": Model(partial(cifar_resnet, blocks=1, padded=True), 8, scalable=True),
     "resnet20-5x5": Model(partial(cifar_resnet, **_SQUARE, padded=True), 8, scalable=True),
     "plain20-5x5": Model(partial(cifar_plain, **_SQUARE), 8, scalable=True),
+    "vgg13-5x5": Model(partial(vgg13, kernel_size=5), 32),
     "vanilla": Model(vanilla_cnn, 28),
     "alexnet": Model(alexnet, 28),
 }
