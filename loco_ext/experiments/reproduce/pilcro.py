@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from loco_ext.analysis.corruptions import FAMILIES, LEVELS
 from loco_ext.experiments import landscapes, landscapes_figures
-from loco_ext.experiments.landscapes_settings import PRESETS, Arm
+from loco_ext.experiments.landscapes_settings import PLAIN, PRESETS, Arm
 from loco_ext.experiments.reproduce.jobs import Job, Plan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
@@ -92,12 +92,17 @@ def page(plan: Plan) -> Page:
 
 
 def _merged(plan: Plan, crops: str) -> dict[str, Any] | None:
-    """Return one record of all jobs with these crops that are done, or None."""
+    """Return one record of all jobs with these crops that are done, or None.
+
+    Once a plain network is done, networks of seeds without one are left out, as they have no partner.
+    """
     done = [job for job in jobs(plan) if job.done and job.name.startswith(f"{PAPER}/{crops}/")]
     records = [json.loads(job.result.read_text()) for job in done]
     if not records:
         return None
     networks = [network for record in records for network in record["networks"]]
+    if partners := {network["seed"] for network in networks if network["arm"] == PLAIN}:
+        networks = [network for network in networks if network["seed"] in partners]
     return records[0] | {"networks": networks, "arms": landscapes.summaries(networks)}
 
 
