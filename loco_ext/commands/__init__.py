@@ -31,6 +31,7 @@ COMMANDS = {
     "efcn": "Relax a network's convolutions, and train on.",
     "landscapes": "Flatten importance landscapes, and measure them.",
     "regions": "Widen a network's linear regions, and measure them.",
+    "reproduce": "Regenerate the papers' tables beside their values.",
     "analyze": "Tell how local a network is, and suggest its decay.",
     "compact": "Make the smaller network that one with zeros amounts to.",
     "shrink": "Make a trained network as small as you say, and train it on.",

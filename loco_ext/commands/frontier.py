@@ -9,6 +9,7 @@ from loco_ext.experiments.settings import PRESETS, Settings, from_preset
 POINT = {"epochs": 2, "learning_rate": 0.02, "penalty": "rings"}  # replaces the preset's values
 OF_A_POINT = {"model", "data", "image_size", "epochs", "batch_size", "optimizer", "learning_rate", "momentum"}
 OF_A_POINT |= {"weight_decay", "augment", "seed", "width", "penalty", "weighting", "kind"}
+OF_A_POINT |= {"group_norm", "power"}
 OPTIONS = (
     SettingsOptions(Settings, {"quick": PRESETS["quick"] | POINT}, OF_A_POINT),
     SettingsOptions(frontier.FrontierSettings, {"quick": {}}),

@@ -70,9 +70,10 @@ class FrontierSettings:
     dense_epochs: Annotated[
         int,
         Option(
-            min=1,
+            min=0,
             max=MOST,
-            help="Epochs of the training without a penalty that all points start from; the method width has no other.",
+            help="Epochs of the training without a penalty that all points start from; the method width has no other. "
+            "0: points start from the initial weights, as in the draft.",
         ),
     ] = 8
     refit_epochs: Annotated[
@@ -127,18 +128,17 @@ class FrontierSettings:
         return self.widths if self.method == "width" else (self.training.width,)
 
     def dense(self, width: float) -> Settings:
-        """Return the settings of the training that a path starts from."""
+        """Return the settings of the training that a path starts from, of one epoch if there is none."""
         return replace(
-            self.without_penalty(width, self.dense_epochs),
+            self.without_penalty(width, max(1, self.dense_epochs)),
             optimizer=self.dense_optimizer,
             learning_rate=self.dense_learning_rate,
         )
 
     def without_penalty(self, width: float, epochs: int) -> Settings:
         """Return a point's training settings without the penalty, for a network that already has its structure."""
-        return replace(
-            self.training, epochs=epochs, width=width, penalty=None, folded=False, strength=0.0, solver="prox"
-        )
+        none = {"penalty": None, "group_norm": "l2", "power": 1, "folded": False, "strength": 0.0, "solver": "prox"}
+        return replace(self.training, epochs=epochs, width=width, **none)  # type: ignore[arg-type]
 
     def point(self, width: float, strength: float) -> Settings:
         """Return the training settings of one point."""
@@ -186,7 +186,8 @@ class _Path:
         settings = self.settings
         dense = settings.dense(self.width)
         model = make_model(dense, self.data)
-        run.run(dense, self.data, self.out / f"dense-{self.width:g}", self.processes, resume=True, model=model)
+        if settings.dense_epochs:
+            run.run(dense, self.data, self.out / f"dense-{self.width:g}", self.processes, resume=True, model=model)
         if settings.batch_norm == "folded":
             fold(model)
         penalised = settings.method != "width"

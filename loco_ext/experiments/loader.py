@@ -66,6 +66,7 @@ class Loader:
         batch_size: samples per step, over all processes.
         seed: determines, together with the epoch, order and augmentation.
         augmented: pad by 4, crop at random, flip left to right at random.
+        cropped: whether those crops are random; otherwise they are the whole image.
         shuffled: whether each epoch has another order; otherwise it is always the stored one.
         rank, processes: this process takes every ``processes``-th sample of each batch, starting with the ``rank``-th.
     """
@@ -79,11 +80,12 @@ class Loader:
         batch_size: int,
         seed: int,
         augmented: bool,
+        cropped: bool = True,
         shuffled: bool = True,
         rank: int = 0,
         processes: int = 1,
     ) -> None:
-        self.augmented, self.shuffled = augmented, shuffled
+        self.augmented, self.cropped, self.shuffled = augmented, cropped, shuffled
         images = samples.images.to(device).permute(0, 2, 3, 1)
         _, height, width, self.channels = images.shape
         padded = _padded_and_mirrored(images) if augmented else images.contiguous()
@@ -125,6 +127,8 @@ class Loader:
         if not self.augmented:
             return order, order * (self.padded_height * self.padded_width)
         y, x = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
+        if not self.cropped:
+            y, x = torch.full_like(y, PADDING), torch.full_like(x, PADDING)
         flips = torch.rand(count, generator=generator) < 0.5
         # A crop that is then flipped is a crop of the mirror image at the same distance from the opposite side.
         x = torch.where(flips, 2 * PADDING - x, x)

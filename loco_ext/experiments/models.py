@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,10 @@ def small_cnn(in_channels: int = 1, classes: int = 10, size: int = 8, *, width: 
     )
 
 
-def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
+def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32, *, kernel_size: int = 3) -> nn.Sequential:
     """Build the VGG13 of LOCO-REG, Table 3: ten 3x3 convolutions in pairs, a pooling after each pair, one linear layer.
+
+    A larger ``kernel_size`` is that of the layers whose maps are larger than it, as in section 7.1; the others stay.
 
     >>> import torch
     >>> vgg13()(torch.zeros(2, 3, 32, 32)).shape
@@ -54,8 +56,9 @@ def vgg13(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequent
     """
     layers: list[nn.Module] = []
     channels = in_channels
-    for width in (64, 128, 256, 512, 512):
-        layers += [*_convolution(channels, width), *_convolution(width, width), nn.MaxPool2d(2)]
+    for pooled, width in enumerate((64, 128, 256, 512, 512)):
+        kernel = kernel_size if size >> pooled > kernel_size else 3
+        layers += [*_convolution(channels, width, kernel), *_convolution(width, width, kernel), nn.MaxPool2d(2)]
         channels = width
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, classes))
 
@@ -109,7 +112,15 @@ def resnet50(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequ
 
 
 def cifar_resnet(
-    in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
+    in_channels: int = 3,
+    classes: int = 10,
+    size: int = 32,
+    *,
+    blocks: int = 3,
+    width: float = 1.0,
+    stages: tuple[int, ...] = (16, 32, 64),
+    kernel_size: int = 3,
+    padded: bool = False,
 ) -> nn.Sequential:
     """Build a base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
 
@@ -120,16 +131,31 @@ def cifar_resnet(
         in_channels, classes, size: as for :func:`small_cnn`.
         blocks: blocks per stage; the depth that the draft counts is ``6 * blocks + 2``.
         width: factor on the numbers of channels.
+        stages: channels of the stages before that factor.
+        kernel_size: size of all kernels but those of shortcuts.
+        padded: shortcuts where shapes change have no weights: every other pixel, and zeros in the new channels, which
+            is option A of He et al. (2015). Otherwise they are 1x1 convolutions.
 
     >>> import torch
     >>> cifar_resnet()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    return _cifar(in_channels, classes, blocks, width, lambda *shape: (BasicBlock(*shape),))
+
+    def block(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
+        return (BasicBlock(channels, width, stride, kernel_size, padded=padded),)
+
+    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, block)
 
 
 def cifar_plain(
-    in_channels: int = 3, classes: int = 10, size: int = 32, *, blocks: int = 3, width: float = 1.0
+    in_channels: int = 3,
+    classes: int = 10,
+    size: int = 32,
+    *,
+    blocks: int = 3,
+    width: float = 1.0,
+    stages: tuple[int, ...] = (16, 32, 64),
+    kernel_size: int = 3,
 ) -> nn.Sequential:
     """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts.
 
@@ -139,9 +165,9 @@ def cifar_plain(
     """
 
     def pair(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
-        return *_convolution(channels, width, stride=stride), *_convolution(width, width)
+        return *_convolution(channels, width, kernel_size, stride), *_convolution(width, width, kernel_size)
 
-    return _cifar(in_channels, classes, blocks, width, pair)
+    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, pair)
 
 
 def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
@@ -186,17 +212,21 @@ def alexnet(in_channels: int = 3, classes: int = 100, size: int = 32) -> nn.Sequ
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut around them, which is a 1x1 convolution where shapes change."""
+    """Two convolutions and a shortcut around them, which is a 1x1 convolution or padding where shapes change."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, kernel_size: int = 3, *, padded: bool = False
+    ) -> None:
         super().__init__()
         *first, last_norm, _ = (
-            *_convolution(in_channels, out_channels, stride=stride),
-            *_convolution(out_channels, out_channels),
+            *_convolution(in_channels, out_channels, kernel_size, stride),
+            *_convolution(out_channels, out_channels, kernel_size),
         )
         self.residual = nn.Sequential(*first, last_norm)
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or in_channels != out_channels:
+        if padded and (stride != 1 or in_channels != out_channels):
+            self.shortcut = PaddedShortcut(out_channels - in_channels, stride)
+        elif stride != 1 or in_channels != out_channels:
             # Average pooling of one pixel replaces the stride, because oneDNN's backward of a strided 1x1 convolution
             # of few channels writes out of bounds (uxlfoundation/oneDNN#6035).
             narrow = stride != 1 and in_channels < 16
@@ -206,6 +236,17 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(self.residual(x) + self.shortcut(x))
+
+
+class PaddedShortcut(nn.Module):
+    """Every ``stride``-th pixel, and so many more channels of zeros: option A of He et al. (2015)."""
+
+    def __init__(self, more_channels: int, stride: int) -> None:
+        super().__init__()
+        self.pool, self.padding = nn.AvgPool2d(1, stride), (0, 0, 0, 0, 0, more_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(self.pool(x), self.padding)
 
 
 class Bottleneck(nn.Module):
@@ -243,6 +284,7 @@ class Model(NamedTuple):
     scalable: bool = False
 
 
+_SQUARE: Any = {"stages": (64, 64, 64), "kernel_size": 5}  # the draft's Table 2, last row
 MODELS = {
     "small": Model(small_cnn, 2),
     "vgg13": Model(vgg13, 32),
@@ -253,6 +295,11 @@ MODELS = {
     "plain20": Model(cifar_plain, 8, scalable=True),
     "resnet8": Model(partial(cifar_resnet, blocks=1), 8, scalable=True),
     "plain8": Model(partial(cifar_plain, blocks=1), 8, scalable=True),
+    "resnet20-a": Model(partial(cifar_resnet, padded=True), 8, scalable=True),
+    "resnet8-a": Model(partial(cifar_resnet, blocks=1, padded=True), 8, scalable=True),
+    "resnet20-5x5": Model(partial(cifar_resnet, **_SQUARE, padded=True), 8, scalable=True),
+    "plain20-5x5": Model(partial(cifar_plain, **_SQUARE), 8, scalable=True),
+    "vgg13-5x5": Model(partial(vgg13, kernel_size=5), 32),
     "vanilla": Model(vanilla_cnn, 28),
     "alexnet": Model(alexnet, 28),
 }
@@ -298,11 +345,17 @@ def _after_poolings(size: int) -> int:
 
 
 def _cifar(
-    in_channels: int, classes: int, blocks: int, width: float, pair: Callable[[int, int, int], Iterable[nn.Module]]
+    in_channels: int,
+    classes: int,
+    blocks: int,
+    width: float,
+    stages: tuple[int, ...],
+    kernel_size: int,
+    pair: Callable[[int, int, int], Iterable[nn.Module]],
 ) -> nn.Sequential:
     """Build the network; ``pair`` maps input channels, output channels and first stride to two convolutions."""
-    first, *_ = widths = [max(1, round(width * channels)) for channels in (16, 32, 64)]
-    layers: list[nn.Module] = [*_convolution(in_channels, first)]
+    first, *_ = widths = [max(1, round(width * channels)) for channels in stages]
+    layers: list[nn.Module] = [*_convolution(in_channels, first, kernel_size)]
     channels = first
     for stage, wide in enumerate(widths):
         for block in range(blocks):

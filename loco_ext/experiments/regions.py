@@ -91,6 +91,7 @@ class RegionsSettings:
     ] = 0
     seeds: Annotated[int, Option(min=1, max=MOST, help="Networks for each setting, from different weights.")] = 1
     seed: Annotated[int, Option(min=0, max=2**62, help="Seed of the first of them.")] = 0
+    toy: Annotated[bool, Option(help="Draw linear regions of networks of the plane, in half a minute.")] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -166,7 +167,8 @@ def measure(
         record["arms"] = summarise(record["networks"])
         write_json(out / "regions.json", record)
         write(region_pictures.radii(record["arms"]), out / "regions.png")
-        region_pictures.save_toy(out / "toy.png")
+        if settings.toy:
+            region_pictures.save_toy(out / "toy.png")
     return record
 
 

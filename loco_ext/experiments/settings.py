@@ -125,6 +125,7 @@ class Settings:
     ] = None
     norm: Annotated[Literal["l2", "l1"], Option(help="Norm of the weights that decays.")] = "l2"
     augment: Annotated[bool, Option(help="Crop and flip images at random, of all data but digits.")] = True
+    crop: Annotated[bool, Option(help="Crop them where they are augmented; otherwise flips alone are random.")] = True
     shuffle: bool = True
     seed: Annotated[
         int, Option(min=0, max=2**63 - 1, help="Seed of the initial weights, the order, augmentations and dropout.")
@@ -139,6 +140,13 @@ class Settings:
         Literal["plain", "normalized", "scaled"], Option(help="How the penalty weighs layers and rings.")
     ] = "plain"
     kind: Annotated[Literal["half", "full"], Option(help="Which rings the penalty can remove.")] = "half"
+    group_norm: Annotated[
+        Literal["l2", "linf"], Option(help="Norm of the penalty's groups; complexity takes l2 alone.")
+    ] = "l2"
+    power: Annotated[
+        int,
+        Option(min=1, max=2, help="2: the penalty squares the sum of each filter's rings, or of each layer's kernels."),
+    ] = 1
     folded: Annotated[
         bool,
         Option(help="Penalise weights times the scale of the batch norm behind them; not with the penalty complexity."),
@@ -221,6 +229,9 @@ class Settings:
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")
+        if self.penalty in (None, "complexity") and (self.group_norm, self.power) != ("l2", 1):
+            which = "without a penalty" if self.penalty is None else "with the penalty complexity"
+            raise SettingsError(f"group_norm, power: expected l2, 1 {which}, got {self.group_norm}, {self.power}")
         if self.strength and self.penalty is None:
             raise SettingsError(f"strength: expected 0 without a penalty, got {self.strength}")
         if (self.alpha == 0) != (self.pilcro is None):
@@ -243,8 +254,10 @@ class Settings:
     def make_penalty(self) -> GroupPenalty | None:
         """Return the penalty shared by all convolutions; None also where it differs from layer to layer."""
         if self.penalty == "rings":
-            return RingPenalty(self.strength, self.kind, self.weighting)
-        return KernelPenalty(self.strength, self.weighting) if self.penalty == "kernels" else None
+            return RingPenalty(self.strength, self.kind, self.weighting, self.group_norm, self.power)
+        if self.penalty == "kernels":
+            return KernelPenalty(self.strength, self.weighting, self.group_norm, self.power)
+        return None
 
     def learning_rate_of(self, epoch: int) -> float:
         """Return the learning rate of an epoch, counted from 0."""

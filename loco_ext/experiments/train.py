@@ -220,6 +220,7 @@ def _loader(data: Dataset, settings: Settings, processes: Processes, normalizati
         batch_size=settings.batch_size,
         seed=settings.seed,
         augmented=settings.augment and data.augmented,
+        cropped=settings.crop,
         shuffled=settings.shuffle,
         rank=processes.rank,
         processes=processes.count,

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import matplotlib.image
 import pytest
@@ -15,7 +15,8 @@ from loco_ext import sparsity
 from loco_ext.cli import main
 from loco_ext.experiments import frontier
 from loco_ext.experiments.loader import Loader, Normalization
-from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.models import MODELS, digest
+from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model, make_optimizer, penalty_term, train
 from tests.covering import slow
 from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when, quick
@@ -73,8 +74,14 @@ def test_the_optimizer_has_the_settings_penalty_and_the_loss_the_subgradients():
     term = penalty_term(quick(**options, folded=True, solver="subgradient"), model)
     values = [penalty.value(conv.weight) for penalty, conv in zip(folded, convolutions(model), strict=True)]
     assert term().item() == pytest.approx(sum(values).item())
-    kernels = quick(penalty="kernels", strength=0.2, weighting="normalized").make_penalty()
-    assert kernels == sparsity.KernelPenalty(0.2, "normalized")
+    for norm, power in (("l2", 1), ("linf", 2)):
+        chosen = quick(penalty="kernels", strength=0.2, weighting="normalized", group_norm=norm, power=power)
+        assert chosen.make_penalty() == sparsity.KernelPenalty(0.2, "normalized", norm, power)
+        rings = replace(chosen, penalty="rings").make_penalty()
+        assert rings == sparsity.RingPenalty(0.2, "half", "normalized", norm, power)
+    for penalty, which in ((None, "without a penalty"), ("complexity", "with the penalty complexity")):
+        with pytest.raises(SettingsError, match=f"group_norm, power: expected l2, 1 {which}, got l2, 2"):
+            quick(penalty=penalty, power=2)
     for solver in ("prox", "subgradient"):
         chosen = quick(**options | {"penalty": "complexity"}, solver=solver)
         expected = sparsity.complexity_penalties(
@@ -233,6 +240,19 @@ def test_a_frontier_is_neither_overwritten_nor_mixed_up(tmp_path, capsys):
     assert "holds an experiment already" in said
     assert "of another experiment" in said
     assert (tmp_path / "frontier.json").read_bytes() == before
+
+
+def test_points_start_from_the_initial_weights_without_a_dense_training(tmp_path):
+    """The draft trains from scratch under its penalty."""
+    options = ["--penalty", "kernels", "--method", "subgradient", "--batch-norm", "live", "--dense-epochs", "0"]
+    options += ["--refit-epochs", "0", "--strengths", "0.1", "--taus", "0.001", "--power", "2"]
+    assert main(["frontier", *TINY, *options, "--out", str(tmp_path)]) == 0
+    assert not list(tmp_path.glob("dense-*"))
+    (folder,) = (tmp_path / "runs").iterdir()
+    settings = json.loads((folder / "settings.json").read_text())["settings"]
+    initial = make_model(quick(model="plain8", width=0.25, seed=3), digits())
+    assert folder.name.startswith(digest(initial))
+    assert (settings["power"], settings["strength"], settings["solver"]) == (2, 0.1, "subgradient")
 
 
 def test_settings_say_what_is_trained():

@@ -87,6 +87,19 @@ def test_crops_are_windows_of_the_padded_image_flipped_or_not(shape):
     assert len(seen) == 162
 
 
+def test_without_crops_whole_images_are_flipped_at_random():
+    samples = make_samples(40)
+    cropped, whole = (list(make_loader(samples, augmented=True, cropped=crop).epoch(2)) for crop in (True, False))
+    flips = 0
+    for (_, expected, _), (images, labels, _) in zip(cropped, whole, strict=True):
+        assert torch.equal(labels, expected)
+        originals = samples.images[labels]
+        flipped = (images == originals.flip(3)).flatten(1).all(1)
+        assert torch.equal(flipped, (images != originals).flatten(1).any(1))
+        flips += flipped.sum().item()
+    assert 8 <= flips <= 32  # 20 are expected; fewer or more with probability 1e-4
+
+
 def test_augmentation_changes_neither_order_nor_another_epochs_crops():
     samples = make_samples()
     plain = [labels for _, labels, _ in make_loader(samples).epoch(3)]

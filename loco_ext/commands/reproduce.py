@@ -1,0 +1,144 @@
+"""The command ``loco-ext reproduce``."""
+
+import contextlib
+import io
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from loco_ext import commands
+from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
+from loco_ext.errors import UserError
+from loco_ext.experiments.reproduce.jobs import Job, Plan, ordered
+from loco_ext.output import json_text, note
+
+PAPERS = ("loco-reg", "sparsity", "efcn", "pilcro", "linear-regions")
+EPILOG = (
+    "Jobs that are done are skipped, and those that were killed go on. To spread them, give the lines of --list, stage "
+    "by stage, to xargs, GNU parallel or Ray, or --job with the index of a Slurm array; then run the command without "
+    "them for the tables."
+)
+
+
+class FailedJobsError(UserError, RuntimeError):
+    """Raised after everything else is done, for jobs that have failed; the message names them."""
+
+    exit_code = 1
+
+
+@command(epilog=EPILOG)
+def run(
+    paper: Annotated[
+        Literal["loco-reg", "sparsity", "efcn", "pilcro", "linear-regions", "all"], typer.Argument(help="The paper.")
+    ],
+    *,
+    preset: Annotated[
+        Literal["smoke", "cpu", "paper"],
+        typer.Option(
+            help="smoke: seconds, on digits; cpu: two hours for all papers on two cores, on CIFAR-10 where --data has "
+            "it; paper: the authors' protocols."
+        ),
+    ] = "smoke",
+    folder: Data = None,
+    out: Out = Path("runs/reproduce"),
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of weights from torchvision, timm or Keras for LOCO-REG's Table 4, named by its rows: "
+            "vgg16.pth, resnet50.safetensors, densenet121.pth.",
+        ),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print the jobs that are not done as command lines.")] = False,
+    stage: Annotated[
+        int | None,
+        typer.Option(min=1, help="Only jobs of this stage, which read what earlier stages have written."),
+    ] = None,
+    job: Annotated[int | None, typer.Option(min=1, help="Run only the job of this number, from 1.")] = None,
+    device: Device = "cpu",
+) -> Result:
+    """Train and measure what a paper's tables and figures show, and set the results beside the paper's values.
+
+    The tables are printed and written as JSON and Markdown to a folder of the preset and paper, next to the figures.
+    """
+    plan = Plan(preset, out, folder, device, checkpoints)
+    modules = [_module(name) for name in (PAPERS if paper == "all" else (paper,))]
+    jobs = ordered([each for module in modules for each in module.jobs(plan)])
+    chosen = [(number, each) for number, each in enumerate(jobs, 1) if stage in (None, each.stage)]
+    if job is not None:
+        if job not in dict(chosen):
+            which = f"from 1 to {len(jobs)}" if stage is None else f"of stage {stage}"
+            raise UserError(f"job: expected a number {which}, got {job}")
+        chosen = [(job, jobs[job - 1])]
+    if listed:
+        return _list(chosen)
+    make_writable(out)
+    failed = _run([each for _, each in chosen if not each.done])
+    if job is not None or stage is not None:
+        return _ended(failed, [])
+    pages = [module.page(plan) for module in modules]
+    with writing_to(out):
+        for module, page in zip(modules, pages, strict=True):
+            page.save(plan.folder(module.PAPER))
+    return _ended(failed, pages)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"loco_ext.experiments.reproduce.{name.replace('-', '_')}")
+
+
+def _list(chosen: list[tuple[int, Job]]) -> Result:
+    """Return the jobs that are not done, as lines or as records."""
+    open_jobs = [(number, each) for number, each in chosen if not each.done]
+    records = [
+        {"job": number, "stage": each.stage, "minutes": each.minutes, "folder": str(each.folder), "line": each.line()}
+        for number, each in open_jobs
+    ]
+
+    def show() -> None:
+        for _, each in open_jobs:
+            print(each.line())
+
+    return Result(lambda: json_text(records), show)
+
+
+def _run(jobs: list[Job]) -> list[Job]:
+    """Run the jobs one after the other, with the time left; return those that have failed."""
+    failed: list[Job] = []
+    begin, passed, whole = time.monotonic(), 0.0, sum(each.minutes for each in jobs)
+    for place, each in enumerate(jobs, 1):
+        left = (whole - passed) * ((time.monotonic() - begin) / (60 * passed) if passed else 1)
+        note(f"job {place} of {len(jobs)}, {each.name}; about {_duration(left)} left")
+        with contextlib.redirect_stdout(io.StringIO()):
+            if commands.run(each.words) != 0:
+                failed.append(each)
+        passed += each.minutes
+    return failed
+
+
+def _duration(minutes: float) -> str:
+    """Return a duration as text.
+
+    >>> _duration(0.4), _duration(75), _duration(6000)
+    ('24 s', '75 min', '100 h')
+    """
+    if minutes < 2:
+        return f"{60 * minutes:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 180 else f"{minutes / 60:.0f} h"
+
+
+def _ended(failed: list[Job], pages: list[Any]) -> Result:
+    """Return the pages as a result, or raise an error for jobs that have failed."""
+    if failed:
+        raise FailedJobsError(
+            f"these jobs have failed, the tables are without them: {', '.join(j.name for j in failed)}"
+        )
+
+    def show() -> None:
+        for page in pages:
+            page.show()
+
+    return Result(lambda: json_text({page.title: page.to_dict() for page in pages}), show)

@@ -1,0 +1,97 @@
+"""Jobs: commands of ``loco-ext``, independent of each other within a stage, each with a folder of its own."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from loco_ext.errors import UserError
+
+PRESETS = ("smoke", "cpu", "paper")
+WITHOUT_DATA = ("analyze",)  # commands that read no data set and compute nothing on a device
+WITHOUT_RESUMING = ("analyze", "compact")  # commands that take seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training or measurement.
+
+    Attributes:
+        name: folder below the preset's, with the paper first.
+        words: the command and its options, without the name of the program.
+        result: the file that the command writes when it has finished.
+        minutes: about how long it takes on two cores; the time left is computed from it. Those of the preset cpu are
+            extrapolated from the studies: 15 trainings of the small CNN in half an hour, a regions network in under
+            two minutes, a step of a fully connected VanillaCNN in less than half a second.
+        stage: a job reads what jobs of earlier stages have written.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    result: Path
+    minutes: float
+    stage: int
+
+    @property
+    def folder(self) -> Path:
+        return self.result.parent
+
+    @property
+    def done(self) -> bool:
+        return self.result.is_file()
+
+    def line(self) -> str:
+        """Return the job as a command line."""
+        return shlex.join(("loco-ext", *self.words))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all jobs of a call have in common.
+
+    Attributes:
+        preset: one of PRESETS.
+        out: folder of all presets' results.
+        data: folder of the data sets; "smoke" needs none.
+        device: torch device.
+        checkpoints: folder of trained networks for LOCO-REG's Table 4.
+    """
+
+    preset: str
+    out: Path
+    data: Path | None = None
+    device: str = "cpu"
+    checkpoints: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise UserError(f"preset: expected one of {', '.join(PRESETS)}, got {self.preset!r}")
+        if self.preset == "paper" and self.data is None:
+            raise UserError("folder: expected the folder of the data sets with the preset paper, got none")
+
+        if self.checkpoints is not None and not self.checkpoints.is_dir():
+            raise UserError(f"checkpoints: expected a folder, got {str(self.checkpoints)!r}")
+
+    @property
+    def images(self) -> str:
+        """Name of the small presets' data set: CIFAR-10 where cpu has a folder of it, handwritten digits elsewhere."""
+        return "digits" if self.preset == "smoke" or self.data is None else "cifar10"
+
+    def folder(self, name: str) -> Path:
+        return self.out / self.preset / name
+
+    def job(
+        self, name: str, command: str, *options: str | Path | float, result: str, minutes: float, stage: int = 1
+    ) -> Job:
+        """Return the job of a command whose folder is ``name``; --out and what jobs have in common is added."""
+        words = [command, *map(str, options), "--out", str(self.folder(name))]
+        if command not in WITHOUT_RESUMING:
+            words.append("--resume")
+        if command not in WITHOUT_DATA:
+            words += ["--device", self.device]
+            words += [] if self.data is None else ["--data", str(self.data)]
+        return Job(name, tuple(words), self.folder(name) / result, minutes, stage)
+
+
+def ordered(jobs: list[Job]) -> list[Job]:
+    """Return the jobs by stage; their numbers, from 1, are their places in this list."""
+    return sorted(jobs, key=lambda job: job.stage)

@@ -1,0 +1,96 @@
+"""Pages: a paper's tables, with our values beside the published ones, and its figures."""
+
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loco_ext.output import print_table, replacing, write_json
+
+NONE = "\u2013"  # shown where a value is missing
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        title: what it shows, beginning with the paper's number of it.
+        columns: format specifications by column; "" is for texts.
+        rows: texts and numbers, None or not finite where there is none.
+        notes: sentences below the table, such as what was not reproduced and why.
+    """
+
+    title: str
+    columns: dict[str, str]
+    rows: list[list[Any]]
+    notes: list[str] = field(default_factory=list)
+
+    def cells(self) -> list[list[str]]:
+        forms = self.columns.values()
+        return [[_text(value, form) for value, form in zip(row, forms, strict=True)] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Page:
+    """The tables and figures of one paper.
+
+    Attributes:
+        title: the paper.
+        scale: what the preset has cut down.
+        tables: its tables.
+        figures: files by caption; those that do not exist are left out.
+    """
+
+    title: str
+    scale: str
+    tables: list[Table]
+    figures: dict[str, Path] = field(default_factory=dict)
+
+    def show(self) -> None:
+        """Print the tables and their notes."""
+        print(f"{self.title}\n{self.scale}")
+        for table in self.tables:
+            if table.rows:
+                print_table(list(table.columns), table.cells(), table.title)
+            else:
+                print(table.title)
+            for note in table.notes:
+                print(note)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the page as plain data."""
+        tables = [{**asdict(table), "columns": list(table.columns)} for table in self.tables]
+        figures = {caption: str(path) for caption, path in self.figures.items() if path.is_file()}
+        return {"title": self.title, "scale": self.scale, "tables": tables, "figures": figures}
+
+    def save(self, out: Path) -> None:
+        """Write reproduce.json and reproduce.md to a folder."""
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "reproduce.json", self.to_dict())
+        with replacing(out / "reproduce.md") as temporary:
+            temporary.write_text(self._markdown(out))
+
+    def _markdown(self, out: Path) -> str:
+        parts = [f"# {self.title}", self.scale]
+        for table in self.tables:
+            parts.append(f"## {table.title}")
+            if table.rows:
+                lines = [list(table.columns), ["---"] * len(table.columns), *table.cells()]
+                parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+            parts += table.notes
+        for caption, path in self.figures.items():
+            if path.is_file():
+                parts.append(f"![{caption}]({Path(os.path.relpath(path, out)).as_posix()})")
+        return "\n\n".join(parts) + "\n"
+
+
+def _text(value: Any, form: str) -> str:
+    """Return a cell's text.
+
+    >>> _text(0.5, ".1%"), _text("uniform", "")
+    ('50.0%', 'uniform')
+    """
+    missing = value is None or (isinstance(value, float) and not math.isfinite(value))
+    return NONE if missing else format(value, form if isinstance(value, int | float) else "")
