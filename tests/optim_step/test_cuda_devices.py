@@ -1,5 +1,6 @@
 """The CUDA step on devices that the runner of CUDA kernels makes up, and with blocks that run at the same time."""
 
+import itertools
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from loco_ext import optim
 from tests.cuda_on_cpu import operators
 from tests.optim_step.cases import assert_same, assert_untouched, make_case
+from tests.tolerances import same_bits
 
 pytestmark = pytest.mark.usefixtures("cuda_on_cpu")
 
@@ -77,6 +79,27 @@ def test_gradients_that_lie_in_a_larger_buffer_take_no_launch_of_their_own(gpus)
         launches.append(gpus.launches() - before)
         assert torch.equal(params[0], params[1])
     assert launches[0] == launches[1] == launches[2]
+
+
+SIZES = (0.0, 2.0**-149, 2.0**-125, 2.0**-71, 2.0**-70, 1.0, 2.0**61, 2.0**126, torch.inf, torch.nan)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(
+    "hyper", [(0.05, 0.0, 0.9, 0.99, 1e-8), (1e-3, 0.1, 0.4, 1.0, 0.0), (1e30, 0.0, 0.9, 0.0, 0.0)]
+)
+def test_adam_rounds_correctly_at_the_ends_of_the_range(hyper, amsgrad):
+    """Whole vectors of each size: quotients that underflow, overflow, or are of zeros, infinities and NaN."""
+    case = make_case("adam", [(len(SIZES) ** 2, 32)], hyper=hyper, states=2 + amsgrad, amsgrad=amsgrad)
+    of_mean, of_variance = (torch.tensor(sizes) for sizes in zip(*itertools.product(SIZES, repeat=2), strict=True))
+    for name in ("params", "grads", "exp_avgs"):
+        case.lists[name][0] *= of_mean[:, None]
+    case.lists["exp_avg_sqs"][0] *= of_variance[:, None]
+    actual, expected = case.copy().step(), case.copy().step("reference")
+    for name, tensors in expected.lists.items():
+        for a, b in zip(actual.lists[name], tensors, strict=True):
+            assert torch.equal(a.isnan(), b.isnan()), name
+            assert same_bits(a[~a.isnan()], b[~b.isnan()]), name
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
