@@ -8,6 +8,7 @@ import json
 from typing import Any, NamedTuple
 
 from loco_ext.experiments import region_pictures, regions
+from loco_ext.experiments.figures import write
 from loco_ext.experiments.reproduce.jobs import Job, Plan
 from loco_ext.experiments.reproduce.pages import Page, Table
 from loco_ext.experiments.reproduce.published import published
@@ -77,7 +78,7 @@ def page(plan: Plan) -> Page:
     picture, out = plan.folder(f"{PAPER}/regions.png"), plan.folder(PAPER)
     out.mkdir(parents=True, exist_ok=True)
     if arms:
-        region_pictures.save_radii(arms, picture)
+        write(region_pictures.radii(arms), picture)
     figures = {"Median radius against accuracy": picture}
     figures["Figure 1: linear regions of networks of the plane"] = jobs(plan)[0].folder / "toy.png"
     title = "Linear regions (Lee, Alvarez-Melis, Jaakkola 2019)"
