@@ -216,9 +216,9 @@ RINGS = {"penalty": "rings", "strength": 0.01}
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer, penalty):
-    setting = quick(epochs=4, optimizer=optimizer, locality=(0.5, 2.0), **penalty)
+    setting = quick(epochs=3, optimizer=optimizer, locality=(0.5, 2.0), **penalty)
     whole = run.run(setting, few_digits(), tmp_path / "whole", CPU)
-    with killed_after(2):
+    with killed_after(1):
         run.run(setting, few_digits(), tmp_path / "cut", CPU)
     resumed = run.run(setting, few_digits(), tmp_path / "cut", CPU, resume=True)
     assert figures(resumed) == figures(whole)
@@ -418,16 +418,16 @@ def test_several_processes_train_as_one_does(tmp_path):
 def test_several_processes_resume_to_the_same_bits(tmp_path):
     """Three processes are used because their sums, unlike those of two, depend on the order."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*torchrun, "-m", "loco_ext.cli", *options_of(whole)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["epoch"] == 2  # only one process prints
+    code, said = launch(3, whole)
+    assert code == 0, said
+    assert said.count('"epoch": 2') == said.count('"epoch":') == 1  # only one process prints
     code, said = launch(3, cut, change=dies_after_an_epoch)
     assert code == -signal.SIGKILL, said
-    code, said = launch(2, cut, "--resume")
-    assert code == 2
-    assert "expected the processes of its run" in said
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "loco_ext.cli", *options_of(cut), "--resume"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "expected the processes of its run" in done.stderr
     code, said = launch(3, cut, "--resume")
     assert code == 0, said
     assert metrics_of(cut) == metrics_of(whole)
