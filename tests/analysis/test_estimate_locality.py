@@ -14,6 +14,7 @@ from torch import nn
 from loco_ext import optim
 from loco_ext.analysis import estimate_locality
 from loco_ext.geometry import decay_map, distance_classes
+from tests.covering import covering
 
 RULES = ["local", "paper"]
 STATS = ["signed", "abs", "rms"]
@@ -89,9 +90,7 @@ def as_locality(factors):
     return factors if len(factors) > 3 else [factors[0], factors[2] if len(factors) == 3 else 1.0]
 
 
-@pytest.mark.parametrize("stat", STATS)
-@pytest.mark.parametrize("eta_rule", RULES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "eta_rule", "stat"), covering(SHAPES, RULES, STATS))
 def test_factors_against_loops(name, eta_rule, stat):
     shape = SHAPES[name]
     models = [{"conv.weight": local_weight(*shape)} for _ in range(3)]

@@ -142,7 +142,7 @@ def call(module: Any, product: str, layer: Layer, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("dtype", "arch"),
     [
-        pytest.param(dtype, arch, marks=[] if arch != 80 and dtype == BF16 else pytest.mark.slow)
+        pytest.param(dtype, arch, marks=[] if arch == 90 and dtype == BF16 else pytest.mark.slow)
         for dtype, arch in itertools.product([BF16, F16], CUDA)
     ],
     ids=str,

@@ -14,6 +14,7 @@ from tests.experiments.runs import killed_after
 COSTS = ("before", "before"), ("after", "before"), ("after", "after")
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from loco_ext.cli import main
 from loco_ext.experiments.models import small_cnn
+from tests.covering import slow
 from tests.experiments import image_files
 
 GOOD = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--lr", "0.05"]
@@ -47,7 +48,7 @@ def test_a_file_that_analyze_has_not_written_is_named(tmp_path, capsys, content)
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("none", None), ("{}", {"3": [0.5, 2.0]})],
+    [slow(("none", None)), ("{}", {"3": [0.5, 2.0]})],
 )
 def test_options_reach_the_settings(tmp_path, capsys, text, expected):
     path = tmp_path / "analysis.json"

@@ -22,6 +22,7 @@ from torch import fx, nn
 from loco_ext import sparsity
 from loco_ext.sparsity.vocabulary import FUNCTIONS, LAYERS, decode, encode
 from tests.compaction.networks import NETWORKS, graph_module, images, network
+from tests.processes import SERVER
 
 ROOT = Path(__file__).parents[2]
 FILES = {"manifest.json", "model.safetensors"}
@@ -273,30 +274,34 @@ def test_files_of_two_saves_do_not_load_together(tmp_path):
         sparsity.load(tmp_path / "b")
 
 
+def save_and_die(source, folder, count):
+    """Save a network anew; end the process instead of changing files more than so many times."""
+    model, left = sparsity.load(source), iter(range(count))
+
+    def dying(function):
+        def call(*arguments, **options):
+            if next(left, None) is None:
+                os._exit(9)
+            return function(*arguments, **options)
+
+        return call
+
+    for name in ("replace", "write_text", "write_bytes", "mkdir"):
+        setattr(Path, name, dying(getattr(Path, name)))
+    sparsity.save(model, folder)
+
+
 @pytest.mark.slow
 def test_a_save_that_is_killed_leaves_one_network_or_none_that_loads(tmp_path):
     old, new = network("plain"), network("residual")
     sparsity.save(new, tmp_path / "new")
-    program = (
-        "import os, sys; from pathlib import Path; from loco_ext import sparsity\n"
-        "model, count = sparsity.load(sys.argv[1]), int(sys.argv[3])\n"
-        "def dying(function):\n"
-        "    def call(*args, **kwargs):\n"
-        "        global count\n"
-        "        count -= 1\n"
-        "        if count < 0: os._exit(9)\n"
-        "        return function(*args, **kwargs)\n"
-        "    return call\n"
-        "for name in ('replace', 'write_text', 'write_bytes', 'mkdir'):\n"
-        "    setattr(Path, name, dying(getattr(Path, name)))\n"
-        "sparsity.save(model, sys.argv[2])\n"
-    )
     for count in range(6):
         folder = tmp_path / str(count)
         sparsity.save(old, folder)
-        command = [sys.executable, "-c", program, str(tmp_path / "new"), str(folder), str(count)]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-        assert done.returncode == (9 if count < 5 else 0), done.stderr
+        process = SERVER.Process(target=save_and_die, args=(tmp_path / "new", folder, count))
+        process.start()
+        process.join()
+        assert process.exitcode == (9 if count < 5 else 0)
         if count == 4:  # killed between the two files
             with pytest.raises(sparsity.ModelFileError, match=r"does not belong to the model.safetensors beside it"):
                 sparsity.load(folder)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from loco_ext import sparsity
 from loco_ext.ops.channels import layer_norm_with_constants
 from tests.compaction.cases import compacted, same
+from tests.covering import slow
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -109,7 +110,7 @@ def images(*sizes: tuple[int, int, int]) -> list[Tensor]:
     return [torch.randn(n, 3, h, w, dtype=torch.double) for n, h, w in sizes]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, slow(1)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_channels_and_features_inside_the_blocks_of_convnext_go(block: Any, seed: int, tmp_path: Path) -> None:
     model = halved(network(block), seed)

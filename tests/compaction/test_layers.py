@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from loco_ext import sparsity
 from tests.compaction.cases import Gate, Network, Residual, compacted, same, sizes_of, strike
+from tests.covering import covering
 
 
 class NormAndActivation(nn.BatchNorm2d):
@@ -89,9 +90,10 @@ def test_average_pools_called_as_functions_let_channels_go() -> None:
     assert sizes_of(smaller)[0][0] == 4
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, NormAndActivation])
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("dead", ["whole groups", "half of each", "any"])
+@pytest.mark.parametrize(
+    ("dead", "padding", "norm"),
+    covering(["whole groups", "half of each", "any"], [0, 1], [nn.BatchNorm2d, NormAndActivation]),
+)
 def test_groups_shrink(dead: str, padding: int, norm: type[nn.Module]) -> None:
     inside = [nn.Conv2d(8, 12, 1), norm(12), nn.ReLU(), nn.Conv2d(12, 24, 3, padding=padding, groups=4), norm(24)]
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *inside, nn.ReLU(), Gate(24, 2), nn.Conv2d(24, 5, 1)).double()

@@ -136,6 +136,7 @@ def test_torchs_own_export_takes_locally_connected_layers(name, tmp_path):
 
 
 @needs_onnx
+@pytest.mark.slow
 def test_a_loaded_network_can_be_exported(tmp_path):
     model = network("residual")
     sparsity.save(model, tmp_path)
@@ -144,6 +145,7 @@ def test_a_loaded_network_can_be_exported(tmp_path):
 
 
 @needs_onnx
+@pytest.mark.slow
 def test_the_file_is_of_evaluation_and_the_model_stays_as_it_was(tmp_path):
     model = network("plain").train()
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -308,9 +309,16 @@ FORGERIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("residual")
+    sparsity.save(network("residual"), folder)
+    return folder
+
+
 @pytest.mark.parametrize("case", FORGERIES)
-def test_a_forged_manifest_is_refused_and_nothing_runs(case, tmp_path, monkeypatch, capfd):
-    sparsity.save(network("residual"), tmp_path)
+def test_a_forged_manifest_is_refused_and_nothing_runs(case, residual, tmp_path, monkeypatch, capfd):
+    shutil.copytree(residual, tmp_path, dirs_exist_ok=True)
     forge(tmp_path, FORGERIES[case])
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("ran"))
     with pytest.raises(sparsity.ModelFileError, match=r"manifest.json: ") as error:

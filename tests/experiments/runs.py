@@ -1,9 +1,5 @@
-"""Helpers of the tests of training runs: a device, settings, few samples, and a way to kill a run."""
+"""Helpers of the tests of training runs: a device, settings, few samples, and a way to end a run."""
 
-import os
-import signal
-import subprocess
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +10,6 @@ from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import from_preset
 
 CPU = Processes(torch.device("cpu"))
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def quick(**overrides):
@@ -46,13 +41,3 @@ def killed_after(epochs):
         patch.setattr(run, "_save", save_then_die)
         with pytest.raises(Killed):
             yield
-
-
-def kill_when(command, ready):
-    """Run a command in a process of its own, which is killed as soon as ``ready()`` is true."""
-    process = subprocess.Popen(command, env=ONE_THREAD, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not ready():
-        time.sleep(0.001)
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()

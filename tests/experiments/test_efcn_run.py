@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import matplotlib.image
 import pytest
@@ -25,7 +23,8 @@ from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, vanilla_cnn
 from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import evaluate, make_model, make_optimizer, train
-from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
+from tests.experiments.runs import CPU, digits
+from tests.processes import kill_when, run_command
 
 SAMPLES, BATCH, SEED = 100, 8, 3  # the last batch has 4
 TINY = ["--model", "plain8", "--width", "0.25", "--dataset", "digits", "--samples", str(SAMPLES), "--seed", str(SEED)]
@@ -323,11 +322,11 @@ def test_damaged_weights_are_named_and_not_trained_on(finished, tmp_path, capsys
 @pytest.mark.slow
 def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
     whole, _ = finished
-    command = [sys.executable, "-m", "loco_ext.cli", "efcn", *RUN, "--out", str(tmp_path), "--resume"]
+    command = ["efcn", *RUN, "--out", tmp_path, "--resume"]
     moments = ["cnn/weights-002.safetensors", "branches/000-1/checkpoint.pt", "branches/002-lcn/before.json"]
     for there in (*moments, "branches/002-full/model.safetensors"):
-        kill_when(command, lambda there=there: list(tmp_path.glob(there)))
-    subprocess.run(command, env=ONE_THREAD, check=True, capture_output=True)
+        kill_when(lambda there=there: list(tmp_path.glob(there)), *command)
+    run_command(*command)
     assert (tmp_path / "efcn.json").read_bytes() == (whole / "efcn.json").read_bytes()
     for path in whole.rglob("*.safetensors"):
         assert (tmp_path / path.relative_to(whole)).read_bytes() == path.read_bytes()

@@ -1,8 +1,6 @@
 """``loco-ext frontier`` and training with a penalty: options, written files, and resuming."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import matplotlib.image
@@ -19,7 +17,8 @@ from loco_ext.experiments.models import MODELS, digest
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model, make_optimizer, penalty_term, train
 from tests.covering import slow
-from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when, quick
+from tests.experiments.runs import CPU, digits, quick
+from tests.processes import kill_when, run_command
 
 # Widths of the draft's Table 2 for CIFAR-10, (16, 3) x 7, (32, 3) x 6, (64, 3) x 6; and of a third of its blocks.
 BASES = {"20": [16] * 7 + [32] * 6 + [64] * 6, "8": [16] * 3 + [32] * 2 + [64] * 2}
@@ -217,16 +216,12 @@ def test_a_frontier_leaves_its_record_and_figures(tmp_path, capsys, options, poi
 
 @pytest.mark.slow
 def test_a_frontier_killed_at_any_moment_goes_on_to_the_same_record(tmp_path):
-    options = ["--strengths", "0.01,0.03,0.1,0.3", "--path", "up", "--epochs", "6"]
-
-    def command(out, *more):
-        return [sys.executable, "-m", "loco_ext.cli", "frontier", *TINY, *options, "--out", str(out), *more]
-
+    command = ["frontier", *TINY, "--strengths", "0.01,0.03,0.1,0.3", "--path", "up", "--epochs", "6", "--out"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     for there in ("dense-0.25/checkpoint.pt", "runs/*/checkpoint.pt", "path-0.25/point-01.pt"):
-        kill_when(command(cut, "--resume"), lambda there=there: list(cut.glob(there)))
-    for out, more in ((cut, ["--resume"]), (whole, [])):
-        subprocess.run(command(out, *more), env=ONE_THREAD, check=True, capture_output=True)
+        kill_when(lambda there=there: list(cut.glob(there)), *command, cut, "--resume")
+    run_command(*command, cut, "--resume")
+    run_command(*command, whole)
     assert (cut / "frontier.json").read_bytes() == (whole / "frontier.json").read_bytes()
 
 

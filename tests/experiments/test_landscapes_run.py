@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import math
-import subprocess
-import sys
 
 import matplotlib.image
 import numpy as np
@@ -25,7 +23,8 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.noisy import Noisy
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import make_model
-from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when
+from tests.experiments.runs import CPU, digits
+from tests.processes import kill_when, run_command
 
 SAMPLES, SEED = 90, 5
 ARMS = ("plain", "target:0.5", "curvature:2", "noise:0.3")
@@ -242,11 +241,11 @@ def test_networks_that_diverge_are_left_out(tmp_path, capsys):
 @pytest.mark.slow
 def test_an_experiment_killed_at_any_moment_goes_on_to_the_same_record(finished, tmp_path):
     whole, _ = finished
-    command = [sys.executable, "-m", "loco_ext.cli", "landscapes", *RUN, "--out", str(tmp_path), "--resume"]
+    command = ["landscapes", *RUN, "--out", tmp_path, "--resume"]
     moments = ["target-0.5-5/checkpoint.pt", "curvature-2-5/landscape.json", "noise-0.3-6/model.safetensors"]
     for there in moments:
-        kill_when(command, lambda there=there: list(tmp_path.glob(there)))
-    subprocess.run(command, env=ONE_THREAD, check=True, capture_output=True)
+        kill_when(lambda there=there: list(tmp_path.glob(there)), *command)
+    run_command(*command)
     assert (tmp_path / "landscapes.json").read_bytes() == (whole / "landscapes.json").read_bytes()
 
 

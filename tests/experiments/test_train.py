@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +18,13 @@ from torch import nn
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.experiments import data, run
-from loco_ext.experiments.models import MODELS
+from loco_ext.experiments.models import MODELS, Model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.settings import SettingsError, from_preset
 from loco_ext.experiments.train import make_model, make_optimizer, train
 from tests.covering import covering
-from tests.experiments.runs import CPU, ONE_THREAD, digits, kill_when, killed_after, quick
+from tests.experiments.runs import CPU, digits, killed_after, quick
+from tests.processes import die, kill_when, run_command, start_command, wait_for_all
 
 CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
 CONVOLUTIONS |= {"resnet20": 21, "plain20": 19, "resnet50": 53, "resnet8": 9, "plain8": 7, "vanilla": 3, "alexnet": 5}
@@ -213,9 +216,9 @@ RINGS = {"penalty": "rings", "strength": 0.01}
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, optimizer, penalty):
-    setting = quick(epochs=4, optimizer=optimizer, locality=(0.5, 2.0), **penalty)
+    setting = quick(epochs=3, optimizer=optimizer, locality=(0.5, 2.0), **penalty)
     whole = run.run(setting, few_digits(), tmp_path / "whole", CPU)
-    with killed_after(2):
+    with killed_after(1):
         run.run(setting, few_digits(), tmp_path / "cut", CPU)
     resumed = run.run(setting, few_digits(), tmp_path / "cut", CPU, resume=True)
     assert figures(resumed) == figures(whole)
@@ -237,22 +240,21 @@ def test_a_budget_is_met_when_half_of_the_training_is_over(tmp_path):
         assert (sizes == {"3x3"}) == (granularity == "filters")
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "loco_ext.cli", "train", "--model", "small", "--dataset", "digits", *arguments]
+TRAIN = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]
 
 
 @pytest.mark.slow
 def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
-    options = ("--preset", "quick", "--lr", "0.05", "--epochs", "12", "--batch-size", "32")
+    command = [*TRAIN, "--epochs", "8", "--batch-size", "32", "--out"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     path = cut / "metrics.jsonl"
     for epochs in (2, 5):  # killed soon after these epochs' metrics are written
         kill_when(
-            command(*options, "--out", str(cut), "--resume"),
             lambda epochs=epochs: path.exists() and len(path.read_text().splitlines()) >= epochs,
+            *(*command, cut, "--resume"),
         )
-    for out, resume in ((cut, ["--resume"]), (whole, [])):
-        subprocess.run(command(*options, "--out", str(out), *resume), env=ONE_THREAD, check=True, capture_output=True)
+    run_command(*command, cut, "--resume")
+    run_command(*command, whole)
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     metrics = [
         [
@@ -262,7 +264,7 @@ def test_a_process_killed_at_any_moment_resumes_to_the_same_numbers(tmp_path):
         for out in (cut, whole)
     ]
     assert metrics[0] == metrics[1]
-    assert [line["epoch"] for line in metrics[0]] == list(range(1, 13))
+    assert [line["epoch"] for line in metrics[0]] == list(range(1, 9))
     # Nothing but a temporary file of the killed process may be left over.
     names = {path.name for path in cut.iterdir() if not path.name.startswith(".")}
     assert names == {"settings.json", "metrics.jsonl", "checkpoint.pt", "model.safetensors", "curves.png"}
@@ -358,14 +360,41 @@ def test_a_finished_run_that_has_diverged_is_not_trained_again(tmp_path, unfinis
     assert len(run.run(quick(epochs=1), few_digits(), tmp_path, CPU, resume=True)) == 1
 
 
-def launch(program, processes, out, *options):
-    """Run the program under torchrun; return the lines of its metrics without the times."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    arguments = ["train", "--model", "small", "--dataset", "digits", "--preset", "quick", "--lr", "0.05"]
-    arguments += ["--epochs", "2", "--batch-size", "50", "--out", str(out), "--json", *options]
-    result = subprocess.run([*launcher, *program, *arguments], env=ONE_THREAD, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["epoch"] == 2  # only one process prints
+def plain_network():
+    """Leave batch normalisation out of the small network: only without it do several processes train exactly as one."""
+    layers = [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 10)]
+    MODELS["small"] = Model(lambda channels, *_: nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), *layers), 8)
+
+
+def dies_after_an_epoch():
+    save = run._save
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        if len(arguments[-1]) == 1:
+            die()
+
+    run._save = save_and_die
+
+
+def options_of(out):
+    return [*TRAIN, "--epochs", "2", "--batch-size", "50", "--out", str(out), "--json"]
+
+
+def launch(processes, out, *options, change=None):
+    """Train in processes as torchrun starts them; return the exit code of the first that fails, and what they print."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    said = out.with_suffix(".log")
+    said.unlink(missing_ok=True)
+    ranks = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    code = wait_for_all([start_command([*options_of(out), *options], said, rank, change) for rank in ranks])
+    return code, said.read_text()
+
+
+def metrics_of(out):
+    """Return the lines of a run's metrics without the times."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     left_out = ("seconds", "samples_per_second", "measures")
     return [{k: v for k, v in line.items() if k not in left_out} for line in lines]
@@ -374,11 +403,13 @@ def launch(program, processes, out, *options):
 @pytest.mark.slow
 def test_several_processes_train_as_one_does(tmp_path):
     """Three processes split batches of 50 (800 samples) into 17, 17, 16; gradients are those of the whole batch."""
-    worker = [str(Path(__file__).with_name("train_worker.py")), "--plain"]
-    one, three = (launch(worker, count, tmp_path / str(count)) for count in (1, 3))
-    for expected, found in zip(one, three, strict=True):
+    folders = [tmp_path / str(count) for count in (1, 3)]
+    for count, out in zip((1, 3), folders, strict=True):
+        code, said = launch(count, out, change=plain_network)
+        assert code == 0, said
+    for expected, found in zip(*map(metrics_of, folders), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "13")
+    a, b = (load_file(out / "model.safetensors") for out in folders)
     for name, expected in a.items():
         torch.testing.assert_close(b[name], expected, rtol=1e-3, atol=1e-5)
 
@@ -386,13 +417,19 @@ def test_several_processes_train_as_one_does(tmp_path):
 @pytest.mark.slow
 def test_several_processes_resume_to_the_same_bits(tmp_path):
     """Three processes are used because their sums, unlike those of two, depend on the order."""
-    whole = launch(["-m", "loco_ext.cli"], 3, tmp_path / "whole")
-    worker = [str(Path(__file__).with_name("train_worker.py")), "--die-after", "1"]
-    with pytest.raises(AssertionError, match="SIGKILL"):
-        launch(worker, 3, tmp_path / "cut")
-    with pytest.raises(AssertionError) as refused:
-        launch(["-m", "loco_ext.cli"], 2, tmp_path / "cut", "--resume")
-    assert "expected the processes of its run" in str(refused.value)
-    assert launch(["-m", "loco_ext.cli"], 3, tmp_path / "cut", "--resume") == whole
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    code, said = launch(3, whole)
+    assert code == 0, said
+    assert said.count('"epoch": 2') == said.count('"epoch":') == 1  # only one process prints
+    code, said = launch(3, cut, change=dies_after_an_epoch)
+    assert code == -signal.SIGKILL, said
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "loco_ext.cli", *options_of(cut), "--resume"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "expected the processes of its run" in done.stderr
+    code, said = launch(3, cut, "--resume")
+    assert code == 0, said
+    assert metrics_of(cut) == metrics_of(whole)
+    weights = [(out / "model.safetensors").read_bytes() for out in (whole, cut)]
     assert weights[0] == weights[1]

@@ -7,7 +7,7 @@ from torch.nn.functional import conv2d, pad
 
 from loco_ext import ops
 from loco_ext.ops.landscape import laplacian_stencil
-from tests.covering import covering
+from tests.covering import slow
 
 F64 = torch.float64
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -38,7 +38,11 @@ def test_loss_and_gradient_are_those_of_the_formulas(shape, width, with_target):
     torch.autograd.gradcheck(lambda g, w: ops.landscape(g, w, stencil, target).loss, (g, weights))
 
 
-@pytest.mark.parametrize(("dtype", "with_target"), covering(FLOATS, [False, True], strength=1), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "with_target"),
+    [(torch.float32, True), (torch.bfloat16, False), slow((torch.float64, False)), slow((torch.float16, True))],
+    ids=str,
+)
 def test_the_operators_pass_opcheck(dtype, with_target):
     g = torch.randn(3, 2, 4, 5).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
     weights, stencil = torch.rand(3, dtype=F64, requires_grad=True), laplacian_stencil(3)

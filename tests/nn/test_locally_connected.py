@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
+from tests.covering import slow
 from tests.nn.cases import CONVOLUTIONS, LAYERS, block_of_taps, layer_class, random_conv, random_layer, windows
 from tests.tolerances import STANDARD_ERRORS, WITH_CONVOLUTIONS, same_bits
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 
 @pytest.mark.parametrize("dtype", WITH_CONVOLUTIONS, ids=str)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(5), *map(slow, range(5, 10))])
 def test_random_convolutions_are_taken_over_and_given_back(seed, dtype):
     generator = random.Random(seed)
     tolerance = WITH_CONVOLUTIONS[dtype]

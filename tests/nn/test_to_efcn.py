@@ -121,6 +121,7 @@ def test_an_efcn_trains_and_leaves_the_convolution():
     assert deviation(efcn).delta_locality > 0
 
 
+@pytest.mark.slow
 def test_efcns_are_copied_saved_compiled_and_exported():
     model, x = make("alexnet", torch.float64)
     efcn = to_efcn(model, x, 1)

@@ -2,15 +2,11 @@
 
 import copy
 import io
-import os
 import pickle
-import time
 
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -18,6 +14,7 @@ import loco_ext
 from loco_ext import optim
 from loco_ext.nn import LocallyConnected1d, LocallyConnected2d, LocallyConnected3d
 from loco_ext.ops import backends
+from tests.processes import run_ranks
 from tests.tolerances import same_bits
 
 WORLD = 2
@@ -181,10 +178,7 @@ def train_model(model, optimizer, steps, rank=None):
         optimizer.step()
 
 
-def run_rank(rank, file):
-    torch.set_num_threads(1)
-    store = dist.FileStore(file, WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def check_replicas(rank):
     runs = []
     for replicated in (True, False):
         torch.manual_seed(0)
@@ -197,16 +191,11 @@ def run_rank(rank, file):
         runs.append([*model.parameters()])
     for ours, single in zip(*runs, strict=True):
         torch.testing.assert_close(ours, single)
-    # Shutting down gloo's threads sometimes aborts (torch 2.13), so the process exits without it once all ranks finish.
-    store.add("through", 1)
-    while store.add("through", 0) < WORLD:
-        time.sleep(0.01)
-    os._exit(0)
 
 
 @pytest.mark.slow
 def test_replicas_train_as_one(tmp_path):
-    mp.spawn(run_rank, (str(tmp_path / "store"),), WORLD)
+    run_ranks(check_replicas, count=WORLD, folder=tmp_path)
 
 
 @pytest.mark.skipif(backends.library is None, reason="no compiled library")

@@ -5,7 +5,7 @@ schedulers and tolerances. A Case is one of its inputs with one of the implement
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -83,18 +83,20 @@ def _inputs(name: str) -> list[Any]:
     return inputs + [item for item in function("mps", torch.float32) if item.desc not in known]
 
 
-def cases(*implementations: str, **unsuited: str) -> Any:
+def cases(*implementations: str, every: Sequence[str] = (), **unsuited: str) -> Any:
     """Parametrize ``native`` and ``case``; ``unsuited`` maps an implementation to the reason why it is skipped.
 
     Without implementations, kernels step every input, the CPU's with one flag and the GPU's with the other, and each
     other implementation steps the optimizer's input in RICHEST. The implementations that are given step every input.
+    With ``every``, these alone do.
     """
+    every = every or implementations or KERNELS
     parameters = []
     for name, (implementation, library) in itertools.product(OURS, LIBRARIES.items()):
         if implementations and implementation not in implementations:
             continue
         for item in _inputs(name):
-            if not (implementations or implementation in KERNELS or item.desc == RICHEST[name]):
+            if implementation not in every and item.desc != RICHEST[name]:
                 continue
             reason = unsuited.get(implementation)
             if implementation == "foreach" and name != "SGD" and isinstance(item.kwargs.get("lr"), Tensor):

@@ -54,10 +54,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def dtype_name(dtype: object) -> str | None:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
-
-
 def assert_right_direction(case: Case, before: float, after: float) -> None:
     assert after > before if case.arguments.get("maximize") else after < before
 
@@ -108,10 +104,12 @@ def test_a_group_without_decay_stays_where_its_gradient_is_zero(case):
     assert torch.equal(problem.bias, before[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @cases("reference")
-def test_matches_the_forloop(case, dtype):
-    assert_matches_the_forloop(case, dtype)
+def test_matches_the_forloop(case):
+    assert_matches_the_forloop(case, torch.float64)
+    if case.description == db.RICHEST[case.name]:
+        for dtype in DTYPES[1:]:
+            assert_matches_the_forloop(case, dtype)
 
 
 @cases(*KERNELS)
@@ -138,17 +136,17 @@ def assert_matches_the_forloop(case: Case, dtype: torch.dtype) -> None:
             actual.detach().copy_(expected.detach())  # so that rounding errors do not accumulate
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @cases(*TORCHS_OWN)
-def test_torchs_implementations_are_torchs_to_the_bit(case, dtype):
-    problem = Problem(dtype)
-    twin = problem.twin()
-    changes = case.coarse() if dtype.itemsize == 2 else {}
-    ours = case.ours(problem.params, **changes)
-    torchs = case.torchs(twin.params, foreach=case.implementation == "foreach", **changes)
-    problem.run(ours, 3)
-    twin.run(torchs, 3)
-    assert_same(flat_state(ours), flat_state(torchs))
+def test_torchs_implementations_are_torchs_to_the_bit(case):
+    for dtype in DTYPES if case.description == db.RICHEST[case.name] else DTYPES[:1]:
+        problem = Problem(dtype)
+        twin = problem.twin()
+        changes = case.coarse() if dtype.itemsize == 2 else {}
+        ours = case.ours(problem.params, **changes)
+        torchs = case.torchs(twin.params, foreach=case.implementation == "foreach", **changes)
+        problem.run(ours, 3)
+        twin.run(torchs, 3)
+        assert_same(flat_state(ours), flat_state(torchs))
 
 
 @cases()

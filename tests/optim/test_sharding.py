@@ -1,13 +1,10 @@
 """Tests of sharded and replicated training: DTensor, FSDP2, distributed checkpoints and DDP match one process."""
 
 import copy
-import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,6 +29,7 @@ from tests.optim.stepping import (
     set_gradients,
     train,
 )
+from tests.processes import run_ranks
 from tests.tolerances import same_bits
 
 LOCALITY = (0.5, 2.0)
@@ -293,17 +291,10 @@ def check_gradients(rank, name):
         assert_same_in_full(ours, plain)
 
 
-def run_rank(rank, check, name, file):
-    torch.set_num_threads(1)
-    store = dist.FileStore(file, WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def check_classes(rank, check):
     with loco_ext.backend("native"):
-        check(rank, name)
-    # Shutting gloo's threads down sometimes aborts (torch 2.13), so the process exits without once all ranks are done.
-    store.add("through", 1)
-    while store.add("through", 0) < WORLD:
-        time.sleep(0.01)
-    os._exit(0)
+        for name in CLASSES:
+            check(rank, name)
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "parts"])
@@ -323,10 +314,9 @@ def test_a_distributed_checkpoint_brings_locality_back(mesh, locality, full):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("check", [check_fsdp, check_checkpoint, check_ddp, check_gradients])
-def test_two_processes_train_as_one(check, name, tmp_path):
-    mp.spawn(run_rank, (check, name, str(tmp_path / "store")), WORLD)
+def test_two_processes_train_as_one(check, tmp_path):
+    run_ranks(check_classes, check, count=WORLD, folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", CLASSES)

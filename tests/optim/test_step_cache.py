@@ -16,6 +16,7 @@ import loco_ext
 from loco_ext import optim, sparsity
 from loco_ext.geometry import BlockPattern
 from loco_ext.geometry.attached_pattern import attach_pattern
+from tests.covering import covering
 from tests.optim.stepping import params_of
 
 OPTIONS = {
@@ -25,6 +26,7 @@ OPTIONS = {
     "Adam with a penalty": {"lr": 0.01, "penalty": sparsity.RingPenalty(0.1)},
 }
 SHAPES = {5: (3, 2, 5, 5), 3: (3, 2, 3, 3)}
+LIBRARIES = ("cpu", "cuda_on_cpu")
 
 
 def make(name):
@@ -283,10 +285,8 @@ def compare(cached, anew):
                 torch.testing.assert_close(value, others[name], rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("event", EVENTS)
-def test_steps_after_an_event_are_those_of_a_new_collection(event, name):
+@pytest.mark.parametrize(("event", "name", "native"), covering(EVENTS, OPTIONS, LIBRARIES), indirect=["native"])
+def test_steps_after_an_event_are_those_of_a_new_collection(event, name, native):
     pairs = (_, cached), (_, anew) = two_that_have_stepped(name)
     for changed, optimizer in pairs:
         EVENTS[event](changed, optimizer)
@@ -298,10 +298,8 @@ def test_steps_after_an_event_are_those_of_a_new_collection(event, name):
     step_and_compare(cached, anew)
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_options_count_from_the_next_step_on(change, name):
+@pytest.mark.parametrize(("change", "name", "native"), covering(CHANGES, OPTIONS, LIBRARIES), indirect=["native"])
+def test_options_count_from_the_next_step_on(change, name, native):
     pairs = (_, cached), (_, anew) = two_that_have_stepped(name)
     for everywhere in (False, True):
         for changed, optimizer in pairs:

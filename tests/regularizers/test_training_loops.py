@@ -2,18 +2,17 @@
 
 import copy
 import logging
-import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from loco_ext.regularizers import PILCRO, region_radius
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.slow  # imports of the libraries and starts of processes
 
@@ -123,11 +122,8 @@ def test_transformers_trainer(tmp_path):
     assert_same(model.model, plain_loop())
 
 
-def run_rank(rank: int, store_path: str, result_path: str) -> None:
-    """Train one step with accumulation under DDP; rank 0 saves the gradients."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def train_rank(rank: int, result_path: str) -> None:
+    """Train one step with accumulation under DDP; save the gradients."""
     model = DistributedDataParallel(make_model().double())
     pilcro = PILCRO(every=1)
     for step in range(2):
@@ -139,11 +135,6 @@ def run_rank(rank: int, store_path: str, result_path: str) -> None:
     assert torch.equal(region_radius(model.eval(), x), region_radius(model.module, x))
     gradients = {name: p.grad for name, p in model.module.named_parameters()}
     torch.save(gradients, f"{result_path}{rank}")
-    # Shutting gloo's threads down sometimes aborts (torch 2.13), so the process exits without once all ranks are done.
-    store.add("through", 1)
-    while store.add("through", 0) < WORLD:
-        time.sleep(0.01)
-    os._exit(0)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +143,7 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def test_processes_average_the_gradients_of_their_own_landscapes(tmp_path, monkeypatch):
-    multiprocessing.spawn(run_rank, (str(tmp_path / "store"), str(tmp_path / "rank")), nprocs=WORLD)
+    run_ranks(train_rank, str(tmp_path / "rank"), count=WORLD, folder=tmp_path)
     found = [torch.load(tmp_path / f"rank{rank}") for rank in range(WORLD)]
     expected = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from loco_ext import optim, sparsity
 from loco_ext.sparsity.budget import shrink
+from tests.covering import covering
 from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
 
 X = torch.zeros(2, *IMAGE)
@@ -35,9 +36,13 @@ def reached(name: str, model: nn.Module) -> float:
     return macs(sparsity.compact(model, X, cost="macs", fold_norms=False)[0]) / macs(network(name))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(("method", "importance"), [("pruning", "taylor"), ("pruning", "norm"), ("penalty", "taylor")])
-def test_the_budget_is_reached_by_the_end_and_held(name: str, method: str, importance: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    covering(NETWORKS, [("pruning", "taylor"), ("pruning", "norm"), ("penalty", "taylor")], strength=1, sweep=True),
+    ids=str,
+)
+def test_the_budget_is_reached_by_the_end_and_held(name: str, way: tuple[str, str]) -> None:
+    method, importance = way
     model, optimizer, budget = controlled(name, method=method, importance=importance)
     train(model, optimizer, budget, 2, seed=1)
     assert reached(name, model) == 1.0
