@@ -250,6 +250,8 @@ class Problem:
             gone = np.unique(layer.writes[~kept[layer.writes]])
             missing = max(0, layer.least - int(kept[layer.writes].sum()))
             kept[gone[np.argsort(-gains[gone], kind="stable")[:missing]]] = True
+        if self.round_to == 1:
+            return kept
         written = self._written(block)
         count = int(kept[written].sum())
         if above := count % self.round_to:
