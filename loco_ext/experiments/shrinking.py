@@ -8,7 +8,7 @@ model.safetensors, manifest.json, report.json, model.onnx      as of loco_ext.ex
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -148,12 +148,8 @@ def shrink(
             network, report = _smaller(trained, how, dataset, setting, processes)
             sparsity.save(network, out / "start", report)
             write_json(path, record)
-        elif (recorded := json.loads(path.read_text())) != record:
-            others = [name for name, value in asdict(how).items() if recorded["shrinking"].get(name) != value]
-            raise SettingsError(
-                f"{path}: expected the options and the network of the run to resume, got another "
-                f"{', '.join(others) or 'network'}"
-            )
+        else:
+            _check_same(json.loads(path.read_text()), record, path)
     network = sparsity.load(out / "start").to(processes.device)
     test, normalization = dataset.test.to(processes.device), Normalization(dataset.train)
     _, untrained = evaluate(network, test, normalization, processes)
@@ -163,6 +159,18 @@ def shrink(
         replace(trained, model=network.eval()), batch_size=how.batch_size, dataset=dataset, device=device
     )
     return Shrunk(before, after, untrained)
+
+
+def _check_same(recorded: dict[str, Any], record: dict[str, Any], path: Path) -> None:
+    """Raise SettingsError where the record of a run to resume differs; options that it lacks had their defaults."""
+    before, now = recorded["shrinking"], record["shrinking"]
+    defaults = {field.name: field.default for field in fields(Shrinking)}
+    others = [name for name, value in now.items() if before.get(name, defaults[name]) != value]
+    if others or recorded["weights"] != record["weights"]:
+        raise SettingsError(
+            f"{path}: expected the options and the network of the run to resume, got another "
+            f"{', '.join(others) or 'network'}"
+        )
 
 
 def _settings(trained: Trained, how: Shrinking) -> Settings:
