@@ -91,6 +91,9 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "latency": None,
         "granularity": "rings",
         "round_to": 1,
+        "crop": True,
+        "group_norm": "l2",
+        "power": 1,
         "amp": True,
         "weights": None,
     }
