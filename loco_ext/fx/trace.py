@@ -1,11 +1,13 @@
 """Tracing of models with torch.fx."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from loco_ext.errors import first_line
+from loco_ext.fx.modules import is_hooked
 
 
 class UntraceableError(ValueError):
@@ -38,11 +40,18 @@ def trace(
         constants: arguments of the model that become constants, by name.
 
     Raises:
-        UntraceableError: torch.fx cannot trace the model.
+        UntraceableError: torch.fx cannot trace the model, or would trace another forward than the one that is called.
     """
-    before = set(vars(model))
+    if "forward" in vars(model):
+        raise UntraceableError(
+            f"model: expected the forward of its class, which torch.fx traces, got another one set on the "
+            f"{type(model).__name__} itself"
+        )
+    before, tracer = set(vars(model)), _Tracer(is_leaf)
+    if not constants and (graph := _graph_of_sequential(model, tracer)) is not None:
+        return fx.GraphModule(model, graph)
     try:
-        return fx.GraphModule(model, _Tracer(is_leaf).trace(model, None if constants is None else dict(constants)))
+        return fx.GraphModule(model, tracer.trace(model, None if constants is None else dict(constants)))
     except Exception as error:  # the model's own code may raise anything when it is given proxies
         kind = type(error).__name__
         raise UntraceableError(
@@ -52,3 +61,36 @@ def trace(
         for name in set(vars(model)) - before:  # tensors that the model has made, which torch.fx attaches to it
             if name.startswith("_tensor_constant"):
                 delattr(model, name)
+
+
+def _graph_of_sequential(model: nn.Module, tracer: _Tracer) -> fx.Graph | None:
+    """Return the graph that tracing would find for a Sequential, whose code is known; it takes a tenth of the time.
+
+    None if anything but a Sequential in it has code to be traced, or if there are hooks that tracing would run.
+    """
+    if not _is_plain_sequential(model) or _has_any_global_hook():
+        return None
+    names = {module: name for name, module in model.named_modules()}  # a module in several places has its first name
+    modules = list(_in_order(model))
+    if not all(tracer.is_leaf_module(module, names[module]) for module in modules):
+        return None
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for module in modules:
+        value = graph.call_module(names[module], (value,))
+    graph.output(value)
+    return graph
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    """Return whether a call of the module calls the modules in it in turn, and does nothing else."""
+    return type(module) is nn.Sequential and not is_hooked(module) and "forward" not in vars(module)
+
+
+def _in_order(sequential: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in a Sequential, and in those in it, in the order of their calls."""
+    for module in sequential._modules.values():
+        if _is_plain_sequential(module):
+            yield from _in_order(module)
+        else:
+            yield module
