@@ -4,7 +4,7 @@
     python -m bench.bench_regions
 
 The network has four layers of 300 units and MNIST's input size, as in Lee, Alvarez-Melis and Jaakkola (ICLR 2019), with
-random weights. Ours includes tracing the model and all that a call needs. The loop over units takes the gradient of one
+random weights. Ours includes finding the graph of the model and all that a call needs. The loop over units takes the gradient of one
 unit for all samples at once. BackPACK, where it is installed, has the Jacobians of one layer's units in the first bias
 at a time, as the square root of a squared loss's Gauss-Newton matrix; ``--no-deps`` keeps out torchvision, which is not
 used here and breaks imports beside torch's CPU build. All run interleaved, after our norms were found equal to the
