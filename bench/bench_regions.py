@@ -4,12 +4,12 @@
     python -m bench.bench_regions
 
 The network has four layers of 300 units and MNIST's input size, as in Lee, Alvarez-Melis and Jaakkola (ICLR 2019), with
-random weights. Ours includes finding the graph of the model and all that a call needs. The loop over units takes the gradient of one
-unit for all samples at once. BackPACK, where it is installed, has the Jacobians of one layer's units in the first bias
-at a time, as the square root of a squared loss's Gauss-Newton matrix; ``--no-deps`` keeps out torchvision, which is not
-used here and breaks imports beside torch's CPU build. All run interleaved, after our norms were found equal to the
-loop's in float64. The cost of the Gram recursion is compared between input sizes, for small batches and for one whose
-size makes up for the factorisation of the first layer, which each call repeats.
+random weights. Ours includes finding the graph of the model and all that a call needs but the first layer's Gram
+matrix, which calls with the same weight share. The loop over units takes the gradient of one unit for all samples at
+once. BackPACK, where it is installed, has the Jacobians of one layer's units in the first bias at a time, as the square
+root of a squared loss's Gauss-Newton matrix; ``--no-deps`` keeps out torchvision, which is not used here and breaks
+imports beside torch's CPU build. All run interleaved, after our norms were found equal to the loop's in float64. The
+cost of the Gram recursion is compared between input sizes, for small batches and for large ones.
 """
 
 import copy

@@ -24,7 +24,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 class _Experiment(NamedTuple):
-    """What a section on an experiment shows: the titles and descriptions of its figures by name, and its table."""
+    """The content of an experiment's section: how to draw its figures, their titles and descriptions, and its table."""
 
     title: str
     draw: Callable[[Record], Iterator[tuple[str, Figure]]]

@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a run's files say; the fields are those of :class:`Run`."""
+    """The content of a run's files, in the fields that :class:`Run` has as well."""
 
     settings: Record
     metrics: dict[str, Any]
@@ -292,7 +292,7 @@ _KINDS = {
     "efcn": _experiment("efcn", _efcn),
     "landscapes": _experiment("landscapes", _landscapes),
     "regions": _experiment("regions", _regions),
-    # What no command above has finished.
+    # Folders that none of the commands above has finished; these come last, as their files are parts of the others'.
     "experiment": _Kind(("settings.json",), _unfinished, whole=True),
     "shrinking": _Kind(("shrink.json",), _unfinished, whole=True),
 }

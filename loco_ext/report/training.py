@@ -1,4 +1,4 @@
-"""What trained networks look like: learning curves of all runs together, filters, and how many have which size."""
+"""Sections on trained networks: learning curves of all runs together, filters, and how many have which size."""
 
 import math
 import re

@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all jobs of a call have in common.
+    """The options that all jobs of one call share.
 
     Attributes:
         preset: one of PRESETS.
@@ -67,7 +67,6 @@ class Plan:
             raise UserError(f"preset: expected one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.preset == "paper" and self.data is None:
             raise UserError("folder: expected the folder of the data sets with the preset paper, got none")
-
         if self.checkpoints is not None and not self.checkpoints.is_dir():
             raise UserError(f"checkpoints: expected a folder, got {str(self.checkpoints)!r}")
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
-# What may be added to sizes: the importance won for each unit of cost, and (layer, filter, choice) of each change.
+# An addition to sizes: the importance won for each unit of cost, and (layer, filter, choice) of each change.
 Addition = tuple[float, list[tuple[int, int, int]]]
 Sizes = list[Integers]  # for each layer, the choice of each filter: a column of Layer.taps; the last is no taps
 
