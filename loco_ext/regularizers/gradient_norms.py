@@ -213,7 +213,10 @@ def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
     """
     places = live.any(0).nonzero().flatten()
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and len(places) <= most:
-        factor = _factor_of_each(_gram(weight), live)
+        if len(weight) <= most:
+            factor = _factor_of_each(_kept_gram(weight), live, torch.arange(len(weight)))
+        else:
+            factor = _factor_of_each(_gram(weight[places]), live, places)
         if factor is not None:
             yield factor
             return
@@ -224,28 +227,37 @@ def _live_factor(weight: Tensor, live: Tensor, most: int) -> Iterator[Tensor]:
         yield part * live.to(factor.dtype)
 
 
-def _gram(weight: Tensor) -> Tensor:
+def _gram(rows: Tensor) -> Tensor:
+    """Return the products of the rows with each other, in float64."""
+    double = rows.detach().double()
+    return double @ double.mT
+
+
+def _kept_gram(weight: Tensor) -> Tensor:
     """Return ``W W^T`` in float64, found again only if the weight has other numbers than at the last call."""
     known = _GRAMS.get(weight)
     if known is not None and torch.equal(known[0], weight):
         return known[1]
-    double = weight.detach().double()
-    gram = double @ double.mT
+    gram = _gram(weight)
     _GRAMS[weight] = weight.detach().clone(), gram
     return gram
 
 
-def _factor_of_each(gram: Tensor, live: Tensor) -> Tensor | None:
+def _factor_of_each(gram: Tensor, live: Tensor, places: Tensor) -> Tensor | None:
     """Return the float32 factor of each sample, or None if rows of the weight depend on each other.
 
     They are Cholesky factors in float64, whose errors are smaller than those of a QR decomposition in float32 would be
     and which are found in less time.
+
+    Args:
+        gram: products of the rows at ``places``.
+        live: which rows count for each sample, ``[N, units]``; all of them are at ``places``.
     """
     factor = gram.new_zeros(max(1, int(live.sum(1).max())), *live.shape, dtype=torch.float32)
-    for sample, each in enumerate(live):
+    for sample, each in enumerate(live[:, places]):
         own = each.nonzero().flatten()
         lower, failed = torch.linalg.cholesky_ex(gram[own][:, own])
         if failed:
             return None
-        factor[: len(own), sample].index_copy_(1, own, lower.mT.float())
+        factor[: len(own), sample].index_copy_(1, places[own], lower.mT.float())
     return factor

@@ -73,9 +73,12 @@ def test_the_gram_recursion_and_jacobians_agree():
 
 
 @pytest.mark.parametrize("rows", ["independent", "dependent", "all off"])
-@pytest.mark.parametrize("chunk", [64, 5])
+@pytest.mark.parametrize("chunk", [64, 23, 5])
 def test_norms_in_float32_are_as_exact(rows, chunk):
-    """Samples have factors of their own where a chunk holds one, and where the rows of the first layer allow it."""
+    """Samples have factors of their own where a chunk holds one, and where the rows of the first layer allow it.
+
+    23 of the 24 rows count for any of them, so that a chunk of 23 does not hold the Gram matrix of all rows.
+    """
     torch.manual_seed(4)
     model, x = nn.Sequential(*piecewise.mlp(40, 24, 24, 24)), torch.randn(5, 40)
     with torch.no_grad():
@@ -83,6 +86,8 @@ def test_norms_in_float32_are_as_exact(rows, chunk):
             model[0].weight[1::2] = model[0].weight[::2]
         if rows == "all off":
             model[0].bias.fill_(-1000.0)
+    if rows == "independent":
+        assert (model[0](x) > 0).any(0).sum() == 23
     network = frozen.Frozen(frozen.Network(model), x)
     probes = gradient_norms.choose_probes(network, 2)
     assert probes.extents is None
