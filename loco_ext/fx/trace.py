@@ -1,7 +1,7 @@
 """Tracing of models with torch.fx."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -82,14 +82,14 @@ def _graph_of_sequential(model: nn.Module, tracer: _Tracer) -> fx.Graph | None:
     return graph
 
 
-def _is_plain_sequential(module: nn.Module) -> bool:
+def _is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Return whether a call of the module calls the modules in it in turn, and does nothing else."""
     return type(module) is nn.Sequential and not is_hooked(module) and "forward" not in vars(module)
 
 
-def _in_order(sequential: nn.Module) -> Iterator[nn.Module]:
+def _in_order(sequential: nn.Sequential) -> Iterator[nn.Module]:
     """Yield the modules in a Sequential, and in those in it, in the order of their calls."""
-    for module in sequential._modules.values():
+    for module in sequential:
         if _is_plain_sequential(module):
             yield from _in_order(module)
         else:
