@@ -1,7 +1,7 @@
 """The choice of sizes against brute force over all sizes, for small chains and residual networks."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -64,20 +64,19 @@ def pairs(seed: int) -> Problem:
     return Problem(layers, np.arange(12) == 0, np.zeros(12), round_to=2)
 
 
-def every(problem: Problem) -> list[Sizes]:
-    """Return all sizes with which the filters of one class stay or go together."""
-    filters = [itertools.product(range(len(layer.taps)), repeat=len(layer.writes)) for layer in problem.layers]
-    found = []
-    for chosen in itertools.product(*filters):
-        sizes = [np.asarray(each) for each in chosen]
-        alive = [each != layer.gone for layer, each in zip(problem.layers, sizes, strict=True)]
-        stays = problem.stays(sizes)
-        joint = all(
-            np.array_equal(each, stays[layer.writes]) for layer, each in zip(problem.layers, alive, strict=True)
-        )
-        if joint and all(each.all() or each.sum() % problem.round_to == 0 for each in alive):
-            found.append(sizes)
-    return found
+def every(problem: Problem) -> Iterator[Sizes]:
+    """Yield all sizes with which the filters of one class stay or go together."""
+    free = np.flatnonzero(~problem.fixed)
+    for some in itertools.product((False, True), repeat=len(free)):
+        stays = problem.fixed.copy()
+        stays[free] = some
+        alive = [stays[layer.writes] for layer in problem.layers]
+        if not all(each.all() or each.sum() % problem.round_to == 0 for each in alive):
+            continue
+        pairs = zip(problem.layers, alive, strict=True)
+        choices = [[range(layer.gone) if one else [layer.gone] for one in each] for layer, each in pairs]
+        for chosen in itertools.product(*itertools.chain(*choices)):
+            yield np.split(np.asarray(chosen), np.cumsum([len(each) for each in alive])[:-1])
 
 
 def by_hand(problem: Problem, sizes: Sizes) -> float:
@@ -97,7 +96,7 @@ def test_the_sizes_for_a_price_are_those_of_brute_force(make: Callable[[int], Pr
     rng = RNG(7)
     for seed in range(3):
         problem = make(seed)
-        all_sizes = every(problem)
+        all_sizes = list(every(problem))
         costs = np.asarray([problem.cost(sizes) for sizes in all_sizes])
         losses = np.asarray([problem.lost(sizes) for sizes in all_sizes])
         for price in 10 ** rng.uniform(-2.5, 0.3, 8):
@@ -126,7 +125,7 @@ def test_numbers_of_channels_are_rounded_within_a_budget_that_is_filled() -> Non
     for seed, share in itertools.product(range(4), (0.3, 0.6, 0.9)):
         problem = pairs(seed)
         budget = share * problem.cost(problem.whole())
-        costs = [problem.cost(sizes) for sizes in every(problem)]
+        costs = {problem.cost(sizes) for sizes in every(problem)}
         found = problem.within(budget)
         assert problem.cost(found) in costs  # of sizes that are allowed
         assert problem.cost(found) <= budget
