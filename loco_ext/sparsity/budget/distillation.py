@@ -54,8 +54,8 @@ def distillation_loss(
         raise ValueError(f"temperature: expected more than 0, got {temperature!r}")
     both = logits, teacher_logits.detach()
     ours, theirs = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in both)
-    softened = (F.log_softmax(each / temperature, 1) for each in (ours, theirs))
-    divergence = F.kl_div(*softened, reduction="batchmean", log_target=True)
+    log_q, log_p = (F.log_softmax(each / temperature, 1) for each in (ours, theirs))
+    divergence = F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     return (1 - weight) * F.cross_entropy(ours, targets) + weight * temperature**2 * divergence
 
 
