@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
 from loco_ext.argument_checks import check_choice, check_count
-from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.penalty import CostPenalty
 from loco_ext.sparsity.budget.shrink import Search, bounds, check_budget
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
+
+Found = TypeVar("Found")
 
 _MEMORY = 0.99  # decay of the importance from one step to the next
 
@@ -31,7 +33,7 @@ class Budget:
     with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
 
     It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first one's choice holds
-    for all.
+    for all; make it after their process group.
 
     Args:
         model: it is changed in place, by :meth:`step` only.
@@ -41,7 +43,7 @@ class Budget:
             :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval
             mode. At ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes
             until it does. For a latency, MACs are counted meanwhile, and compacted networks are timed, which takes some
-            seconds each: one at the beginning, and several at ``end``.
+            seconds each: two at the beginning, and several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -113,8 +115,7 @@ class Budget:
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
         if self.cost == "latency":
-            self._choose(self.share)  # raises if that is impossible
-            self._target = self._search().guess()
+            self._target = _by_the_first_process(self._search().guess)
         else:
             self._search().search(self.share, near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
@@ -136,9 +137,7 @@ class Budget:
                 self._penalty.turn(self._share_at(self.steps + every), every)
         elif due:
             self._masks.restore()
-            last = self.steps == self.end
-            sizes = self._search().search(self._target)[2] if last else self._choose(self.share_wanted)
-            self._hold(_of_the_first_process(sizes))
+            self._hold(_by_the_first_process(self._due))
             self._masks.cut()
         if self.steps >= self.end:
             self._masks.removed.clear()
@@ -222,15 +221,12 @@ class Budget:
         counted = "parameters" if self.cost == "parameters" else "macs"
         return self._structure.problem(counted, lost, self._least, self._round_to)
 
-    def _choose(self, share: float) -> Sizes:
-        """Return sizes that cost at most this share."""
+    def _due(self) -> Sizes:
+        """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted."""
+        if self.steps == self.end:
+            return self._search().search(self._target)[2]
         problem = self._problem()
-        whole = problem.cost(problem.whole())
-        try:
-            return problem.within(share * whole)
-        except LeastCost as error:
-            least = f"expected at least {error.cost / whole:.3g}, which is what must stay"
-            raise ValueError(f"{self.cost}: {least}, got {self.share}") from None
+        return problem.within(self.share_wanted * problem.cost(problem.whole()))
 
     def _search(self) -> Search:
         """Return the search for the share of what is counted with which the compacted network meets the budget."""
@@ -248,10 +244,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[s
             raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
 
 
-def _of_the_first_process(sizes: Sizes) -> Sizes:
-    """Return the sizes that the first of several processes has chosen."""
+def _by_the_first_process(find: Callable[[], Found]) -> Found:
+    """Return what the first of several processes finds, or raise its error, in all of them."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        return sizes
-    shared = [sizes]
+        return find()
+    shared: list[Any] = [None, None]
+    if distributed.get_rank() == 0:
+        try:
+            shared[0] = find()
+        except Exception as error:
+            shared[1] = error
     distributed.broadcast_object_list(shared, src=0)
-    return shared[0]
+    if shared[1] is not None:
+        raise shared[1]
+    return shared[0]  # type: ignore[no-any-return]
