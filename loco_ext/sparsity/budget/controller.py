@@ -19,6 +19,11 @@ from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors,
 
 Found = TypeVar("Found")
 
+# What a state has, and of which types.
+_STATE: dict[str, Any] = {"steps": int, "target": float, "importance": Mapping, "removed": list}
+_STATE |= {"sizes": list | None, "penalty": tuple | list | None}
+
+_ANY = 1e-3  # value of what is zero and may be trained
 _MEMORY = 0.99  # decay of the importance from one step to the next
 
 
@@ -177,7 +182,7 @@ class Budget:
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
-        self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
+        self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
             self._penalty.load(state["penalty"])
@@ -186,21 +191,31 @@ class Budget:
         """Raise unless the state has all that is loaded, and sizes of this model's filters."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
-        if missing := {"importance", "penalty", "removed", "sizes", "steps", "target"} - set(state):
+        if missing := _STATE.keys() - state.keys():
             raise ValueError(
                 f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
             )
+        for name, kind in _STATE.items():
+            if not isinstance(state[name], kind):
+                raise TypeError(f"state: expected {name} as Budget.state_dict returns it, got {state[name]!r}")
+        sizes, removed = state["sizes"] or [], state["removed"]
+        if not all(isinstance(each, Tensor) for each in (*state["importance"].values(), *sizes, *removed)):
+            raise TypeError("state: expected tensors in importance, sizes and removed, got others")
         if (state["penalty"] is None) != (self._penalty is None):
             mine, other = ("pruning", "penalty") if self._penalty is None else ("penalty", "pruning")
             raise ValueError(f"state: expected one of method {mine!r}, got {other!r}")
-        if state["sizes"] is None:
-            return
-        wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
-        given = [(len(sizes), 1 + int(sizes.max())) for sizes in state["sizes"]]
-        if len(given) != len(wanted) or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
+        if state["sizes"] is not None:
+            wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
+            given = [(each.numel(), int(each.max()) + 1 if each.numel() else 0) for each in sizes]
+            if len(given) != len(wanted) or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
+                raise ValueError(
+                    f"state: expected sizes of {[filters for filters, _ in wanted]} filters, got of "
+                    f"{[filters for filters, _ in given]}, or of other rings"
+                )
+        shapes = [] if state["sizes"] is None else self._structure.masks(_arrays(sizes)).shapes()
+        if removed and [each.shape for each in removed] != shapes:
             raise ValueError(
-                f"state: expected sizes of {[filters for filters, _ in wanted]} filters, got of "
-                f"{[filters for filters, _ in given]}, or of other rings"
+                f"state: expected removed values of shapes {[tuple(shape) for shape in shapes]}, got others"
             )
 
     def _hold(self, sizes: Sizes | None) -> None:
@@ -228,10 +243,20 @@ class Budget:
         problem = self._problem()
         return problem.within(self.share_wanted * problem.cost(problem.whole()))
 
+    @torch.no_grad()
     def _search(self) -> Search:
-        """Return the search for the share of what is counted with which the compacted network meets the budget."""
+        """Return the search for the share of what is counted with which the compacted network meets the budget.
+
+        Zeros of the model, such as a penalty makes, are none in its copy: what sizes do not leave out may be trained.
+        """
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
+        for parameter in model.parameters():
+            parameter.masked_fill_(parameter == 0, _ANY)
         return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
+
+
+def _arrays(sizes: Sequence[Tensor]) -> Sizes:
+    return [chosen.cpu().numpy() for chosen in sizes]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -257,4 +282,4 @@ def _by_the_first_process(find: Callable[[], Found]) -> Found:
     distributed.broadcast_object_list(shared, src=0)
     if shared[1] is not None:
         raise shared[1]
-    return shared[0]  # type: ignore[no-any-return]
+    return shared[0]

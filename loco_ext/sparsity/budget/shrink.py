@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,8 @@ def _lost(
         return by_norm(structure)
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches: expected pairs of inputs and targets, got {type(batches).__name__}")
+    if not callable(loss):
+        raise TypeError(f"loss: expected a function of the model's output and targets, got {type(loss).__name__}")
     several = list(batches)
     if not several:
         raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
@@ -189,26 +192,28 @@ class Search:
         Raises:
             ValueError: no sizes that are allowed meet the budget.
         """
-        low, high = 0.0, 1.0
+        low, high = 0.0, math.inf
         best: tuple[nn.Module, Report, Sizes] | None = None
         least = 1.0
         for tried in range(_MOST_TRIES):
             sizes = self._sizes(target)
+            counted = self._counted(sizes)
             cheapest = self.problem.cost(sizes) > self._cost(target)  # no sizes that are allowed cost as little
             if cheapest and best is not None:
                 break
+            target = max(target, counted)
             network, report = self._network(sizes)
-            reached, counted = self._reached(report), self._counted(sizes)
+            reached = self._reached(report)
             if reached <= self.share:
                 best, low = (network, report, sizes), target
                 if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
                 high, least = target, min(least, reached)
-            if cheapest:
-                break
-            guess, stuck = target * self.share / reached, best is None and tried >= _GUESSES
-            target = guess if low < guess < high and not stuck else (low + high) / 2
+                if cheapest:
+                    break
+            guess, stuck = min(1.0, target * self.share / reached), best is None and tried >= _GUESSES
+            target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
         if best is None:
             raise self._beyond(least)
         return best
