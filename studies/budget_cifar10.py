@@ -6,6 +6,10 @@
 All ways have the same recipe, epochs and seeds, and thus order of samples and augmentations, so that differences are
 paired. Each network is added to the results when it is trained, and is not trained again: the study may be stopped at
 any time, and go on elsewhere.
+
+Ways that are *distilled* learn the outputs of the dense network as well, which has been trained for all epochs with the
+same seed. Its training is a cost beside the epochs that all ways have, the same for all that are distilled. Narrower
+networks learn from it in all epochs, those that are pruned at the cut in the epochs after it.
 """
 
 import copy
@@ -29,11 +33,13 @@ from bench import harness, machine
 from loco_ext import geometry, sparsity
 from loco_ext.experiments import settings
 from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.train import BUDGET_SPAN, evaluate, make_budget, make_model, make_optimizer, train_epoch
 from loco_ext.folders import owned
-from loco_ext.output import progress_bar
+from loco_ext.output import progress_bar, replacing
+from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import summaries, tables
 from studies.options import Data, Runs
 
@@ -96,8 +102,10 @@ class Study:
         *,
         optimizer: Optimizer | None = None,
         budget: sparsity.Budget | None = None,
+        distilled: bool = False,
     ) -> nn.Module:
         """Train a network in place for some epochs of the recipe, by default all; return it."""
+        teacher = Teacher(self.dense(seed, self.epochs).eval(), WEIGHT, TEMPERATURE) if distilled else None
         training = self.training(seed)
         optimizer = optimizer or make_optimizer(training, network)
         options: dict[str, Any] = {"batch_size": training.batch_size, "seed": seed, "augmented": True}
@@ -107,23 +115,28 @@ class Study:
             for epoch in epochs:
                 for group in optimizer.param_groups:
                     group["lr"] = training.learning_rate_of(epoch)
-                train_epoch(network, optimizer, loader, epoch, progress, budget=budget)
+                train_epoch(network, optimizer, loader, epoch, progress, budget=budget, teacher=teacher)
         return network
 
     def dense(self, seed: int, epochs: int) -> nn.Module:
-        """Return the network after so many epochs of the recipe; half-trained networks are kept for all ways."""
-        network, path = self.network(seed), self.runs / f"dense-{seed}-{self.cut}.pt"
-        begin = 0
-        optimizer = make_optimizer(self.training(seed), network)
-        if epochs >= self.cut:
-            begin = self.cut
-            if not path.exists():
-                self.fit(network, seed, range(self.cut), optimizer=optimizer)
-                torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        """Return the network after so many epochs of the recipe, which are trained once for all ways."""
+        return self._dense(seed, epochs)[0]
+
+    def _dense(self, seed: int, epochs: int) -> tuple[nn.Module, Optimizer]:
+        """Return the network and its optimizer; more epochs than to the cut go on from there."""
+        network, path = self.network(seed), self.runs / f"dense-{seed}-{epochs}.pt"
+        optimizer, begin = make_optimizer(self.training(seed), network), 0
+        if path.exists():
             state = torch.load(path, weights_only=True)
             network.load_state_dict(state["network"])
             optimizer.load_state_dict(state["optimizer"])
-        return self.fit(network, seed, range(begin, epochs), optimizer=optimizer)
+            return network, optimizer
+        if epochs > self.cut:
+            (network, optimizer), begin = self._dense(seed, self.cut), self.cut
+        self.fit(network, seed, range(begin, epochs), optimizer=optimizer)
+        with replacing(path) as temporary:
+            torch.save({"network": network.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
+        return network, optimizer
 
     def batches(self, seed: int, count: int = 10) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return some batches of training images and labels."""
@@ -164,10 +177,10 @@ def dense(study: Study, seed: int, share: float) -> nn.Module:
     return study.dense(seed, study.epochs)
 
 
-def width(study: Study, seed: int, share: float) -> nn.Module:
+def width(study: Study, seed: int, share: float, distilled: bool = False) -> nn.Module:
     """Train a network of uniformly fewer channels."""
     fits = (w for w in WIDTHS if study.macs(study.network(0, float(w))) <= share * study.whole)
-    return study.fit(study.network(seed, float(next(fits))), seed)
+    return study.fit(study.network(seed, float(next(fits))), seed, distilled=distilled)
 
 
 def kernels(study: Study, seed: int, share: float) -> nn.Module:
@@ -231,9 +244,10 @@ def from_scratch(study: Study, seed: int, share: float) -> nn.Module:
     return study.fit(network, seed)
 
 
-def at_once(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
+def at_once(study: Study, seed: int, share: float, distilled: bool = False, **options: Any) -> nn.Module:
     """Train the network, shrink it at the cut, and train what is left."""
-    return study.fit(_shrunk(study, seed, share, **options), seed, range(study.cut, study.epochs))
+    network = _shrunk(study, seed, share, **options)
+    return study.fit(network, seed, range(study.cut, study.epochs), distilled=distilled)
 
 
 def _shrunk(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
@@ -243,7 +257,7 @@ def _shrunk(study: Study, seed: int, share: float, **options: Any) -> nn.Module:
 
 
 def torch_pruning(
-    study: Study, seed: int, share: float, sparse: bool = False, global_pruning: bool = True
+    study: Study, seed: int, share: float, sparse: bool = False, global_pruning: bool = True, distilled: bool = False
 ) -> nn.Module:
     """Train the network, with sparse learning or without, prune it at the cut by group norms, and train what is left.
 
@@ -267,21 +281,27 @@ def torch_pruning(
         pruner = tp.pruner.BasePruner(network, study.images, importance, **options)
     for _ in range(PRUNING_STEPS):
         if study.macs(copy.deepcopy(network)) <= share * study.whole:
-            return study.fit(network, seed, range(study.cut, study.epochs))
+            return study.fit(network, seed, range(study.cut, study.epochs), distilled=distilled)
         pruner.step()
     raise ValueError(f"share: expected one that Torch-Pruning reaches, got {share}")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to a network of a budget: how it is trained, and the shares of the MACs for which it is."""
+    """A way to a network of a budget: how it is trained, for which shares of the MACs, and what it is compared with."""
 
     train: Callable[[Study, int, float], nn.Module]
     shares: tuple[float, ...] = (0.5, 0.25)
+    reference: str = "uniform width"
+
+
+def distilled(train: Callable[..., nn.Module], **options: Any) -> Way:
+    """Return the way that learns the outputs of the dense network as well."""
+    return Way(partial(train, distilled=True, **options), reference="uniform width, distilled")
 
 
 WAYS = {
-    "dense": Way(dense, (1.0,)),
+    "dense": Way(dense, (1.0,), "dense"),
     "uniform width": Way(width),
     "uniform kernels": Way(kernels),
     "shrink_to": Way(at_once),
@@ -293,18 +313,22 @@ WAYS = {
     "Torch-Pruning, local": Way(partial(torch_pruning, global_pruning=False)),
     "Torch-Pruning, sparse": Way(partial(torch_pruning, sparse=True)),
     "shrink_to, from scratch": Way(from_scratch),
-    "Budget, rings of 5x5": Way(from_larger_kernels, (1.0,)),
+    "Budget, rings of 5x5": Way(from_larger_kernels, (1.0,), "dense"),
+    "uniform width, distilled": distilled(width),
+    "shrink_to, distilled": distilled(at_once),
+    "shrink_to, by eights, distilled": distilled(at_once, round_to=8),
+    "Torch-Pruning, global, distilled": distilled(torch_pruning),
 }
 
 
 def summary(networks: Sequence[Record]) -> list[Record]:
-    """Return the errors of each way and share, compared with those of uniform width, its MACs and its latencies."""
+    """Return the errors of each way and share, compared with those of its reference, its MACs and its latencies."""
     found: dict[tuple[float, str], dict[int, Record]] = {}
     for record in networks:
         found.setdefault((record["share"], record["way"]), {})[record["seed"]] = record
     arms = []
     for (share, way), records in sorted(found.items(), key=lambda item: (-item[0][0], list(WAYS).index(item[0][1]))):
-        others = found.get((share, "dense" if share == 1 else "uniform width"), {})
+        others = found.get((share, WAYS[way].reference), {})
         seeds = [seed for seed in records if seed in others]
         errors, theirs = ([each[seed]["error"] for seed in seeds] for each in (records, others))
         arm: Record = {"way": way, "share": share, "seeds": len(records)}

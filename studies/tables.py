@@ -329,15 +329,16 @@ def budget_cifar10(report: Record) -> list[Table]:
     settings, rows = report["settings"], []
     for arm in report["arms"]:
         difference = MISSING
-        if "difference" in arm and arm["way"] not in ("dense", "uniform width"):
+        if "difference" in arm and arm["way"] not in ("dense", "uniform width", "uniform width, distilled"):
             difference = f"{arm['difference']:+.2f} ± {arm['difference_standard_error']:.2f}"
         latencies = (f"{ratio:.2f}" for ratio in arm["latencies"].values())
         row = [f"{arm['share']:.0%}", arm["way"], f"{arm['error']:.2f}", difference, str(arm["seeds"])]
         rows.append([*row, f"{arm['macs']:.1%}", *latencies])
     title = (
         f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs: "
-        "test error in percent, mean over seeds; its paired difference from uniform width (from the dense network for "
-        "100%), mean and standard error; MACs and latency of the compacted network over those of the dense one"
+        "test error in percent, mean over seeds; its paired difference from uniform width (distilled if the way is; "
+        "from the dense network for 100%), mean and standard error; MACs and latency of the compacted network over "
+        "those of the dense one"
     )
     timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
     return [Table(title, ["budget", "way", "error", "difference", "seeds", "MACs", *timed], rows)]

@@ -1,5 +1,7 @@
 """The command ``loco-ext train``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +13,14 @@ from loco_ext.commands import Data, Device, Out, Result, Resume, SettingsOptions
 from loco_ext.errors import UserError
 from loco_ext.experiments import curves, data, processes
 from loco_ext.experiments import run as runs
+from loco_ext.experiments.compacting import read_trained
 from loco_ext.experiments.models import digest, load_weights
-from loco_ext.experiments.settings import PRESETS, PRESETS_MEAN, Settings, from_preset
+from loco_ext.experiments.settings import PRESETS, PRESETS_MEAN, Settings, SettingsError, from_preset
 from loco_ext.experiments.tensorboard import TensorBoard
 from loco_ext.experiments.train import make_model
 from loco_ext.foreign_checkpoints import CheckpointError
 from loco_ext.output import json_text
+from loco_ext.sparsity.budget.distillation import WEIGHT
 
 EPILOG = (
     "A run is resumed with the options that it was started with; --epochs may be larger, and milestones to come "
@@ -36,6 +40,13 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="Weights to start from: safetensors, or a torch file of weights only."),
     ] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Trained network whose outputs are learned as well: folder of a run, or weights of the same network.",
+        ),
+    ] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write events for TensorBoard to the folder as well.")
     ] = False,
@@ -46,17 +57,30 @@ def run(
 
     To train in several processes, start it with `torchrun -m loco_ext.cli train ...`.
     """
+    if teacher is not None:
+        options.setdefault("distillation", WEIGHT)
     setting = from_preset(preset, **options)
     milestones = runs.recorded_milestones(out) if resume and "milestones" not in options else None
     if milestones is not None and setting.schedule == "steps":
         setting = replace(setting, milestones=milestones)
     dataset = data.load(setting.data, folder, setting.image_size)
-    setting, model = _start(setting, dataset, weights)
+    setting.check_data(dataset)
+    model: nn.Module | None = None
+    taught_by: nn.Module | None = None
+    if weights is not None:
+        with _naming("--weights"):
+            model = _with_weights(setting, dataset, weights)
+        setting = replace(setting, weights=digest(model))
+    if teacher is not None:
+        with _naming("--teacher"):
+            taught_by = _trained(setting, dataset, teacher)
+        setting = replace(setting, teacher=digest(taught_by))
     board = TensorBoard(out / "tensorboard") if tensorboard else None
     with writing_to(out), processes.joined(device) as joined:
         after_epoch = (lambda epoch: None) if board is None else board.write
+        networks: dict[str, Any] = {"model": model, "teacher": taught_by}
         history = runs.run(
-            setting, dataset, out, joined, resume=resume, model=model, finite=True, after_epoch=after_epoch
+            setting, dataset, out, joined, resume=resume, finite=True, after_epoch=after_epoch, **networks
         )
         if joined.first:
             curves.save(history, out / "curves.png")
@@ -68,14 +92,30 @@ def run(
     return Result(lambda: json_text(vars(history[-1])), lambda: print(said))
 
 
-def _start(setting: Settings, dataset: data.Dataset, path: Path | None) -> tuple[Settings, nn.Module | None]:
-    """Return the settings and network of a run that starts from the weights in a file; no network without a file."""
-    if path is None:
-        return setting, None
-    setting.check_data(dataset)
+def _with_weights(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
+    """Return the network that the settings name, with the weights of a file."""
     model = make_model(setting, dataset)
+    load_weights(model, path)
+    return model
+
+
+def _trained(setting: Settings, dataset: data.Dataset, path: Path) -> nn.Module:
+    """Return the network of a run for such data, or one :func:`_with_weights` of a file."""
+    if not path.is_dir():
+        return _with_weights(setting, dataset, path)
+    trained = read_trained(path, own=setting.model)
+    wanted, found = (
+        f"{each.classes} classes and images of {each.channels}x{each.size}x{each.size}" for each in (dataset, trained)
+    )
+    if found != wanted:
+        raise SettingsError(f"{path}: expected a network for {wanted}, got one for {found}")
+    return trained.model
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Let errors in a file's content inside the ``with`` name the option."""
     try:
-        load_weights(model, path)
-    except CheckpointError as error:
-        raise UserError(f"--weights: {error}") from error
-    return replace(setting, weights=digest(model)), model
+        yield
+    except (CheckpointError, SettingsError) as error:
+        raise UserError(f"{option}: {error}") from error

@@ -75,8 +75,11 @@ class Trained:
         return dataset
 
 
-def read_trained(path: Path, name: str | None = None, data: str | None = None) -> Trained:
+def read_trained(path: Path, name: str | None = None, data: str | None = None, *, own: str | None = None) -> Trained:
     """Load a checkpoint into the network of a run's folder, or into the network ``name`` for the data set ``data``.
+
+    Args:
+        own: the user's function whose network a run may also be of.
 
     Raises:
         SettingsError: there is no such run, a name is unknown or missing, or the weights are of another network.
@@ -87,7 +90,7 @@ def read_trained(path: Path, name: str | None = None, data: str | None = None) -
     if path.is_dir():
         settings, images = _recorded(path / "settings.json")
         recorded = settings.get("model")
-        if name is None and isinstance(recorded, str) and is_own(recorded):
+        if name is None and isinstance(recorded, str) and is_own(recorded) and recorded != own:
             raise SettingsError(f"model: expected {recorded}, as for the training: code is run only where it is named")
         name, data = name or recorded, data or settings.get("data")
         path = path / "model.safetensors"

@@ -19,11 +19,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from loco_ext.checkpoints import DamagedFileError, check_finite, load_checkpoint, save_checkpoint, save_weights
 from loco_ext.errors import UserError
 from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
@@ -59,6 +61,7 @@ def run(
     *,
     resume: bool = False,
     model: nn.Module | None = None,
+    teacher: nn.Module | None = None,
     label: str | None = None,
     measure: Callable[[int], dict[str, float | None]] = lambda epoch: {},
     finite: bool = False,
@@ -71,6 +74,8 @@ def run(
         out: output folder; it is created and written to by the first process only.
         resume: resume from the checkpoint in ``out``; without a checkpoint, start from the beginning.
         model: network to train in place from its present weights; with None, the settings determine a new one.
+        teacher: network whose outputs are learned, for settings with ``distillation``; it comes to be in eval mode, and
+            is not saved.
         label: label of the progress bar.
         measure: called with the number of each epoch, from 1, before the epoch is saved; its result is added to the
             epoch's metrics. If the run is killed before the epoch is saved, it is called for that epoch again and
@@ -86,6 +91,7 @@ def run(
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     settings.check_data(data, processes.count)
+    taught = _taught(settings, teacher, processes)
     keep_freed_memory()
     model = (make_model(settings, data) if model is None else model).to(processes.device)
     optimizer, precision = make_optimizer(settings, model, data), Precision(settings.amp, processes.device)
@@ -107,7 +113,8 @@ def run(
                 _save(out, settings, facts, parts, history)
                 after_epoch(history[-1])
 
-        options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision, "budget": budget}
+        options: dict[str, Any] = {"label": label, "start": len(history), "precision": precision}
+        options |= {"budget": budget, "teacher": taught}
         train(model, optimizer, data, settings, processes, after_epoch=save, **options)
         if settings.folded:
             zero_dead_kernels(model)
@@ -115,6 +122,18 @@ def run(
             _write_metrics(out, history)
             save_weights(out / "model.safetensors", model.state_dict())
     return history
+
+
+def _taught(settings: Settings, model: nn.Module | None, processes: Processes) -> Teacher | None:
+    """Return the teacher that the settings ask for; raise SettingsError for one of the two without the other."""
+    if settings.distillation is None:
+        if model is not None:
+            raise SettingsError("distillation: expected a number with a teacher, got none")
+        return None
+    if model is None:
+        raise SettingsError("distillation: expected a teacher with it, got none")
+    moved = model.to(processes.device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    return Teacher(moved, settings.distillation, settings.temperature)
 
 
 def _describe(processes: Processes) -> dict[str, Any]:

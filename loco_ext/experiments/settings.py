@@ -15,6 +15,7 @@ from loco_ext.experiments.models import MODELS, find_model, is_own
 from loco_ext.option_parsers import MOST, name_or_none, separated
 from loco_ext.penalties import GroupPenalty
 from loco_ext.sparsity import KernelPenalty, RingPenalty
+from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 
 Factors = tuple[float, ...]
 Locality = None | Factors | Mapping[str, Factors]
@@ -59,6 +60,15 @@ def budget_of(settings: Any) -> tuple[str, float] | None:
         if not 0 < share <= 1:
             raise SettingsError(f"{name}: expected a share in (0, 1], got {share}")
     return given[0] if given else None
+
+
+def check_temperature(settings: Any) -> None:
+    """Raise SettingsError unless the temperature is a positive number, the default one without distillation."""
+    temperature = settings.temperature
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise SettingsError(f"temperature: expected a finite number, more than 0, got {temperature}")
+    if settings.distillation is None and temperature != TEMPERATURE:
+        raise SettingsError(f"temperature: expected {TEMPERATURE:g} without distillation, got {temperature}")
 
 
 @dataclass(frozen=True)
@@ -197,11 +207,24 @@ class Settings:
             "the steeper loss, as its stencil has the centre -8, and takes a smaller one, such as 0.1."
         ),
     ] = 0.0
+    distillation: Annotated[
+        float | None,
+        Option(
+            min=0,
+            max=1,
+            metavar="WEIGHT",
+            help=f"Weight of the outputs of --teacher in the loss, from 0 to 1; {WEIGHT} where there is a teacher.",
+        ),
+    ] = None
+    temperature: Annotated[
+        float, Option(help="Temperature that the outputs of --teacher, and the network's own, are softened by.")
+    ] = TEMPERATURE
     amp: Annotated[
         bool,
         Option(help="Compute under autocast, in bfloat16; on GPUs without it in float16, with a GradScaler."),
     ] = False
     weights: str | None = None  # digest of the initial weights; None means that they are drawn at random
+    teacher: str | None = None  # digest of the teacher's weights
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -226,6 +249,7 @@ class Settings:
             )
         if budget_of(self) is None and self.round_to != 1:
             raise SettingsError(f"round_to: expected 1 without macs, parameters or latency, got {self.round_to}")
+        check_temperature(self)
         if self.folded and self.penalty in (None, "complexity"):
             which = "without a penalty" if self.penalty is None else "with the penalty complexity"
             raise SettingsError(f"folded: expected False {which}, got True")

@@ -23,11 +23,20 @@ from loco_ext.experiments.data import FOLDER, Dataset
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import digest
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.settings import BUDGETS, Settings, SettingsError, budget_of, check_fields, from_preset
+from loco_ext.experiments.settings import (
+    BUDGETS,
+    Settings,
+    SettingsError,
+    budget_of,
+    check_fields,
+    check_temperature,
+    from_preset,
+)
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import owned
 from loco_ext.option_parsers import MOST
 from loco_ext.output import print_table, write_json
+from loco_ext.sparsity.budget.distillation import TEMPERATURE
 
 SAMPLES = 2048  # training samples whose gradients tell the importance of filters
 RATE_SHARE = 0.5  # learning rate of the first epoch, as a share of the training's before
@@ -68,10 +77,22 @@ class Shrinking:
             "0.05 for a checkpoint.",
         ),
     ] = None
+    distillation: Annotated[
+        float | None,
+        Option(
+            min=0,
+            max=1,
+            metavar="WEIGHT",
+            help="Weight in the loss, from 0 to 1, of the outputs of the network as it was, which the small one then "
+            "learns as well.",
+        ),
+    ] = None
+    temperature: Annotated[float, Option(help="Temperature that both networks' outputs are softened by.")] = TEMPERATURE
     batch_size: Annotated[int, Option(min=1, max=MOST, help="Images per batch on which the result is to be fast.")] = 64
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_temperature(self)
         rate = self.learning_rate
         if rate is not None and not (math.isfinite(rate) and rate >= 0):
             raise SettingsError(f"learning_rate: expected a finite number, at least 0, got {rate}")
@@ -153,8 +174,10 @@ def shrink(
     network = sparsity.load(out / "start").to(processes.device)
     test, normalization = dataset.test.to(processes.device), Normalization(dataset.train)
     _, untrained = evaluate(network, test, normalization, processes)
-    setting = replace(setting, weights=digest(network))
-    run.run(setting, dataset, out / "training", processes, resume=True, model=network, label="training on")
+    teacher = None if how.distillation is None else trained.model
+    setting = replace(setting, weights=digest(network), teacher=None if teacher is None else digest(teacher))
+    options: dict[str, Any] = {"model": network, "teacher": teacher, "label": "training on"}
+    run.run(setting, dataset, out / "training", processes, resume=True, **options)
     after = compacting.compact(
         replace(trained, model=network.eval()), batch_size=how.batch_size, dataset=dataset, device=device
     )
@@ -178,6 +201,7 @@ def _settings(trained: Trained, how: Shrinking) -> Settings:
     kept = {name: trained.settings[name] for name in KEPT if name in trained.settings}
     rate = RATE_SHARE * kept.pop("learning_rate", 0.1) if how.learning_rate is None else how.learning_rate
     options: dict[str, Any] = {"model": trained.name, "data": trained.data, "epochs": how.epochs, "learning_rate": rate}
+    options |= {"distillation": how.distillation, "temperature": how.temperature}
     if trained.data == FOLDER:
         options["image_size"] = trained.size
     return from_preset("quick", **kept | options)

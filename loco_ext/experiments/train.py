@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from loco_ext import optim
 from loco_ext.experiments.data import Dataset
+from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization, batches_per_epoch
 from loco_ext.experiments.models import find_model
 from loco_ext.experiments.precision import Precision
@@ -160,6 +161,7 @@ def train(
     start: int = 0,
     precision: Precision | None = None,
     budget: Budget | None = None,
+    teacher: Teacher | None = None,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> None:
     """Train ``model`` in place from epoch ``start``, counted from 0, to the last.
@@ -170,6 +172,7 @@ def train(
         label: text in front of the progress bar, which goes to stderr.
         precision: precision of the steps, with its state if the run is resumed; None makes a new one from the settings.
         budget: what makes the model smaller, with its state if the run is resumed.
+        teacher: network whose outputs the model learns.
         after_epoch: called in every process with the metrics of each epoch.
     """
     normalization = Normalization(data.train)
@@ -192,7 +195,9 @@ def train(
             called = processes.wrap(model)
             begin = time.perf_counter()
             with _dropout_from(settings.seed, epoch, processes):
-                found = train_epoch(called, optimizer, loader, epoch, progress, term, precision, pilcro, budget)
+                found = train_epoch(
+                    called, optimizer, loader, epoch, progress, term, precision, pilcro, budget, teacher
+                )
                 sums = processes.sum(found).tolist()
             seconds = time.perf_counter() - begin
             processes.share_buffers(model)
@@ -261,15 +266,17 @@ def train_epoch(
     precision: Precision | None = None,
     pilcro: PILCRO | None = None,
     budget: Budget | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """Train for one pass; ``term`` and ``pilcro`` are added to the minimised loss, not to the returned one.
 
     Args:
         budget: its step follows the optimizer's.
+        teacher: its loss is minimised in place of the cross-entropy.
 
     Returns:
-        float64 [3] on the device, without synchronisation: this process's sum of losses, number of correct predictions,
-        and number of samples.
+        float64 [3] on the device, without synchronisation: this process's sum of cross-entropies, number of correct
+        predictions, and number of samples.
     """
     model.train()
     precision = precision or Precision(False, loader.device)
@@ -281,7 +288,8 @@ def train_epoch(
         with precision.autocast():
             logits = model(images)
             loss = cross_entropy(logits, labels)
-        objective = loss * share if share != 1 else loss
+            minimised = loss if teacher is None else teacher.loss(logits, images, labels)
+        objective = minimised * share if share != 1 else minimised
         if extra is not None:
             objective = objective + extra
         precision.step(objective if term is None else objective + term(), optimizer)

@@ -13,6 +13,7 @@ from loco_ext.penalties import (
     ring_prox,
 )
 from loco_ext.sparsity.budget.controller import Budget
+from loco_ext.sparsity.budget.distillation import distillation_loss
 from loco_ext.sparsity.budget.shrink import shrink_to
 from loco_ext.sparsity.compaction import LayerReport, Report, compact
 from loco_ext.sparsity.complexity import ComplexityPenalty, complexity_penalties
@@ -36,6 +37,7 @@ __all__ = [
     "RingPenalty",
     "compact",
     "complexity_penalties",
+    "distillation_loss",
     "dual_norm",
     "export_onnx",
     "folded_penalties",

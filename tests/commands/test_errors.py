@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from loco_ext.checkpoints import save_weights
 from loco_ext.cli import main
 from loco_ext.experiments import models
 
@@ -77,6 +78,16 @@ CASES = {
         "--macs 0.5 --parameters 0.5": "--macs, --parameters: expected at most one of them",
         "--round-to 8": "--round-to: expected 1 without macs, parameters or latency, got 8",
         "--granularity filters": "--granularity: expected rings without macs, parameters or latency, got filters",
+        "--teacher nowhere.pt": "--teacher: nowhere.pt: ",
+        "--teacher empty": "--teacher: empty: expected the folder of a run, found no settings.json in it",
+        "--teacher own": "--teacher: model: expected my_networks:make, as for the training",
+        "--teacher other": "--teacher: other: expected a network for 10 classes and images of 1x8x8, got one for 9",
+        "--teacher weights.pt --model plain8": "--teacher: weights.pt: weights of another network",
+        "--teacher weights.pt --distillation 1.5": "--distillation: expected at most 1",
+        "--teacher weights.pt --distillation nan": "--distillation: expected at most 1",
+        "--teacher weights.pt --temperature 0": "--temperature: expected a finite number, more than 0, got 0.0",
+        "--distillation 0.5": "--distillation: expected a teacher with it, got none",
+        "--temperature 2": "--temperature: expected 4 without distillation, got 2.0",
         "--model resnet8 --width 0": "--width: expected 1, or more than 0",
         "--width 0.5": "--width: expected 1, or more than 0 for resnet20",
         "--out file/run": "--out: expected a folder that can be written to",
@@ -133,6 +144,9 @@ CASES = {
         "--macs 0.5 --epochs 0": "--epochs: expected at least 1",
         "--macs 0.5 --lr -1": "--lr: expected a finite number, at least 0",
         "--macs 0.5 --importance size": "--importance: expected one of taylor, norm",
+        "--macs 0.5 --distillation -1": "--distillation: expected at least 0",
+        "--macs 0.5 --distillation 0.5 --temperature -1": "--temperature: expected a finite number, more than 0",
+        "--macs 0.5 --temperature 2": "--temperature: expected 4 without distillation, got 2.0",
         "--macs 0.5 --model vgg13": "needs images of at least 32x32",
     },
     ("report",): {
@@ -159,6 +173,10 @@ def test_an_error_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, 
     record = {"settings": {"model": "my_networks:make", "data": "folder"}}
     record["dataset"] = {"channels": 3, "size": 8, "classes": 2}
     (tmp_path / "own" / "settings.json").write_text(json.dumps(record))
+    record = {"settings": {"model": "small", "data": "digits"}, "dataset": {"channels": 1, "size": 8, "classes": 9}}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "settings.json").write_text(json.dumps(record))
+    save_weights(tmp_path / "other" / "model.safetensors", models.small_cnn(classes=9).state_dict())
     before = sorted(tmp_path.rglob("*"))
     assert main(line) == 2
     printed = capsys.readouterr()

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from loco_ext import sparsity
 from loco_ext.cli import main
-from loco_ext.experiments import data, models
+from loco_ext.experiments import data, models, run, settings
 from loco_ext.experiments.loader import Normalization
-from tests.experiments.runs import killed_after
+from tests.experiments.runs import CPU, killed_after
 
 COSTS = ("before", "before"), ("after", "before"), ("after", "after")
 
@@ -33,7 +34,8 @@ def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch
         in capsys.readouterr().err
     )
     record = json.loads(Path("cut/shrink.json").read_text())
-    del record["shrinking"]["round_to"]  # as a version wrote it that had no such option
+    for option in ("round_to", "distillation", "temperature"):  # as a version wrote it that had no such options
+        del record["shrinking"][option]
     Path("cut/shrink.json").write_text(json.dumps(record))
     assert main([*line, "--out", "cut", "--resume"]) == 0
     assert "and trained on" in capsys.readouterr().out
@@ -48,6 +50,23 @@ def test_a_killed_run_is_resumed_to_the_same_small_network(tmp_path, monkeypatch
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-3, atol=1e-3)  # layouts are chosen by timing
     right = float((outputs[0].argmax(1) == test.labels).double().mean())
     assert right == pytest.approx(whole["after"]["accuracy_after"])
+
+
+def test_the_network_as_it_was_teaches_the_small_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    dense = models.small_cnn()
+    torch.save(dense.state_dict(), "weights.pt")
+    line = ["shrink", "weights.pt", "--model", "small", "--dataset", "digits", "--importance", "norm", "--quiet"]
+    line += ["--macs", "0.3", "--epochs", "1", "--lr", "0.02", "--distillation", "0.6", "--temperature", "2"]
+    assert main([*line, "--out", "out"]) == 0
+    recorded = json.loads(Path("out/training/settings.json").read_text())["settings"]
+    assert {"distillation": 0.6, "temperature": 2.0, "teacher": models.digest(dense)}.items() <= recorded.items()
+    setting = settings.Settings(**recorded | {"milestones": ()})
+    networks = {"model": sparsity.load("out/start"), "teacher": dense}
+    run.run(setting, data.load("digits", None), tmp_path / "again", CPU, **networks)
+    found, expected = (load_file(f"{name}/model.safetensors") for name in ("out/training", "again"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_budget_that_cannot_be_met(tmp_path, monkeypatch, capsys):

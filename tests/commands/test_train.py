@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from loco_ext.cli import main
+from loco_ext.experiments import models
 from loco_ext.experiments.models import small_cnn
 from tests.covering import slow
 from tests.experiments import image_files
@@ -96,6 +97,9 @@ def test_options_reach_the_settings(tmp_path, capsys, text, expected):
         "power": 1,
         "amp": True,
         "weights": None,
+        "distillation": None,
+        "temperature": 4.0,
+        "teacher": None,
     }
 
 
@@ -121,6 +125,41 @@ def test_a_run_starts_from_given_weights(tmp_path, capsys):
     # The second run continues from the same weights only.
     assert main([*line, "--resume"]) == 2
     assert "--weights: expected " in capsys.readouterr().err
+
+
+def test_a_teacher_is_the_network_of_a_run_or_the_same_network(tmp_path, capsys):
+    """A wider network teaches a narrower one, from its run; a file's weights are taken for the network's own kind."""
+    line = ["train", "--model", "plain8", "--dataset", "digits", "--preset", "quick", "--epochs", "1", "--quiet"]
+    assert main([*line, "--width", "0.2", "--out", str(tmp_path / "wide")]) == 0
+    line += ["--width", "0.1"]
+    for name, teacher in (("a", []), ("b", ["--teacher", "wide"]), ("c", ["--teacher", "a/model.safetensors"])):
+        teacher = [*teacher[:1], *(str(tmp_path / path) for path in teacher[1:])]
+        soft = ["--distillation", "0.5", "--temperature", "2"] if name == "c" else []
+        assert main([*line, *teacher, *soft, "--out", str(tmp_path / name)]) == 0
+    settings = [json.loads((tmp_path / name / "settings.json").read_text())["settings"] for name in "abc"]
+    assert [each["distillation"] for each in settings] == [None, 0.9, 0.5]
+    assert [each["temperature"] for each in settings] == [4.0, 4.0, 2.0]
+    networks = [models.MODELS["plain8"].make(1, 10, 8, width=width) for width in (0.2, 0.1)]
+    for network, name in zip(networks, ("wide", "a"), strict=True):
+        network.load_state_dict(load_file(tmp_path / name / "model.safetensors"))
+    assert [each["teacher"] for each in settings] == [None, *map(models.digest, networks)]
+    weights = [load_file(tmp_path / name / "model.safetensors")["0.weight"] for name in "abc"]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    # The second run goes on with the same teacher only.
+    for teacher in ([], ["--teacher", str(tmp_path / "a")]):
+        assert main([*line, *teacher, "--out", str(tmp_path / "b"), "--resume"]) == 2
+        assert "--teacher: expected " in capsys.readouterr().err.replace("--distillation, ", "")
+
+
+def test_the_network_of_a_users_function_teaches_another_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    (tmp_path / "teachers_of_this_test.py").write_text(code)
+    line = ["train", "--model", "teachers_of_this_test:make", *GOOD[3:], "--quiet"]
+    assert main([*line, "--out", "first"]) == 0
+    assert main([*line, "--teacher", "first", "--out", "second"]) == 0
 
 
 def test_a_run_that_goes_on_for_more_epochs_keeps_its_milestones(tmp_path):

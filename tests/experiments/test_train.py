@@ -1,5 +1,6 @@
 """Tests of training runs: their settings, resuming to the same numbers, and several processes training as one."""
 
+import copy
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from torch import nn
 from loco_ext import optim, sparsity
 from loco_ext.checkpoints import load_checkpoint, save_checkpoint
 from loco_ext.experiments import data, run
+from loco_ext.experiments.distillation import Teacher
+from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.models import MODELS, Model
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.settings import SettingsError, from_preset
@@ -76,6 +79,10 @@ def test_the_cosine_falls_from_the_learning_rate_towards_zero():
         {"penalty": "rings", "weighting": "heavy"},
         {"penalty": "rings", "kind": "quarter"},
         {"penalty": "rings", "solver": "magic"},
+        {"distillation": 1.5},
+        {"distillation": 0.5, "temperature": 0.0},
+        {"distillation": 0.5, "temperature": math.nan},
+        {"temperature": 2.0},
     ],
     ids=str,
 )
@@ -130,8 +137,6 @@ def test_a_locality_that_does_not_fit_the_model_is_named(locality):
 
 def test_training_is_the_plain_loop_over_the_loaders_batches():
     """Weights and figures match those of a plain loop with torch.optim's SGD."""
-    from loco_ext.experiments.loader import Loader, Normalization
-
     setting, samples = quick(epochs=2), few_digits()
     history = []
     model = make_model(setting, samples)
@@ -170,6 +175,67 @@ def test_training_is_the_plain_loop_over_the_loaders_batches():
         )
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_teacher_in_eval_mode_is_learned_and_left_alone(amp):
+    """Weights match a plain loop on Hinton's loss, the figures are cross-entropies, and the teacher keeps its state."""
+    setting, samples = quick(epochs=1, distillation=0.7, temperature=2.0, amp=amp), few_digits()
+    teacher = make_model(quick(seed=1), samples)
+    model, before = make_model(setting, samples), copy.deepcopy(teacher.state_dict())
+    history, seen = [], set()
+    teacher[0].register_forward_hook(lambda module, inputs, result: seen.add((module.training, result.dtype)))
+    options = {"label": "", "after_epoch": history.append, "teacher": Teacher(teacher.eval(), 0.7, 2.0)}
+    train(model, make_optimizer(setting, model), samples, setting, CPU, **options)
+    assert seen == {(False, torch.bfloat16 if amp else torch.float32)}
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+    expected = make_model(setting, samples)
+    optimizer = make_optimizer(setting, expected)
+    loader = Loader(samples.train, Normalization(samples.train), CPU.device, batch_size=100, seed=0, augmented=True)
+    losses = []
+    for images, labels, _ in loader.epoch(0):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            ours, theirs = expected(images), teacher(images).detach()
+        losses.append(nn.functional.cross_entropy(ours.float(), labels))
+        q, p = ((each.float() / 2).softmax(1) for each in (ours, theirs))
+        (0.3 * losses[-1] + 0.7 * 4 * (p * (p / q).log()).sum(1).mean()).backward()
+        optimizer.step()
+    assert history[0].train_loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_with_a_teacher_resumes_to_the_same_bits_and_not_without_it(tmp_path):
+    samples = few_digits()
+    teacher = make_model(quick(seed=1), samples)
+    setting = quick(epochs=2, distillation=0.5, teacher="its digest")
+    whole = run.run(setting, samples, tmp_path / "whole", CPU, teacher=teacher)
+    with killed_after(1):
+        run.run(setting, samples, tmp_path / "cut", CPU, teacher=teacher)
+    with pytest.raises(SettingsError, match=r"^distillation, teacher: expected 0.5, its digest"):
+        run.run(quick(epochs=2), samples, tmp_path / "cut", CPU, resume=True)
+    assert figures(run.run(setting, samples, tmp_path / "cut", CPU, resume=True, teacher=teacher)) == figures(whole)
+    state, weights = (
+        load_checkpoint(tmp_path / "cut" / "checkpoint.pt"),
+        load_file(tmp_path / "whole/model.safetensors"),
+    )
+    assert all(torch.equal(value, state["model"][name]) for name, value in weights.items())
+    assert state.keys() == load_checkpoint(tmp_path / "whole" / "checkpoint.pt").keys()
+    assert "teacher" not in state
+
+
+def test_a_teacher_and_its_weight_come_together(tmp_path):
+    samples = few_digits()
+    for setting, teacher, said in (
+        (quick(distillation=0.5), None, "expected a teacher with it, got none"),
+        (quick(), make_model(quick(), samples), "expected a number with a teacher, got none"),
+    ):
+        with pytest.raises(SettingsError, match=f"^distillation: {said}"):
+            run.run(setting, samples, tmp_path / "run", CPU, teacher=teacher)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_leaves_settings_metrics_checkpoint_and_weights(tmp_path):
@@ -361,10 +427,14 @@ def test_a_finished_run_that_has_diverged_is_not_trained_again(tmp_path, unfinis
     assert len(run.run(quick(epochs=1), few_digits(), tmp_path, CPU, resume=True)) == 1
 
 
+def plain(channels, *_):
+    layers = [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 10)]
+    return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), *layers)
+
+
 def plain_network():
     """Leave batch normalisation out of the small network: only without it do several processes train exactly as one."""
-    layers = [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 10)]
-    MODELS["small"] = Model(lambda channels, *_: nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), *layers), 8)
+    MODELS["small"] = Model(plain, 8)
 
 
 def dies_after_an_epoch():
@@ -402,11 +472,14 @@ def metrics_of(out):
 
 
 @pytest.mark.slow
-def test_several_processes_train_as_one_does(tmp_path):
+@pytest.mark.parametrize("taught", [False, True])
+def test_several_processes_train_as_one_does(tmp_path, taught):
     """Three processes split batches of 50 (800 samples) into 17, 17, 16; gradients are those of the whole batch."""
+    torch.save(plain(1).state_dict(), tmp_path / "teacher.pt")
+    options = ["--teacher", str(tmp_path / "teacher.pt")] if taught else []
     folders = [tmp_path / str(count) for count in (1, 3)]
     for count, out in zip((1, 3), folders, strict=True):
-        code, said = launch(count, out, change=plain_network)
+        code, said = launch(count, out, *options, change=plain_network)
         assert code == 0, said
     for expected, found in zip(*map(metrics_of, folders), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)

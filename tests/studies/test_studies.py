@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -13,6 +14,9 @@ from scipy import stats
 from bench import generated, harness
 from loco_ext.analysis import estimate_locality
 from loco_ext.experiments import data, region_pictures, regions
+from loco_ext.experiments.distillation import Teacher
+from loco_ext.experiments.train import make_optimizer, train_epoch
+from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import (
     budget_cifar10,
     efcn_cifar10,
@@ -81,7 +85,8 @@ def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(
     few_images(monkeypatch, budget_cifar10, 40, WIDTHS=widths, TIMED={1: "1 image"}, EFFORT=effort)
     out = tmp_path / "budget_cifar10-x.json"
     options = {"model": "resnet8", "seeds": 2, "first": 0, "epochs": 2, "images": 40, "ways": ""}
-    names = ("dense", "uniform width", "shrink_to", "Budget", *(["Torch-Pruning, local"] if HAS_PEER else []))
+    names = ("dense", "uniform width", "shrink_to", "Budget", "uniform width, distilled", "shrink_to, distilled")
+    names += ("Torch-Pruning, local",) if HAS_PEER else ()
     ways = {name: budget_cifar10.WAYS[name] for name in names}
     ways = {name: replace(way, shares=(0.5,) if name != "dense" else (1.0,)) for name, way in ways.items()}
     monkeypatch.setattr(budget_cifar10, "WAYS", ways)
@@ -98,12 +103,58 @@ def test_budgets_are_compared_with_fewer_channels_seed_by_seed_and_trained_once(
     for arm in report["arms"]:
         mine = errors[arm["way"], arm["share"]]
         assert arm["error"] == pytest.approx(np.mean(mine))
-        theirs = errors["dense" if arm["share"] == 1 else "uniform width", arm["share"]]
+        narrower = "uniform width, distilled" if "distilled" in arm["way"] else "uniform width"
+        theirs = errors["dense" if arm["share"] == 1 else narrower, arm["share"]]
         assert arm["difference"] == pytest.approx(np.mean(mine) - np.mean(theirs))
         error = stats.sem(np.subtract(mine, theirs))
         assert arm["difference_standard_error"] == pytest.approx(error)
     assert {arm["way"] for arm in report["arms"]} == set(budget_cifar10.WAYS)
     assert "| 50% | Budget |" in section("budget_cifar10", tmp_path)
+
+
+def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels(tmp_path):
+    ways = {"uniform width": 30.0, "shrink_to": 28.0, "uniform width, distilled": 25.0, "shrink_to, distilled": 24.0}
+    networks = [
+        {"way": way, "share": 0.5, "seed": seed, "error": error + seed * shift, "macs": 0.5, "latencies": times}
+        for times in [dict.fromkeys(budget_cifar10.TIMED.values(), 0.8)]
+        for shift, (way, error) in enumerate(ways.items())
+        for seed in range(2)
+    ]
+    arms = {arm["way"]: arm for arm in budget_cifar10.summary(networks)}
+    assert {way: arms[way]["difference"] for way in ways} == {
+        "uniform width": 0.0,
+        "shrink_to": -1.5,
+        "uniform width, distilled": 0.0,
+        "shrink_to, distilled": -0.5,
+    }
+    report = {"settings": {"model": "resnet8", "epochs": 2}, "training_samples": 9, "arms": list(arms.values())}
+    (table,) = tables.budget_cifar10(report)
+    assert {row[1]: row[3] for row in table.rows} == {
+        "uniform width": tables.MISSING,
+        "shrink_to": "-1.50 ± 0.50",
+        "uniform width, distilled": tables.MISSING,
+        "shrink_to, distilled": "-0.50 ± 0.50",
+    }
+
+
+def test_the_dense_network_is_trained_once_and_teaches_with_its_last_weights(tmp_path, monkeypatch):
+    few_images(monkeypatch, budget_cifar10, 40)
+    study = budget_cifar10.Study(budget_cifar10.load("cifar10", None), tmp_path, "resnet8", 2)
+    optimizer = make_optimizer(study.training(0), dense := study.network(0))
+    study.fit(dense, 0, optimizer=optimizer)
+    found, again = study.fit(study.network(1), 0, distilled=True), study.network(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense-0-1.pt", "dense-0-2.pt"]
+    teach = partial(train_epoch, teacher=Teacher(dense.eval(), WEIGHT, TEMPERATURE))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            budget_cifar10, "train_epoch", lambda *arguments, teacher, **options: teach(*arguments, **options)
+        )
+        study.fit(again, 0)
+    pairs = list(zip(found.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    monkeypatch.setattr(budget_cifar10, "train_epoch", None)
+    for a, b in zip(study.dense(0, 2).state_dict().values(), dense.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.slow

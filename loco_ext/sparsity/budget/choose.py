@@ -32,14 +32,6 @@ _FALLS, _FALL = 6, 1e3  # of the first price, if that already leaves less than t
 _BISECTIONS, _MOST_ROUNDS, _MOST_FLIPS, _MOST_FAILED = 30, 20, 16, 64
 
 
-class LeastCost(Exception):
-    """No sizes that are allowed cost as little as was wanted; ``cost`` is the least that was found."""
-
-    def __init__(self, cost: float) -> None:
-        super().__init__(f"at least {cost:g}")
-        self.cost = cost
-
-
 @dataclass(frozen=True)
 class Layer:
     """The choices of one layer's filters and what they cost.
@@ -167,8 +159,7 @@ class Problem:
     def within(self, budget: float) -> Sizes:
         """Return sizes that cost at most ``budget``, losing as little importance as is found.
 
-        Raises:
-            LeastCost: no sizes that are allowed cost as little.
+        If none are found that cost as little, return the cheapest.
         """
         sizes = self.whole()
         if self.cost(sizes) <= budget:
@@ -181,7 +172,7 @@ class Problem:
         below = sizes
         while self.cost(below) > budget:
             if price > end:
-                raise LeastCost(self.cost(below))
+                return below
             sizes, price = below, price * _RISE
             below = self.improve(sizes, price, most_rounds=1)
         low, high = price / _RISE, price

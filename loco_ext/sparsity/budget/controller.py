@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
 from loco_ext.argument_checks import check_choice, check_count
-from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Problem, Sizes
 from loco_ext.sparsity.budget.importance import Taylor, by_norm
 from loco_ext.sparsity.budget.penalty import CostPenalty
 from loco_ext.sparsity.budget.shrink import Search, bounds, check_budget
 from loco_ext.sparsity.budget.structure import Masks, structure_of
 from loco_ext.sparsity.compaction.compact import check_inputs, computed_tensors, unwrapped
 
+Found = TypeVar("Found")
+
+# What a state has, and of which types.
+_STATE: dict[str, Any] = {"steps": int, "target": float, "importance": Mapping, "removed": list}
+_STATE |= {"sizes": list | None, "penalty": tuple | list | None}
+
+_ANY = 1e-3  # value of what is zero and may be trained
 _MEMORY = 0.99  # decay of the importance from one step to the next
 
 
@@ -31,7 +38,7 @@ class Budget:
     with ``fold_norms=False`` returns the small network for further training; with the default, the one to be used.
 
     It works with any optimizer, GradScaler, torch.compile, and in several processes, where the first one's choice holds
-    for all.
+    for all; make it after their process group.
 
     Args:
         model: it is changed in place, by :meth:`step` only.
@@ -41,7 +48,7 @@ class Budget:
             :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval
             mode. At ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes
             until it does. For a latency, MACs are counted meanwhile, and compacted networks are timed, which takes some
-            seconds each: one at the beginning, and several at ``end``.
+            seconds each: two at the beginning, and several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.
@@ -113,8 +120,7 @@ class Budget:
         self._hold(None)
         self._model, self._inputs, self._target = unwrapped(model), inputs, self.share  # share of what is counted
         if self.cost == "latency":
-            self._choose(self.share)  # raises if that is impossible
-            self._target = self._search().guess()
+            self._target = _by_the_first_process(self._search().guess)
         else:
             self._search().search(self.share, near=0.0)  # raises if that is impossible
         self._penalty = CostPenalty(self._structure, self._problem(), optimizer) if method == "penalty" else None
@@ -136,9 +142,7 @@ class Budget:
                 self._penalty.turn(self._share_at(self.steps + every), every)
         elif due:
             self._masks.restore()
-            last = self.steps == self.end
-            sizes = self._search().search(self._target)[2] if last else self._choose(self.share_wanted)
-            self._hold(_of_the_first_process(sizes))
+            self._hold(_by_the_first_process(self._due))
             self._masks.cut()
         if self.steps >= self.end:
             self._masks.removed.clear()
@@ -178,7 +182,7 @@ class Budget:
         self._check_state(state)
         self._taylor.load(state["importance"])
         self.steps, self._target, sizes = state["steps"], state["target"], state["sizes"]
-        self._hold(None if sizes is None else [chosen.cpu().numpy() for chosen in sizes])
+        self._hold(None if sizes is None else _arrays(sizes))
         self._masks.removed = list(state["removed"])
         if self._penalty is not None:
             self._penalty.load(state["penalty"])
@@ -187,21 +191,31 @@ class Budget:
         """Raise unless the state has all that is loaded, and sizes of this model's filters."""
         if not isinstance(state, Mapping):
             raise TypeError(f"state: expected a dict from Budget.state_dict, got {type(state).__name__}")
-        if missing := {"importance", "penalty", "removed", "sizes", "steps", "target"} - set(state):
+        if missing := _STATE.keys() - state.keys():
             raise ValueError(
                 f"state: expected one from Budget.state_dict, got one without {', '.join(sorted(missing))}"
             )
+        for name, kind in _STATE.items():
+            if not isinstance(state[name], kind):
+                raise TypeError(f"state: expected {name} as Budget.state_dict returns it, got {state[name]!r}")
+        sizes, removed = state["sizes"] or [], state["removed"]
+        if not all(isinstance(each, Tensor) for each in (*state["importance"].values(), *sizes, *removed)):
+            raise TypeError("state: expected tensors in importance, sizes and removed, got others")
         if (state["penalty"] is None) != (self._penalty is None):
             mine, other = ("pruning", "penalty") if self._penalty is None else ("penalty", "pruning")
             raise ValueError(f"state: expected one of method {mine!r}, got {other!r}")
-        if state["sizes"] is None:
-            return
-        wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
-        given = [(len(sizes), 1 + int(sizes.max())) for sizes in state["sizes"]]
-        if len(given) != len(wanted) or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
+        if state["sizes"] is not None:
+            wanted = [(len(layer.module.weight), len(layer.taps)) for layer in self._structure.layers]
+            given = [(each.numel(), int(each.max()) + 1 if each.numel() else 0) for each in sizes]
+            if len(given) != len(wanted) or any(a != b or n > m for (a, n), (b, m) in zip(given, wanted, strict=True)):
+                raise ValueError(
+                    f"state: expected sizes of {[filters for filters, _ in wanted]} filters, got of "
+                    f"{[filters for filters, _ in given]}, or of other rings"
+                )
+        shapes = [] if state["sizes"] is None else self._structure.masks(_arrays(sizes)).shapes()
+        if removed and [each.shape for each in removed] != shapes:
             raise ValueError(
-                f"state: expected sizes of {[filters for filters, _ in wanted]} filters, got of "
-                f"{[filters for filters, _ in given]}, or of other rings"
+                f"state: expected removed values of shapes {[tuple(shape) for shape in shapes]}, got others"
             )
 
     def _hold(self, sizes: Sizes | None) -> None:
@@ -222,20 +236,27 @@ class Budget:
         counted = "parameters" if self.cost == "parameters" else "macs"
         return self._structure.problem(counted, lost, self._least, self._round_to)
 
-    def _choose(self, share: float) -> Sizes:
-        """Return sizes that cost at most this share."""
+    def _due(self) -> Sizes:
+        """Return the sizes that the present step is to leave: at the end those that meet the budget when compacted."""
+        if self.steps == self.end:
+            return self._search().search(self._target)[2]
         problem = self._problem()
-        whole = problem.cost(problem.whole())
-        try:
-            return problem.within(share * whole)
-        except LeastCost as error:
-            least = f"expected at least {error.cost / whole:.3g}, which is what must stay"
-            raise ValueError(f"{self.cost}: {least}, got {self.share}") from None
+        return problem.within(self.share_wanted * problem.cost(problem.whole()))
 
+    @torch.no_grad()
     def _search(self) -> Search:
-        """Return the search for the share of what is counted with which the compacted network meets the budget."""
+        """Return the search for the share of what is counted with which the compacted network meets the budget.
+
+        Zeros of the model, such as a penalty makes, are none in its copy: what sizes do not leave out may be trained.
+        """
         model, structure = copy.deepcopy((self._model, self._structure), computed_tensors(self._model))
+        for parameter in model.parameters():
+            parameter.masked_fill_(parameter == 0, _ANY)
         return Search(model.eval(), self._inputs, structure, self._problem(), self.cost, self.share)
+
+
+def _arrays(sizes: Sequence[Tensor]) -> Sizes:
+    return [chosen.cpu().numpy() for chosen in sizes]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -248,10 +269,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, weights: Sequence[tuple[s
             raise ValueError(f"optimizer: expected one of the model's parameters, got one without {name}.weight")
 
 
-def _of_the_first_process(sizes: Sizes) -> Sizes:
-    """Return the sizes that the first of several processes has chosen."""
+def _by_the_first_process(find: Callable[[], Found]) -> Found:
+    """Return what the first of several processes finds, or raise its error, in all of them."""
     if not (distributed.is_available() and distributed.is_initialized()):
-        return sizes
-    shared = [sizes]
+        return find()
+    shared: list[Any] = [None, None]
+    if distributed.get_rank() == 0:
+        try:
+            shared[0] = find()
+        except Exception as error:
+            shared[1] = error
     distributed.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise shared[1]
     return shared[0]

@@ -34,7 +34,7 @@ def by_function(structure: Structure, function: OfRings) -> dict[str, Tensor]:
     for layer in structure.layers:
         given = function(layer.name, layer.module.weight.detach())
         try:
-            each = torch.as_tensor(given).double()
+            each = torch.as_tensor(given).detach().double()
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"importance: expected a tensor for {layer.name!r}, got {type(given).__name__}") from None
         expected = len(layer.module.weight), len(layer.taps) - 1
@@ -143,8 +143,8 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
         loss: function of the model's output and the targets.
 
     Raises:
-        TypeError: the batches are no pairs.
-        ValueError: no batch's gradients are finite.
+        TypeError: the batches are no pairs, or the loss returns no scalar with a gradient.
+        ValueError: the model or the loss fails for a batch, or no batch's gradients are finite.
     """
     taylor = Taylor(structure)
     parameters = taylor.parameters()
@@ -155,10 +155,7 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
         for batch in batches:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise TypeError(f"batches: expected pairs of inputs and targets, got {type(batch).__name__}")
-            x, target = batch
-            with torch.enable_grad():
-                value = loss(model(x), target)
-            given = torch.autograd.grad(value, parameters, allow_unused=True)
+            given = torch.autograd.grad(_value(model, batch, loss), parameters, allow_unused=True)
             taylor.add(dict(zip(parameters, given, strict=True)).get)
     finally:
         for parameter, was in zip(parameters, required, strict=True):
@@ -166,6 +163,20 @@ def by_taylor(structure: Structure, model: nn.Module, batches: Iterable[Any], lo
     if not taylor.known():
         raise ValueError("batches: expected some for which all gradients of the loss are finite, got none")
     return taylor.lost()
+
+
+def _value(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
+    """Return the loss of a batch; an error of the model or the loss becomes one that names the batches."""
+    try:
+        with torch.enable_grad():
+            x, target = batch
+            value = loss(model(x), target)
+    except Exception as error:
+        raise ValueError(f"batches: expected inputs of the model and targets of the loss, got {error!r}") from error
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss: expected a function that returns a scalar with a gradient, got {got}")
+    return value
 
 
 def _change(parameter: nn.Parameter | None, gradient: Callable[[nn.Parameter], Tensor | None]) -> Tensor | float:
@@ -195,6 +206,8 @@ def _squares(layer: PrunableLayer) -> Tensor:
     rings = torch.from_numpy(layer.rings).to(squares.device)
     found = squares.new_zeros(len(squares), len(layer.taps) - 1).index_add_(1, rings, squares)
     total = found.sum()
+    if not total.isfinite():
+        raise ValueError(f"model: expected finite weights, got others in {layer.name!r} or the batch norm behind it")
     return found / total if total > 0 else found
 
 

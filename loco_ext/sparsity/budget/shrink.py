@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_choice, check_count, check_number
-from loco_ext.sparsity.budget.choose import LeastCost, Problem, Sizes
+from loco_ext.sparsity.budget.choose import Problem, Sizes
 from loco_ext.sparsity.budget.importance import Loss, OfRings, by_function, by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import Structure, structure_of
 from loco_ext.sparsity.compaction import Report, compact
@@ -140,6 +141,8 @@ def _lost(
         return by_norm(structure)
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches: expected pairs of inputs and targets, got {type(batches).__name__}")
+    if not callable(loss):
+        raise TypeError(f"loss: expected a function of the model's output and targets, got {type(loss).__name__}")
     several = list(batches)
     if not several:
         raise ValueError("batches: expected at least one pair of inputs and targets for importance='taylor', got none")
@@ -168,9 +171,16 @@ class Search:
         return network, report
 
     def guess(self) -> float:
-        """Return the count, as a share of the model's, that should meet the budget, judged by one network."""
-        sizes, _, report = self._network(self.share)
-        return min(1.0, self._counted(sizes) * self.share / self._reached(report))
+        """Return the count, as a share of the model's, that should meet the budget, judged by one network.
+
+        Raises:
+            ValueError: the cheapest network does not meet the budget.
+        """
+        least = self._reached(self._network(self._sizes(0.0))[1])
+        if least > self.share:
+            raise self._beyond(least)
+        sizes = self._sizes(self.share)
+        return min(1.0, self._counted(sizes) * self.share / self._reached(self._network(sizes)[1]))
 
     def search(self, target: float, near: float = _NEAR) -> tuple[nn.Module, Report, Sizes]:
         """Return the network, its report and its sizes.
@@ -182,51 +192,55 @@ class Search:
         Raises:
             ValueError: no sizes that are allowed meet the budget.
         """
-        low, high = 0.0, 1.0
+        low, high = 0.0, math.inf
         best: tuple[nn.Module, Report, Sizes] | None = None
         least = 1.0
         for tried in range(_MOST_TRIES):
-            try:
-                sizes, network, report = self._network(target)
-            except LeastCost as error:
-                if best is not None or high < 1.0:
-                    break  # of the targets tried, the last but one is the least
-                least = error.cost / self.problem.cost(self.problem.whole())
+            sizes = self._sizes(target)
+            counted = self._counted(sizes)
+            cheapest = self.problem.cost(sizes) > self._cost(target)  # no sizes that are allowed cost as little
+            if cheapest and best is not None:
                 break
-            reached, counted = self._reached(report), self._counted(sizes)
+            target = max(target, counted)
+            network, report = self._network(sizes)
+            reached = self._reached(report)
             if reached <= self.share:
                 best, low = (network, report, sizes), target
                 if reached >= near * self.share or target == 1.0 or (target == self.share and reached == counted):
                     break
             else:
                 high, least = target, min(least, reached)
-            guess, stuck = target * self.share / reached, best is None and tried >= _GUESSES
-            target = guess if low < guess < high and not stuck else (low + high) / 2
+                if cheapest:
+                    break
+            guess, stuck = min(1.0, target * self.share / reached), best is None and tried >= _GUESSES
+            target = guess if low < guess < high and not stuck else (low + min(high, 1.0)) / 2
         if best is None:
-            raise ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
+            raise self._beyond(least)
         return best
+
+    def _beyond(self, least: float) -> ValueError:
+        """Return the error of a budget that cannot be met."""
+        return ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
+
+    def _sizes(self, target: float) -> Sizes:
+        """Return sizes whose count is at most this share of the model's, or the cheapest."""
+        return self.problem.within(self._cost(target))
+
+    def _cost(self, target: float) -> float:
+        """Return this share of the model's count."""
+        return target * self.problem.cost(self.problem.whole())
 
     def _counted(self, sizes: Sizes) -> float:
         """Return the count of these sizes as a share of the model's."""
         return self.problem.cost(sizes) / self.problem.cost(self.problem.whole())
 
-    def _network(self, target: float) -> tuple[Sizes, nn.Module, Report]:
-        """Return sizes that count at most the target, the network that is left of them, and its report.
-
-        For a latency, the network is the model with zeros.
-
-        Raises:
-            LeastCost: no sizes that are allowed cost as little.
-        """
-        whole = self.problem.cost(self.problem.whole())
-        sizes = self.problem.within(target * whole)
+    def _network(self, sizes: Sizes) -> tuple[nn.Module, Report]:
+        """Return the network that is left of sizes, and its report; for a latency, it is the model with zeros."""
         model, structure = copy.deepcopy((self.model, self.structure))
         structure.zero(sizes)
         if self.cost == "latency":  # timed as it will run, with folded batch norms
-            network, (_, report) = model, compact(model, self.inputs)
-        else:
-            network, report = compact(model, self.inputs, cost="macs", fold_norms=False)
-        return sizes, network, report
+            return model, compact(model, self.inputs)[1]
+        return compact(model, self.inputs, cost="macs", fold_norms=False)
 
     def _reached(self, report: Report) -> float:
         """Return the share of the model's cost that is left."""

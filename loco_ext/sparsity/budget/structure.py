@@ -160,6 +160,10 @@ class Masks:
             if getattr(module, name, None) is not None:
                 self.add(module, name, alive)
 
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of the tensors that have a mask."""
+        return [mask.shape for mask in self._masks.values()]
+
     @torch.no_grad()
     def apply(self) -> None:
         """Multiply the tensors by their masks, in place."""

@@ -1,9 +1,13 @@
 """Small networks with what budgets have to know about, on images of 3 x 9 x 9 and 4 classes."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from loco_ext import sparsity
 
 IMAGE = (3, 9, 9)
 CLASSES = 4
@@ -113,3 +117,14 @@ def macs(model: nn.Module) -> int:
     for handle in handles:
         handle.remove()
     return total
+
+
+def timed(share: float) -> Any:
+    """Return compaction that measures this share of the latency for no MACs, and in proportion to them above it."""
+
+    def compact(model: nn.Module, inputs: Any, cost: str = "macs", **options: Any) -> tuple[nn.Module, sparsity.Report]:
+        network, report = sparsity.compact(model, inputs, cost="macs", **options)
+        latency = share + (1 - share) * report.macs_after / report.macs_before
+        return network, replace(report, latency_before=1.0, latency_after=latency)
+
+    return compact

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from loco_ext import sparsity
 from loco_ext.experiments import models
+from loco_ext.sparsity.budget import shrink
 from loco_ext.sparsity.budget.importance import by_norm, by_taylor
 from loco_ext.sparsity.budget.structure import log_importance_lost, structure_of
 from tests.covering import covering
-from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network
+from tests.sparsity.budget.networks import IMAGE, NETWORKS, batches, macs, network, timed
 
 X = torch.zeros(2, *IMAGE)
 
@@ -129,7 +130,7 @@ def test_bounds_and_layers_left_alone() -> None:
 
 def test_a_function_decides() -> None:
     """Filters numbered highest are the most important; their rings are equally so."""
-    numbered = lambda name, weight: torch.arange(len(weight))[:, None].expand(-1, 1) + 1.0  # noqa: E731
+    numbered = lambda name, weight: torch.arange(1.0, 1 + len(weight), requires_grad=True)[:, None]  # noqa: E731
     model = network("depthwise")
     structure = structure_of(model, [X], "half", "filters")
     assert {layer.name for layer in structure.layers} == {"0", "3", "6", "11"}
@@ -214,6 +215,10 @@ def test_latency() -> None:
             {"macs": 0.5, "batches": batches(), "loss": lambda out, _: torch.nan * out.sum()},
             "batches: expected some for which all gradients of the loss are finite, got none",
         ),
+        (
+            {"macs": 0.5, "batches": [(X[:, :, 5:], torch.zeros(2))]},
+            "batches: expected inputs of the model and targets of the loss, got ",
+        ),
         ({"macs": 0.5, "importance": "norm", "round_to": 0}, "round_to: expected at least 1, got 0"),
         ({"macs": 0.5, "importance": "norm", "least": {"1": 3}}, "least: expected names of convolution or linear"),
         ({"macs": 0.5, "importance": "norm", "least": -1}, "least: expected at least 0, got -1"),
@@ -223,6 +228,55 @@ def test_latency() -> None:
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sparsity.shrink_to(network("plain"), X, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (None, "loss: expected a function of the model's output and targets, got NoneType"),
+        (lambda output, _: output, r"loss: expected a function that returns a scalar .*, got shape \(8, 4\)"),
+        (lambda output, _: output.detach().sum(), r"loss: expected .* with a gradient, got shape \(\)"),
+        (lambda *_: 1.0, "loss: expected .*, got float"),
+    ],
+)
+def test_a_loss_that_is_none(loss: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        sparsity.shrink_to(network("plain"), X, macs=0.5, batches=batches(), loss=loss)
+
+
+def test_weights_that_are_not_finite() -> None:
+    model = network("plain")
+    model[4].weight.data[0] = torch.nan  # type: ignore[index]
+    with pytest.raises(ValueError, match="model: expected finite weights, got others in '4'"):
+        sparsity.shrink_to(model, X, macs=0.5, importance="norm")
+
+
+def test_the_least_latency_is_that_of_the_cheapest_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrink, "compact", timed(0.25))
+    optimizer = torch.optim.SGD((model := network("plain")).parameters(), lr=0.1)
+    _, cheapest = sparsity.shrink_to(network("plain"), X, latency=0.2501 + 0.75 * 0.0063, importance="norm")
+    assert cheapest.latency_after is not None
+    message = f"latency: expected at least {cheapest.latency_after:.4g}, the least reached, got 0.2"
+    with pytest.raises(ValueError, match=message):
+        sparsity.shrink_to(network("plain"), X, latency=0.2, importance="norm")
+    with pytest.raises(ValueError, match=message):
+        sparsity.Budget(model, optimizer, example_inputs=X, latency=0.2, begin=0, end=3)
+
+
+@pytest.mark.parametrize(("share", "filters"), [(0.126, 1), (0.2, 5), (0.3, 8)])
+def test_a_budget_below_the_count_is_met_where_compaction_removes_more(share: float, filters: int) -> None:
+    """Most filters of the first layer are zeros; as they are left alone, they count."""
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    ).eval()
+    model[0].weight.data[2:] = 0
+    options: Any = {"macs": share, "skip": ["0"], "granularity": "filters", "importance": "norm"}
+    _, report = sparsity.shrink_to(model, X, **options)
+    assert [layer.kernels_after for layer in report.layers[:2]] == [2, filters]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"macs: expected at least 0.4952, the least reached, got {share}"):
+        sparsity.Budget(model, optimizer, example_inputs=X, begin=0, end=6, **options)  # zeros may be trained
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(nn.Conv2d(3, 4, 1))])

@@ -1,0 +1,91 @@
+"""The distillation loss: Hinton's formula in float64, its gradient by finite differences, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+
+from loco_ext import sparsity
+from loco_ext.sparsity import distillation_loss
+from tests.covering import covering
+
+
+def logits(rows=7, classes=5, scale=1.0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rows)
+    ours, theirs = scale * torch.randn(2, rows, classes, generator=generator, dtype=torch.float64)
+    return ours.to(dtype), theirs.to(dtype), torch.randint(classes, (rows,), generator=generator)
+
+
+def formula(ours, theirs, targets, weight, temperature):
+    """Return the loss in float64 from sums over samples and classes."""
+    ours, theirs = ours.double().numpy(), theirs.double().numpy()
+    total = 0.0
+    for student, teacher, target in zip(ours, theirs, targets.tolist(), strict=True):
+        log_q, log_p = log_softmax(student / temperature), log_softmax(teacher / temperature)
+        divergence = sum(np.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
+        total += (1 - weight) * -log_softmax(student)[target] + weight * temperature**2 * divergence
+    return total / len(targets)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "temperature", "scale"),
+    covering(
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16], [0, 0.3, 0.9, 1], [0.5, 1, 4.0, 20], [1, 30]
+    ),
+)
+def test_it_is_hintons_formula(dtype, weight, temperature, scale):
+    """Logits of half precision are converted, under autocast too, so that only their own rounding is lost."""
+    ours, theirs, targets = logits(scale=scale, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float64):
+        found = distillation_loss(ours, theirs, targets, weight=weight, temperature=temperature)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = torch.tensor(formula(ours, theirs, targets, weight, temperature), dtype=torch.float64)
+    torch.testing.assert_close(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(0.9, 4.0), (1.0, 0.5)])
+def test_its_gradient_is_that_of_finite_differences_and_the_teacher_has_none(weight, temperature):
+    ours, theirs, targets = logits()
+    theirs.requires_grad_(True)
+
+    def of_the_student(student):
+        return distillation_loss(student, theirs, targets, weight=weight, temperature=temperature)
+
+    assert torch.autograd.gradcheck(of_the_student, ours.requires_grad_(True))
+    of_the_student(ours).backward()
+    assert theirs.grad is None
+
+
+def test_a_student_that_agrees_with_its_teacher_is_at_the_minimum():
+    ours, _, targets = logits(dtype=torch.float32)
+    loss = distillation_loss(ours.requires_grad_(True), ours + 3, targets, weight=1)
+    loss.backward()
+    torch.testing.assert_close(loss, torch.zeros(()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.grad, torch.zeros_like(ours), rtol=0, atol=1e-6)
+
+
+OURS, THEIRS, TARGETS = logits()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"logits": [[0.0]]}, TypeError, "logits: expected a tensor, got list"),
+        ({"logits": OURS.long()}, TypeError, "logits: expected a floating-point dtype, got torch.int64"),
+        ({"logits": OURS[0]}, ValueError, r"logits: expected a shape \(N, classes\), got \(5,\)"),
+        ({"teacher_logits": None}, TypeError, "teacher_logits: expected a tensor, got NoneType"),
+        ({"teacher_logits": THEIRS[:, :1]}, ValueError, r"teacher_logits: .* \(7, 5\), got \(7, 1\)"),
+        ({"targets": TARGETS.float()}, TypeError, "targets: expected int64, got torch.float32"),
+        ({"targets": TARGETS[:1]}, ValueError, r"targets: expected a shape \(7,\), got \(1,\)"),
+        ({"weight": -0.1}, ValueError, "weight: expected a finite number of at least 0, got -0.1"),
+        ({"weight": 1.1}, ValueError, r"weight: expected a number in \[0, 1\], got 1.1"),
+        ({"weight": "0.5"}, TypeError, "weight: expected a number, got '0.5'"),
+        ({"temperature": 0}, ValueError, "temperature: expected more than 0, got 0"),
+        ({"temperature": float("inf")}, ValueError, "temperature: expected a finite number"),
+    ],
+    ids=lambda value: str(*value) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_named(change, error, said):
+    arguments = {"logits": OURS, "teacher_logits": THEIRS, "targets": TARGETS} | change
+    with pytest.raises(error, match=f"^{said}"):
+        sparsity.distillation_loss(**arguments)
