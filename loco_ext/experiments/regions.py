@@ -165,10 +165,10 @@ def measure(
             for arm in arms
         ]
         record["arms"] = summarise(record["networks"])
-        write_json(out / "regions.json", record)
         write(region_pictures.radii(record["arms"]), out / "regions.png")
         if settings.toy:
             region_pictures.save_toy(out / "toy.png")
+        write_json(out / "regions.json", record)  # last: the experiment is done where it is
     return record
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from scipy import stats
 
@@ -22,6 +23,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
 from loco_ext.experiments.reproduce.jobs import PRESETS, Plan, ordered
 from loco_ext.experiments.reproduce.published import entries, published
+from tests.processes import kill_when, run_command
 
 PAPERS = {"loco-reg": loco_reg, "sparsity": sparsity, "efcn": efcn, "pilcro": pilcro, "linear-regions": linear_regions}
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
@@ -185,6 +187,31 @@ def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     assert (folder / "seed-0" / "regions.json").stat().st_mtime_ns == before
 
 
+def content(folder):
+    """Return what the pages of a reproduction say, and the weights of all networks, by path below the folder."""
+    pages = {p.relative_to(folder): json.loads(p.read_text()) for p in folder.rglob("reproduce.json")}
+    for page in pages.values():
+        page["figures"] = {caption: Path(path).relative_to(folder) for caption, path in page["figures"].items()}
+    return pages | {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
+
+
+def times(paths):
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def test_a_killed_reproduction_goes_on(tmp_path):
+    """The network that was finished before the kill is kept, and the tables are those of an uninterrupted run."""
+    torch.set_num_threads(1)
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    command = ["reproduce", "linear-regions", "--quiet", "--out"]
+    kill_when(lambda: list(cut.rglob("vanilla-0.json")), *command, cut)
+    assert not list(cut.rglob("regions.json"))
+    kept = times(cut.rglob("vanilla-0.json"))
+    assert main([*command, str(cut)]) == main([*command, str(whole)]) == 0
+    assert times(kept) == kept
+    assert content(cut) == content(whole)
+
+
 def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
     ran = []
 
@@ -233,12 +260,49 @@ def test_the_example_with_xargs_runs(tmp_path):
     assert len(page["figures"]) == 3
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the folder of all papers at the preset smoke."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_command("reproduce", "all", "--out", folder)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", ["sparsity", "efcn", "pilcro"])
-def test_the_preset_smoke_reproduces_a_paper(tmp_path, capsys, paper):
-    assert main(["reproduce", paper, "--out", str(tmp_path), "--json"]) == 0
-    (page,) = json.loads(capsys.readouterr().out).values()
-    assert all(table["rows"] or "Not reproduced" in table["notes"][0] for table in page["tables"])
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_preset_smoke_reproduces_a_paper(whole, capsys, paper):
+    assert main(["reproduce", paper, "--out", str(whole), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "job 1 of" not in printed.err  # all have been run with those of the other papers
+    (page,) = json.loads(printed.out).values()
+    unreproduced = [table for table in page["tables"] if not table["rows"]]
+    assert all("Not reproduced" in table["notes"][0] for table in unreproduced)
     assert page["figures"]
-    text = (tmp_path / "smoke" / paper / "reproduce.md").read_text()
+    text = (whole / "smoke" / paper / "reproduce.md").read_text()
     assert text.count("![") == len(page["figures"])
+
+
+KILLS = (  # a file that a job writes on its way, and the job's result
+    ("loco-reg/digits-small/uniform-1/checkpoint.pt", "model.safetensors"),
+    ("sparsity/resnet8-a/rings-plain/alpha-0.01/path-0.25/point-00.pt", "../frontier.json"),
+    ("efcn/plain8/switch-000/branches/000-full/before.json", "../../efcn.json"),
+    ("pilcro/RC-/target-10-0/target-10-0/landscape.json", "../landscapes.json"),
+    ("linear-regions/seed-0/runs/vanilla-0.json", "../regions.json"),
+    ("loco-reg/digits-small/paper-1.5-0/settings.json", "model.safetensors"),
+)
+
+
+@pytest.mark.slow
+def test_all_papers_go_on_after_kills(whole, tmp_path):
+    """What is written at a kill is kept, whether its job was done or not, and all results are as without kills."""
+    command, kept = ["reproduce", "all", "--out", tmp_path], {}
+    for name, result in KILLS:
+        reached = tmp_path / "smoke" / name
+        kill_when(reached.exists, *command)
+        assert not (reached.parent / result).exists()
+        assert times(kept) == kept
+        jobs = [job for module in PAPERS.values() for job in module.jobs(plan("smoke", tmp_path))]
+        kept = times([*(job.result for job in jobs if job.done), *([] if "settings" in name else [reached])])
+    run_command(*command)
+    assert times(kept) == kept
+    assert content(tmp_path) == content(whole)
