@@ -282,6 +282,20 @@ def test_the_preset_smoke_reproduces_a_paper(whole, capsys, paper):
     assert text.count("![") == len(page["figures"])
 
 
+@pytest.mark.slow
+def test_the_preset_smoke_trains_by_locality(whole):
+    """No layer's factors fall back to (1, 1), and each rule makes other weights out of the same first ones."""
+    page = json.loads((whole / "smoke" / "loco-reg" / "reproduce.json").read_text())
+    factors = next(table for table in page["tables"] if table["title"].startswith("Table 6"))
+    assert len(factors["rows"]) == 3
+    assert all(1.0 not in row[2:] for row in factors["rows"])
+    for seed in (0, 1):
+        places = [
+            whole / "smoke/loco-reg/digits-small" / f"{name}-{seed}" for name in ("uniform", "local-1.5", "paper-1.5")
+        ]
+        assert len({(place / "model.safetensors").read_bytes() for place in places}) == 3
+
+
 KILLS = (  # a file that a job writes on its way, and the job's result
     ("loco-reg/digits-small/uniform-1/checkpoint.pt", "model.safetensors"),
     ("sparsity/resnet8-a/rings-plain/alpha-0.01/path-0.25/point-00.pt", "../frontier.json"),
