@@ -1,6 +1,7 @@
 """``loco-ext reproduce``: job lists, resuming, and tables beside the papers' values."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,9 +12,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
+from safetensors.torch import save_file
 from scipy import stats
 
 from loco_ext import commands
@@ -129,6 +132,68 @@ def test_networks_of_the_papers():
     )
     assert padded == 269_722  # He et al. 2015: 0.27M
     assert projected - padded == 16 * 32 + 32 * 64 + 2 * (32 + 64)
+
+
+def vgg16():
+    """Return random weights by torchvision's names, a sixteenth as wide."""
+    state, channels = {}, 3
+    widths = (64, 64, 128, 128, *[256] * 3, *[512] * 6)
+    for place, width in zip((0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28), widths, strict=True):
+        state |= {f"features.{place}.weight": torch.randn(width // 16, channels, 3, 3)}
+        state |= {f"features.{place}.bias": torch.randn(width // 16)}
+        channels = width // 16
+    return state | {f"classifier.{place}.weight": torch.randn(5, 7) for place in (0, 3, 6)}
+
+
+def resnet50():
+    """Return random weights by torchvision's names, a sixteenth as wide."""
+    state, channels = {"conv1.weight": torch.randn(4, 3, 7, 7), "bn1.num_batches_tracked": torch.tensor(9)}, 4
+    for stage, (blocks, width) in enumerate(((3, 4), (4, 8), (6, 16), (3, 32)), 1):
+        for block in range(blocks):
+            name = f"layer{stage}.{block}"
+            state[f"{name}.conv1.weight"] = torch.randn(width, channels, 1, 1)
+            state[f"{name}.conv2.weight"] = torch.randn(width, width, 3, 3)
+            state[f"{name}.bn2.running_mean"] = torch.randn(width)
+            state[f"{name}.conv3.weight"] = torch.randn(4 * width, width, 1, 1)
+            if block == 0:
+                state[f"{name}.downsample.0.weight"] = torch.randn(4 * width, channels, 1, 1)
+            channels = 4 * width
+    return state | {"fc.weight": torch.randn(10, channels)}
+
+
+def table_4(state):
+    """Return the differences of Table 4 in its order, those of weights of 3x3."""
+    of_halves = []
+    layers = [w.double().numpy().reshape(-1, 9) for w in state.values() if w.dim() == 4 and w.shape[-1] == 3]
+    half = (len(layers) + 1) // 2
+    for part in (layers[:half], layers[half:]):
+        rings = [(w[:, 4], w[:, 1::2].mean(1), w[:, [0, 2, 6, 8]].mean(1)) for w in part]
+        pairs = [[near - far for near, far in itertools.pairwise(ring)] for ring in rings]
+        of_halves.append([np.concatenate([p[i] / p[i].std() for p in pairs]).mean() for i in (0, 1)])
+    return [np.mean(of_halves, 0).tolist(), *of_halves]
+
+
+def test_table_4_has_the_networks_of_the_users_files(tmp_path, capsys):
+    """Files as torchvision has published them: in torch's old format, with a hash in the name, or renamed."""
+    files, out = tmp_path / "files", tmp_path / "out"
+    files.mkdir()
+    states = {"VGG16": vgg16(), "ResNet50": resnet50()}
+    torch.save(states["VGG16"], files / "vgg16-397923af.pth", _use_new_zipfile_serialization=False)
+    save_file(states["ResNet50"], files / "ResNet50.safetensors")
+    (files / "vgg16_bn-6c64b313.pth").write_text("another network")
+    options = ["reproduce", "loco-reg", "--out", str(out), "--checkpoints", str(files), "--quiet"]
+    assert main([*options, "--list", "--json"]) == 0
+    jobs = [job for job in json.loads(capsys.readouterr().out) if "imagenet" in job["folder"]]
+    assert [Path(job["folder"]).name for job in jobs] == ["ResNet50", "VGG16"]
+    for job in jobs:
+        assert main([*options, "--job", str(job["job"])]) == 0
+    table = loco_reg._statistics(Plan("smoke", out, checkpoints=files))
+    for name, state in states.items():
+        rows = [row for row in table.rows if row[0] == name]
+        assert [row[2] for row in rows] == ["all", "lower", "upper"]
+        assert [[row[3], row[5]] for row in rows] == [pytest.approx(pair) for pair in table_4(state)]
+        assert rows[0][4] == published("loco-reg", "Table 4", f"ImageNet, {name}", "all, centre - neighbours")
+    assert "VGG16" not in table.notes[-1]
 
 
 def fake(folder, accuracy):

@@ -152,12 +152,12 @@ def _analysis(plan: Plan, place: str, name: str, seeds: int, *options: Any) -> J
 
 
 def _checkpoints(plan: Plan) -> dict[str, Path]:
-    """Return the user's files by row of Table 4: those whose names without the suffix are a row's."""
+    """Return the user's files by row of Table 4: those whose names are a row's, before a hash like torchvision's."""
     if plan.checkpoints is None:
         return {}
     rows = {row.lower(): row for row in IMAGENET}
-    files = sorted(path for path in plan.checkpoints.iterdir() if path.is_file())
-    return {rows[path.stem.lower()]: path for path in files if path.stem.lower() in rows}
+    files = {path.stem.lower().partition("-")[0]: path for path in sorted(plan.checkpoints.iterdir()) if path.is_file()}
+    return {rows[name]: path for name, path in files.items() if name in rows}
 
 
 def page(plan: Plan) -> Page:
