@@ -134,6 +134,16 @@ def test_networks_of_the_papers():
     assert projected - padded == 16 * 32 + 32 * 64 + 2 * (32 + 64)
 
 
+def test_base_architectures_are_those_of_table_2():
+    table = sparsity._architectures()
+    rows = {row[0]: row for row in table.rows}
+    assert rows["plain18-7x7"] == ["plain18-7x7", 17, "ImageNet, D = 18", 17, "yes"]
+    different = [name for name, row in rows.items() if row[4] != "yes"]
+    assert different == ["resnet20-5x5", "plain20-5x5"]  # of which the draft prints one layer less
+    stem = MODELS["resnet8-7x7"].make(3, 1000, 224)[:4]
+    assert stem(torch.zeros(1, 3, 224, 224)).shape == (1, 64, 56, 56)
+
+
 def vgg16():
     """Return random weights by torchvision's names, a sixteenth as wide."""
     state, channels = {}, 3
