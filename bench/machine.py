@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from loco_ext.version import __version__
+from loco_ext.version import __version__, commit
 
 
 def describe() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "loco_ext": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -49,17 +49,6 @@ def _caches() -> dict[str, str]:
         if kind != "Instruction":
             caches[f"L{level}"] = size
     return caches
-
-
-def _commit() -> str:
-    """Return the checkout's commit, with "-dirty" if tracked files differ from it; "unknown" outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def no_gpu() -> str | None:

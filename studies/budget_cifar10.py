@@ -36,11 +36,12 @@ from loco_ext.experiments.data import Dataset, load
 from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.loader import Loader, Normalization
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.train import BUDGET_SPAN, evaluate, make_budget, make_model, make_optimizer, train_epoch
+from loco_ext.experiments.train import BUDGET_SPAN, evaluate, make_budget, make_model, make_optimizer
 from loco_ext.folders import owned
-from loco_ext.output import progress_bar, replacing
+from loco_ext.output import replacing
 from loco_ext.sparsity.budget.distillation import TEMPERATURE, WEIGHT
 from studies import summaries, tables
+from studies.fitting import fit
 from studies.options import Data, Runs
 
 WIDTHS = np.arange(64, 0, -1) / 64
@@ -108,15 +109,8 @@ class Study:
         teacher = Teacher(self.dense(seed, self.epochs).eval(), WEIGHT, TEMPERATURE) if distilled else None
         training = self.training(seed)
         optimizer = optimizer or make_optimizer(training, network)
-        options: dict[str, Any] = {"batch_size": training.batch_size, "seed": seed, "augmented": True}
-        loader = Loader(self.dataset.train, Normalization(self.dataset.train), CPU.device, **options)
         epochs = range(self.epochs) if epochs is None else epochs
-        with progress_bar(len(epochs) * len(loader), f"seed {seed}", unit="step", shown=True) as progress:
-            for epoch in epochs:
-                for group in optimizer.param_groups:
-                    group["lr"] = training.learning_rate_of(epoch)
-                train_epoch(network, optimizer, loader, epoch, progress, budget=budget, teacher=teacher)
-        return network
+        return fit(network, optimizer, self.dataset, training, epochs, budget, teacher)
 
     def dense(self, seed: int, epochs: int) -> nn.Module:
         """Return the network after so many epochs of the recipe, which are trained once for all ways."""

@@ -42,6 +42,35 @@ def locality_cifar10(report: Record) -> list[Table]:
     return [Table(title, ["decay", "test error", "minus uniform", "paired p", "factors"], rows)]
 
 
+def locality_sizes_cifar10(report: Record) -> list[Table]:
+    """Return the table of the test errors of each cell and arm."""
+    rows = []
+    for cell in report["cells"]:
+        for arm, s in cell["arms"].items():
+            difference = [MISSING, MISSING]
+            if "paired_p" in s:
+                difference = [f"{s['difference']:+.2f} ± {s['difference_standard_error']:.2f}", f"{s['paired_p']:.2g}"]
+            row = [f"{cell['images']:,}", f"{cell['kernel']}x{cell['kernel']}", cell["optimizer"]]
+            error = f"{s['error']:.2f} ± {s['standard_error']:.2f}"
+            rows.append([*row, f"{cell['strength']:g}", arm, error, *difference, str(s["count"])])
+    title = (
+        "CIFAR-10, small CNN of half width: test error in percent, mean and standard error, and its paired difference "
+        "from uniform decay, whose strength was chosen on other images"
+    )
+    headers = [
+        "images",
+        "kernels",
+        "optimizer",
+        "strength",
+        "decay",
+        "test error",
+        "minus uniform",
+        "paired p",
+        "seeds",
+    ]
+    return [Table(title, headers, rows)]
+
+
 def frontier_cifar10(report: Record) -> list[Table]:
     """Return tables of errors of pruned and narrower networks, of warm starts, and of the effect of batch norms."""
     settings, tables = report["settings"], []
@@ -348,6 +377,7 @@ RENDERERS = {
     function.__name__: function
     for function in (
         locality_cifar10,
+        locality_sizes_cifar10,
         frontier_cifar10,
         trained_cifar10,
         efcn_cifar10,

@@ -15,6 +15,7 @@ from loco_ext.analysis.conv_weights import conv_weights
 from loco_ext.analysis.locality import LocalityStatistics, estimate_locality, locality_statistics
 from loco_ext.analysis.tables import locality_table, statistics_table
 from loco_ext.analysis.tap_figure import tap_figure
+from loco_ext.experiments.records import provenance
 from loco_ext.folders import owned
 from loco_ext.foreign_checkpoints import CheckpointError, read_checkpoint
 from loco_ext.output import one_line, replacing, write_json
@@ -36,6 +37,7 @@ class Analysis:
         """Return data for JSON; ``loco-ext train --locality`` reads its entry "locality"."""
         return {
             "options": self.options,
+            **provenance(),
             "statistics": {name: asdict(statistics) for name, statistics in self.statistics.items()},
             "locality": self.locality,
             "mean_abs_weight": {name: taps.tolist() for name, taps in self.mean_abs_weight.items()},

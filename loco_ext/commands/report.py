@@ -22,8 +22,8 @@ def run(
     """Make one HTML page out of any runs, with figures, and the numbers behind each of them.
 
     The page needs no other file and no network. Runs are found in the folders and below, whatever command made them;
-    those that cannot be read are named and left out. --json prints a line for each run: its settings, versions, device,
-    seconds of training, and results.
+    those that cannot be read are named and left out. --json prints a line for each run: its settings, commit, versions,
+    device, seconds of training, and results.
     """
     from loco_ext.report import page, runs
 

@@ -48,8 +48,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of weights from torchvision, timm or Keras for LOCO-REG's Table 4, named by its rows: "
-            "vgg16.pth, resnet50.safetensors, densenet121.pth.",
+            help="Folder of weights, such as torchvision's or timm's, for LOCO-REG's Table 4, named by its rows: "
+            "vgg16-397923af.pth, resnet50.safetensors, densenet121.pth.",
         ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Print the jobs that are not done as command lines.")] = False,

@@ -21,7 +21,7 @@ from loco_ext.experiments.files import DataError
 from loco_ext.experiments.loader import Normalization
 from loco_ext.experiments.models import MODELS, find_model, is_own, load_weights
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import versions
+from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.experiments.train import evaluate
 from loco_ext.folders import owned
@@ -161,7 +161,7 @@ def save(compacted: Compacted, trained: Trained, out: Path, *, onnx: bool) -> No
         OSError: ``out`` cannot be written to, or another process is writing to it.
     """
     device_type = next(trained.model.parameters()).device.type
-    facts = {"model": trained.name, "data": trained.data, "device": device_type, "versions": versions()}
+    facts = {"model": trained.name, "data": trained.data, "device": device_type, **provenance()}
     with owned(out):
         sparsity.save(compacted.network, out, compacted.report)
         if onnx:

@@ -19,7 +19,7 @@ from loco_ext import optim, sparsity
 from loco_ext.checkpoints import save_checkpoint
 from loco_ext.experiments import data, demo_budget, demo_networks, lifting, settings
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import versions
+from loco_ext.experiments.records import provenance
 from loco_ext.experiments.train import Epoch, make_model, make_optimizer, train
 from loco_ext.folders import owned
 from loco_ext.output import write_json
@@ -104,10 +104,10 @@ def print_tables(results: Results) -> None:
 
 
 def to_dict(settings: Settings, results: Results) -> dict[str, Any]:
-    """Return the settings, the versions and all measurements as plain data."""
+    """Return the settings, commit, versions and all measurements as plain data."""
     return {
         "settings": asdict(settings),
-        "versions": versions(),
+        **provenance(),
         "networks": [asdict(network) for network in results.networks],
         "smaller": results.shrunk.to_dict(),
         "lifted": results.lifted.to_dict(),

@@ -1,10 +1,10 @@
 """The eFCN experiment: train a network, lift it at several times to one with fewer constraints, and train that on.
 
-    settings.json       the settings and versions
+    settings.json       the settings, commit and versions
     cnn/                the network's own run, with its weights at the switch times
     branches/T-R/       the run from switch time T, relaxed as R says; "cnn" continues the network itself
     fcn/                the run of the standard fully connected network
-    efcn.json           everything: settings, versions, and the metrics of every run
+    efcn.json           everything: settings, commit, versions, and the metrics of every run
     *.png               figures like the paper's 2 to 8 and 12, drawn from efcn.json
 
 A run that was killed resumes from its last complete epoch and reaches the same numbers.

@@ -1,10 +1,10 @@
 """The frontier of accuracy against cost: one network trained with penalties of many strengths, from a dense start.
 
-    settings.json    the settings and versions
+    settings.json    the settings, commit and versions
     dense-W/         the run that trains the network of width W without a penalty
     runs/            the run of every point, each in a folder named by its start weights and its strength
     path-W/          the records of the path from that network, see sparsity.frontier
-    frontier.json    everything: settings, versions, and per width the path with its points
+    frontier.json    everything: settings, commit, versions, and per width the path with its points
     *.png            figures like the draft's 1, 3, 4 and 5
 
 After a kill, a run resumes from its last complete epoch and a path from its last complete point, to the same numbers.

@@ -1,8 +1,8 @@
 """The experiment with importance landscapes: networks trained with PILCRO and without, from the same seeds.
 
-    settings.json            the settings and versions
+    settings.json            the settings, commit and versions
     ARM-SEED/                the training of each network, its weights, and its measurements as JSON
-    landscapes.json          everything: settings, versions, the measurements of every network, and each arm's summary
+    landscapes.json          everything: settings, commit, versions, all networks' measurements, and each arm's summary
     *.png                    landscapes, test accuracies by epoch, accuracies under corruption, ablation curves
 
 A run that was killed resumes from its last complete epoch or measurement and reaches the same numbers.

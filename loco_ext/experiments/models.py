@@ -120,6 +120,7 @@ def cifar_resnet(
     width: float = 1.0,
     stages: tuple[int, ...] = (16, 32, 64),
     kernel_size: int = 3,
+    stem: int | None = None,
     padded: bool = False,
 ) -> nn.Sequential:
     """Build a base architecture of the structured-sparsity draft, Table 2, with shortcuts: ResNet-20 for three blocks.
@@ -133,6 +134,8 @@ def cifar_resnet(
         width: factor on the numbers of channels.
         stages: channels of the stages before that factor.
         kernel_size: size of all kernels but those of shortcuts.
+        stem: size of the first kernels, which for images as large as ImageNet's have a stride of 2 and a pooling behind
+            them; with None, the first convolution is like the others.
         padded: shortcuts where shapes change have no weights: every other pixel, and zeros in the new channels, which
             is option A of He et al. (2015). Otherwise they are 1x1 convolutions.
 
@@ -144,7 +147,7 @@ def cifar_resnet(
     def block(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
         return (BasicBlock(channels, width, stride, kernel_size, padded=padded),)
 
-    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, block)
+    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, stem, block)
 
 
 def cifar_plain(
@@ -156,6 +159,7 @@ def cifar_plain(
     width: float = 1.0,
     stages: tuple[int, ...] = (16, 32, 64),
     kernel_size: int = 3,
+    stem: int | None = None,
 ) -> nn.Sequential:
     """Build the plain twin of :func:`cifar_resnet`: the same convolutions without shortcuts.
 
@@ -167,7 +171,7 @@ def cifar_plain(
     def pair(channels: int, width: int, stride: int) -> tuple[nn.Module, ...]:
         return *_convolution(channels, width, kernel_size, stride), *_convolution(width, width, kernel_size)
 
-    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, pair)
+    return _cifar(in_channels, classes, blocks, width, stages, kernel_size, stem, pair)
 
 
 def vanilla_cnn(in_channels: int = 3, classes: int = 10, size: int = 32) -> nn.Sequential:
@@ -284,7 +288,12 @@ class Model(NamedTuple):
     scalable: bool = False
 
 
-_SQUARE: Any = {"stages": (64, 64, 64), "kernel_size": 5}  # the draft's Table 2, last row
+# The draft's Table 2.
+_SQUARE: Any = {"stages": (64, 64, 64), "kernel_size": 5}
+_IMAGENET: dict[int, Any] = {
+    8: {"stages": (64, 128, 256), "blocks": 1, "stem": 7},
+    18: {"stages": (64, 128, 256, 512), "blocks": 2, "stem": 7},
+}
 MODELS = {
     "small": Model(small_cnn, 2),
     "vgg13": Model(vgg13, 32),
@@ -299,6 +308,11 @@ MODELS = {
     "resnet8-a": Model(partial(cifar_resnet, blocks=1, padded=True), 8, scalable=True),
     "resnet20-5x5": Model(partial(cifar_resnet, **_SQUARE, padded=True), 8, scalable=True),
     "plain20-5x5": Model(partial(cifar_plain, **_SQUARE), 8, scalable=True),
+    **{
+        f"resnet{d}-7x7": Model(partial(cifar_resnet, **a, padded=True), 32, scalable=True)
+        for d, a in _IMAGENET.items()
+    },
+    **{f"plain{d}-7x7": Model(partial(cifar_plain, **a), 32, scalable=True) for d, a in _IMAGENET.items()},
     "vgg13-5x5": Model(partial(vgg13, kernel_size=5), 32),
     "vanilla": Model(vanilla_cnn, 28),
     "alexnet": Model(alexnet, 28),
@@ -351,11 +365,13 @@ def _cifar(
     width: float,
     stages: tuple[int, ...],
     kernel_size: int,
+    stem: int | None,
     pair: Callable[[int, int, int], Iterable[nn.Module]],
 ) -> nn.Sequential:
     """Build the network; ``pair`` maps input channels, output channels and first stride to two convolutions."""
     first, *_ = widths = [max(1, round(width * channels)) for channels in stages]
-    layers: list[nn.Module] = [*_convolution(in_channels, first, kernel_size)]
+    layers: list[nn.Module] = [*_convolution(in_channels, first, stem or kernel_size, 1 if stem is None else 2)]
+    layers += [] if stem is None else [nn.MaxPool2d(3, 2, padding=1)]
     channels = first
     for stage, wide in enumerate(widths):
         for block in range(blocks):

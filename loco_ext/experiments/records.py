@@ -14,13 +14,15 @@ from loco_ext.experiments.data import Dataset
 from loco_ext.experiments.processes import Processes
 from loco_ext.experiments.settings import SettingsError
 from loco_ext.output import json_text, write_json
-from loco_ext.version import __version__
+from loco_ext.version import __version__, commit
 
 Record = dict[str, Any]
 
 
 def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resume: bool, **facts: Any) -> Record:
     """Write the settings of an experiment and the digest of its data to ``settings.json`` in ``out``; return them.
+
+    An experiment may be resumed with the code of another commit, which is then recorded in the place of the first.
 
     Raises:
         SettingsError: ``out`` holds another experiment or, without ``resume``, any.
@@ -33,20 +35,24 @@ def begin(out: Path, settings: Any, data: Dataset, processes: Processes, *, resu
         "digest": data.description["digest"],
         **facts,
         "device": processes.device.type,
-        "versions": versions(),
+        **provenance(),
     }
     if path.exists():
         if not resume:
             raise SettingsError(f"{out}: holds an experiment already; resume it, or choose another folder")
-        if path.read_text() != json_text(record, indent=2) + "\n":
+        if _without_commit(read(path)) != _without_commit(json.loads(json_text(record))):
             raise SettingsError(f"{path}: of another experiment; resume it with its own settings and data")
     write_json(path, record)
     return record
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of everything that the numbers depend on."""
-    return {"loco_ext": __version__, "torch": torch.__version__}
+def _without_commit(record: Any) -> Any:
+    return {**record, "commit": None} if isinstance(record, dict) else record
+
+
+def provenance() -> Record:
+    """Return the code that the numbers depend on: its commit, and the versions of packages."""
+    return {"commit": commit(), "versions": {"loco_ext": __version__, "torch": torch.__version__}}
 
 
 def remembered(path: Path, make: Callable[[], Any]) -> Any:

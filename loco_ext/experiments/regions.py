@@ -1,8 +1,8 @@
 """How much ROLL widens linear regions: fully connected networks trained with and without it, over a grid of settings.
 
-    settings.json    the settings and versions
+    settings.json    the settings, commit and versions
     runs/            one file for each network: its settings, test accuracy and radii, or that it has diverged
-    regions.json     everything: settings, versions, all networks and the ratios of their radii
+    regions.json     everything: settings, commit, versions, all networks and the ratios of their radii
     regions.png      median radius against accuracy
     toy.png          linear regions of three networks of the plane
 
@@ -165,10 +165,10 @@ def measure(
             for arm in arms
         ]
         record["arms"] = summarise(record["networks"])
-        write_json(out / "regions.json", record)
         write(region_pictures.radii(record["arms"]), out / "regions.png")
         if settings.toy:
             region_pictures.save_toy(out / "toy.png")
+        write_json(out / "regions.json", record)  # last: the experiment is done where it is
     return record
 
 

@@ -1,6 +1,6 @@
 """One training run in a folder: settings, metrics after every epoch, a checkpoint to resume from, the final weights.
 
-    settings.json      the settings, the machine's relevant properties, and versions
+    settings.json      the settings, the machine's relevant properties, commit and versions
     metrics.jsonl      one line per epoch; numbers that are not finite are null
     checkpoint.pt      weights, optimizer and metrics after the last epoch: torch.load(..., weights_only=True)
     model.safetensors  the weights after all epochs
@@ -29,7 +29,7 @@ from loco_ext.experiments.distillation import Teacher
 from loco_ext.experiments.malloc import keep_freed_memory
 from loco_ext.experiments.precision import Precision
 from loco_ext.experiments.processes import Processes
-from loco_ext.experiments.records import versions
+from loco_ext.experiments.records import provenance
 from loco_ext.experiments.settings import Settings, SettingsError, check_same
 from loco_ext.experiments.train import Epoch, make_budget, make_model, make_optimizer, train
 from loco_ext.folders import owned
@@ -164,7 +164,7 @@ def _begin(
         raise SettingsError(f"{out}: holds a run already; resume it, or choose another folder")
     history = _restore(path, settings, facts, parts) if path.exists() else []
     if processes.first:
-        record = {"settings": asdict(settings), **facts, "versions": versions()}
+        record = {"settings": asdict(settings), **facts, **provenance()}
         write_json(out / "settings.json", record)
     return history
 

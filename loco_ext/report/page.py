@@ -83,15 +83,27 @@ def _template() -> Template:
 
 def _overview(runs: list[Run]) -> Table:
     """Return one row for each run: the settings that differ among those of its command, and its results."""
-    headers = ["run", "command", "results", "settings that differ", "training", "device", "versions"]
+    headers = ["run", "command", "results", "settings that differ", "training", "device", "code"]
     names = {run.command: differing([each.settings for each in runs if each.command == run.command]) for run in runs}
     rows = []
     for run in runs:
         settings = "\n".join(f"{name} {training.setting(run.settings.get(name))}" for name in names[run.command])
         metrics = "\n".join(f"{name.replace('_', ' ')} {_metric(name, value)}" for name, value in run.metrics.items())
-        versions = "\n".join(f"{name} {version}" for name, version in run.versions.items())
-        rows.append([run.name, run.command, metrics, settings, _duration(run.seconds), run.device or "", versions])
+        code = "\n".join(f"{name} {version}" for name, version in {**run.versions, **_commit(run.commit)}.items())
+        rows.append([run.name, run.command, metrics, settings, _duration(run.seconds), run.device or "", code])
     return Table(headers, rows)
+
+
+def _commit(commit: str | None) -> dict[str, str]:
+    """Return a short form of a commit, by name; nothing where it is not recorded.
+
+    >>> _commit("0123456789abcdef-dirty"), _commit(None)
+    ({'commit': '0123456789-dirty'}, {})
+    """
+    if commit is None:
+        return {}
+    number, mark, _ = commit.partition("-dirty")
+    return {"commit": number[:10] + mark}
 
 
 def _metric(name: str, value: float | None) -> str:

@@ -61,9 +61,14 @@ class Run:
     epochs: list[Record]
     content: Record
 
+    @property
+    def commit(self) -> str | None:
+        """Commit of the code, as :func:`loco_ext.version.commit` returns it; None where it is not recorded."""
+        return self.content.get("commit")
+
     def to_dict(self) -> Record:
         """Return everything but epochs and content, as plain data: the line of ``loco-ext report --json``."""
-        names = ("command", "settings", "versions", "device", "seconds", "metrics")
+        names = ("command", "settings", "commit", "versions", "device", "seconds", "metrics")
         return {"folder": str(self.folder), **{name: getattr(self, name) for name in names}}
 
 
@@ -82,6 +87,8 @@ class _Facts:
     def __post_init__(self) -> None:
         if not isinstance(self.settings, dict) or not isinstance(self.versions, dict):
             raise TypeError("expected settings and versions by name")
+        if not isinstance(self.content.get("commit"), str | None):
+            raise TypeError(f"expected a commit as text, found {self.content['commit']!r}")
         for value in self.metrics.values():
             _number(value)
 
@@ -219,7 +226,7 @@ def _compact(folder: Path) -> _Facts:
 def _analyze(folder: Path) -> _Facts:
     record = read_json(folder / "analysis.json")
     settings = record["options"] | {"checkpoints": list(record["statistics"])}
-    return _Facts(settings, {"layers": len(record["locality"])}, record)
+    return _Facts(settings, {"layers": len(record["locality"])}, record, record.get("versions", {}))
 
 
 def _demo(folder: Path) -> _Facts:

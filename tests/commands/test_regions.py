@@ -33,6 +33,8 @@ def test_networks_are_trained_measured_and_resumed(tmp_path, capsys, monkeypatch
     assert [arm["name"] for arm in record["arms"]] == names
     for file in ("regions.png", "toy.png"):
         assert (tmp_path / file).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        # The record, by which an experiment counts as done, comes after everything else.
+        assert (tmp_path / file).stat().st_mtime_ns <= (tmp_path / "regions.json").stat().st_mtime_ns
     for arm in record["arms"]:
         networks = [network for network in record["networks"] if network["name"] == arm["name"]]
         vanilla = [network for network in record["networks"] if network["name"] == "vanilla"]

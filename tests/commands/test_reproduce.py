@@ -1,6 +1,7 @@
 """``loco-ext reproduce``: job lists, resuming, and tables beside the papers' values."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,8 +12,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 from scipy import stats
 
 from loco_ext import commands
@@ -22,6 +26,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
 from loco_ext.experiments.reproduce.jobs import PRESETS, Plan, ordered
 from loco_ext.experiments.reproduce.published import entries, published
+from tests.processes import kill_when, run_command
 
 PAPERS = {"loco-reg": loco_reg, "sparsity": sparsity, "efcn": efcn, "pilcro": pilcro, "linear-regions": linear_regions}
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
@@ -129,6 +134,78 @@ def test_networks_of_the_papers():
     assert projected - padded == 16 * 32 + 32 * 64 + 2 * (32 + 64)
 
 
+def test_base_architectures_are_those_of_table_2():
+    table = sparsity._architectures()
+    rows = {row[0]: row for row in table.rows}
+    assert rows["plain18-7x7"] == ["plain18-7x7", 17, "ImageNet, D = 18", 17, "yes"]
+    different = [name for name, row in rows.items() if row[4] != "yes"]
+    assert different == ["resnet20-5x5", "plain20-5x5"]  # of which the draft prints one layer less
+    stem = MODELS["resnet8-7x7"].make(3, 1000, 224)[:4]
+    assert stem(torch.zeros(1, 3, 224, 224)).shape == (1, 64, 56, 56)
+
+
+def vgg16():
+    """Return random weights by torchvision's names, a sixteenth as wide."""
+    state, channels = {}, 3
+    widths = (64, 64, 128, 128, *[256] * 3, *[512] * 6)
+    for place, width in zip((0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28), widths, strict=True):
+        state |= {f"features.{place}.weight": torch.randn(width // 16, channels, 3, 3)}
+        state |= {f"features.{place}.bias": torch.randn(width // 16)}
+        channels = width // 16
+    return state | {f"classifier.{place}.weight": torch.randn(5, 7) for place in (0, 3, 6)}
+
+
+def resnet50():
+    """Return random weights by torchvision's names, a sixteenth as wide."""
+    state, channels = {"conv1.weight": torch.randn(4, 3, 7, 7), "bn1.num_batches_tracked": torch.tensor(9)}, 4
+    for stage, (blocks, width) in enumerate(((3, 4), (4, 8), (6, 16), (3, 32)), 1):
+        for block in range(blocks):
+            name = f"layer{stage}.{block}"
+            state[f"{name}.conv1.weight"] = torch.randn(width, channels, 1, 1)
+            state[f"{name}.conv2.weight"] = torch.randn(width, width, 3, 3)
+            state[f"{name}.bn2.running_mean"] = torch.randn(width)
+            state[f"{name}.conv3.weight"] = torch.randn(4 * width, width, 1, 1)
+            if block == 0:
+                state[f"{name}.downsample.0.weight"] = torch.randn(4 * width, channels, 1, 1)
+            channels = 4 * width
+    return state | {"fc.weight": torch.randn(10, channels)}
+
+
+def table_4(state):
+    """Return the differences of Table 4 in its order, those of weights of 3x3."""
+    of_halves = []
+    layers = [w.double().numpy().reshape(-1, 9) for w in state.values() if w.dim() == 4 and w.shape[-1] == 3]
+    half = (len(layers) + 1) // 2
+    for part in (layers[:half], layers[half:]):
+        rings = [(w[:, 4], w[:, 1::2].mean(1), w[:, [0, 2, 6, 8]].mean(1)) for w in part]
+        pairs = [[near - far for near, far in itertools.pairwise(ring)] for ring in rings]
+        of_halves.append([np.concatenate([p[i] / p[i].std() for p in pairs]).mean() for i in (0, 1)])
+    return [np.mean(of_halves, 0).tolist(), *of_halves]
+
+
+def test_table_4_has_the_networks_of_the_users_files(tmp_path, capsys):
+    """Files as torchvision has published them: in torch's old format, with a hash in the name, or renamed."""
+    files, out = tmp_path / "files", tmp_path / "out"
+    files.mkdir()
+    states = {"VGG16": vgg16(), "ResNet50": resnet50()}
+    torch.save(states["VGG16"], files / "vgg16-397923af.pth", _use_new_zipfile_serialization=False)
+    save_file(states["ResNet50"], files / "ResNet50.safetensors")
+    (files / "vgg16_bn-6c64b313.pth").write_text("another network")
+    options = ["reproduce", "loco-reg", "--out", str(out), "--checkpoints", str(files), "--quiet"]
+    assert main([*options, "--list", "--json"]) == 0
+    jobs = [job for job in json.loads(capsys.readouterr().out) if "imagenet" in job["folder"]]
+    assert [Path(job["folder"]).name for job in jobs] == ["ResNet50", "VGG16"]
+    for job in jobs:
+        assert main([*options, "--job", str(job["job"])]) == 0
+    table = loco_reg._statistics(Plan("smoke", out, checkpoints=files))
+    for name, state in states.items():
+        rows = [row for row in table.rows if row[0] == name]
+        assert [row[2] for row in rows] == ["all", "lower", "upper"]
+        assert [[row[3], row[5]] for row in rows] == [pytest.approx(pair) for pair in table_4(state)]
+        assert rows[0][4] == published("loco-reg", "Table 4", f"ImageNet, {name}", "all, centre - neighbours")
+    assert "VGG16" not in table.notes[-1]
+
+
 def fake(folder, accuracy):
     folder.mkdir(parents=True)
     (folder / "model.safetensors").touch()
@@ -185,6 +262,31 @@ def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     assert (folder / "seed-0" / "regions.json").stat().st_mtime_ns == before
 
 
+def content(folder):
+    """Return what the pages of a reproduction say, and the weights of all networks, by path below the folder."""
+    pages = {p.relative_to(folder): json.loads(p.read_text()) for p in folder.rglob("reproduce.json")}
+    for page in pages.values():
+        page["figures"] = {caption: Path(path).relative_to(folder) for caption, path in page["figures"].items()}
+    return pages | {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
+
+
+def times(paths):
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def test_a_killed_reproduction_goes_on(tmp_path):
+    """The network that was finished before the kill is kept, and the tables are those of an uninterrupted run."""
+    torch.set_num_threads(1)
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    command = ["reproduce", "linear-regions", "--quiet", "--out"]
+    kill_when(lambda: list(cut.rglob("vanilla-0.json")), *command, cut)
+    assert not list(cut.rglob("regions.json"))
+    kept = times(cut.rglob("vanilla-0.json"))
+    assert main([*command, str(cut)]) == main([*command, str(whole)]) == 0
+    assert times(kept) == kept
+    assert content(cut) == content(whole)
+
+
 def test_a_failed_job_does_not_stop_the_others(tmp_path, capsys, monkeypatch):
     ran = []
 
@@ -233,12 +335,63 @@ def test_the_example_with_xargs_runs(tmp_path):
     assert len(page["figures"]) == 3
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the folder of all papers at the preset smoke."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_command("reproduce", "all", "--out", folder)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", ["sparsity", "efcn", "pilcro"])
-def test_the_preset_smoke_reproduces_a_paper(tmp_path, capsys, paper):
-    assert main(["reproduce", paper, "--out", str(tmp_path), "--json"]) == 0
-    (page,) = json.loads(capsys.readouterr().out).values()
-    assert all(table["rows"] or "Not reproduced" in table["notes"][0] for table in page["tables"])
+@pytest.mark.parametrize("paper", PAPERS)
+def test_the_preset_smoke_reproduces_a_paper(whole, capsys, paper):
+    assert main(["reproduce", paper, "--out", str(whole), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "job 1 of" not in printed.err  # all have been run with those of the other papers
+    (page,) = json.loads(printed.out).values()
+    unreproduced = [table for table in page["tables"] if not table["rows"]]
+    assert all("Not reproduced" in table["notes"][0] for table in unreproduced)
     assert page["figures"]
-    text = (tmp_path / "smoke" / paper / "reproduce.md").read_text()
+    text = (whole / "smoke" / paper / "reproduce.md").read_text()
     assert text.count("![") == len(page["figures"])
+
+
+@pytest.mark.slow
+def test_the_preset_smoke_trains_by_locality(whole):
+    """No layer's factors fall back to (1, 1), and each rule makes other weights out of the same first ones."""
+    page = json.loads((whole / "smoke" / "loco-reg" / "reproduce.json").read_text())
+    factors = next(table for table in page["tables"] if table["title"].startswith("Table 6"))
+    assert len(factors["rows"]) == 3
+    assert all(1.0 not in row[2:] for row in factors["rows"])
+    for seed in (0, 1):
+        places = [
+            whole / "smoke/loco-reg/digits-small" / f"{name}-{seed}" for name in ("uniform", "local-1.5", "paper-1.5")
+        ]
+        assert len({(place / "model.safetensors").read_bytes() for place in places}) == 3
+
+
+KILLS = (  # a file that a job writes on its way, and the job's result
+    ("loco-reg/digits-small/uniform-1/checkpoint.pt", "model.safetensors"),
+    ("sparsity/resnet8-a/rings-plain/alpha-0.01/path-0.25/point-00.pt", "../frontier.json"),
+    ("efcn/plain8/switch-000/branches/000-full/before.json", "../../efcn.json"),
+    ("pilcro/RC-/target-10-0/target-10-0/landscape.json", "../landscapes.json"),
+    ("linear-regions/seed-0/runs/vanilla-0.json", "../regions.json"),
+    ("loco-reg/digits-small/paper-1.5-0/settings.json", "model.safetensors"),
+)
+
+
+@pytest.mark.slow
+def test_all_papers_go_on_after_kills(whole, tmp_path):
+    """What is written at a kill is kept, whether its job was done or not, and all results are as without kills."""
+    command, kept = ["reproduce", "all", "--out", tmp_path], {}
+    for name, result in KILLS:
+        reached = tmp_path / "smoke" / name
+        kill_when(reached.exists, *command)
+        assert not (reached.parent / result).exists()
+        assert times(kept) == kept
+        jobs = [job for module in PAPERS.values() for job in module.jobs(plan("smoke", tmp_path))]
+        kept = times([*(job.result for job in jobs if job.done), *([] if "settings" in name else [reached])])
+    run_command(*command)
+    assert times(kept) == kept
+    assert content(tmp_path) == content(whole)

@@ -162,7 +162,7 @@ def test_the_record_has_every_network(finished):
     out, record = finished
     assert json.loads((out / "efcn.json").read_text()) == record
     assert record.keys() == {
-        *("settings", "training_samples", "test_samples", "digest", "device", "versions"),
+        *("settings", "training_samples", "test_samples", "digest", "device", "commit", "versions"),
         *("cnn", "branches", "fcn"),
     }
     assert record["settings"] == json.loads((out / "settings.json").read_text())["settings"]

@@ -32,6 +32,7 @@ from tests.processes import die, kill_when, run_command, start_command, wait_for
 CONVOLUTIONS = {"small": 3, "vgg13": 10, "mobilenet": 19, "resnet18": 20}
 CONVOLUTIONS |= {"resnet20": 21, "plain20": 19, "resnet50": 53, "resnet8": 9, "plain8": 7, "vanilla": 3, "alexnet": 5}
 CONVOLUTIONS |= {"resnet20-a": 19, "resnet8-a": 7, "resnet20-5x5": 19, "plain20-5x5": 19, "vgg13-5x5": 10}
+CONVOLUTIONS |= {"resnet8-7x7": 7, "plain8-7x7": 7, "resnet18-7x7": 17, "plain18-7x7": 17}
 # LOCO-REG, Table 3, lists the channels of VGG13's convolutions and (stride, channels) of MobileNet's depthwise ones.
 VGG13 = [64, 64, 128, 128, 256, 256, 512, 512, 512, 512]
 MOBILENET = [(2, 64), (1, 64), (2, 128), (1, 128), (1, 256), (2, 256), (1, 256), (1, 512), (2, 512)]

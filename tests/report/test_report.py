@@ -18,6 +18,7 @@ from loco_ext.cli import main
 from loco_ext.experiments import curves, efcn_figures, figures, landscapes_figures, region_pictures
 from loco_ext.report import content
 from loco_ext.report.page import MARK
+from loco_ext.version import commit
 
 DIGITS = "--dataset digits --epochs 1"
 TRAIN = f"train --model small {DIGITS} --preset quick --epochs 2 --batch-size 400 --lr 0.05"
@@ -128,7 +129,7 @@ def test_the_table_of_runs_has_their_results_and_what_differs(runs, page):
     for name in ("seed0", NAME):
         assert f"test accuracy {metrics(runs, name)[-1]['test_accuracy']:.2%}" in found[name]["results"]
         assert found[name]["device"] == "cpu"
-        assert f"torch {torch.__version__}" in found[name]["versions"]
+        assert f"torch {torch.__version__}" in found[name]["code"]
         assert found[name]["training"] == f"{sum(epoch['seconds'] for epoch in metrics(runs, name)):.1f} s"
     assert found["seed1"]["settings that differ"].splitlines() == ["seed 1", "penalty none", "strength 0"]
     assert found[NAME]["settings that differ"].splitlines() == ["seed 0", "penalty rings", "strength 0.1"]
@@ -213,7 +214,8 @@ def test_runs_are_lines_of_json(runs, capsys, tmp_path):
     assert shrink["metrics"]["test_accuracy"] == read(runs, "shrink/report.json")["accuracy_after"]
     assert shrink["seconds"] == metrics(runs, "shrink/training")[0]["seconds"]
     assert shrink["versions"] == regions["versions"] == read(runs, "seed0/settings.json")["versions"]
-    assert shrink.keys() == {"folder", "command", "settings", "versions", "device", "seconds", "metrics"}
+    assert shrink["commit"] == regions["commit"] == commit()
+    assert shrink.keys() == {"folder", "command", "settings", "commit", "versions", "device", "seconds", "metrics"}
 
 
 DAMAGES = {

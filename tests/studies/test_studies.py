@@ -21,9 +21,11 @@ from studies import (
     budget_cifar10,
     efcn_cifar10,
     efcn_paths_cifar10,
+    fitting,
     frontier_cifar10,
     landscapes_cifar10,
     locality_cifar10,
+    locality_sizes_cifar10,
     regions_digits,
     summaries,
     tables,
@@ -76,6 +78,51 @@ def test_locality_compares_paired_runs_with_the_factors_of_the_uniform_networks(
         p = stats.ttest_1samp(difference, 0).pvalue if difference.any() else 1.0
         assert arms[rule]["summary"]["paired_p"] == pytest.approx(p)
     assert "| local |" in section("locality_cifar10", tmp_path)
+
+
+def test_locality_by_size_tunes_uniform_decay_then_compares_by_seed_and_goes_on(tmp_path, monkeypatch):
+    study = locality_sizes_cifar10
+    few_images(monkeypatch, study, 60, HELD_OUT=20, EPOCHS_OF_ALL=0.05, STRENGTHS={"sgd": (1e-4, 10.0)})
+    out = tmp_path / "locality_sizes_cifar10-x.json"
+    options = {"images": "30,60", "kernels": "5", "optimizers": "sgd", "out": out}
+    study.main(tmp_path, **options, seeds=1, first=0)
+    first = json.loads(out.read_text())["networks"]
+    assert len(first) == 2 * (2 * 2 + 4)
+    study.main(tmp_path, **options, seeds=1, first=1)
+    report = json.loads(out.read_text())
+    assert report["networks"][: len(first)] == first
+    assert len(report["networks"]) == len(first) + 2 * 4
+    for cell in report["cells"]:
+        mine = [n for n in report["networks"] if n["images"] == cell["images"]]
+        tuned = [n for n in mine if n["arm"] == "tuning"]
+        errors = {s: np.mean([n["error"] for n in tuned if n["strength"] == s]) for s in (1e-4, 10.0)}
+        assert errors[cell["strength"]] == min(errors.values())
+        pair = [n["locality"] for n in tuned if n["strength"] == cell["strength"]]
+        for layer, factors in cell["locality"].items():
+            assert len(factors) == 6  # distance classes of 5x5
+            assert factors == pytest.approx(np.mean([each[layer] for each in pair], 0))
+        compared = {arm: [n for n in mine if n["arm"] == arm] for arm in cell["arms"]}
+        assert {len(found) for found in compared.values()} == {2}
+        assert {n["strength"] for found in compared.values() for n in found} == {cell["strength"]}
+        uniform = [n["error"] for n in compared.pop("uniform")]
+        for arm, found in compared.items():
+            difference = np.subtract([n["error"] for n in found], uniform)
+            s = cell["arms"][arm]
+            assert s["difference"] == pytest.approx(difference.mean())
+            assert s["difference_standard_error"] == pytest.approx(stats.sem(difference))
+    assert "| 30 | 5x5 | sgd |" in section("locality_sizes_cifar10", tmp_path)
+
+
+def test_networks_of_a_seed_begin_alike_and_their_decay_is_that_of_the_arm():
+    study = locality_sizes_cifar10.Study(data.load("digits", None))
+    cell = locality_sizes_cifar10.Cell(500, 5, "adamw")
+    once, again = (study.network(5, 3).state_dict() for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert {tuple(w.shape[2:]) for w in once.values() if w.dim() == 4} == {(5, 5)}
+    training = study.training(cell, 0.3, 3, (0.5, 2.0))
+    assert (training.epochs, training.weight_decay, training.seed) == (160, 0.3, 3)
+    kernels, *_ = make_optimizer(training, study.network(5, 3)).param_groups
+    assert (kernels["locality"], kernels["weight_decay"]) == ([(0.5, 2.0)] * 3, 0.3)
 
 
 @pytest.mark.slow
@@ -146,13 +193,11 @@ def test_the_dense_network_is_trained_once_and_teaches_with_its_last_weights(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense-0-1.pt", "dense-0-2.pt"]
     teach = partial(train_epoch, teacher=Teacher(dense.eval(), WEIGHT, TEMPERATURE))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            budget_cifar10, "train_epoch", lambda *arguments, teacher, **options: teach(*arguments, **options)
-        )
+        patch.setattr(fitting, "train_epoch", lambda *arguments, teacher, **options: teach(*arguments, **options))
         study.fit(again, 0)
     pairs = list(zip(found.parameters(), again.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
-    monkeypatch.setattr(budget_cifar10, "train_epoch", None)
+    monkeypatch.setattr(fitting, "train_epoch", None)
     for a, b in zip(study.dense(0, 2).state_dict().values(), dense.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
 

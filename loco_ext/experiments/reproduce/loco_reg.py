@@ -38,7 +38,18 @@ PAIRS_5X5 = {
 
 
 class Scale(NamedTuple):
-    """The size of a preset: data sets (None: those at hand), networks, seeds, values of c, options of the trainings."""
+    """The size of a preset.
+
+    Attributes:
+        data: data sets; None for those at hand.
+        networks: of Tables 4 and 5.
+        seeds: number of networks of each kind.
+        modulations: values of c.
+        options: of the trainings.
+        minutes: of a training by network.
+        means: what the preset has cut down.
+        statistic: of the weights that factors are estimated from.
+    """
 
     data: tuple[str, ...] | None
     networks: tuple[str, ...]
@@ -47,6 +58,7 @@ class Scale(NamedTuple):
     options: tuple[str, ...]
     minutes: dict[str, float]
     means: str
+    statistic: str = "signed"
 
 
 SCALES = {
@@ -55,10 +67,12 @@ SCALES = {
         (SIMPLE,),
         2,
         (1.5,),
-        ("--preset", "quick", "--epochs", "1"),
+        ("--preset", "quick", "--epochs", "1", "--weight-decay", "0.1"),
         {SIMPLE: 0.02},
         "The preset smoke shows that everything runs: two networks for one epoch on digits, beside the paper's VGG13 "
-        "on CIFAR-10.",
+        "on CIFAR-10. Its decay is strong, so that it acts in one epoch, and its factors come from magnitudes, "
+        "since signed means are about 0 so early.",
+        "abs",
     ),
     "cpu": Scale(
         None,
@@ -133,17 +147,17 @@ def _training(plan: Plan, place: str, network: str, data: str, seed: int, arm: _
 
 def _analysis(plan: Plan, place: str, name: str, seeds: int, *options: Any) -> Job:
     weights = [plan.folder(place) / f"uniform-{seed}" / "model.safetensors" for seed in range(seeds)]
-    words = [*weights, *options, "--weighting", "halves"]
+    words = [*weights, *options, "--weighting", "halves", "--stat", SCALES[plan.preset].statistic]
     return plan.job(f"{place}/analysis-{name}", "analyze", *words, result="analysis.json", minutes=0.05, stage=2)
 
 
 def _checkpoints(plan: Plan) -> dict[str, Path]:
-    """Return the user's files by row of Table 4: those whose names without the suffix are a row's."""
+    """Return the user's files by row of Table 4: those whose names are a row's, before a hash like torchvision's."""
     if plan.checkpoints is None:
         return {}
     rows = {row.lower(): row for row in IMAGENET}
-    files = sorted(path for path in plan.checkpoints.iterdir() if path.is_file())
-    return {rows[path.stem.lower()]: path for path in files if path.stem.lower() in rows}
+    files = {path.stem.lower().partition("-")[0]: path for path in sorted(plan.checkpoints.iterdir()) if path.is_file()}
+    return {rows[name]: path for name, path in files.items() if name in rows}
 
 
 def page(plan: Plan) -> Page:

@@ -1,0 +1,218 @@
+"""When does locality help? Test errors on CIFAR-10 by number of training images, size of kernels, and optimizer.
+
+    python -m studies.locality_sizes_cifar10 --data DIR --images 500,2000,5000 --kernels 3,5 --optimizers sgd
+    python -m studies.locality_sizes_cifar10 --data DIR      takes days on one core; both add to studies/results/
+
+A cell is a number of images, a kernel size and an optimizer. In each, uniform decay is tuned first: every strength of a
+grid trains two networks, and the one of least error on 5,000 images that nothing else sees is taken. At that strength
+networks are then trained from the same seeds with each arm's decay and measured on the test images, so that differences
+are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local", from magnitudes, since signed
+means are about 0 in many layers; they are the means of those of the two networks that the tuning has trained at that
+strength. All of this favours uniform decay, if anything: the strength is tuned for it alone.
+
+The network is the small CNN at half of its width. It sees fewer images for more epochs, in proportion to the root.
+Each network is added to the results when it is trained, and is not trained again: the study may be stopped at any time,
+go on elsewhere, and be shared by processes that are given different cells or, where a cell is tuned, different seeds.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from filelock import FileLock
+from torch import nn
+
+from bench import generated, harness, machine
+from loco_ext import analysis
+from loco_ext.experiments import settings
+from loco_ext.experiments.data import Dataset, load
+from loco_ext.experiments.loader import Normalization
+from loco_ext.experiments.models import small_cnn
+from loco_ext.experiments.processes import Processes
+from loco_ext.experiments.samples import Samples
+from loco_ext.experiments.train import evaluate, make_optimizer
+from loco_ext.option_parsers import separated
+from studies import summaries, tables
+from studies.fitting import fit
+from studies.options import Data
+
+NAME = "locality_sizes_cifar10"
+WIDTH = 0.5
+HELD_OUT = 5000  # images that strengths are chosen on, the last of the training images
+EPOCHS_OF_ALL = 16  # epochs of all of CIFAR-10's images
+STRENGTHS = {  # of the weight decay
+    "sgd": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "adamw": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+}
+LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
+TUNING_SEEDS = (1000, 1001)
+TUNING, ESTIMATED = "tuning", "estimated"
+ARMS: dict[str, tuple[float, float] | None] = {
+    "uniform": None,
+    "towards the centre": (0.5, 2.0),
+    "away from it": (2.0, 0.5),
+    ESTIMATED: None,
+}
+Record = dict[str, Any]
+CPU = Processes(torch.device("cpu"))
+
+
+class Cell(NamedTuple):
+    """One comparison."""
+
+    images: int
+    kernel: int
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """CIFAR-10, and how a network of a cell is trained."""
+
+    dataset: Dataset
+
+    def training(self, cell: Cell, strength: float, seed: int, locality: Any = None) -> settings.Settings:
+        values: Record = {"epochs": round(EPOCHS_OF_ALL * math.sqrt(50_000 / cell.images)), "batch_size": 64}
+        values |= {"optimizer": cell.optimizer, "learning_rate": LEARNING_RATES[cell.optimizer]}
+        values |= {"weight_decay": strength, "seed": seed, "locality": locality}
+        return settings.from_preset("quick", model="small", data="cifar10", **values)
+
+    def network(self, kernel: int, seed: int) -> nn.Module:
+        """Return an untrained network with kernels of a size."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            network = small_cnn(self.dataset.channels, self.dataset.classes, self.dataset.size, width=WIDTH)
+            for name, module in list(network.named_modules()):
+                if isinstance(module, nn.Conv2d):
+                    options: dict[str, Any] = {"padding": kernel // 2, "bias": module.bias is not None}
+                    network.set_submodule(name, nn.Conv2d(module.in_channels, module.out_channels, kernel, **options))
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def fit(self, cell: Cell, training: settings.Settings, images: int) -> nn.Module:
+        """Return a network trained on the first so many images."""
+        network = self.network(cell.kernel, training.seed)
+        optimizer = make_optimizer(training, network)
+        return fit(network, optimizer, self.dataset.first(images), training, range(training.epochs))
+
+    def error(self, network: nn.Module, images: int, measured: Samples) -> float:
+        """Return the error in percent of a network that was trained on the first so many images."""
+        return 100 * (1 - evaluate(network, measured, Normalization(self.dataset.first(images).train), CPU)[1])
+
+    def tune(self, cell: Cell, strength: float, seed: int) -> Record:
+        """Return the error on the held-out images of a network with uniform decay, and the factors it suggests."""
+        images = min(cell.images, len(self.dataset.train.labels) - HELD_OUT)
+        network = self.fit(cell, self.training(cell, strength, seed), images)
+        held_out = Samples(*(part[-HELD_OUT:] for part in self.dataset.train))
+        factors = analysis.estimate_locality(network, stat="abs")
+        return {"error": self.error(network, images, held_out), "locality": factors}
+
+    def compare(self, cell: Cell, strength: float, seed: int, locality: Any) -> Record:
+        """Return the test error of a network."""
+        network = self.fit(cell, self.training(cell, strength, seed, locality), cell.images)
+        return {"error": self.error(network, cell.images, self.dataset.test)}
+
+
+class Results:
+    """The JSON file of the results, to which several processes may add."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.facts = path, machine.describe()
+
+    def networks(self) -> list[Record]:
+        return json.loads(self.path.read_text())["networks"] if self.path.exists() else []
+
+    def add(self, record: Record) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")):
+            networks = [*self.networks(), record]
+            content = {"cells": summary(networks), "networks": networks}
+            harness.write_json(self.path, {"benchmark": NAME, "machine": self.facts} | content)
+
+
+def of_cell(networks: list[Record], cell: Cell, arm: str) -> list[Record]:
+    """Return the networks of a cell and arm."""
+    return [n for n in networks if Cell(n["images"], n["kernel"], n["optimizer"]) == cell and n["arm"] == arm]
+
+
+def chosen(networks: list[Record], cell: Cell) -> tuple[float, dict[str, tuple[float, ...]]] | None:
+    """Return the strength of least mean error and the factors by layer; None where the tuning is not complete."""
+    tuned = of_cell(networks, cell, TUNING)
+    by_strength = {s: {n["seed"]: n for n in tuned if n["strength"] == s} for s in STRENGTHS[cell.optimizer]}
+    if any(found.keys() != set(TUNING_SEEDS) for found in by_strength.values()):
+        return None
+    best = min(by_strength, key=lambda strength: np.mean([n["error"] for n in by_strength[strength].values()]))
+    suggested = [network["locality"] for network in by_strength[best].values()]
+    means = {layer: np.mean([each[layer] for each in suggested], axis=0) for layer in suggested[0]}
+    return best, {layer: tuple(factors.tolist()) for layer, factors in means.items()}
+
+
+def summary(networks: list[Record]) -> list[Record]:
+    """Return each tuned cell with the errors of its arms, compared with those of uniform decay by seed."""
+    cells = sorted({Cell(n["images"], n["kernel"], n["optimizer"]) for n in networks}, key=lambda c: (c[2] != "sgd", c))
+    found = []
+    for cell in cells:
+        tuned = chosen(networks, cell)
+        if tuned is None:
+            continue
+        errors = {arm: {n["seed"]: n["error"] for n in of_cell(networks, cell, arm)} for arm in ARMS}
+        arms = {}
+        for arm, own in errors.items():
+            seeds = sorted(own.keys() & errors["uniform"].keys())
+            if len(seeds) > 1:
+                ours, uniform = (np.array([each[seed] for seed in seeds]) for each in (own, errors["uniform"]))
+                arms[arm] = summaries.compare(ours, uniform if arm != "uniform" else ours)
+        found.append(cell._asdict() | {"strength": tuned[0], "locality": tuned[1], "arms": arms})
+    return found
+
+
+def run(study: Study, results: Results, cell: Cell, seeds: range) -> None:
+    """Train the networks of a cell that the results lack."""
+
+    def once(train: Callable[..., Record], arm: str, strength: float, seed: int, *given: Any) -> None:
+        key = {**cell._asdict(), "arm": arm, "strength": strength, "seed": seed}
+        if any(key.items() <= record.items() for record in of_cell(results.networks(), cell, arm)):
+            return
+        begin = time.process_time()
+        measured = train(cell, strength, seed, *given)
+        cost = {"seconds": time.process_time() - begin, "commit": results.facts["commit"]}
+        results.add(key | measured | cost)
+
+    for strength, seed in product(STRENGTHS[cell.optimizer], TUNING_SEEDS):
+        once(study.tune, TUNING, strength, seed)
+    tuned = chosen(results.networks(), cell)
+    assert tuned is not None
+    strength, suggested = tuned
+    for seed, arm in product(seeds, ARMS):
+        once(study.compare, arm, strength, seed, suggested if arm == ESTIMATED else ARMS[arm])
+
+
+def main(
+    data: Data,
+    images: Annotated[
+        str, typer.Option(help="Numbers of training images, the first of all, separated by commas.")
+    ] = "500,2000,5000,20000,50000",
+    kernels: Annotated[str, typer.Option(help="Kernel sizes.")] = "3,5,7",
+    optimizers: Annotated[str, typer.Option(help="Optimizers, sgd and adamw.")] = "sgd,adamw",
+    seeds: Annotated[int, typer.Option(min=1, help="Networks per arm; two are needed for a standard error.")] = 8,
+    first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    out: Annotated[Path, typer.Option(help="JSON file of the results.")] = tables.RESULTS / f"{NAME}-small.json",
+) -> None:
+    """Train the networks that the results lack, add them to the JSON file one by one, print the table."""
+    torch.set_num_threads(1)
+    study, results = Study(load("cifar10", data)), Results(out)
+    sizes, each_kernel = separated(int)(images), separated(int)(kernels)
+    for optimizer, count, kernel in product(optimizers.split(","), sizes, each_kernel):
+        run(study, results, Cell(count, kernel, optimizer), range(first, first + seeds))
+    generated.publish(json.loads(out.read_text()), None, tables.RENDERERS)
+
+
+if __name__ == "__main__":
+    typer.run(main)

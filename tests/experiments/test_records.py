@@ -1,0 +1,39 @@
+"""The record that an experiment begins with, and which records it goes on with."""
+
+import json
+
+import pytest
+import torch
+
+from loco_ext.experiments import records
+from loco_ext.experiments.records import begin
+from loco_ext.experiments.regions import RegionsSettings
+from loco_ext.experiments.settings import SettingsError
+from tests.experiments.runs import CPU, digits
+
+
+def test_experiments_go_on_with_other_commits_and_records_without_one(tmp_path, monkeypatch):
+    settings, data, path = RegionsSettings(seeds=2), digits(10), tmp_path / "settings.json"
+    monkeypatch.setattr(records, "commit", lambda: "1" * 40)
+    first = begin(tmp_path, settings, data, CPU, resume=False, fact=float("nan"))
+    assert first["commit"] == "1" * 40
+    assert first["versions"]["torch"] == torch.__version__
+    monkeypatch.setattr(records, "commit", lambda: "2" * 40)
+    begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
+    record = json.loads(path.read_text())
+    assert record == json.loads(json.dumps(first)) | {"commit": "2" * 40, "fact": None}
+    del record["commit"]
+    path.write_text(json.dumps(record))
+    begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
+    with pytest.raises(SettingsError, match="of another experiment"):
+        begin(tmp_path, settings, data, CPU, resume=True, fact=1.0)
+    record["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(record))
+    with pytest.raises(SettingsError, match="of another experiment"):
+        begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
+    path.write_text("[]")
+    with pytest.raises(SettingsError, match="of another experiment"):
+        begin(tmp_path, settings, data, CPU, resume=True)
+    path.write_text("{")
+    with pytest.raises(SettingsError, match="expected JSON"):
+        begin(tmp_path, settings, data, CPU, resume=True, fact=float("nan"))
