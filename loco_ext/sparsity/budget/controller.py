@@ -47,7 +47,7 @@ class Budget:
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
             :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval
             mode. At ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes
-            until it does. For a latency, MACs are counted meanwhile, and compacted networks are timed, which takes some
+            until it does; zeros that training, not the budget, has made count, as they may become others again. For a latency, MACs are counted meanwhile, and compacted networks are timed, which takes some
             seconds each: two at the beginning, and several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
