@@ -1,9 +1,10 @@
 """Tables of the committed results of the studies, between ``<!-- studies:NAME -->`` and ``<!-- /studies -->``.
 
-python -m studies.tables            rewrites docs/studies.md
+python -m studies.tables            rewrites docs/studies.md and the networks of half of the MACs in README.md
 python -m studies.tables --check    exits with 1 if that would change it
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from loco_ext.analysis.corruptions import FAMILIES
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)  # share of the dense network's MACs
+OURS = ("shrink_to", 0.5)
+HALVES = {("dense", 1.0): "dense", ("uniform width", 0.5): "fewer channels", OURS: "`shrink_to`"}
+HALVES["shrink_to, by eights", 0.5] = "`shrink_to(..., round_to=8)`"
 EFCN_NAMES = {"cnn": "CNN", "lcn": "LCN", "full": "eFCN", "fcn": "FCN from scratch"}
 
 
@@ -373,6 +377,30 @@ def budget_cifar10(report: Record) -> list[Table]:
     return [Table(title, ["budget", "way", "error", "difference", "seeds", "MACs", *timed], rows)]
 
 
+def halves(results: Path) -> str:
+    """Return the Markdown of README.md's networks of half of the MACs, of the study that has most seeds and images."""
+    reports = [json.loads(path.read_text()) for path in results.glob("budget_cifar10-*.json")]
+    report = max(reports, key=lambda each: (_arms(each).get(OURS, {}).get("seeds", 0), each["training_samples"]))
+    arms, settings = _arms(report), report["settings"]
+    rows = [
+        [name, f"{arm['error']:.1f}%", str(arm["seeds"]), f"{arm['macs']:.0%}"]
+        + [f"{ratio:.2f}" for ratio in arm["latencies"].values()]
+        for key, name in HALVES.items()
+        if (arm := arms.get(key)) is not None
+    ]
+    title = (
+        f"CIFAR-10, {settings['model']}, {report['training_samples']:,} training images, {settings['epochs']} epochs; "
+        "MACs and latency over those of the dense network"
+    )
+    timed = [f"latency, {name}" for name in report["arms"][0]["latencies"]]
+    table = Table(title, ["network", "test error", "seeds", "MACs", *timed], rows)
+    return f"\n{table.markdown()}\n\n"
+
+
+def _arms(report: Record) -> dict[tuple[str, float], Record]:
+    return {(arm["way"], arm["share"]): arm for arm in report["arms"]}
+
+
 RENDERERS = {
     function.__name__: function
     for function in (
@@ -395,8 +423,11 @@ def publish(name: str, out: Path, **content: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite or check docs/studies.md."""
-    pages = {generated.DOCS / "studies.md": generated.all_sections(RENDERERS, RESULTS)}
+    """Rewrite or check docs/studies.md and README.md."""
+    pages = {
+        generated.DOCS / "studies.md": generated.all_sections(RENDERERS, RESULTS),
+        generated.README: {"halves": halves(RESULTS)},
+    }
     return generated.main("studies", pages, argv)
 
 

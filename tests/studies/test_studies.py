@@ -184,6 +184,18 @@ def test_distilled_ways_are_compared_with_distilled_networks_of_fewer_channels(t
     }
 
 
+def test_readme_shows_the_halves_of_the_study_with_most_seeds(tmp_path):
+    arm = {"share": 0.5, "error": 30.0, "seeds": 1, "macs": 0.499, "latencies": {"1 image": 0.8}}
+    dense = arm | {"way": "dense", "share": 1.0, "macs": 1.0, "latencies": {"1 image": 1.0}}
+    few = {"settings": {"model": "resnet8", "epochs": 2}, "training_samples": 90, "arms": [dense]}
+    ours = [dense, arm | {"way": "shrink_to", "error": 33.33, "seeds": 3}, arm | {"way": "shrink_to", "share": 0.25}]
+    for name, report in (("a", few), ("b", few | {"training_samples": 10, "arms": ours}), ("c", few)):
+        (tmp_path / f"budget_cifar10-{name}.json").write_text(json.dumps(report))
+    title, *lines = tables.halves(tmp_path).strip().splitlines()
+    assert "10 training images" in title
+    assert lines[-2:] == ["| dense | 30.0% | 1 | 100% | 1.00 |", "| `shrink_to` | 33.3% | 3 | 50% | 0.80 |"]
+
+
 def test_the_dense_network_is_trained_once_and_teaches_with_its_last_weights(tmp_path, monkeypatch):
     few_images(monkeypatch, budget_cifar10, 40)
     study = budget_cifar10.Study(budget_cifar10.load("cifar10", None), tmp_path, "resnet8", 2)

@@ -45,10 +45,11 @@ class Budget:
         optimizer: the optimizer of the model's parameters.
         example_inputs: a tensor, or several arguments, for one call of the model, as for :func:`shrink_to`.
         macs, parameters, latency: the budget, exactly one of them: a share in (0, 1] of the model's own, counted as by
-            :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval
-            mode. At ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes
-            until it does. For a latency, MACs are counted meanwhile, and compacted networks are timed, which takes some
-            seconds each: two at the beginning, and several at ``end``.
+            :attr:`Report.macs_after` and ``parameters_after``; or of its latency on the example in eval mode. At
+            ``end``, the model is compacted to see whether it meets the budget, and once more with other sizes until it
+            does; zeros that training, not the budget, has made count, as they may become others again. For a latency,
+            MACs are counted meanwhile, and compacted networks are timed, which takes some seconds each: two at the
+            beginning, and several at ``end``.
         begin, end: numbers of steps, ``end`` at least 1. Half of the training is a good ``end``: the learning rate is
             still high.
         updates: number of times that sizes are chosen before ``end``, at most; at least 1.

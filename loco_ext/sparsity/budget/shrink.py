@@ -19,6 +19,7 @@ from loco_ext.sparsity.compaction import Report, compact
 from loco_ext.sparsity.compaction.compact import check_inputs, copied, unwrapped
 
 _MOST_TRIES = 12
+_ROUNDING = 5e-4  # of a number that is written with four digits, at most
 _GUESSES = 3  # tries in proportion to what was reached, before the budget is met; then the target is halved
 _NEAR = 0.99  # share of the budget that the result costs at least, where sizes allow it
 
@@ -219,7 +220,8 @@ class Search:
         return best
 
     def _beyond(self, least: float) -> ValueError:
-        """Return the error of a budget that cannot be met."""
+        """Return the error of a budget that cannot be met; it names the least, rounded up."""
+        least = min(1.0, (1 + _ROUNDING) * least)
         return ValueError(f"{self.cost}: expected at least {least:.4g}, the least reached, got {self.share}")
 
     def _sizes(self, target: float) -> Sizes:
