@@ -33,24 +33,24 @@ FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_
 BATCH_SIZE, IMAGE = 32, (3, 32, 32)
 
 
-def half(name: str, pattern: str, seed: int = 0) -> nn.Module:
+def half(name: str, pattern: str) -> nn.Module:
     """Return the network with half of its MACs removed, by bisection of the probability to strike a kernel."""
     lower, upper = 0.0, 1.0
     for _ in range(8):
         chance = (lower + upper) / 2
-        model = struck(name, pattern, chance, seed)
+        model = struck(name, pattern, chance)
         _, report = sparsity.compact(model, torch.zeros(1, *IMAGE), cost="macs")
         if report.macs_after > report.macs_before / 2:
             lower = chance
         else:
             upper = chance
-    return struck(name, pattern, upper, seed)
+    return struck(name, pattern, upper)
 
 
-def struck(name: str, pattern: str, chance: float, seed: int) -> nn.Module:
+def struck(name: str, pattern: str, chance: float) -> nn.Module:
     """Return the network with random weights and statistics, and each kernel struck with this probability."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(0)
         model = MODELS[name].make(IMAGE[0], 10, IMAGE[1]).eval()
         for module in model.modules():
             if isinstance(module, nn.Conv2d):

@@ -26,13 +26,13 @@ def check_count(name: str, value: Any, smallest: int = 0) -> int:
     return int(value)
 
 
-def check_seed(name: str, value: Any) -> int:
-    """Return the value as an int; raise TypeError or ValueError unless it is one of 64 bits."""
-    if not is_int(value):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected an int of 64 bits, got {value}")
-    return int(value)
+def check_seed(seed: Any) -> int:
+    """Return the seed as an int; raise TypeError or ValueError unless it is one of 64 bits."""
+    if not is_int(seed):
+        raise TypeError(f"seed: expected an int, got {seed!r}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected an int of 64 bits, got {seed}")
+    return int(seed)
 
 
 def check_ints(name: str, value: Any, axes: int | None = None, smallest: int = 1) -> tuple[int, ...]:

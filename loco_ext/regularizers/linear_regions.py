@@ -149,7 +149,7 @@ def _unit(place: Place, shape: torch.Size, flat: int) -> Unit:
 
 
 @torch.no_grad()
-def nearest_bends(network: Network, x: Tensor, q: float, memory_limit: int = MEMORY_LIMIT) -> Nearest:
+def nearest_bends(network: Network, x: Tensor, q: float, memory_limit: int) -> Nearest:
     """Return the bends with the smallest ``|z| / ||dz/dx||_q``."""
     parts, shapes = [], []
     with ieee_arithmetic(x.device):
