@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 LARGEST_SIZE = 2**31 - 1
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def is_int(value: object) -> bool:
@@ -73,3 +75,11 @@ def check_module(name: str, value: object) -> None:
     """Raise TypeError unless the value is an nn.Module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{name}: expected a module, got {type(value).__name__}")
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the tensor is dense and of one of the dtypes that the kernels know."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.ops import backends
-from loco_ext.ops.checks import check_memory
 from loco_ext.reference import landscape as _reference
 
 _FAMILY = "landscape"

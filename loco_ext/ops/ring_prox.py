@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.ops import backends, transforms
-from loco_ext.ops.checks import check_memory
 from loco_ext.ops.joint import group_norms_by, shared_factor
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.reference import ring_prox as _reference

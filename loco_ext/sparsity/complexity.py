@@ -18,7 +18,7 @@ from loco_ext.nn.computed import check_plain
 from loco_ext.nn.modes import evaluating
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
-from loco_ext.penalties.checks import check_convolution, check_metric
+from loco_ext.penalties.penalty_checks import check_convolution, check_metric
 from loco_ext.sparsity.folded_norms import convolution_of
 
 _LARGEST = torch.finfo(torch.float64).max

@@ -18,13 +18,13 @@ from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.channels_last import in_channels_last
+from loco_ext.sparsity.compaction.compaction_report import Report
 from loco_ext.sparsity.compaction.constant_channels import without_constant_channels
 from loco_ext.sparsity.compaction.describe import describe
 from loco_ext.sparsity.compaction.fallback import crop_modules
 from loco_ext.sparsity.compaction.graph import annotated_graph, copies
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
-from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
 from loco_ext.sparsity.former_names import present_name
