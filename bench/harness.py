@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: candidates are built ``builds`` times, and the rounds of each build reach both minima."""
+    """Duration of a measurement: ``builds`` times, candidates are built and measured until both minima are reached."""
 
     min_rounds: int = 24
     min_seconds: float = 5.0

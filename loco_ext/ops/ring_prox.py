@@ -215,7 +215,7 @@ def _check_weight(name: str, weight: Tensor) -> None:
     check_memory(name, weight)
     if weight.dim() < 2 or weight.shape[1:].numel() == 0:
         raise ValueError(
-            f"{name}: expected shape (C_out, channels, *taps) with at least one weight a kernel, "
+            f"{name}: expected shape (C_out, channels, *taps) with at least one weight a filter, "
             f"got {tuple(weight.shape)}"
         )
 

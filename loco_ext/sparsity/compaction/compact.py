@@ -43,7 +43,7 @@ def compact(
 ) -> tuple[nn.Module, Report]:
     """Return a network without the zero filters, rings and channels of ``model``, with the same outputs in eval mode.
 
-    Kernels are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
+    Filters are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
     everywhere, are removed from all layers that they go through; their constants are folded into the next layer's bias
     where that is exact for every size of the input. A layer normalisation over constant channels reads only the others,
     and its weights are folded into the layers that read it. A residual block that adds nothing becomes the identity.
