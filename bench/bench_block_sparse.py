@@ -63,7 +63,7 @@ TARGETS = (
     *(("JAX / ours", name, 8.0, True) for name in PASSES),
     *(("float32 / bfloat16, ours", name, 1.5, True) for name in PASSES),
 )
-MOST_MEMORY = 0.01
+MOST_MEMORY, MEMORY_BATCH = 0.01, 64
 
 
 def make_problem(layer: Layer, batch: int) -> Problem:
@@ -188,16 +188,16 @@ def _growth(call: Callable[[], object]) -> int | None:
     return harness.peak_extra_memory(call)
 
 
-def measure_memory(layers: Sequence[str], batch: int = 64) -> list[dict[str, Any]]:
+def measure_memory(layers: Sequence[str]) -> list[dict[str, Any]]:
     """Return, by layer and pass, the extra memory of ours, convolution and unfold+bmm as a share of the activations."""
     names = ("ours NHWC", "conv2d NHWC", "unfold+bmm")
     return [
         {
             "layer": layer,
-            "batch": batch,
+            "batch": MEMORY_BATCH,
             "pass": mode,
             "share": {
-                name: harness.in_fresh_process(extra_memory, LAYERS[layer], batch, name, mode)
+                name: harness.in_fresh_process(extra_memory, LAYERS[layer], MEMORY_BATCH, name, mode)
                 for name in names
                 if name != "unfold+bmm" or cannot(name, LAYERS[layer]) is None
             },

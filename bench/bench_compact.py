@@ -3,7 +3,7 @@
     python -m bench.bench_compact            measures everything, writes bench/results/, prints a table
     python -m bench.bench_compact --quick    gives a first impression; writes nothing without --out
 
-Kernels vanish at random, or lose outer half rings, or both, until half of the network's MACs remain by eq. 10
+Filters vanish at random, or lose outer half rings, or both, until half of the network's MACs remain by eq. 10
 of the draft. The candidates are the network; the network with its batch norms folded, for comparison because compaction
 folds them too; and the compacted network with and without folding. All run in eval mode, interleaved, in the same
 memory format, after their outputs were found equal. Freed memory is kept for the next call: which sizes the C library
@@ -33,24 +33,24 @@ FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_
 BATCH_SIZE, IMAGE = 32, (3, 32, 32)
 
 
-def half(name: str, pattern: str, seed: int = 0) -> nn.Module:
-    """Return the network with half of its MACs removed, by bisection of the probability to strike a kernel."""
+def half(name: str, pattern: str) -> nn.Module:
+    """Return the network with half of its MACs removed, by bisection of the probability to strike a filter."""
     lower, upper = 0.0, 1.0
     for _ in range(8):
         chance = (lower + upper) / 2
-        model = struck(name, pattern, chance, seed)
+        model = struck(name, pattern, chance)
         _, report = sparsity.compact(model, torch.zeros(1, *IMAGE), cost="macs")
         if report.macs_after > report.macs_before / 2:
             lower = chance
         else:
             upper = chance
-    return struck(name, pattern, upper, seed)
+    return struck(name, pattern, upper)
 
 
-def struck(name: str, pattern: str, chance: float, seed: int) -> nn.Module:
-    """Return the network with random weights and statistics, and each kernel struck with this probability."""
+def struck(name: str, pattern: str, chance: float) -> nn.Module:
+    """Return the network with random weights and statistics, and each filter struck with this probability."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(0)
         model = MODELS[name].make(IMAGE[0], 10, IMAGE[1]).eval()
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
@@ -67,11 +67,11 @@ def _strike(weight: Tensor, pattern: str, chance: float) -> None:
     rings = geometry.ring_index(tuple(weight.shape[2:]))
     dies, shrinks = torch.rand(2, len(weight))
     size = torch.randint(1, int(rings.max()) + 1, (len(weight),)) if rings.max() > 0 else torch.zeros(len(weight))
-    for kernel, dying, shrinking, lost in zip(weight, dies, shrinks, size, strict=True):
+    for one, dying, shrinking, lost in zip(weight, dies, shrinks, size, strict=True):
         if pattern != "sizes" and dying < (chance if pattern == "kernels" else chance / 2):
-            kernel.zero_()
+            one.zero_()
         if pattern != "kernels" and shrinking < chance:
-            kernel[:, rings < lost] = 0
+            one[:, rings < lost] = 0
 
 
 def measure(name: str, pattern: str, memory_format: str, threads: int, effort: harness.Effort) -> dict[str, Any]:

@@ -266,15 +266,15 @@ def ratios(seconds: dict[str, float]) -> dict[str, float]:
     return {name: seconds[a] / seconds[b] for name, (a, b) in RATIOS.items() if a in seconds and b in seconds}
 
 
-def count_syncs(rule: Rule, backend: str, steps: int = 5) -> int:
-    """Count how many of our steps wait for the GPU, with new gradients and another learning rate in each step."""
+def count_syncs(rule: Rule, backend: str) -> int:
+    """Count how many of five steps of ours wait for the GPU, each with new gradients and another learning rate."""
     parameters = make_parameters("resnet18", DEVICE)
     arguments = rule.arguments | {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "locality": LOCALITY}
     optimizer = rule.our_class(parameters, **arguments)
     count = 0
     with loco_ext.backend(backend):
         optimizer.step()
-        for _ in range(steps):
+        for _ in range(5):
             for parameter in parameters:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             optimizer.param_groups[0]["lr"] *= 0.9

@@ -3,13 +3,13 @@
     python -m bench.bench_ring_prox            measures everything, writes bench/results/, prints tables
     python -m bench.bench_ring_prox --quick    gives a first impression; writes nothing without --out
 
-Alone: the prox runs on the float32 weight of a convolution of 512 x 512 x 3 x 3, whose kernels have magnitudes such
+Alone: the prox runs on the float32 weight of a convolution of 512 x 512 x 3 x 3, whose filters have magnitudes such
 that some vanish and others lose rings. The candidates of a case run interleaved (see bench/harness.py) on the same
 weight, which is rewritten before every call because torchao works in place. Each result is compared with our float64
 reference before timing. "copy" is torch's clone of the weight, the unavoidable traffic. For the other candidates see
 bench/ring_prox_peers.py; one whose package is missing is left out, and the report says so.
 
-Step: over all parameters of ResNet-50, without a penalty, with a penalty on every kernel of more than one tap, and with
+Step: over all parameters of ResNet-50, without a penalty, with a penalty on every filter of more than one tap, and with
 one on every convolution, which is the default of parameter_groups.
 """
 
@@ -83,7 +83,7 @@ RULES = {
     "adam": Rule(torch.optim.Adam, optim.Adam, {}, decoupled=False, arrays=STEP_RULES["adamw"].arrays),
     "adamw": STEP_RULES["adamw"],
 }
-# Minimum number of taps of the kernels that have a penalty.
+# Minimum number of taps of the filters that have a penalty.
 STEPS = {"without": math.inf, "spatial": 2, "all": 1}
 STEP_RATIOS = {"more than one tap / without": ("spatial", "without"), "all / without": ("all", "without")}
 
@@ -93,7 +93,7 @@ MOST_STEP = {"sgd": 1.15, "adam": 1.5, "adamw": 1.5}
 
 
 def make_weight(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return random kernels, the largest 30 times the smallest, whose weights decrease from the centre outwards."""
+    """Return random filters, the largest 30 times the smallest, whose weights decrease from the centre outwards."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-1.0, 0.5, shape[0]).view(-1, *[1] * (len(shape) - 1))
     rings = geometry.ring_index(shape[2:])
@@ -102,7 +102,7 @@ def make_weight(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype 
 
 
 def make_metric(weight: Tensor) -> Tensor:
-    """Return a random metric that varies within a kernel as much as Adam's."""
+    """Return a random metric that varies within a filter as much as Adam's."""
     generator = torch.Generator().manual_seed(1)
     return (0.5 * torch.randn(weight.shape, generator=generator)).exp().to(weight)
 

@@ -17,7 +17,7 @@ QUICK = {"min_rounds": 3, "min_seconds": 0.2, "warmup": 1, "builds": 1}
 
 @dataclass(frozen=True)
 class Job:
-    """What a benchmark is asked to measure, and its report, which goes to the file ``out`` if there is one."""
+    """The request to a benchmark, and its report, which goes to the file ``out`` if there is one."""
 
     arguments: argparse.Namespace
     effort: harness.Effort

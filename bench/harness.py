@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: candidates are built ``builds`` times, and the rounds of each build reach both minima."""
+    """Duration of a measurement: ``builds`` times, candidates are built and measured until both minima are reached."""
 
     min_rounds: int = 24
     min_seconds: float = 5.0
@@ -209,9 +209,9 @@ def summarise(groups: Sequence[list[float]]) -> Timing:
     return Timing(median=median, p20=p20, p80=p80, best=min(together), rounds=len(together))
 
 
-def cache_flush(size: int = 1 << 28) -> Callable[[], object]:
-    """Return a call that overwrites ``size`` bytes, so that nothing else stays in the caches."""
-    return torch.empty(size, dtype=torch.uint8).zero_
+def cache_flush() -> Callable[[], object]:
+    """Return a call that overwrites 256 MiB, so that nothing else stays in the caches."""
+    return torch.empty(1 << 28, dtype=torch.uint8).zero_
 
 
 def stream_kernels(elements: int) -> dict[str, Callable[[], torch.Tensor]]:
@@ -272,10 +272,10 @@ def gpu_cache_flush() -> Callable[[], object]:
     return memory.sum
 
 
-def gpu_bandwidth(effort: Effort, elements: int = 1 << 28) -> dict[str, float]:
+def gpu_bandwidth(effort: Effort) -> dict[str, float]:
     """Return bytes per second, read and written, of a copy of random float32, for the median call and the best."""
 
-    flush = gpu_cache_flush()
+    elements, flush = 1 << 28, gpu_cache_flush()
 
     def build() -> dict[str, Callable[[], object]]:
         source = torch.rand(elements, device="cuda")

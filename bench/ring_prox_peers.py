@@ -105,12 +105,12 @@ def _index(problem: Problem) -> Tensor:
 
 
 def spams(problem: Problem) -> Candidate:
-    """Return SPAMS' proximalTree, a column per kernel. It needs the root's variables first: from the centre out."""
+    """Return SPAMS' proximalTree, a column per filter. It needs the root's variables first: from the centre out."""
     import numpy as np
     from scipy import sparse
 
     module = importlib.import_module("spams")
-    kernels, channels = problem.weight.shape[:2]
+    filters, channels = problem.weight.shape[:2]
     order = np.argsort(-np.asarray(problem.rings), kind="stable")
     by_tap = problem.weight.flatten(2).numpy()[:, :, order].transpose(2, 1, 0)
     own = np.bincount(problem.rings)[::-1].astype(np.int32) * channels
@@ -121,18 +121,18 @@ def spams(problem: Problem) -> Candidate:
         "N_own_variables": own.astype(np.int32),
     }
     options = {"numThreads": torch.get_num_threads(), "lambda1": 1.0, "regul": f"tree-{problem.norm}"}
-    columns = np.asfortranarray(by_tap.reshape(-1, kernels))
+    columns = np.asfortranarray(by_tap.reshape(-1, filters))
 
     def result(found: Any) -> Tensor:
         x = torch.empty_like(problem.weight).flatten(2)
-        x[:, :, order] = torch.from_numpy(found.reshape(-1, channels, kernels)).movedim((0, 1, 2), (2, 1, 0))
+        x[:, :, order] = torch.from_numpy(found.reshape(-1, channels, filters)).movedim((0, 1, 2), (2, 1, 0))
         return x.view_as(problem.weight)
 
     return Candidate(lambda: module.proximalTree(columns, tree, False, **options), result)
 
 
 def torchao(problem: Problem) -> Candidate:
-    """Return PAT's group lasso, one group per kernel; it works in place, counts zeros and measures the remainder."""
+    """Return PAT's group lasso, one group per filter; it works in place, counts zeros and measures the remainder."""
     executor = importlib.import_module("torchao.prototype.pat.optim.prox_executor")
     optim, group = (importlib.import_module(f"torchao.prototype.pat.{part}") for part in ("optim", "group"))
     (threshold,) = problem.thresholds.tolist()

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 LARGEST_SIZE = 2**31 - 1
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def is_int(value: object) -> bool:
@@ -26,13 +28,13 @@ def check_count(name: str, value: Any, smallest: int = 0) -> int:
     return int(value)
 
 
-def check_seed(name: str, value: Any) -> int:
-    """Return the value as an int; raise TypeError or ValueError unless it is one of 64 bits."""
-    if not is_int(value):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected an int of 64 bits, got {value}")
-    return int(value)
+def check_seed(seed: Any) -> int:
+    """Return the seed as an int; raise TypeError or ValueError unless it is one of 64 bits."""
+    if not is_int(seed):
+        raise TypeError(f"seed: expected an int, got {seed!r}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected an int of 64 bits, got {seed}")
+    return int(seed)
 
 
 def check_ints(name: str, value: Any, axes: int | None = None, smallest: int = 1) -> tuple[int, ...]:
@@ -73,3 +75,11 @@ def check_module(name: str, value: object) -> None:
     """Raise TypeError unless the value is an nn.Module."""
     if not isinstance(value, nn.Module):
         raise TypeError(f"{name}: expected a module, got {type(value).__name__}")
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless the tensor is dense and of one of the dtypes that the kernels know."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")

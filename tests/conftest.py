@@ -38,6 +38,20 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(dtype)
 
 
+@pytest.fixture
+def one_thread() -> None:
+    """Use one thread: small tensors gain nothing from more, which wait for one another where cores are shared."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Compile as if for the first time, and leave nothing compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=["cpu", "cuda_on_cpu"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Force the compiled kernels, so that a missing library fails tests instead of running the reference.

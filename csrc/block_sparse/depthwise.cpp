@@ -239,7 +239,7 @@ void depthwise_range(const Product& call, int64_t begin, int64_t end) {
   const DepthwiseTiles<E> tiles(call.groups);
   const DepthwiseSpans<E> spans(call);
   const int64_t parts = pieces(call.batch, kDepthwiseSamples);
-  const Memory<typename E::Storage> memory(spans.bytes() / sizeof(typename E::Storage));
+  const AlignedBuffer<typename E::Storage> memory(spans.bytes() / sizeof(typename E::Storage));
   for (int64_t item = begin; item < end;) {
     const int64_t row = item % call.rows, part = item / call.rows, tile = part % tiles.count;
     const int64_t batch = part / tiles.count * call.batch / parts, next = (part / tiles.count + 1) * call.batch / parts;

@@ -106,7 +106,7 @@ template <typename E>
 void depthwise_gradient_range(const ValueGradient& call, int64_t begin, int64_t end) {
   const int64_t sums_row = depthwise_sums_row<E>(call);
   const int64_t most = sums_row < kDepthwiseSums ? kDepthwiseSums / sums_row : 1;
-  const Memory<typename E::Acc> sums(most * sums_row);
+  const AlignedBuffer<typename E::Acc> sums(most * sums_row);
   int64_t row = 0;
   for (int64_t entry = begin; entry < end; entry += most) {
     while (call.first[row + 1] <= entry) ++row;

@@ -62,15 +62,15 @@ inline constexpr Counting kCounting;
 
 // Uninitialised memory, aligned to cache lines and sharing none with other data.
 template <typename T>
-class Memory {
+class AlignedBuffer {
  public:
-  explicit Memory(int64_t count)
+  explicit AlignedBuffer(int64_t count)
       : data_(count ? static_cast<T*>(std::aligned_alloc(kLine, pieces(count * sizeof(T), kLine) * kLine)) : nullptr) {
     if (count && !data_) std::abort();
   }
-  ~Memory() { std::free(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
+  ~AlignedBuffer() { std::free(data_); }
+  AlignedBuffer(const AlignedBuffer&) = delete;
+  AlignedBuffer& operator=(const AlignedBuffer&) = delete;
 
   T* data() const { return data_; }
 
@@ -108,7 +108,7 @@ class Scratch {
 
   alignas(kLine) char near_[kNear];
   alignas(kLine) Acc start_[kPanel];
-  const Memory<char> far_;
+  const AlignedBuffer<char> far_;
   Word *const right_, *const left_, *const transposed_;
   Acc* const sums_;
 };

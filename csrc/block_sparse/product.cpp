@@ -51,7 +51,7 @@ class ProductPanel {
     Storage* to = to_ + row * call_.to.pixel_stride;
     // Packing transposed blocks does not write beyond the last channel, so clear those columns.
     if (call_.blocks && columns_ < row_) std::memset(scratch_.right(), 0, kStripSteps * row_ * sizeof(Word));
-    Sums<A> sums{start(row), 0, scratch_.sums(), row_};
+    TileSums<A> sums{start(row), 0, scratch_.sums(), row_};
     Strip strip{};
     strip.next_entry = call_.first[row];
     do {
@@ -125,7 +125,7 @@ class ProductPanel {
   }
 
   // Add the products of a strip to the sums.
-  void add(const Strip& strip, const Sums<A>& sums, int64_t end) {
+  void add(const Strip& strip, const TileSums<A>& sums, int64_t end) {
     Factors<A> f;
     f.entries = strip.runs, f.steps = strip.steps, f.step_bytes = sizeof(Word);
     if (strip.left_in_place) {

@@ -3,7 +3,7 @@
 //   to[i, j] = from[i, j] + sum over entries e and steps k of left[e, i, k] right[e, k, j]
 //
 // A tile has up to kRows rows and up to A::kVectors vectors of columns. For every step along the depth, each row's word
-// of the left factor is broadcast and multiplied by a row of the right factor. Factors and Sums give the layout and
+// of the left factor is broadcast and multiplied by a row of the right factor. Factors and TileSums give the layout and
 // strides of all pointers. One thread computes all tiles of a panel, kRows rows at a time.
 //
 // Words are the operands of the arithmetic: a float, a double, or a pair of bfloat16 that are adjacent along the depth.
@@ -55,7 +55,7 @@ struct Factors {
 // Sums start from `from` and are written to `to`, or, for words that are pairs, rounded to `halves` if that is not
 // null. Row strides are in elements; from_row may be 0.
 template <typename A>
-struct Sums {
+struct TileSums {
   const typename A::Acc* from;
   int64_t from_row;
   typename A::Acc* to;
@@ -65,7 +65,7 @@ struct Sums {
 };
 
 template <typename A, int rows, int vectors, bool kStepsAdjacent>
-__attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Sums<A>& sums, Ahead* ahead) {
+__attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const TileSums<A>& sums, Ahead* ahead) {
   using Word = typename A::Word;
   typename A::Vec acc[rows][vectors];
   const typename A::Acc* from = sums.from + row * sums.from_row;
@@ -113,7 +113,7 @@ __attribute__((noinline)) void tile(const Factors<A>& f, int64_t row, const Sums
 }
 
 template <typename A>
-using Tile = void (*)(const Factors<A>&, int64_t, const Sums<A>&, Ahead*);
+using Tile = void (*)(const Factors<A>&, int64_t, const TileSums<A>&, Ahead*);
 
 template <typename A, int vectors, bool kStepsAdjacent>
 Tile<A> tile_of_rows(int64_t rows) {
@@ -145,7 +145,7 @@ Tile<A> tile_of(int64_t rows, int64_t vectors) {
 
 // Compute all tiles of `rows` rows and the given number of vectors of columns.
 template <typename A, bool kStepsAdjacent>
-void tiles(const Factors<A>& factors, int64_t rows, int64_t vectors, const Sums<A>& sums, Ahead* ahead) {
+void tiles(const Factors<A>& factors, int64_t rows, int64_t vectors, const TileSums<A>& sums, Ahead* ahead) {
   const Tile<A> whole = tile_of<A, kStepsAdjacent>(kRows, vectors);
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) whole(factors, row, sums, ahead);

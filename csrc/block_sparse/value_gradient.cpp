@@ -54,7 +54,7 @@ class ValueGradientPanels {
     const int64_t block = (entry * call_.groups + group) * call_.depth * call_.width;
     Storage* values = static_cast<Storage*>(call_.values) + block + channel * call_.width + column;
     const bool whole = columns == to_row;
-    Sums<A> sums{scratch_.start(), 0, scratch_.sums(), to_row};
+    TileSums<A> sums{scratch_.start(), 0, scratch_.sums(), to_row};
     if constexpr (M::kInPlace) {
       if (whole) sums.to = values, sums.to_row = call_.width;
     }
@@ -92,7 +92,7 @@ class ValueGradientPanels {
     M::pack_rows(call_.dtype, to, call_.to.batch_stride, rows, columns, scratch_.right(), to_row);
   }
 
-  void add(const Storage* from, int64_t rows, int64_t depth, int64_t vectors, const Sums<A>& sums) {
+  void add(const Storage* from, int64_t rows, int64_t depth, int64_t vectors, const TileSums<A>& sums) {
     Factors<A> f;
     f.pixels = kCounting.number, f.pixels_step = 1;
     f.entries = 1, f.pixel_bytes = 0, f.next_pixel = 0, f.row_bytes = sizeof(Word);

@@ -23,7 +23,7 @@ constexpr int64_t kBandBytes = 384 << 10;  // less than the L2 cache, which the 
 // Write the places of the vectors of `rows` rows, row by row.
 template <typename L>
 void fill_places(const Convolution& call, const Layout& layout, const typename L::Word* copy, int64_t first_image,
-                 int64_t first_row, int64_t rows, Place<L>* places) {
+                 int64_t first_row, int64_t rows, PixelPlace<L>* places) {
   const Images& to = call.to;
   auto* row = static_cast<typename L::Word*>(to.data) + first_image * to.batch_stride + first_row * to.row_stride;
   for (int64_t y = 0; y < rows; ++y, row += to.row_stride, copy += call.stride[0] * layout.row) {
@@ -41,7 +41,7 @@ __attribute__((noinline)) void tile(const Band<L>& band, const Part& part, const
                                     int64_t index) {
   using Word = typename L::Word;
   using Vec = typename L::Vec;
-  const Place<L>* places = band.work.places + index;
+  const PixelPlace<L>* places = band.work.places + index;
   const Word* at[V];
   Vec sums[K][V];
   LOCO_UNROLL for (int v = 0; v < V; ++v) at[v] = places[v].from;

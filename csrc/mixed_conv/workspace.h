@@ -13,7 +13,7 @@ constexpr int64_t kWeightBytes = 512 << 10;  // weights that the L2 cache holds 
 // The place of a vector of pixels: where it is read, and where the results for its columns of the first image are
 // written.
 template <typename L>
-struct Place {
+struct PixelPlace {
   const typename L::Word* from;
   typename L::Word* pixel;
   int64_t columns;
@@ -54,7 +54,7 @@ struct Workspace {
   // squares, lanes of a tile] and transposed [lanes of a vector, channels of a square]. Null if results are written
   // directly.
   Word *results = nullptr, *transposed = nullptr;
-  Place<L>* places;                          // one for each vector of a band
+  PixelPlace<L>* places;                     // one for each vector of a band
   int64_t *lane_places, *transposed_places;  // [lanes], offsets of a vector's pixels in the result and in `transposed`
   int64_t* offsets;                          // offsets of taps
 
@@ -65,10 +65,10 @@ struct Workspace {
     int64_t taps = 0;
     for (const Part* part = call.parts; part < call.parts + call.count; ++part) taps += part->height * part->width;
     copy = static_cast<Word*>(
-        scratch(words * sizeof(Word) + vectors * sizeof(Place<L>) + (2 * L::kWidth + taps) * sizeof(int64_t)));
+        scratch(words * sizeof(Word) + vectors * sizeof(PixelPlace<L>) + (2 * L::kWidth + taps) * sizeof(int64_t)));
     if (channels) results = copy + copied, transposed = results + waiting;
     std::memset(copy, 0, copied * sizeof(Word));  // columns outside the images stay zero
-    places = reinterpret_cast<Place<L>*>(copy + words);
+    places = reinterpret_cast<PixelPlace<L>*>(copy + words);
     lane_places = reinterpret_cast<int64_t*>(places + vectors);
     transposed_places = lane_places + L::kWidth;
     offsets = transposed_places + L::kWidth;

@@ -29,7 +29,8 @@ struct Band {
 
   // Store the results of K filters at vector v of a tile.
   template <int K, int V>
-  LOCO_HD void store(const Place<L>& place, const int64_t* channels, const typename L::Vec (&sums)[K][V], int v) const {
+  LOCO_HD void store(const PixelPlace<L>& place, const int64_t* channels, const typename L::Vec (&sums)[K][V],
+                     int v) const {
     const Images& to = call.to;
     if (work.results) {
       Word* lanes = work.results + v * L::kWidth;
@@ -49,7 +50,7 @@ struct Band {
 
   // Call body(lane, pixel) for the lanes of a vector that are pixels of the result.
   template <typename Body>
-  LOCO_HD void for_pixels(const Place<L>& place, const Body& body) const {
+  LOCO_HD void for_pixels(const PixelPlace<L>& place, const Body& body) const {
     for (int64_t n = 0; n < images(); ++n) {
       Word* pixel = place.pixel + n * call.to.batch_stride;
       for (int64_t column = 0; column < place.columns; ++column, pixel += call.to.column_stride)
@@ -60,7 +61,7 @@ struct Band {
   // Write the gathered results of a tile, pixel by pixel.
   void write_pixels(int64_t index, int64_t count) const {
     for (int64_t v = 0; v < count; ++v) {
-      const Place<L>& place = work.places[index + v];
+      const PixelPlace<L>& place = work.places[index + v];
       const bool whole = place.columns == layout.columns && images() == layout.images;
       for (int64_t channel = 0; channel < call.to.channels; channel += kSquare) {
         const int64_t some = std::min(kSquare, call.to.channels - channel);

@@ -149,7 +149,7 @@ class Step {
     Job<Rule> filter_job = job;
     filter_job.tensor = &filter_tensor;
     std::vector<T> values;
-    Memory metric;
+    GrowingBuffer metric;
     filter_job.metric = Rule::has_metric ? metric.of<T>(numel) : nullptr;
     Shrinkage<Rule, T> shrinkage(t, call_.hyper + t.group * Rule::columns, job.lr);
     for (int64_t at = begin; at < end; at += numel) {

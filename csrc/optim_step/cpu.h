@@ -10,7 +10,7 @@
 namespace loco::optim_step {
 
 // A buffer that grows on demand and is reused. Each call of `of` invalidates what earlier calls returned.
-class Memory {
+class GrowingBuffer {
  public:
   // Returns uninitialised memory for `count` elements, aligned to a cache line.
   template <typename T>

@@ -33,7 +33,7 @@ struct Reader {
     for (int64_t k = 2; k < view.ndim; ++k) taps *= view.sizes[k];
     STD_TORCH_CHECK(taps == static_cast<int64_t>(rings.size()), "rings: expected one entry for each of the ", taps,
                     " taps of weight, got ", rings.size());
-    STD_TORCH_CHECK(view.sizes[1] > 0 && taps > 0, "weight: expected kernels of at least one weight, got shape ",
+    STD_TORCH_CHECK(view.sizes[1] > 0 && taps > 0, "weight: expected filters of at least one weight, got shape ",
                     shape_text(view.sizes, view.ndim));
     for (const int64_t ring : rings) {
       STD_TORCH_CHECK(ring >= 0 && ring < count, "rings: expected entries from 0 to ", count - 1, ", got ", ring);

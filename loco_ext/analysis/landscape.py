@@ -98,7 +98,7 @@ def top_hessian_eigenvalue(
     parameters = _check(model, data)
     check_number("tolerance", tolerance)
     check_count("iterations", iterations, smallest=1)
-    check_seed("seed", seed)
+    check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     start = [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device) for p in parameters]
     with evaluating(model), torch.enable_grad():

@@ -32,21 +32,21 @@ class Computed:
     masked: bool = False
 
 
-def computed(module: nn.Module, name: str = "weight") -> Computed | None:
-    """Return how the module computes the tensor of this name; None if it is stored or does not exist."""
+def computed(module: nn.Module) -> Computed | None:
+    """Return how the module computes its weight; None if it is stored or does not exist."""
     parameters: dict[str, Any] = module._parameters
-    if name in parameters:
+    if "weight" in parameters:
         return None
-    if parametrize.is_parametrized(module, name):
-        return _parametrized(module.parametrizations[name])  # type: ignore[index, arg-type]
-    hook = _hooks(module).get(name)
+    if parametrize.is_parametrized(module, "weight"):
+        return _parametrized(module.parametrizations["weight"])  # type: ignore[index, arg-type]
+    hook = _hooks(module).get("weight")
     if isinstance(hook, prune.BasePruningMethod):
-        return Computed("pruning", parameters.get(f"{name}_orig"), masked=True)
+        return Computed("pruning", parameters.get("weight_orig"), masked=True)
     if isinstance(hook, SpectralNorm):
-        return Computed("SpectralNorm", parameters.get(f"{name}_orig"))
+        return Computed("SpectralNorm", parameters.get("weight_orig"))
     if isinstance(hook, WeightNorm):
-        return Computed("WeightNorm", parameters.get(f"{name}_v") if _keeps_taps(hook) else None)
-    stored = name in module._buffers or getattr(module, name, None) is None
+        return Computed("WeightNorm", parameters.get("weight_v") if _keeps_taps(hook) else None)
+    stored = "weight" in module._buffers or getattr(module, "weight", None) is None
     return None if stored else Computed("code of its own", None)
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 from torch.amp import is_autocast_available
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.geometry import BlockPattern
 from loco_ext.ops import backends, transforms
-from loco_ext.ops.checks import check_memory
 from loco_ext.reference import block_sparse as _reference
 
 # Called once in a backward pass with an iterator over parts of the gradient of values: (blocks, gradient of

@@ -67,8 +67,8 @@ def shared_factor(
 
 def layer_sum(norms: Tensor, q: Tensor) -> Tensor:
     """Return ``sum of q_n ||k(G_n)||`` over the filters where it is finite; the others do not count."""
-    of_kernels = torch.where(q == 0, 0.0, q * norms).sum(1)
-    return torch.where(of_kernels.isfinite(), of_kernels, 0.0).sum()
+    of_filters = torch.where(q == 0, 0.0, q * norms).sum(1)
+    return torch.where(of_filters.isfinite(), of_filters, 0.0).sum()
 
 
 def factor_of_norms(norms: Tensor, q: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.ops import backends
-from loco_ext.ops.checks import check_memory
 from loco_ext.reference import landscape as _reference
 
 _FAMILY = "landscape"
@@ -113,7 +113,7 @@ def check_operands(g: Tensor, weights: Tensor, stencil: Tensor, target: Tensor |
         raise ValueError(f"weights: expected shape ({len(g)},), one for each sample of g, got {tuple(weights.shape)}")
     check_stencil("stencil", stencil, g)
     if target is not None:
-        check_target("target", target, g)
+        check_target(target, g)
     backends.check_one_device(g=g, weights=weights, target=target)
 
 
@@ -129,14 +129,14 @@ def check_stencil(name: str, stencil: Tensor, images: Tensor) -> None:
         )
 
 
-def check_target(name: str, target: Any, images: Tensor) -> None:
+def check_target(target: Any, images: Tensor) -> None:
     """Raise TypeError or ValueError unless the target is a map of the images' pixels."""
     if not isinstance(target, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(target).__name__}")
+        raise TypeError(f"target: expected a tensor, got {type(target).__name__}")
     if not target.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point tensor, got {target.dtype}")
+        raise TypeError(f"target: expected a floating-point tensor, got {target.dtype}")
     if target.shape != images.shape[-2:]:
-        raise ValueError(f"{name}: expected the images' size {tuple(images.shape[-2:])}, got {tuple(target.shape)}")
+        raise ValueError(f"target: expected the images' size {tuple(images.shape[-2:])}, got {tuple(target.shape)}")
 
 
 @torch.library.custom_op("loco_ext::landscape", mutates_args=())

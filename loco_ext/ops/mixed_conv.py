@@ -179,16 +179,16 @@ def _check(
         _check_tensor(f"weights[{i}]", weight, x)
         if weight.dim() != 4 or weight.shape[1] != x.shape[1] or not weight.numel():
             raise ValueError(
-                f"weights[{i}]: expected shape (kernels, {x.shape[1]}, height, width) without a 0, got {_text(weight)}"
+                f"weights[{i}]: expected shape (filters, {x.shape[1]}, height, width) without a 0, got {_text(weight)}"
             )
         if biases:
             _check_tensor(f"biases[{i}]", biases[i], x)
             if biases[i].shape != weight.shape[:1]:
                 raise ValueError(f"biases[{i}]: expected shape ({len(weight)},), got {_text(biases[i])}")
-    size, kernels = _check_sizes(x, weights, pads, stride, dilation), sum(map(len, weights))
-    shape = (x.shape[0], kernels, *size)
+    size, filters = _check_sizes(x, weights, pads, stride, dilation), sum(map(len, weights))
+    shape = (x.shape[0], filters, *size)
     if order is not None:
-        _check_order(order, kernels)
+        _check_order(order, filters)
     if add is not None:
         _check_added(add, x, shape)
     return shape
@@ -207,11 +207,11 @@ def _check_sizes(x: Tensor, weights: Any, pads: Any, stride: Sequence[int], dila
     return sizes[0]
 
 
-def _check_order(order: Any, kernels: int) -> None:
+def _check_order(order: Any, filters: int) -> None:
     if not isinstance(order, Tensor) or order.dtype != torch.int64:
         raise TypeError(f"order: expected an int64 tensor, got {_text(order)}")
-    if order.shape != (kernels,):
-        raise ValueError(f"order: expected shape ({kernels},), got {_text(order)}")
+    if order.shape != (filters,):
+        raise ValueError(f"order: expected shape ({filters},), got {_text(order)}")
 
 
 def _check_added(add: Any, x: Tensor, shape: tuple[int, ...]) -> None:

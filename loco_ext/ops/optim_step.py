@@ -38,10 +38,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.checks import check_lengths, check_step
 from loco_ext.ops.penalties import LayerPenalty, StepPenalty
 from loco_ext.ops.shrink import applied_by_kernels, step_then_shrink
 from loco_ext.ops.step_args import ADAM, SGD, Flags, StepArgs
+from loco_ext.ops.step_checks import check_lengths, check_step
 from loco_ext.reference import optim_step as _reference
 
 _FAMILY = "optim_step"

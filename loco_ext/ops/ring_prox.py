@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.ops import backends, transforms
-from loco_ext.ops.checks import check_memory
 from loco_ext.ops.joint import group_norms_by, shared_factor
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.reference import ring_prox as _reference
@@ -215,7 +215,7 @@ def _check_weight(name: str, weight: Tensor) -> None:
     check_memory(name, weight)
     if weight.dim() < 2 or weight.shape[1:].numel() == 0:
         raise ValueError(
-            f"{name}: expected shape (C_out, channels, *taps) with at least one weight a kernel, "
+            f"{name}: expected shape (C_out, channels, *taps) with at least one weight a filter, "
             f"got {tuple(weight.shape)}"
         )
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from loco_ext.ops import backends
-from loco_ext.ops.checks import check_step
 from loco_ext.ops.optim_step import run_again
 from loco_ext.ops.shrink import applied_by_kernels
 from loco_ext.ops.step_args import StepArgs
+from loco_ext.ops.step_checks import check_step
 from loco_ext.optim.options import Group
 from loco_ext.optim.plan import Batch, BatchKey, Plan, same_objects
 

@@ -23,7 +23,7 @@ from loco_ext.geometry.attached_pattern import pattern_of
 from loco_ext.ops import transforms
 from loco_ext.ops.penalties import MOST_RINGS
 from loco_ext.ops.ring_prox import group_norms
-from loco_ext.penalties.checks import check_convolution
+from loco_ext.penalties.penalty_checks import check_convolution
 
 WEIGHTINGS = {"plain": 0.0, "normalized": -0.5, "scaled": 0.5}  # exponents of a group's number of weights
 

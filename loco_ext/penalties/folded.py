@@ -13,8 +13,8 @@ from loco_ext import ops
 from loco_ext.argument_checks import check_number
 from loco_ext.ops.joint import factor_of_norms
 from loco_ext.penalties.base import Penalty
-from loco_ext.penalties.checks import check_convolution
 from loco_ext.penalties.group import KernelPenalty, RingPenalty
+from loco_ext.penalties.penalty_checks import check_convolution
 
 _LEAST_FACTOR = 1e-20  # keeps quotients finite in float32
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from loco_ext import ops
 from loco_ext.argument_checks import check_number
 from loco_ext.penalties.base import Penalty
-from loco_ext.penalties.checks import check_metric, check_norm
 from loco_ext.penalties.filters import WEIGHTINGS, BlockFilters, Filters, filters_of
+from loco_ext.penalties.penalty_checks import check_metric, check_norm
 
 
 class _GroupPenalty(Penalty):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from loco_ext import ops
-from loco_ext.penalties.checks import check_metric, check_norm, thresholds_of
 from loco_ext.penalties.filters import conv_filters
+from loco_ext.penalties.penalty_checks import check_metric, check_norm, thresholds_of
 
 
 def ring_norms(weight: Tensor, kind: str = "half", *, first: str = "auto") -> Tensor:

@@ -12,8 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from loco_ext.nn.computed import check_plain, is_convolution, weight_of
 from loco_ext.ops.joint import power_of_two
-from loco_ext.penalties.checks import check_convolution
 from loco_ext.penalties.group import GroupPenalty
+from loco_ext.penalties.penalty_checks import check_convolution
 
 _PRECISION = 1e-12  # relative precision of the bisection
 

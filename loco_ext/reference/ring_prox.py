@@ -23,7 +23,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def ring_norms(weight: Tensor, rings: Sequence[int], count: int) -> Tensor:
     """Return the Euclidean norm of each ring of each filter; see :func:`loco_ext.ops.ring_norms`."""
-    scale, scaled = _scaled(_kernels(weight))
+    scale, scaled = _scaled(_by_filter(weight))
     norms = _norms_by_ring(scaled, _index(rings, weight), count) / scale[:, None]
     return norms.to(norm_dtype(weight.dtype))
 
@@ -38,8 +38,8 @@ def ring_prox(
     joint: bool = False,
 ) -> Tensor:
     """Return the prox of a chain of nested groups; see :func:`loco_ext.ops.ring_prox`."""
-    u, index = _kernels(weight), _index(rings, weight)
-    d = None if metric is None else _kernels(metric)
+    u, index = _by_filter(weight), _index(rings, weight)
+    d = None if metric is None else _by_filter(metric)
     t = thresholds.to(u).expand(len(u), -1)
     q = torch.zeros_like(t) if squared is None else squared.to(u).expand(len(u), -1)
 
@@ -50,10 +50,10 @@ def ring_prox(
         return _prox_l2(u, index, merged) if d is None else _prox_l2_metric(u, index, merged, d)
 
     def twice_the_penalty(x: Tensor) -> Tensor:
-        of_kernels = 2 * _penalty(x, index, q, linf)
+        of_filters = 2 * _penalty(x, index, q, linf)
         if not joint:
-            return of_kernels
-        return torch.where(of_kernels.isfinite(), of_kernels, 0.0).sum().expand_as(of_kernels)
+            return of_filters
+        return torch.where(of_filters.isfinite(), of_filters, 0.0).sum().expand_as(of_filters)
 
     def balance(factor: Tensor) -> Tensor:
         return factor - twice_the_penalty(solve(factor))
@@ -67,7 +67,7 @@ def ring_prox(
     return torch.empty_like(weight).copy_(x)
 
 
-def _kernels(weight: Tensor) -> Tensor:
+def _by_filter(weight: Tensor) -> Tensor:
     """Return the weights as float64 ``[C_out, C_in, taps]``."""
     return weight.detach().double().reshape(*weight.shape[:2], weight.shape[2:].numel())
 

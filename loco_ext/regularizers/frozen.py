@@ -31,7 +31,7 @@ _SHAPES = ("shape", "ndim", "dtype", "device")
 _SIZES = ("size", "dim", "ndimension", "numel")
 
 
-class Place(NamedTuple):
+class BendingOperation(NamedTuple):
     """An operation that bends: its name in the model, and which of several calls of that name it is."""
 
     node: fx.Node
@@ -46,7 +46,7 @@ class Network:
         input: node of the model's input.
         nodes: nodes whose results depend on the input, in the order of the graph, without the input itself.
         before_bends: those of them that bend or lead to one that does.
-        places: the operations that bend, in that order.
+        bending_operations: the operations that bend, in that order.
 
     Raises:
         NotPiecewiseLinearError: the model cannot be traced, or has an operation that is not supported.
@@ -74,10 +74,10 @@ class Network:
             self._add_rule(node, depending)
         self.before_bends = _leading_to(self.nodes, set(self.bending))
         names: Counter[str] = Counter()
-        self.places = []
+        self.bending_operations = []
         for node in self.bending:
             name = _name(node)
-            self.places.append(Place(node, name, names[name]))
+            self.bending_operations.append(BendingOperation(node, name, names[name]))
             names[name] += 1
 
     def _add_rule(self, node: fx.Node, depending: set[fx.Node]) -> None:

@@ -65,16 +65,14 @@ def draw(probabilities: Tensor, uniform: Tensor | None) -> Tensor:
     return below.sum(1).clamp(max=probabilities.shape[1] - 1)
 
 
-def batches_of(
-    name: str, x: Tensor | Iterable[Tensor | tuple[Tensor, ...]], chunk_size: int | None
-) -> Iterator[Tensor]:
+def batches_of(x: Tensor | Iterable[Tensor | tuple[Tensor, ...]], chunk_size: int | None) -> Iterator[Tensor]:
     """Yield the images in chunks: those of a tensor, or of the batches of an iterable, such as a DataLoader.
 
     A batch is a tensor of images, or a tuple or list that begins with one.
     """
     if not isinstance(x, Iterable):
-        raise TypeError(f"{name}: expected a tensor or an iterable of batches, got {type(x).__name__}")
+        raise TypeError(f"x: expected a tensor or an iterable of batches, got {type(x).__name__}")
     for i, batch in enumerate([x] if isinstance(x, Tensor) else x):
         images = batch[0] if isinstance(batch, tuple | list) and batch else batch
-        check_images(name if isinstance(x, Tensor) else f"{name}[{i}]", images)
+        check_images("x" if isinstance(x, Tensor) else f"x[{i}]", images)
         yield from images.split(chunk_size or len(images))

@@ -59,10 +59,10 @@ def importance_landscape(
     check_choice("expectation", expectation, EXPECTATIONS)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, smallest=1)
-    generator = torch.Generator().manual_seed(check_seed("seed", seed))
+    generator = torch.Generator().manual_seed(check_seed(seed))
     model = unwrap(model)
     squares = dtype = None
-    for chunk in batches_of("x", x, chunk_size):
+    for chunk in batches_of(x, chunk_size):
         uniform = torch.rand(len(chunk), generator=generator, dtype=torch.float64).to(chunk.device)
         with measuring(model, chunk.device):
             found = _squares(model, chunk, expectation, uniform)
@@ -118,7 +118,7 @@ def data_smoothness(x: Images, *, laplacian_kernel: int | Tensor = 3) -> Tensor:
     stencil = make_stencil(laplacian_kernel)
     total = dtype = None
     count = 0
-    for images in batches_of("x", x, 1024):
+    for images in batches_of(x, 1024):
         check_stencil("laplacian_kernel", stencil, images)
         norms = torch.linalg.vector_norm(laplacian(images.double(), stencil.to(images.device)), dim=1)  # [N, H, W]
         whole = torch.linalg.vector_norm(norms, dim=(1, 2), keepdim=True)

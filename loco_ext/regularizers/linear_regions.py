@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.argument_checks import check_count, check_module
-from loco_ext.regularizers.frozen import Frozen, Network, Place
+from loco_ext.regularizers.frozen import BendingOperation, Frozen, Network
 from loco_ext.regularizers.gradient_norms import Probes, choose_probes, gradient_norms
 from loco_ext.regularizers.ieee import ieee_arithmetic
 
@@ -125,7 +125,7 @@ class Nearest:
 
     Attributes:
         radius: ``[N]``.
-        operation: which operation of :attr:`Network.places` bends, int64 ``[N]``; -1 if there is no boundary.
+        operation: which of :attr:`Network.bending_operations` bends, int64 ``[N]``; -1 if there is no boundary.
         index: which of its bends it is, int64 ``[N]``.
         shapes: shape of the bends of each operation.
     """
@@ -138,25 +138,25 @@ class Nearest:
     def units(self, network: Network) -> list[Unit | None]:
         """Return the names of the bends."""
         return [
-            None if number < 0 else _unit(network.places[number], self.shapes[number], flat)
+            None if number < 0 else _unit(network.bending_operations[number], self.shapes[number], flat)
             for number, flat in zip(self.operation.tolist(), self.index.tolist(), strict=True)
         ]
 
 
-def _unit(place: Place, shape: torch.Size, flat: int) -> Unit:
+def _unit(operation: BendingOperation, shape: torch.Size, flat: int) -> Unit:
     index = np.unravel_index(flat, shape)
-    return Unit(place.module, place.call, tuple(map(int, index)))
+    return Unit(operation.module, operation.call, tuple(map(int, index)))
 
 
 @torch.no_grad()
-def nearest_bends(network: Network, x: Tensor, q: float, memory_limit: int = MEMORY_LIMIT) -> Nearest:
+def nearest_bends(network: Network, x: Tensor, q: float, memory_limit: int) -> Nearest:
     """Return the bends with the smallest ``|z| / ||dz/dx||_q``."""
     parts, shapes = [], []
     with ieee_arithmetic(x.device):
         for frozen, probes, chunk in _chunks(network, x.detach(), q, memory_limit):
             norms = gradient_norms(frozen, probes, q, chunk, x)
             parts.append(_nearest(frozen, norms, x))
-            shapes = [frozen.bends[place.node].distances.shape[1:] for place in network.places]
+            shapes = [frozen.bends[operation.node].distances.shape[1:] for operation in network.bending_operations]
     if not parts:
         none = torch.empty(0, dtype=torch.int64, device=x.device)
         return Nearest(x.new_empty(0), none, none, shapes)
@@ -259,9 +259,9 @@ def _nearest(frozen: Frozen, norms: dict[Any, Tensor], x: Tensor) -> tuple[Tenso
     """Return each sample's radius, the operation that limits it, and the index of its bend."""
     radius = x.new_full((frozen.batch,), math.inf)
     operation, index = (torch.full((frozen.batch,), none, device=x.device) for none in (-1, 0))
-    for number, place in enumerate(frozen.network.places):
-        distances = frozen.bends[place.node].distances
-        norm = norms[place.node].expand(distances.shape)
+    for number, bending in enumerate(frozen.network.bending_operations):
+        distances = frozen.bends[bending.node].distances
+        norm = norms[bending.node].expand(distances.shape)
         ratio = torch.where(norm == 0, math.inf, distances.abs() / norm).flatten(1)
         if not ratio.shape[1]:
             continue

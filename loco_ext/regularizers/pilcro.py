@@ -110,7 +110,7 @@ class PILCRO:
         self.expectation = expectation
         self.chunk_size = None if chunk_size is None else check_count("chunk_size", chunk_size, smallest=1)
         self.route = route
-        self.seed = check_seed("seed", seed)
+        self.seed = check_seed(seed)
         stencil = make_stencil(laplacian_kernel)
         self._stencil = stencil if mode == "curvature" else make_stencil(1)  # which the target loss does not depend on
         self._route: Route = TangentRoute() if route == "tangent" else double_backward
@@ -123,7 +123,7 @@ class PILCRO:
         check_images("x", x)
         check_stencil("laplacian_kernel", self._stencil, x)
         if self.target is not None:
-            check_target("target", self.target, x)
+            check_target(self.target, x)
         call = self._calls
         if call % self.every or self.alpha == 0:
             self._calls += 1

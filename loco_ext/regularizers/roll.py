@@ -222,10 +222,10 @@ class MarginLoss:
 def _select(frozen: Frozen, tensors: dict[fx.Node, Tensor], operation: Tensor, index: Tensor) -> Tensor:
     """Return one number for each sample, of the operation and at the index that are its own."""
     result = torch.zeros(frozen.batch, dtype=next(iter(tensors.values())).dtype, device=index.device)
-    for number, place in enumerate(frozen.network.places):
+    for number, bending in enumerate(frozen.network.bending_operations):
         (samples,) = (operation == number).nonzero(as_tuple=True)
         if len(samples):
-            result = result.index_put((samples,), tensors[place.node].flatten(1)[samples, index[samples]])
+            result = result.index_put((samples,), tensors[bending.node].flatten(1)[samples, index[samples]])
     return result
 
 

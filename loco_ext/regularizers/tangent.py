@@ -85,7 +85,7 @@ class _InputsNeeded(Exception):
 
 @dataclass
 class _Passes:
-    """Which pass is running, for the replaced layers."""
+    """State of the passes that the replaced layers read."""
 
     keep_inputs: bool
     forward_is_over: bool = False  # and the pass for g with it

@@ -18,7 +18,7 @@ from loco_ext.nn.computed import check_plain
 from loco_ext.nn.modes import evaluating
 from loco_ext.ops.penalties import OfStep
 from loco_ext.penalties import Penalty, RingPenalty
-from loco_ext.penalties.checks import check_convolution, check_metric
+from loco_ext.penalties.penalty_checks import check_convolution, check_metric
 from loco_ext.sparsity.folded_norms import convolution_of
 
 _LARGEST = torch.finfo(torch.float64).max
@@ -37,8 +37,8 @@ def complexity_penalties(
     input channels, divided by its groups. A layer contributes to its own term through ``s'_ij``, and to the terms of
     the layers that read it through ``d'_i``; see :class:`ComplexityPenalty`. The norm of a channel is
 
-    - the norm of the kernel that produces it, through norms, activations and pooling;
-    - the root of the sum of squares of the norms of all kernels that residual connections add up in it;
+    - the norm of the filter that produces it, through norms, activations and pooling;
+    - the root of the sum of squares of the norms of all filters that residual connections add up in it;
     - 1 where no Conv module produces it, as for the image, or where a split or shuffle of channels hides which one
       does.
 
@@ -51,7 +51,7 @@ def complexity_penalties(
             matter.
         strength: finite and at least 0.
         settings: further arguments of :class:`RingPenalty`, all but ``power``. ``weighting`` applies to the groups in
-            ``s'_ij``; ``norm="linf"`` is used for groups in ``s'_ij`` and kernels in ``d'_i``.
+            ``s'_ij``; ``norm="linf"`` is used for groups in ``s'_ij`` and filters in ``d'_i``.
 
     Returns:
         Penalties by module name, as :func:`loco_ext.optim.parameter_groups` takes them.
@@ -94,9 +94,9 @@ class ComplexityPenalty(Penalty):
     they are constants for its gradient. The gradients of all layers' values together are the gradient of eq. 34; the
     sum of the values is not eq. 34, since each term appears in several of them.
 
-    In a channel to which residual connections add several kernels, ``b_j`` is multiplied by the kernel's share
+    In a channel to which residual connections add several filters, ``b_j`` is multiplied by the filter's share
     ``||k_ij|| / sqrt(sum of squares of all of them)``, which is 1 where all are zero. A layer that reads its own
-    output, such as one that runs twice, has both parts as well. Kernels without a finite norm are not counted.
+    output, such as one that runs twice, has both parts as well. Filters without a finite norm are not counted.
 
     Created by :func:`complexity_penalties`. An optimizer's checkpoint does not contain the model: it has to be loaded
     into an optimizer that has a ComplexityPenalty in the same place.
@@ -200,8 +200,8 @@ class ChannelNorms:
     """The contributions to the norms of a tensor's channels.
 
     Args:
-        constant: the part of the squared norms that no kernel contributes, float64 ``(C,)``.
-        writers: for each layer that produces some channels: its name, the channels, and the kernel of each.
+        constant: the part of the squared norms that no filter contributes, float64 ``(C,)``.
+        writers: for each layer that produces some channels: its name, the channels, and the filter of each.
     """
 
     def __init__(self, constant: Tensor, writers: list[tuple[str, Tensor, Tensor]]) -> None:
@@ -210,12 +210,12 @@ class ChannelNorms:
     def __len__(self) -> int:
         return len(self.constant)
 
-    def norms(self, of_kernels: dict[str, Tensor]) -> Tensor:
-        """Return the norm of each channel, float64 ``(C,)``, given those of each layer's kernels."""
+    def norms(self, of_filters: dict[str, Tensor]) -> Tensor:
+        """Return the norm of each channel, float64 ``(C,)``, given those of each layer's filters."""
         parts = [self.constant.sqrt()[:, None]]
-        for layer, channels, kernels in self.writers:
+        for layer, channels, filters in self.writers:
             parts.append(torch.zeros(len(self), 1, dtype=torch.float64, device="cpu"))
-            parts[-1][channels, 0] = of_kernels[layer][kernels]
+            parts[-1][channels, 0] = of_filters[layer][filters]
         return _hypotenuse(torch.cat(parts, 1))
 
 
@@ -260,15 +260,15 @@ class Network:
             unit = rings.strength * call.cost
             a[call.layer] += unit * of_channels.sum().item()
             size = unit * measured[call.layer][1].square().sum()
-            for writer, channels, kernels in call.channels.writers:
+            for writer, channels, filters in call.channels.writers:
                 whole = of_channels[channels]
-                share = torch.where(whole > 0, norms[writer][kernels] / torch.where(whole > 0, whole, 1.0), 1.0)
-                b[writer].index_add_(0, kernels, size * share)
+                share = torch.where(whole > 0, norms[writer][filters] / torch.where(whole > 0, whole, 1.0), 1.0)
+                b[writer].index_add_(0, filters, size * share)
         return {name: (min(a[name], _LARGEST), b[name].nan_to_num(0.0).clamp(max=_LARGEST)) for name in self.layers}
 
 
 def _norms_and_sizes(rings: RingPenalty, weight: Tensor) -> Tensor:
-    """Return ``||k_j||`` and ``s'_j`` of each kernel: ``(2, C_out)``, 0 where a kernel's are not finite."""
+    """Return ``||k_j||`` and ``s'_j`` of each filter: ``(2, C_out)``, 0 where a filter's are not finite."""
     groups = rings.group_norms(weight)
     both = torch.stack([groups[:, -1], (groups * rings.group_weights(weight).to(weight.device)).sum(1)])
     return torch.where(both.isfinite(), both, 0.0)
@@ -308,9 +308,9 @@ class _Readers(fx.Interpreter):
             layer = self.names.setdefault(id(module.weight), str(node.target))
             self.layers.setdefault(layer, module)
             self.calls.append(Call(layer, value.shape[2:].numel() / module.groups, sources[0]))
-            kernels = torch.arange(len(module.weight), device="cpu")
+            filters = torch.arange(len(module.weight), device="cpu")
             return ChannelNorms(
-                torch.zeros(len(kernels), dtype=torch.float64, device="cpu"), [(layer, kernels, kernels)]
+                torch.zeros(len(filters), dtype=torch.float64, device="cpu"), [(layer, filters, filters)]
             )
         name = operation(node, self._modules)
         if name == "cat":
@@ -326,7 +326,7 @@ class _Readers(fx.Interpreter):
 def _concatenated(sources: list[ChannelNorms]) -> ChannelNorms:
     writers, before = [], 0
     for source in sources:
-        writers += [(layer, channels + before, kernels) for layer, channels, kernels in source.writers]
+        writers += [(layer, channels + before, filters) for layer, channels, filters in source.writers]
         before += len(source)
     return ChannelNorms(torch.cat([source.constant for source in sources]), writers)
 

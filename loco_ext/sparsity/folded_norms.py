@@ -1,4 +1,4 @@
-"""Penalties of convolutions with the batch norms behind them, and removal of kernels that a norm multiplies by zero."""
+"""Penalties of convolutions with the batch norms behind them, and removal of filters that a norm multiplies by zero."""
 
 from collections import Counter
 
@@ -55,22 +55,22 @@ def folded_penalties(model: nn.Module, penalty: GroupPenalty) -> dict[str, Group
 
 @torch.no_grad()
 def zero_dead_kernels(model: nn.Module) -> int:
-    """Set to zero, in place, each kernel that the batch norm behind its convolution multiplies by zero.
+    """Set to zero, in place, each filter that the batch norm behind its convolution multiplies by zero.
 
-    A :class:`FoldedPenalty` removes a kernel by a zero in the norm's weight and keeps the kernel's direction, so that
+    A :class:`FoldedPenalty` removes a filter by a zero in the norm's weight and keeps the filter's direction, so that
     training can bring it back. After training, this function clears the weights as well: the model computes the same,
     and functions that only look at the convolutions, such as :func:`kernel_sizes`, see what is left. In further
-    training such kernels would stay zero.
+    training such filters would stay zero.
 
     Args:
         model: a model that torch.fx can trace; it is not run.
 
     Returns:
-        The number of kernels whose norm multiplies them by zero.
+        The number of filters whose norm multiplies them by zero.
 
     Raises:
         ValueError: torch.fx cannot trace the model, or a parametrization or a hook computes a weight that has such
-            kernels; nothing has changed then.
+            filters; nothing has changed then.
 
     Example:
         >>> import torch
@@ -85,13 +85,13 @@ def zero_dead_kernels(model: nn.Module) -> int:
         for name, (convolution, norm) in _convolutions_and_norms(model).items()
         if norm is not None
     }
-    for name, (convolution, kernels) in dead.items():
-        if kernels.any():
+    for name, (convolution, filters) in dead.items():
+        if filters.any():
             check_plain_weight(name, convolution)
-    for convolution, kernels in dead.values():
-        if kernels.any():
-            convolution.weight[kernels.to(convolution.weight.device)] = 0.0
-    return sum(int(kernels.sum()) for _, kernels in dead.values())
+    for convolution, filters in dead.values():
+        if filters.any():
+            convolution.weight[filters.to(convolution.weight.device)] = 0.0
+    return sum(int(filters.sum()) for _, filters in dead.values())
 
 
 def _convolutions_and_norms(model: nn.Module) -> dict[str, tuple[_ConvNd, _BatchNorm | None]]:

@@ -45,7 +45,7 @@ class FrontierPoint(FormerNames):
         macs: multiply-accumulates for one sample (eq. 10), after compaction.
         latency_before: seconds of the network as trained; None if not measured.
         latency_after: seconds of the compacted network; None if not measured.
-        kernels: number of kernels of size 0, 1, 2, ..., by convolution.
+        kernels: number of filters of size 0, 1, 2, ..., by convolution.
 
     Example:
         >>> from loco_ext import sparsity
@@ -132,7 +132,7 @@ def frontier(
 
     Args:
         model: trained without the penalty; it is not changed.
-        fit: trains a model in place with a penalty, deterministically: the same call must give the same result. Kernels
+        fit: trains a model in place with a penalty, deterministically: the same call must give the same result. Filters
             that a batch norm then multiplies by zero count as zero (:func:`zero_dead_kernels`).
         evaluate: returns the metrics of a trained model, such as ``{"accuracy": 0.9}``.
         penalty: its strength is ignored; ``power=1`` if no strengths are given.
@@ -184,7 +184,7 @@ def frontier(
         ...     example_inputs=x,
         ...     strengths=[1e-3, 1e3],
         ... )
-        >>> path.points[0].strength, path.points[0].kernels  # all four kernels have size 0
+        >>> path.points[0].strength, path.points[0].kernels  # all four filters have size 0
         (1000.0, {'0': [4, 0, 0, 0]})
     """
     if not isinstance(penalty, RingPenalty | KernelPenalty):
@@ -331,7 +331,7 @@ class _Measure:
 
 
 def _sizes(penalty: GroupPenalty, weight: Tensor) -> Tensor:
-    """Return the remaining size of each kernel; a penalty of kernels uses half rings, which allow every size."""
+    """Return the remaining size of each filter; a KernelPenalty uses half rings, which allow every size."""
     if isinstance(penalty, RingPenalty):
         return kernel_sizes(weight, penalty.kind, first=penalty.first)
     return kernel_sizes(weight)

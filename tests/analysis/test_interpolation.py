@@ -77,10 +77,10 @@ def at_once(outputs, targets):
     return outputs
 
 
-def string(points, steps, rate, stiffness, centres, ends=((0.0, 0.0), (1.0, -2.0))):
+def string(points, steps, rate, stiffness, centres):
     data = [(torch.tensor(centre, dtype=torch.float64), torch.zeros(1)) for centre in centres]
     options = {"loss": at_once, "data": data, "steps": steps, "learning_rate": rate, "stiffness": stiffness}
-    path = analysis.interpolate(Point(*ends[0]), Point(*ends[1]), points, "string", **options)
+    path = analysis.interpolate(Point(0.0, 0.0), Point(1.0, -2.0), points, "string", **options)
     return np.array([model.x.tolist() for _, model in path])
 
 

@@ -1,6 +1,5 @@
 """Every benchmark runs at a tiny size and writes its report; the docs have the committed results."""
 
-import contextlib
 import importlib
 import itertools
 import json
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import loco_ext
-from bench import bench_optim_step, device_check, generated, harness, shapes, summary, tables
+from bench import bench_optim_step, generated, harness, shapes, summary, tables
 from tests.bench import tiny
 
 OPTIONS = {
@@ -137,26 +136,3 @@ def test_candidates_take_turns_and_ratios_are_of_calls_in_one_round():
     assert found["a"].rounds == 40
     # A median is the mean over the groups' medians, however often each group occurs.
     assert harness.summarise([[1.0] * 9, [2.0] * 2]).median == 1.5
-
-
-def test_a_check_of_a_device_runs_its_parts_and_leaves_a_report(monkeypatch, tmp_path, capsys):
-    tiny.run_on_the_cpu(monkeypatch)
-    codes = {"build": 0, "tests": 1, "benchmarks": 0}
-
-    def make(code):
-        step = device_check.Command("step", device_check.python("-c", f"print('ran'); raise SystemExit({code})"))
-        return lambda settings: device_check.Part([step, step])
-
-    monkeypatch.setattr(device_check, "triton_kernels_importable", contextlib.nullcontext)
-    monkeypatch.setattr(device_check, "PARTS", {name: make(code) for name, code in codes.items()})
-    assert device_check.main(["--out", str(tmp_path)]) == 1
-    parts = json.loads((tmp_path / "device_check-made-up-gpu-80gb.json").read_text())["parts"]
-    assert {name: part["result"] for name, part in parts.items()} == {
-        "build": "passed",
-        "tests": "failed",
-        "benchmarks": "passed",
-    }
-    assert [len(part["steps"]) for part in parts.values()] == [2, 1, 2]
-    assert "step ended with 1" in capsys.readouterr().out
-    assert "ran" in (tmp_path / "device_check-made-up-gpu-80gb-tests.log").read_text()
-    assert all((device_check.TESTS / f"{name}.py").exists() for name in device_check.GPU_MODULES)

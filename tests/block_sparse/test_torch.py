@@ -11,11 +11,9 @@ from tests.tolerances import same_bits
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
+def _native(fresh_dynamo):
     with loco_ext.backend("native"):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,12 @@ class Gate(nn.Module):
         return x * torch.sigmoid(self.excite(torch.relu(self.squeeze(mean))))
 
 
-def random_network(seed: int, dims: int, depth: int = 5) -> nn.Module:
+def random_network(seed: int, dims: int) -> nn.Module:
     """Return a chain of random layers, blocks and branches that takes inputs of at least 9 pixels along every axis."""
     choose = random.Random(seed)
     layers: list[nn.Module] = []
     channels = 3
-    for _ in range(depth):
+    for _ in range(5):
         block, channels = choose.choice(BLOCKS)(choose, channels, dims)
         layers += block
     layers += _convolution(choose, channels, 4, dims, same=True)

@@ -1,10 +1,8 @@
 """Fixtures for the tests of experiments."""
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Use one thread: networks this small gain nothing from more."""
-    torch.set_num_threads(1)
+def _one_thread(one_thread):
+    """Use one thread for networks this small, too."""

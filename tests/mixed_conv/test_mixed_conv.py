@@ -229,8 +229,8 @@ def test_empty_batches_and_strided_images() -> None:
     whole = torch.randn(4, 6, 9, 18)
     x = whole[::2, 1::2, 1:, ::2]
     torch.testing.assert_close(mixed_conv2d(x, [weight], [], [(1,) * 4]), F.conv2d(x, weight, padding=1))
-    turned = weight.contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(mixed_conv2d(x, [turned], [], [(1,) * 4]), F.conv2d(x, weight, padding=1))
+    transposed = weight.contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(mixed_conv2d(x, [transposed], [], [(1,) * 4]), F.conv2d(x, weight, padding=1))
 
 
 class Layer(nn.Module):
@@ -275,10 +275,10 @@ def arguments(**changed: Any) -> dict[str, Any]:
     ("changed", "error", "text"),
     [
         ({"x": torch.zeros(8, 8)}, ValueError, r"x: .* \(N, C_in, H, W\) or \(C_in, H, W\), got shape \(8, 8\)"),
-        ({"x": torch.zeros(2, 8, 8)}, ValueError, r"weights\[0\]: expected shape \(kernels, 2, height"),
+        ({"x": torch.zeros(2, 8, 8)}, ValueError, r"weights\[0\]: expected shape \(filters, 2, height"),
         ({"x": 1}, ValueError, "x: expected a tensor .* got int"),
         ({"weights": [], "pads": []}, ValueError, "weights: expected one part or more"),
-        ({"weights": [torch.zeros(4, 2, 3, 3)]}, ValueError, r"weights\[0\]: expected shape \(kernels, 3, height"),
+        ({"weights": [torch.zeros(4, 2, 3, 3)]}, ValueError, r"weights\[0\]: expected shape \(filters, 3, height"),
         ({"weights": [torch.zeros(0, 3, 3, 3)]}, ValueError, r"weights\[0\]: expected shape"),
         ({"weights": [torch.zeros(4, 3, 3, 3).double()]}, TypeError, r"weights\[0\]: .*float32.* got .*float64"),
         ({"weights": [[1.0]]}, TypeError, r"weights\[0\]: .* got list"),

@@ -17,14 +17,9 @@ from loco_ext.ops import backends
 from tests.processes import run_ranks
 from tests.tolerances import same_bits
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 WORLD = 2
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make_model(dtype=torch.float32):

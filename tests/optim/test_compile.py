@@ -19,13 +19,6 @@ STEPS = 8
 WARM_UP = 3  # the first step makes states, the second meets them
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def make_training(name, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 5), nn.Flatten(), nn.Linear(32, 2))

@@ -43,15 +43,9 @@ from tests.optim.db_cases import (
     flat_state,
 )
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("native", "one_thread")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Tensors this small gain nothing from threads, which wait long for one another where cores are shared."""
-    torch.set_num_threads(1)
 
 
 def assert_right_direction(case: Case, before: float, after: float) -> None:

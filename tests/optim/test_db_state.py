@@ -24,15 +24,9 @@ from tests.optim.db_cases import (
     flat_state,
 )
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("native", "one_thread")
 
 EVERY = ("default",)  # states are made, saved and loaded alike whatever steps them
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Tensors this small gain nothing from threads, which wait long for one another where cores are shared."""
-    torch.set_num_threads(1)
 
 
 def trained(case: Case, **changes):

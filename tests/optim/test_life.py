@@ -20,6 +20,8 @@ from loco_ext import geometry, optim, sparsity
 from tests.optim.stepping import CLASSES, assert_same, compare_step, nearly, params_of
 from tests.tolerances import assert_within_ulps
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [(), (5,), (0, 3), (4, 3), (2, 1, 3, 3), (2, 3, 5), (3, 2, 3, 3)]
 CONVOLUTIONS = [(2, 1, 3, 3), (2, 2, 3, 3), (3, 2, 1, 5), (2, 2, 5), (2, 1, 5, 5)]
 LAYOUTS = {
@@ -441,12 +443,6 @@ ACTIONS = [
     exchange_checkpoints,
     copy_optimizers,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tensors this small gain nothing from threads."""
-    torch.set_num_threads(1)
 
 
 def live(seeds, actions=25):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from loco_ext.ops.checks import check_step
+from loco_ext.ops.step_checks import check_step
 from loco_ext.reference.rounding import philox
 from tests.optim_step.cases import Case, assert_same, assert_untouched, make_case, whole
 from tests.optim_step.interpreter import BLOCK, Interpreter, assert_is_reference, assert_same_as, far

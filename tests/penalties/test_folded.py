@@ -32,8 +32,8 @@ CASES = {
 }
 
 
-def make_norm(channels, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def make_norm(channels):
+    generator = torch.Generator().manual_seed(0)
     norm = nn.BatchNorm2d(channels, eps=0.1)
     norm.weight.data = torch.randn(channels, generator=generator)
     norm.running_var = torch.rand(channels, generator=generator) + 0.05

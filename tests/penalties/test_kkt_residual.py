@@ -98,14 +98,14 @@ def test_shrinking_group_by_group_is_not_optimal_in_a_metric():
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 def test_the_residual_is_the_distance_over_the_size(norm):
-    """Without a penalty it is the weights' relative distance; for zeros, the share that the thresholds cannot hold."""
+    """Without a penalty it is the weights' relative distance; for zeros, the share beyond the thresholds."""
     weight = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])
     moved = weight + torch.tensor([[[0.3, 0.4]], [[0.0, 0.0]]])
     residual = sparsity.kkt_residual(weight, moved, [0.0, 0.0], norm=norm)
     torch.testing.assert_close(residual, torch.tensor([0.1, 0.0], dtype=torch.float64), atol=1e-6, rtol=0)
     of_zeros = sparsity.kkt_residual(weight, torch.zeros_like(weight), [0.0, 2.5], norm=norm)
-    held = 2.5 / (5.0 if norm == "l2" else 7.0)
-    torch.testing.assert_close(of_zeros, torch.tensor([1 - held, 0.0], dtype=torch.float64))
+    share = 2.5 / (5.0 if norm == "l2" else 7.0)
+    torch.testing.assert_close(of_zeros, torch.tensor([1 - share, 0.0], dtype=torch.float64))
 
 
 def test_half_precision_results_are_as_optimal_as_their_rounding_lets_them_be():

@@ -25,7 +25,8 @@ def around(name, samples=2):
 def norms(network, probes, q, chunk, x):
     with torch.no_grad():
         found = gradient_norms.gradient_norms(network, probes, q, chunk, x)
-    return [found[place.node].expand(network.bends[place.node].distances.shape) for place in network.network.places]
+    nodes = [operation.node for operation in network.network.bending_operations]
+    return [found[node].expand(network.bends[node].distances.shape) for node in nodes]
 
 
 def expected(model, x, q):
@@ -41,7 +42,7 @@ def test_exact_norms_are_those_of_autograd(name, q):
     probes = gradient_norms.choose_probes(network, q)
     found = norms(network, probes, q, 5, x)
     existing = []
-    for part, place in zip(found, network.network.places, strict=True):
+    for part, place in zip(found, network.network.bending_operations, strict=True):
         bend = network.bends[place.node]
         existing.append(part[bend.exists].view(len(x), -1) if bend.exists is not None else part.flatten(1))
         if isinstance(network.network.modules[str(place.node.target)], nn.ReLU6):

@@ -49,7 +49,7 @@ def _spams(u: Array, rings: list[int], thresholds: Array, norm: str) -> Array:
     return x
 
 
-def by_proximal_gradient(case: Case, steps: int = 20_000) -> Tensor:
+def by_proximal_gradient(case: Case) -> Tensor:
     """Return the prox in a metric, by accelerated proximal gradient (Beck and Teboulle 2009).
 
     Each step has length 1 / max d and is followed by SPAMS' prox without a metric. The momentum is the constant one
@@ -64,7 +64,7 @@ def by_proximal_gradient(case: Case, steps: int = 20_000) -> Tensor:
     momentum = (1 - root) / (1 + root)
     t = case.thresholds.numpy() / largest
     x = y = u
-    for _ in range(steps):
+    for _ in range(20_000):
         before, x = x, _spams(y - d * (y - u) / largest, taps, t, case.norm)
         y = x + momentum * (x - before)
         if np.abs(x - before).max() <= 1e-17 * np.abs(u).max():

@@ -14,11 +14,9 @@ METRIC = torch.rand(4, 3, 3, 3) + 0.5
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
+def _native(fresh_dynamo):
     with loco_ext.backend("native"):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

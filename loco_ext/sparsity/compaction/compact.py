@@ -18,13 +18,13 @@ from loco_ext.sparsity.compaction import cost as costs
 from loco_ext.sparsity.compaction.agreement import Pair, is_right
 from loco_ext.sparsity.compaction.channels import Channels, analyse
 from loco_ext.sparsity.compaction.channels_last import in_channels_last
+from loco_ext.sparsity.compaction.compaction_report import Report
 from loco_ext.sparsity.compaction.constant_channels import without_constant_channels
 from loco_ext.sparsity.compaction.describe import describe
 from loco_ext.sparsity.compaction.fallback import crop_modules
 from loco_ext.sparsity.compaction.graph import annotated_graph, copies
 from loco_ext.sparsity.compaction.norms import fold_norms as fold
 from loco_ext.sparsity.compaction.other_sizes import pairs_of_other_sizes
-from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose, Rewriter
 from loco_ext.sparsity.compaction.split_mixed_convs import split_mixed_convs
 from loco_ext.sparsity.former_names import present_name
@@ -43,7 +43,7 @@ def compact(
 ) -> tuple[nn.Module, Report]:
     """Return a network without the zero filters, rings and channels of ``model``, with the same outputs in eval mode.
 
-    Kernels are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
+    Filters are cropped to the block of taps that is not zero. Channels that nothing reads, or that are constant
     everywhere, are removed from all layers that they go through; their constants are folded into the next layer's bias
     where that is exact for every size of the input. A layer normalisation over constant channels reads only the others,
     and its weights are folded into the layers that read it. A residual block that adds nothing becomes the identity.

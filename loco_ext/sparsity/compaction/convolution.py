@@ -1,7 +1,7 @@
-"""A convolution with smaller kernels: the taps that are left, and the graph that gives the same outputs.
+"""A convolution with smaller filters: the taps that are left, and the graph that gives the same outputs.
 
 A filter's *box* is the smallest block of taps that holds all of its non-zero weights, as (first, past the last) along
-each axis. Kernels with the same box become one convolution. Its padding shrinks by the cropped taps; it may differ
+each axis. Filters with the same box become one convolution. Its padding shrinks by the cropped taps; it may differ
 between the sides of an axis, and may be negative.
 """
 
@@ -71,7 +71,7 @@ def as_convolution(module: Any, weight: Tensor, bias: Tensor | None, channels: i
 
 @dataclass(frozen=True)
 class Bucket:
-    """Kernels that are computed together, with the taps of ``box``."""
+    """Filters that are computed together, with the taps of ``box``."""
 
     filters: tuple[int, ...]
     box: Box
@@ -120,7 +120,7 @@ def is_even(pads: Pads) -> bool:
 def by_size(convolution: Convolution, most: int | None = None, dead_apart: bool = False) -> list[Part]:
     """Return the filters of each size in ascending order; all together if the convolution is grouped.
 
-    Kernels without a non-zero weight join the smallest size, or have one tap of their own if ``dead_apart``. If there
+    Filters without a non-zero weight join the smallest size, or have one tap of their own if ``dead_apart``. If there
     are more than ``most`` sizes, the rarest are joined with the next.
     """
     filters: dict[Box, list[int]] = {}

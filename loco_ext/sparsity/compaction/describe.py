@@ -9,9 +9,9 @@ from torch import Tensor, fx
 
 from loco_ext.ops.channels import layer_norm_with_constants
 from loco_ext.sparsity.compaction.channels import Channels
+from loco_ext.sparsity.compaction.compaction_report import LayerReport, Report
 from loco_ext.sparsity.compaction.constant_channels import WHOLE
 from loco_ext.sparsity.compaction.convolution import Bucket, boxes, taps
-from loco_ext.sparsity.compaction.report import LayerReport, Report
 from loco_ext.sparsity.compaction.rewrite import Rewriter
 from loco_ext.sparsity.compaction.roles import Role, is_depthwise
 

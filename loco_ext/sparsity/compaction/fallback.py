@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from loco_ext.fx.modules import is_hooked, put
+from loco_ext.sparsity.compaction.compaction_report import Report
 from loco_ext.sparsity.compaction.convolution import alone, as_convolution
 from loco_ext.sparsity.compaction.describe import describe_layer
 from loco_ext.sparsity.compaction.graph import copies, kind_of
-from loco_ext.sparsity.compaction.report import Report
 from loco_ext.sparsity.compaction.rewrite import Choose
 from loco_ext.sparsity.compaction.roles import CONVOLUTIONS
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.geometry.attached_pattern import pattern_of
-from loco_ext.ops.checks import check_memory
 from loco_ext.ops.ring_prox import check_metric as check_like
 
 NORMS = ("l2", "linf")

@@ -8,19 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loco_ext.argument_checks import check_memory
 from loco_ext.ops.overlap import check_overlap
 from loco_ext.ops.penalties import StepPenalty
 from loco_ext.ops.step_args import StepArgs
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def check_memory(name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless the tensor is dense and of one of the dtypes that the kernels know."""
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected float32, float64, bfloat16 or float16, got {tensor.dtype}")
 
 
 def check_step(args: StepArgs, by_kernels: bool = True) -> None:
