@@ -26,7 +26,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
 from loco_ext.experiments.reproduce.jobs import PRESETS, Plan, ordered
 from loco_ext.experiments.reproduce.published import entries, published
-from tests.processes import kill_when, run_command
+from tests.processes import kill_when, run_command, start_command
 
 PAPERS = {"loco-reg": loco_reg, "sparsity": sparsity, "efcn": efcn, "pilcro": pilcro, "linear-regions": linear_regions}
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
@@ -339,7 +339,11 @@ def test_the_example_with_xargs_runs(tmp_path):
 def whole(tmp_path_factory):
     """Return the folder of all papers at the preset smoke."""
     folder = tmp_path_factory.mktemp("whole")
-    run_command("reproduce", "all", "--out", folder)
+    process = start_command(["reproduce", "all", "--out", folder], folder / "said.txt")
+    process.join()
+    said = (folder / "said.txt").read_text()
+    assert process.exitcode == 0, said
+    assert "Warning" not in said
     return folder
 
 
