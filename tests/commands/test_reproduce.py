@@ -26,6 +26,7 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
 from loco_ext.experiments.reproduce.jobs import PRESETS, Plan, ordered
 from loco_ext.experiments.reproduce.published import entries, published
+from loco_ext.version import commit
 from tests.processes import kill_when, run_command, start_command
 
 PAPERS = {"loco-reg": loco_reg, "sparsity": sparsity, "efcn": efcn, "pilcro": pilcro, "linear-regions": linear_regions}
@@ -250,6 +251,8 @@ def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     assert json.loads((folder / "reproduce.json").read_text()) == page
     record = json.loads((folder / "seed-0" / "regions.json").read_text())
     ours = {(a["strength"], a["hinge"]): a["median_radius"]["2"]["mean"] for a in record["arms"]}
+    assert page["commits"] == [record["commit"]] == [commit()]
+    assert commit() in (folder / "reproduce.md").read_text()
     (table,) = page["tables"]
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     assert {(row["strength"], row["hinge"]): row["radius, p = 2"] for row in rows} == ours
