@@ -4,9 +4,9 @@
     python -m studies.locality_sizes_cifar10 --data DIR      all cells; both commands add to studies/results/
 
 A cell is a number of images, a kernel size and an optimizer. In each, uniform decay is tuned first: every strength of a
-grid trains two networks, and the one of least error on 5,000 images that nothing else sees is taken. At that strength
-networks are then trained from the same seeds with each arm's decay and measured on the test images, so that differences
-are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local", from magnitudes, since signed
+grid trains two networks, and the one of least error on the last 5,000 training images, which these networks do not see,
+is taken. At that strength networks are then trained from the same seeds with each arm's decay and measured on the test
+images, so that differences are paired. The arm "estimated" has the factors of LOCO-REG's Table 6 by the rule "local", from magnitudes, since signed
 means are about 0 in many layers; they are the means of those of the two networks that the tuning has trained at that
 strength. All of this favours uniform decay, if anything: the strength is tuned for it alone.
 
