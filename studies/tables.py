@@ -59,7 +59,7 @@ def locality_sizes_cifar10(report: Record) -> list[Table]:
             rows.append([*row, f"{cell['strength']:g}", arm, error, *difference, str(s["count"])])
     title = (
         "CIFAR-10, small CNN of half width: test error in percent, mean and standard error, and its paired difference "
-        "from uniform decay, whose strength was chosen on other images"
+        "from uniform decay, whose strength was chosen on held-out training images"
     )
     headers = [
         "images",

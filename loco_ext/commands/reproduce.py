@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +13,7 @@ import typer
 from loco_ext import commands
 from loco_ext.commands import Data, Device, Out, Result, command, make_writable, writing_to
 from loco_ext.errors import UserError
-from loco_ext.experiments.reproduce.jobs import Job, Plan, ordered
+from loco_ext.experiments.reproduce.jobs import Job, Plan, commits, ordered
 from loco_ext.output import json_text, note
 
 PAPERS = ("loco-reg", "sparsity", "efcn", "pilcro", "linear-regions")
@@ -79,7 +80,7 @@ def run(
     failed = _run([each for _, each in chosen if not each.done])
     if job is not None or stage is not None:
         return _ended(failed, [])
-    pages = [module.page(plan) for module in modules]
+    pages = [replace(module.page(plan), commits=commits(module.jobs(plan))) for module in modules]
     with writing_to(out):
         for module, page in zip(modules, pages, strict=True):
             page.save(plan.folder(module.PAPER))

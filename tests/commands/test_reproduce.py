@@ -26,7 +26,8 @@ from loco_ext.experiments.models import MODELS
 from loco_ext.experiments.reproduce import efcn, linear_regions, loco_reg, loco_reg_figures, pilcro, sparsity
 from loco_ext.experiments.reproduce.jobs import PRESETS, Plan, ordered
 from loco_ext.experiments.reproduce.published import entries, published
-from tests.processes import kill_when, run_command
+from loco_ext.version import commit
+from tests.processes import kill_when, run_command, start_command
 
 PAPERS = {"loco-reg": loco_reg, "sparsity": sparsity, "efcn": efcn, "pilcro": pilcro, "linear-regions": linear_regions}
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
@@ -250,6 +251,8 @@ def test_jobs_run_once_and_tables_follow(tmp_path, capsys):
     assert json.loads((folder / "reproduce.json").read_text()) == page
     record = json.loads((folder / "seed-0" / "regions.json").read_text())
     ours = {(a["strength"], a["hinge"]): a["median_radius"]["2"]["mean"] for a in record["arms"]}
+    assert page["commits"] == [record["commit"]] == [commit()]
+    assert commit() in (folder / "reproduce.md").read_text()
     (table,) = page["tables"]
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     assert {(row["strength"], row["hinge"]): row["radius, p = 2"] for row in rows} == ours
@@ -339,7 +342,11 @@ def test_the_example_with_xargs_runs(tmp_path):
 def whole(tmp_path_factory):
     """Return the folder of all papers at the preset smoke."""
     folder = tmp_path_factory.mktemp("whole")
-    run_command("reproduce", "all", "--out", folder)
+    process = start_command(["reproduce", "all", "--out", folder], folder / "said.txt")
+    process.join()
+    said = (folder / "said.txt").read_text()
+    assert process.exitcode == 0, said
+    assert "Warning" not in said
     return folder
 
 

@@ -1,5 +1,6 @@
 """Jobs: commands of ``loco-ext``, independent of each other within a stage, each with a folder of its own."""
 
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,15 @@ class Plan:
             words += ["--device", self.device]
             words += [] if self.data is None else ["--data", str(self.data)]
         return Job(name, tuple(words), self.folder(name) / result, minutes, stage)
+
+
+def commits(jobs: list[Job]) -> list[str]:
+    """Return the commits of the code that the jobs that are done have run with, as far as they are recorded."""
+    records = [path for job in jobs if job.done for path in (job.folder / "settings.json", job.result)]
+    found = (
+        json.loads(path.read_text()).get("commit") for path in records if path.suffix == ".json" and path.is_file()
+    )
+    return sorted({commit for commit in found if commit is not None})
 
 
 def ordered(jobs: list[Job]) -> list[Job]:

@@ -41,12 +41,14 @@ class Page:
         scale: what the preset has cut down.
         tables: its tables.
         figures: files by caption; those that do not exist are left out.
+        commits: of the code that the results were computed with.
     """
 
     title: str
     scale: str
     tables: list[Table]
     figures: dict[str, Path] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
 
     def show(self) -> None:
         """Print the tables and their notes."""
@@ -63,7 +65,8 @@ class Page:
         """Return the page as plain data."""
         tables = [{**asdict(table), "columns": list(table.columns)} for table in self.tables]
         figures = {caption: str(path) for caption, path in self.figures.items() if path.is_file()}
-        return {"title": self.title, "scale": self.scale, "tables": tables, "figures": figures}
+        about = {"title": self.title, "scale": self.scale, "commits": self.commits}
+        return about | {"tables": tables, "figures": figures}
 
     def save(self, out: Path) -> None:
         """Write reproduce.json and reproduce.md to a folder."""
@@ -83,6 +86,7 @@ class Page:
         for caption, path in self.figures.items():
             if path.is_file():
                 parts.append(f"![{caption}]({Path(os.path.relpath(path, out)).as_posix()})")
+        parts += [f"Code: {', '.join(self.commits)}."] if self.commits else []
         return "\n\n".join(parts) + "\n"
 
 

@@ -33,7 +33,8 @@ def _measured(images: int) -> tuple[str, ...]:
     """Return options that measure on so many images, and on fewer where that takes long."""
     names = {"landscape": images, "corrupted": images // 4, "ablated": images // 10, "baseline": max(2, images // 50)}
     few = [word for name, count in names.items() for word in (f"--{name}-images", str(count))]
-    return (*few, "--resampled-inputs", str(images // 20), "--resampling-images", str(images // 4))
+    inputs = max(4, images // 20)  # with fewer than two there is no correlation
+    return (*few, "--resampled-inputs", str(inputs), "--resampling-images", str(images // 4))
 
 
 _ARMS = {"plain": "plain", "target:10": "target:10", "curvature:0.1": "curvature:1"}
